@@ -1,0 +1,4 @@
+#define ZK_NS avx2
+#include "vec/avx2.h"
+// The verbs come first: the algorithm is written in them.
+#include "isa/isa.inl.h"

@@ -1,0 +1,299 @@
+// One step over a span, whatever the rule and the formats: load, apply, store, a tile of ZK_BLOCK elements at a time, every byte once.
+//
+// Formats are template parameters where they are worth a kernel of their own and ANY where they are not; both run this code.
+#pragma once
+
+#include <cstring>
+
+#include "codec/codec.inl.h"
+#include "table.h"
+
+namespace zk {
+namespace ZK_NS {
+namespace {
+
+constexpr int ANY = -1;
+constexpr int64_t TILE = ZK_BLOCK;
+constexpr int64_t STEP = W * Q;          // elements taken together
+constexpr int VECTORS = ZK_BLOCK / W;    // vectors of a tile
+constexpr int64_t AHEAD = 1024;          // bytes that the prefetches run ahead in the streams of 32-bit elements
+
+template <class T>
+T *at(void *p, int64_t i) {
+    return static_cast<T *>(p) + i;
+}
+template <class T>
+const T *at(const void *p, int64_t i) {
+    return static_cast<const T *>(p) + i;
+}
+
+template <int G>
+ZK_INLINE void load_grad(const zk_segment &s, const Scalars &k, int64_t i, F (&g)[Q]) {
+    const int kind = G == ANY ? static_cast<int>(k.grad) : G;
+    if (kind == ZK_BF16) {
+        load_bf16(at<uint16_t>(s.grad, i), g);
+    } else if (kind == ZK_F16) {
+        load_f16(at<uint16_t>(s.grad, i), g);
+    } else {
+        for (int j = 0; j < Q; ++j) g[j] = load(at<float>(s.grad, i + j * W));
+    }
+}
+
+template <int T>
+ZK_INLINE void load_value(const zk_segment &s, const Scalars &k, int64_t i, F (&p)[Q]) {
+    const int kind = T == ANY ? static_cast<int>(k.target) : T;
+    switch (kind) {
+        case TO_FP32:
+            for (int j = 0; j < Q; ++j) p[j] = load(at<float>(s.master, i + j * W));
+            break;
+        case TO_SPLIT16: load_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p); break;
+        case TO_SPLIT8: load_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p); break;
+        case TO_BF16: load_bf16(at<uint16_t>(s.param, i), p); break;
+        default: load_f16(at<uint16_t>(s.param, i), p); break;
+    }
+}
+
+// Rounds stochastically a value at a time: the draws cost more than the conversion, and nobody waits for them.
+inline void store_stochastic(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q], bool half) {
+    alignas(64) float x[W * Q];
+    for (int j = 0; j < Q; ++j) store(x + j * W, p[j]);
+    const uint64_t mixed = stochastic_key(k.seed_mix, s.key, k.step);
+    uint16_t *to = at<uint16_t>(s.param, i);
+    for (int e = 0; e < W * Q; ++e) {
+        const uint32_t random = stochastic_bits(mixed, static_cast<uint64_t>(s.first + i + e));
+        to[e] = half ? half_stochastic(x[e], random) : bf16_stochastic(x[e], random);
+    }
+}
+
+template <int T>
+ZK_INLINE void store_value(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
+    const int kind = T == ANY ? static_cast<int>(k.target) : T;
+    switch (kind) {
+        case TO_FP32:
+            for (int j = 0; j < Q; ++j) store(at<float>(s.master, i + j * W), p[j]);
+            break;
+        case TO_SPLIT16: store_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p); break;
+        case TO_SPLIT8: store_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p); break;
+        default:
+            if (k.stochastic) {
+                store_stochastic(s, k, i, p, kind == TO_F16);
+            } else if (kind == TO_BF16) {
+                store_bf16(at<uint16_t>(s.param, i), p);
+            } else {
+                store_f16(at<uint16_t>(s.param, i), p);
+            }
+    }
+}
+
+// The published copy. After a split master it is the upper half itself, so that both copies agree.
+template <int T, int O>
+ZK_INLINE void store_out(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
+    const int kind = O == ANY ? static_cast<int>(k.out) : O;
+    if (kind == ZK_NONE) return;
+    const int target = T == ANY ? static_cast<int>(k.target) : T;
+    uint16_t *to = at<uint16_t>(s.out, i);
+    if (kind == ZK_BF16 && target != TO_FP32 && target != TO_F16) {
+        std::memcpy(to, at<uint16_t>(s.param, i), sizeof(uint16_t) * STEP);
+    } else if (kind == ZK_BF16) {
+        k.stream_out ? stream_bf16(to, p) : store_bf16(to, p);
+    } else {
+        k.stream_out ? stream_f16(to, p) : store_f16(to, p);
+    }
+}
+
+template <int S>
+ZK_INLINE void load_state(const void *state, int64_t i, F (&x)[Q]) {
+    if constexpr (S == ZK_BF16) {
+        load_bf16(at<uint16_t>(state, i), x);
+    } else if constexpr (S == ZK_F32) {
+        for (int j = 0; j < Q; ++j) x[j] = load(at<float>(state, i + j * W));
+    }
+}
+
+template <int S>
+ZK_INLINE void store_state(void *state, int64_t i, const F (&x)[Q]) {
+    if constexpr (S == ZK_BF16) {
+        store_bf16(at<uint16_t>(state, i), x);
+    } else if constexpr (S == ZK_F32) {
+        for (int j = 0; j < Q; ++j) store(at<float>(state, i + j * W), x[j]);
+    }
+}
+
+// One prefetch per 64 bytes of each stream; the hardware's own prefetchers stop at 4 KiB pages, these do not.
+inline void prefetch_span(const void *base, int64_t byte, int64_t nbytes, int64_t ahead) {
+    const char *p = static_cast<const char *>(base) + byte + ahead;
+    for (int64_t b = 0; b < nbytes; b += 64) prefetch(p + b);
+}
+
+template <class Rule, int G, int T, int S, int O>
+struct Update {
+    static constexpr bool CODED = S == ZK_INT8;
+    static constexpr int STATE_BYTES = S == ZK_F32 ? 4 : S == ZK_BF16 ? 2 : S == ZK_INT8 ? 1 : 0;
+
+    static void prefetch_tile(const zk_segment &s, const Scalars &k, int64_t i) {
+        const int target = T == ANY ? static_cast<int>(k.target) : T;
+        const int grad_bytes = (G == ANY ? static_cast<int>(k.grad) : G) == ZK_F32 ? 4 : 2;
+        const auto ahead = [&](const void *p, int width) { prefetch_span(p, i * width, TILE * width, AHEAD / 4 * width); };
+        ahead(s.grad, grad_bytes);
+        if (target == TO_FP32) {
+            ahead(s.master, 4);
+        } else {
+            ahead(s.param, 2);
+        }
+        if (target == TO_SPLIT16) ahead(s.remainder, 2);
+        if (target == TO_SPLIT8) ahead(s.remainder, 1);
+        if constexpr (Rule::STATES >= 1 && S != ZK_NONE) ahead(s.exp_avg, STATE_BYTES);
+        if constexpr (Rule::STATES >= 2 && S != ZK_NONE) ahead(s.exp_avg_sq, STATE_BYTES);
+    }
+
+    static ZK_INLINE void plain_tile(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base) {
+        const F scale = set1(k.scale);  // carries the sign of ZK_MAXIMIZE
+        for (int64_t i = base; i < base + TILE; i += STEP) {
+            F g[Q], p[Q], a[Q] = {}, b[Q] = {};
+            load_grad<G>(s, k, i, g);
+            load_value<T>(s, k, i, p);
+            if constexpr (Rule::STATES >= 1) load_state<S>(s.exp_avg, i, a);
+            if constexpr (Rule::STATES >= 2) load_state<S>(s.exp_avg_sq, i, b);
+            for (int j = 0; j < Q; ++j) g[j] = mul(g[j], scale);
+            rule.template apply<S>(g, p, a, b);
+            if constexpr (Rule::STATES >= 1) store_state<S>(s.exp_avg, i, a);
+            if constexpr (Rule::STATES >= 2) store_state<S>(s.exp_avg_sq, i, b);
+            store_value<T>(s, k, i, p);
+            store_out<T, O>(s, k, i, p);
+        }
+    }
+
+    // What an updated block waits in until its scales are known.
+    struct Pending {
+        F averages[VECTORS], roots[VECTORS];
+        float average_scale, root_scale;
+    };
+
+    // First the averages of the whole block, then its parameters: the square roots of one half are done when the other half is loaded.
+    static ZK_INLINE void update_block(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base, Pending &to) {
+        constexpr int GROUPS = VECTORS / Q;
+        const int64_t block = base / ZK_BLOCK;
+        const typename Rule::Block constants = rule.block(s.exp_avg_scale[block], Rule::STATES >= 2 ? s.exp_avg_sq_scale[block] : 0.0f);
+        F a[GROUPS][Q], root[GROUPS][Q], most_average = set1(0.0f), most_root = set1(0.0f);
+#pragma GCC unroll 2
+        for (int v = 0; v < GROUPS; ++v) {
+            const int64_t i = base + v * STEP;
+            F g[Q];
+            load_grad<G>(s, k, i, g);
+            if (rule.coupled) {
+                F p[Q];
+                load_value<T>(s, k, i, p);
+                rule.couple(g, p);
+            }
+            decode_signed(at<int8_t>(s.exp_avg, i), a[v]);
+            if constexpr (Rule::STATES >= 2) decode_unsigned(at<uint8_t>(s.exp_avg_sq, i), root[v]);
+            rule.coded_averages(constants, g, a[v], root[v]);
+        }
+#pragma GCC unroll 2
+        for (int v = 0; v < GROUPS; ++v) {
+            const int64_t i = base + v * STEP;
+            F p[Q];
+            load_value<T>(s, k, i, p);
+            rule.coded_step(p, a[v], root[v]);
+            for (int j = 0; j < Q; ++j) {
+                to.averages[v * Q + j] = a[v][j];
+                most_average = max_bits(most_average, abs(a[v][j]));
+                if constexpr (Rule::STATES >= 2) {
+                    to.roots[v * Q + j] = root[v][j];
+                    most_root = max_bits(most_root, root[v][j]);
+                }
+            }
+            store_value<T>(s, k, i, p);
+            store_out<T, O>(s, k, i, p);
+        }
+        to.average_scale = reduce_max(most_average);
+        if constexpr (Rule::STATES >= 2) to.root_scale = reduce_max(most_root);
+    }
+
+    static ZK_INLINE void encode_block(const zk_segment &s, int64_t base, const Pending &from) {
+        const int64_t block = base / ZK_BLOCK;
+        s.exp_avg_scale[block] = encode_averages(at<int8_t>(s.exp_avg, base), from.averages, from.average_scale);
+        if constexpr (Rule::STATES >= 2) s.exp_avg_sq_scale[block] = encode_roots(at<uint8_t>(s.exp_avg_sq, base), from.roots, from.root_scale);
+    }
+
+    static void tile(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base) {
+        if constexpr (CODED) {
+            Pending pending;
+            update_block(s, k, rule, base, pending);
+            encode_block(s, base, pending);
+        } else {
+            plain_tile(s, k, rule, base);
+        }
+    }
+
+    // Whole tiles from begin on; returns where they end. A block's codes are written while the next block is computed: the reduction
+    // between the two has a long latency.
+    static int64_t whole_tiles(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t begin, int64_t end) {
+        int64_t i = begin;
+        if constexpr (CODED) {
+            Pending pending[2];
+            bool odd = false;
+            for (; i + TILE <= end; i += TILE, odd = !odd) {
+                prefetch_tile(s, k, i);
+                update_block(s, k, rule, i, pending[odd]);
+                if (i > begin) encode_block(s, i - TILE, pending[!odd]);
+            }
+            if (i > begin) encode_block(s, i - TILE, pending[!odd]);
+        } else {
+            for (; i + TILE <= end; i += TILE) {
+                prefetch_tile(s, k, i);
+                plain_tile(s, k, rule, i);
+            }
+        }
+        return i;
+    }
+
+    static void run(const zk_segment &s, const Scalars &k, int64_t begin, int64_t end) {
+        const Rule rule(k);
+        const int64_t i = whole_tiles(s, k, rule, begin, end);
+        if (i < end) tail(s, k, rule, i, end - i);
+        if (O != ZK_NONE && k.stream_out) stream_fence();
+    }
+
+    // The last, partial tile runs on padded copies, so that no kernel needs masks and none reads past a buffer.
+    static void tail(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base, int64_t n) {
+        alignas(64) unsigned char room[7][TILE * 4];
+        std::memset(room, 0, sizeof room);
+        const int target = T == ANY ? static_cast<int>(k.target) : T;
+        const int grad_bytes = (G == ANY ? static_cast<int>(k.grad) : G) == ZK_F32 ? 4 : 2;
+        const int out_bytes = (O == ANY ? static_cast<int>(k.out) : O) == ZK_NONE ? 0 : 2;
+        const int64_t block = base / ZK_BLOCK;
+        struct Role {
+            void *real;
+            int width;
+            bool read;
+        };
+        const Role roles[7] = {{const_cast<void *>(s.grad), grad_bytes, true},
+                               {s.param, target == TO_FP32 ? 0 : 2, true},
+                               {s.remainder, target == TO_SPLIT16 ? 2 : target == TO_SPLIT8 ? 1 : 0, true},
+                               {s.master, target == TO_FP32 ? 4 : 0, true},
+                               {s.exp_avg, Rule::STATES >= 1 ? STATE_BYTES : 0, true},
+                               {s.exp_avg_sq, Rule::STATES >= 2 ? STATE_BYTES : 0, true},
+                               {s.out, out_bytes, false}};
+        for (int r = 0; r < 7; ++r)
+            if (roles[r].width && roles[r].read) std::memcpy(room[r], at<char>(roles[r].real, base * roles[r].width), static_cast<size_t>(n * roles[r].width));
+        zk_segment padded = s;
+        padded.grad = room[0];
+        padded.param = room[1];
+        padded.remainder = room[2];
+        padded.master = room[3];
+        padded.exp_avg = room[4];
+        padded.exp_avg_sq = room[5];
+        padded.out = room[6];
+        padded.first = s.first + base;
+        if (CODED) padded.exp_avg_scale = s.exp_avg_scale + block;
+        if (CODED && Rule::STATES >= 2) padded.exp_avg_sq_scale = s.exp_avg_sq_scale + block;
+        tile(padded, k, rule, 0);
+        for (int r = 1; r < 7; ++r)
+            if (roles[r].width) std::memcpy(at<char>(roles[r].real, base * roles[r].width), room[r], static_cast<size_t>(n * roles[r].width));
+    }
+};
+
+}  // namespace
+}  // namespace ZK_NS
+}  // namespace zk

@@ -1,0 +1,132 @@
+/* zerokern_cpu: the whole public C ABI of the CPU kernels.
+ *
+ * Pointers, counts and return codes: no torch, no Python, no exceptions, no OpenMP, nothing printed. Every call is synchronous, may be
+ * made from any thread, and gives the same bits whatever the number of threads. Functions return ZK_OK or a negative zk_error.
+ * Buffers may have any alignment (64 bytes is fastest) and must not overlap unless said so.
+ */
+#ifndef ZEROKERN_CPU_H
+#define ZEROKERN_CPU_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define ZK_API __attribute__((visibility("default")))
+
+/* Raised whenever a struct, an enum or the meaning of a call changes; the loader refuses any other number. */
+#define ZK_ABI 1
+
+/* Elements that share one int8 scale, counted from each parameter's element 0. Every work split is a multiple of it. */
+#define ZK_BLOCK 128
+/* Elements whose squares are summed into one float64 partial by zk_sumsq. */
+#define ZK_SUMSQ_CHUNK 65536
+
+typedef enum zk_error {
+    ZK_OK = 0,
+    ZK_E_NULL = -1,    /* a pointer that the formats need is null */
+    ZK_E_COUNT = -2,   /* a negative count, or a group index out of range */
+    ZK_E_FORMAT = -3,  /* an unknown dtype, format or algorithm, or a combination that has no kernel */
+    ZK_E_VALUE = -4,   /* a hyperparameter that is NaN or out of range */
+    ZK_E_ISA = -5,     /* an instruction set that this machine or this build lacks */
+    ZK_E_THREADS = -6, /* a thread count below 1 or above 1024 */
+    ZK_E_MEMORY = -7   /* the system refused memory or a thread */
+} zk_error;
+
+typedef enum zk_dtype { ZK_NONE = 0, ZK_F32 = 1, ZK_BF16 = 2, ZK_F16 = 3, ZK_INT8 = 4 } zk_dtype;
+typedef enum zk_algorithm { ZK_ADAM = 1, ZK_LION = 2, ZK_ADAGRAD = 3, ZK_SGD = 4 } zk_algorithm;
+typedef enum zk_master { ZK_MASTER_FP32 = 1, ZK_MASTER_SPLIT16 = 2, ZK_MASTER_SPLIT8 = 3, ZK_MASTER_NONE = 4 } zk_master;
+
+/* zk_group.flags */
+#define ZK_DECOUPLED 1u  /* weight decay shrinks the parameter (AdamW) instead of entering the gradient */
+#define ZK_MAXIMIZE 2u   /* ascend */
+#define ZK_NESTEROV 4u   /* SGD */
+#define ZK_FIRST 8u      /* SGD: the momentum buffer starts as the gradient */
+#define ZK_STOCHASTIC 16u /* ZK_MASTER_NONE: round stochastically, counted by (seed, key, step, element) */
+
+/* Formats and hyperparameters shared by any number of segments. */
+typedef struct zk_group {
+    uint32_t algorithm; /* zk_algorithm */
+    uint32_t grad;      /* zk_dtype: F32, BF16, F16 */
+    uint32_t param;     /* zk_dtype of the parameter when master is NONE: BF16 or F16; else ignored */
+    uint32_t master;    /* zk_master */
+    uint32_t state;     /* zk_dtype: F32, BF16, INT8 (ADAM, LION), NONE (SGD without momentum) */
+    uint32_t out;       /* zk_dtype: NONE, BF16, F16 */
+    uint32_t flags;
+    uint32_t reserved; /* 0 */
+    double lr, beta1, beta2, eps, weight_decay;
+    double momentum, dampening; /* SGD */
+    double lr_decay;            /* ADAGRAD */
+    int64_t step;               /* 1 for the first update */
+    uint64_t seed;              /* ZK_STOCHASTIC */
+} zk_group;
+
+/* One contiguous span of one parameter. Pointers that the group's formats do not need are ignored. */
+typedef struct zk_segment {
+    void *param;             /* SPLIT16, SPLIT8: the bf16 upper half; NONE: the parameter */
+    void *remainder;         /* SPLIT16: int16; SPLIT8: int8 */
+    void *master;            /* FP32: the fp32 value */
+    void *exp_avg;           /* ADAM and LION exp_avg, ADAGRAD sum, SGD momentum_buffer */
+    void *exp_avg_sq;        /* ADAM; for INT8 codes of its square root */
+    float *exp_avg_scale;    /* INT8: one per started block */
+    float *exp_avg_sq_scale; /* INT8, ADAM */
+    const void *grad;
+    void *out;     /* group.out != NONE: the published value, written and never read */
+    int64_t numel; /* >= 0 */
+    uint64_t group;
+    uint64_t key;  /* ZK_STOCHASTIC: tells parameters apart */
+    int64_t first; /* ZK_STOCHASTIC: number of this segment's element 0 within its parameter */
+} zk_segment;
+
+/* One optimizer step over all segments, every byte touched once. `scale` (null = 1) multiplies the gradients and is read when the
+ * call runs. All arguments are checked before anything is written; *bad is then the segment (or -1 - group) at fault. */
+ZK_API int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, int64_t ngroups, const float *scale, int64_t *bad);
+
+/* sums[i] = sum of squares of source i in float64, in an order that depends on nothing but the count; non-finite if an element is.
+ * partials: scratch of zk_sumsq_partials(numels, n) doubles. */
+ZK_API int64_t zk_sumsq_partials(const int64_t *numels, int64_t n);
+ZK_API int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n, uint32_t dtype, double *partials, double *sums);
+
+/* dst = cast(dst + scale * s0 + scale * s1 + ...) in fp32 from left to right; add = 0 leaves dst out and does not read it. */
+ZK_API int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources, uint32_t source_dtype, int64_t numel,
+                         int add, float scale);
+
+/* The int8 codecs and the split masters on their own. x: fp32 values (exp_avg_sq_* code the square root of x). */
+typedef enum zk_codec {
+    ZK_ENCODE_EXP_AVG = 1,
+    ZK_DECODE_EXP_AVG = 2,
+    ZK_ENCODE_EXP_AVG_SQ = 3,
+    ZK_DECODE_EXP_AVG_SQ = 4,
+    ZK_SPLIT16 = 5,
+    ZK_JOIN16 = 6,
+    ZK_SPLIT8 = 7,
+    ZK_JOIN8 = 8
+} zk_codec;
+/* codes: int8, uint8, or the bf16 upper half; aux: the scales, or the remainder. */
+ZK_API int zk_convert(uint32_t codec, float *x, void *codes, void *aux, int64_t numel);
+
+/* The roof: reads, updates in place and writes that many streams of nbytes each (at most 8 of a kind). */
+ZK_API int zk_stream(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes, int nwrite, int64_t nbytes);
+
+/* Instruction sets compiled in, worst first. A null name in zk_isa_force returns to the best usable one. */
+ZK_API int zk_isa_count(void);
+ZK_API const char *zk_isa_name(int index);
+ZK_API const char *zk_isa_needs(int index);
+ZK_API int zk_isa_usable(int index);
+ZK_API int zk_isa_force(const char *name);
+ZK_API const char *zk_isa_active(void);
+
+/* Threads that share one call, the caller included. They start at first use, park when idle and are made anew after a fork. */
+ZK_API int zk_threads_set(int count);
+ZK_API int zk_threads(void);
+
+ZK_API int zk_abi(void);
+ZK_API const char *zk_error_text(int code);
+/* Clock of the core this runs on, from a chain of dependent additions. */
+ZK_API double zk_core_ghz(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
