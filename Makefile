@@ -1,0 +1,101 @@
+# Every target works on a fresh machine: what is missing is installed first, into .venv.
+#
+#   VENV=none PYTHON=python3   use the present environment: its torch stays, nothing is fetched
+#   EXTRAS=dev,peers           what else of pyproject.toml to install (default: dev)
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= dev
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+sources := $(shell find zerokern cpu bench -type f -not -path '*/.*' -not -path '*/__pycache__/*' -not -path 'bench/results/*' -not -path 'cpu/fuzz/*')
+native := $(shell find cpu cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+ifeq ($(VENV),none)
+bin := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))' 2>&1)
+installed := build/installed$(subst /,-,$(bin))
+python := $(PYTHON)
+else
+bin := $(abspath $(VENV))/bin
+python := $(bin)/python
+installed := $(VENV)/.installed-$(EXTRAS)
+endif
+export PATH := $(bin):$(PATH)
+
+offline := --no-build-isolation --no-deps --no-index
+build = $(python) -m pip install $(offline) .
+define fetch
+$(PYTHON) -m venv $(VENV)
+$(python) -m pip install -c constraints.txt scikit-build-core cmake ninja
+$(python) -m pip install -c constraints.txt --no-build-isolation '.[$(EXTRAS)]'
+endef
+
+# the tests run on the installed package; `python -m pytest` would put this folder's sources first
+pytest := $(python) -c 'import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main())'
+
+.PHONY: help setup demo test test-all lint format bench wheel sanitize clean preflight
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(installed) ## build zerokern and install it with its tools into .venv
+ifneq ($(VENV),none)
+	@echo "ready: . $(VENV)/bin/activate"
+endif
+
+demo: $(installed) ## train where torch runs out of memory, then compare; under 4 minutes
+	zerokern demo
+
+test: $(installed) ## the representative tests; under 10 minutes
+	$(pytest) tests
+
+test-all: $(installed) ## every test, every format on every instruction set; under 30 minutes
+	$(pytest) tests --all
+
+lint: $(installed) ## ruff, mypy and clang-format
+	ruff check .
+	ruff format --check .
+	mypy
+	clang-format --dry-run --Werror $(native)
+
+format: $(installed) ## let ruff and clang-format rewrite the sources
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(native)
+
+bench: $(installed) ## a smoke run of each benchmark: does it work, not how fast it is
+	rm -rf build/bench
+	mkdir -p build/bench
+	for op in $(filter-out __init__,$(basename $(notdir $(wildcard bench/ops/*.py)))); do \
+	    zerokern bench $$op --smoke --json build/bench/$$op.json; \
+	done
+	$(pytest) bench --benchmark-min-rounds=1 --benchmark-max-time=0.1 --benchmark-warmup=off
+
+wheel: $(installed) ## the wheel, in dist/
+	$(python) -m pip wheel $(offline) --wheel-dir dist .
+
+sanitize: preflight ## fuzz the native library under ASan, UBSan and TSan
+	cpu/fuzz/run.sh
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	find zerokern bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+preflight:
+	@command -v $(PYTHON) >/dev/null || { printf 'missing: %s\n  do:    apt-get install -y python3 python3-venv\n' "$(PYTHON)"; exit 1; }
+	@$(PYTHON) .ci/preflight.py --venv $(VENV)
+
+ifeq ($(VENV),none)
+$(installed): pyproject.toml $(sources) | preflight
+	$(build)
+	mkdir -p build
+	touch $@
+else
+# pip fetches only when what it should fetch has changed; a changed source is built and installed offline
+$(installed): pyproject.toml constraints.txt $(sources) | preflight
+	$(if $(filter pyproject.toml constraints.txt,$?),$(fetch),$(build))
+	touch $@
+endif

@@ -1,0 +1,46 @@
+"""One stem on every shelf: an op has its kernel, its test and its benchmark, all under its name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .tree import tracked
+
+OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
+SHELVES = ("cpu/{op}/", "tests/kernels/test_{op}.py", "bench/ops/{op}.py")
+KERNEL_OF = {"cast": "accumulate"}  # a cast is a sum of one source: the same loop
+TRITON = "zerokern/kernels/triton/{op}.py"
+
+
+def place(shelf: str, op: str) -> str:
+    return shelf.format(op=KERNEL_OF.get(op, op) if shelf.startswith("cpu/") else op)
+
+
+def empty_places(paths: Collection[str]) -> list[str]:
+    has_triton = any(path.startswith("zerokern/kernels/triton/") for path in paths)
+    shelves = SHELVES + ((TRITON,) if has_triton else ())
+    wanted = [place(shelf, op) for op in OPS for shelf in shelves]
+    return [spot for spot in wanted if not any(path.startswith(spot) for path in paths)]
+
+
+def strangers(paths: Collection[str]) -> list[str]:
+    """Benchmarks of an op that is not on the list, and so would escape the other shelves."""
+    known = {f"bench/ops/{op}.py" for op in OPS} | {"bench/ops/__init__.py"}
+    return [path for path in paths if path.startswith("bench/ops/") and path.endswith(".py") and path not in known]
+
+
+def test_every_op_is_on_every_shelf() -> None:
+    empty = empty_places(tracked())
+    assert not empty, f"nothing at {', '.join(empty)}"
+
+
+def test_no_op_is_unknown() -> None:
+    assert strangers(tracked()) == []
+
+
+def test_an_empty_place_is_found() -> None:
+    full = [shelf.format(op=op) + ("x.h" if shelf.endswith("/") else "") for op in OPS for shelf in SHELVES]
+    assert empty_places(full) == []
+    assert empty_places([path for path in full if path != "bench/ops/lion.py"]) == ["bench/ops/lion.py"]
+    assert empty_places([*full, "zerokern/kernels/triton/adam.py"])[0] == "zerokern/kernels/triton/lion.py"
+    assert strangers([*full, "bench/ops/muon.py"]) == ["bench/ops/muon.py"]
