@@ -1,4 +1,5 @@
-// The entry points: check everything, cut the work, hand it to the pool. Nothing is written before all checks have passed.
+// The entry points: check everything, cut the work, hand it to the pool. Nothing is written before all checks have
+// passed.
 
 #include <atomic>
 #include <cmath>
@@ -11,9 +12,10 @@
 
 namespace {
 
-constexpr int64_t GRAIN = 1 << 16;       // elements a thread takes at a time: long runs for the prefetchers, fair shares at the end
-constexpr int64_t INLINE = 1 << 15;      // elements below which waking threads costs more than it brings
-constexpr int64_t STREAMED = 16 << 20;   // bytes of written-only output from which it goes past the caches
+constexpr int64_t GRAIN =
+    1 << 16;  // elements a thread takes at a time: long runs for the prefetchers, fair shares at the end
+constexpr int64_t INLINE = 1 << 15;     // elements below which waking threads costs more than it brings
+constexpr int64_t STREAMED = 16 << 20;  // bytes of written-only output from which it goes past the caches
 
 int workers_for(int64_t numel) { return numel < INLINE ? 1 : zk::pool_threads(); }
 
@@ -22,11 +24,16 @@ bool fraction(double x) { return x >= 0.0 && x < 1.0; }
 
 int target_of(const zk_group &g) {
     switch (g.master) {
-        case ZK_MASTER_FP32: return zk::TO_FP32;
-        case ZK_MASTER_SPLIT16: return zk::TO_SPLIT16;
-        case ZK_MASTER_SPLIT8: return zk::TO_SPLIT8;
-        case ZK_MASTER_NONE: return g.param == ZK_BF16 ? zk::TO_BF16 : g.param == ZK_F16 ? zk::TO_F16 : -1;
-        default: return -1;
+        case ZK_MASTER_FP32:
+            return zk::TO_FP32;
+        case ZK_MASTER_SPLIT16:
+            return zk::TO_SPLIT16;
+        case ZK_MASTER_SPLIT8:
+            return zk::TO_SPLIT8;
+        case ZK_MASTER_NONE:
+            return g.param == ZK_BF16 ? zk::TO_BF16 : g.param == ZK_F16 ? zk::TO_F16 : -1;
+        default:
+            return -1;
     }
 }
 
@@ -52,7 +59,8 @@ int check_segment(const zk_segment &s, const zk_group *groups, int64_t ngroups) 
     const zk_group &g = groups[s.group];
     const bool split = g.master == ZK_MASTER_SPLIT16 || g.master == ZK_MASTER_SPLIT8;
     if (!s.grad || (g.master == ZK_MASTER_FP32 ? !s.master : !s.param) || (split && !s.remainder)) return ZK_E_NULL;
-    if ((g.state != ZK_NONE && !s.exp_avg) || (g.algorithm == ZK_ADAM && !s.exp_avg_sq) || (g.out != ZK_NONE && !s.out)) return ZK_E_NULL;
+    if ((g.state != ZK_NONE && !s.exp_avg) || (g.algorithm == ZK_ADAM && !s.exp_avg_sq) || (g.out != ZK_NONE && !s.out))
+        return ZK_E_NULL;
     if (g.state == ZK_INT8 && (!s.exp_avg_scale || (g.algorithm == ZK_ADAM && !s.exp_avg_sq_scale))) return ZK_E_NULL;
     return ZK_OK;
 }
@@ -61,9 +69,9 @@ zk::Scalars scalars_of(const zk_group &g, float scale) {
     zk::Scalars k{};
     const double t = static_cast<double>(g.step);
     const bool adam = g.algorithm == ZK_ADAM, decoupled = (g.flags & ZK_DECOUPLED) != 0 || g.algorithm == ZK_LION;
-    const double step_size = adam                           ? g.lr / (1.0 - std::pow(g.beta1, t))
-                             : g.algorithm == ZK_ADAGRAD    ? g.lr / (1.0 + (t - 1.0) * g.lr_decay)
-                                                            : g.lr;
+    const double step_size = adam                        ? g.lr / (1.0 - std::pow(g.beta1, t))
+                             : g.algorithm == ZK_ADAGRAD ? g.lr / (1.0 + (t - 1.0) * g.lr_decay)
+                                                         : g.lr;
     k.scale = (g.flags & ZK_MAXIMIZE) ? -scale : scale;
     k.step_size = static_cast<float>(step_size);
     k.inv_bias2 = adam ? static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(g.beta2, t))) : 1.0f;
@@ -125,7 +133,9 @@ void update_task(void *context) {
             offset = end = w.offset;
             for (int64_t taken = 0; taken < GRAIN && w.segment < w.nseg;) {
                 const int64_t left = w.segments[w.segment].numel - w.offset;
-                const int64_t some = left < GRAIN - taken || left <= ZK_BLOCK ? left : (GRAIN - taken + ZK_BLOCK - 1) / ZK_BLOCK * ZK_BLOCK;
+                const int64_t some = left < GRAIN - taken || left <= ZK_BLOCK
+                                         ? left
+                                         : (GRAIN - taken + ZK_BLOCK - 1) / ZK_BLOCK * ZK_BLOCK;
                 last = w.segment;
                 end = w.offset + (some < left ? some : left);
                 taken += end - w.offset;
@@ -186,13 +196,15 @@ void sumsq_task(void *context) {
                     continue;
                 }
                 const int64_t numel = left < ZK_SUMSQ_CHUNK ? left : ZK_SUMSQ_CHUNK;
-                pieces[count++] = {static_cast<const char *>(w.sources[w.source]) + w.offset * w.width, numel, w.chunk++};
+                pieces[count++] = {static_cast<const char *>(w.sources[w.source]) + w.offset * w.width, numel,
+                                   w.chunk++};
                 w.offset += numel;
                 taken += numel;
             }
         }
         if (count == 0) return;
-        for (int i = 0; i < count; ++i) w.partials[pieces[i].chunk] = zk::active().sumsq(pieces[i].from, w.dtype, pieces[i].numel);
+        for (int i = 0; i < count; ++i)
+            w.partials[pieces[i].chunk] = zk::active().sumsq(pieces[i].from, w.dtype, pieces[i].numel);
     }
 }
 
@@ -245,7 +257,8 @@ bool any_null(const void *const *pointers, int64_t n) {
 
 extern "C" {
 
-int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, int64_t ngroups, const float *scale, int64_t *bad) {
+int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, int64_t ngroups, const float *scale,
+              int64_t *bad) {
     int64_t ignored;
     int64_t &at_fault = bad ? *bad : ignored;
     at_fault = -1;
@@ -266,9 +279,11 @@ int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, 
     at_fault = -1;
     constexpr int64_t FEW = 16;  // plans for a handful of groups need no memory
     GroupPlan few[FEW];
-    GroupPlan *plans = ngroups <= FEW ? few : static_cast<GroupPlan *>(std::malloc(sizeof(GroupPlan) * static_cast<size_t>(ngroups)));
+    GroupPlan *plans =
+        ngroups <= FEW ? few : static_cast<GroupPlan *>(std::malloc(sizeof(GroupPlan) * static_cast<size_t>(ngroups)));
     if (!plans) return ZK_E_MEMORY;
-    for (int64_t i = 0; i < ngroups; ++i) plans[i] = {scalars_of(groups[i], scale ? *scale : 1.0f), zk::active().update(groups[i], target_of(groups[i]))};
+    for (int64_t i = 0; i < ngroups; ++i)
+        plans[i] = {scalars_of(groups[i], scale ? *scale : 1.0f), zk::active().update(groups[i], target_of(groups[i]))};
     UpdateWork work{segments, nseg, plans, written >= STREAMED, {}};
     zk::pool_run(update_task, &work, workers_for(total));
     if (plans != few) std::free(plans);
@@ -281,7 +296,8 @@ int64_t zk_sumsq_partials(const int64_t *numels, int64_t n) {
     return chunks;
 }
 
-int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n, uint32_t dtype, double *partials, double *sums) {
+int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n, uint32_t dtype, double *partials,
+             double *sums) {
     if (n < 0) return ZK_E_COUNT;
     if (!is_float(dtype)) return ZK_E_FORMAT;
     if (n == 0) return ZK_OK;
@@ -302,7 +318,8 @@ int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n, uint3
     return ZK_OK;
 }
 
-int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources, uint32_t source_dtype, int64_t numel, int add, float scale) {
+int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources, uint32_t source_dtype,
+                  int64_t numel, int add, float scale) {
     if (!is_float(dst_dtype) || !is_float(source_dtype)) return ZK_E_FORMAT;
     if (numel < 0 || nsources < 1) return ZK_E_COUNT;
     if (numel == 0) return ZK_OK;
@@ -314,7 +331,8 @@ int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int
     const AccumulateArguments arguments{dst, dst_dtype, source_dtype, sources, nsources, add != 0, stream, scale};
     SpanWork work{[](const SpanWork &w, int64_t begin, int64_t end) {
                       const AccumulateArguments &a = *static_cast<const AccumulateArguments *>(w.arguments);
-                      zk::active().accumulate(a.dst, a.dst_dtype, a.sources, a.nsources, a.source_dtype, begin, end, a.add, a.scale, a.stream);
+                      zk::active().accumulate(a.dst, a.dst_dtype, a.sources, a.nsources, a.source_dtype, begin, end,
+                                              a.add, a.scale, a.stream);
                   },
                   numel, GRAIN, &arguments};
     zk::pool_run(span_task, &work, workers_for(numel));
@@ -336,10 +354,14 @@ int zk_convert(uint32_t codec, float *x, void *codes, void *aux, int64_t numel) 
     return ZK_OK;
 }
 
-int zk_stream(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes, int nwrite, int64_t nbytes) {
+int zk_stream(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes, int nwrite,
+              int64_t nbytes) {
     constexpr int MOST = 8;
-    if (nread < 0 || nupdate < 0 || nwrite < 0 || nread > MOST || nupdate > MOST || nwrite > MOST || nbytes < 0 || nbytes % 64) return ZK_E_COUNT;
-    if ((nread && (!reads || any_null(reads, nread))) || (nupdate && (!updates || any_null(updates, nupdate))) || (nwrite && (!writes || any_null(writes, nwrite))))
+    if (nread < 0 || nupdate < 0 || nwrite < 0 || nread > MOST || nupdate > MOST || nwrite > MOST || nbytes < 0 ||
+        nbytes % 64)
+        return ZK_E_COUNT;
+    if ((nread && (!reads || any_null(reads, nread))) || (nupdate && (!updates || any_null(updates, nupdate))) ||
+        (nwrite && (!writes || any_null(writes, nwrite))))
         return ZK_E_NULL;
     for (int i = 0; i < nwrite; ++i)
         if (reinterpret_cast<uintptr_t>(writes[i]) % 64) return ZK_E_COUNT;

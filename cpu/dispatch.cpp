@@ -28,10 +28,14 @@ bool has_feature(const char *name) {
         const char *name;
         bool present;
     };
-    const Feature features[] = {{"avx2", __builtin_cpu_supports("avx2") != 0},         {"fma", __builtin_cpu_supports("fma") != 0},
-                                {"f16c", __builtin_cpu_supports("f16c") != 0},         {"avx512f", __builtin_cpu_supports("avx512f") != 0},
-                                {"avx512bw", __builtin_cpu_supports("avx512bw") != 0}, {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
-                                {"avx512vl", __builtin_cpu_supports("avx512vl") != 0}, {"avx512vbmi", __builtin_cpu_supports("avx512vbmi") != 0}};
+    const Feature features[] = {{"avx2", __builtin_cpu_supports("avx2") != 0},
+                                {"fma", __builtin_cpu_supports("fma") != 0},
+                                {"f16c", __builtin_cpu_supports("f16c") != 0},
+                                {"avx512f", __builtin_cpu_supports("avx512f") != 0},
+                                {"avx512bw", __builtin_cpu_supports("avx512bw") != 0},
+                                {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
+                                {"avx512vl", __builtin_cpu_supports("avx512vl") != 0},
+                                {"avx512vbmi", __builtin_cpu_supports("avx512vbmi") != 0}};
     for (const Feature &feature : features)
         if (std::strcmp(feature.name, name) == 0) return feature.present;
 #endif
@@ -106,15 +110,24 @@ int zk_abi(void) { return ZK_ABI; }
 
 const char *zk_error_text(int code) {
     switch (code) {
-        case ZK_OK: return "no error";
-        case ZK_E_NULL: return "a pointer that the formats need is null";
-        case ZK_E_COUNT: return "a negative count, or a group index out of range";
-        case ZK_E_FORMAT: return "an unknown dtype, format or algorithm, or a combination that has no kernel";
-        case ZK_E_VALUE: return "a hyperparameter that is not finite or out of range";
-        case ZK_E_ISA: return "an instruction set that this machine or this build lacks";
-        case ZK_E_THREADS: return "a thread count below 1 or above 1024";
-        case ZK_E_MEMORY: return "the system refused memory";
-        default: return "an unknown error code";
+        case ZK_OK:
+            return "no error";
+        case ZK_E_NULL:
+            return "a pointer that the formats need is null";
+        case ZK_E_COUNT:
+            return "a negative count, or a group index out of range";
+        case ZK_E_FORMAT:
+            return "an unknown dtype, format or algorithm, or a combination that has no kernel";
+        case ZK_E_VALUE:
+            return "a hyperparameter that is not finite or out of range";
+        case ZK_E_ISA:
+            return "an instruction set that this machine or this build lacks";
+        case ZK_E_THREADS:
+            return "a thread count below 1 or above 1024";
+        case ZK_E_MEMORY:
+            return "the system refused memory";
+        default:
+            return "an unknown error code";
     }
 }
 

@@ -17,7 +17,8 @@ namespace zk {
 namespace {
 
 constexpr int MOST_THREADS = 1024;
-constexpr int SPINS = 2000;  // about 20 us: a step's native calls (norm, then update) follow each other closer than that
+constexpr int SPINS =
+    2000;  // about 20 us: a step's native calls (norm, then update) follow each other closer than that
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -100,7 +101,8 @@ void after_fork_parent() {
     pool->lock.unlock();
     pool->calls.unlock();
 }
-// The child has no workers and locks held by threads that do not exist: a fresh pool, whose workers start at its first call.
+// The child has no workers and locks held by threads that do not exist: a fresh pool, whose workers start at its first
+// call.
 void after_fork_child() { pool = new (storage) Pool; }
 
 void create() {

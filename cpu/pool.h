@@ -7,8 +7,9 @@ namespace zk {
 
 using Task = void (*)(void *context);
 
-// Runs task(context) on up to `workers` threads at once, the caller among them, and returns when all have returned. Tasks take their
-// work from a shared cursor, so fewer threads than asked for (none could be started, say) only means that it takes longer.
+// Runs task(context) on up to `workers` threads at once, the caller among them, and returns when all have returned.
+// Tasks take their work from a shared cursor, so fewer threads than asked for (none could be started, say) only means
+// that it takes longer.
 void pool_run(Task task, void *context, int workers);
 
 int pool_threads();

@@ -1,4 +1,5 @@
-// Counter-based random bits: a function of (seed, parameter key, step, element number) alone, so that neither threads nor sharding show.
+// Counter-based random bits: a function of (seed, parameter key, step, element number) alone, so that neither threads
+// nor sharding show.
 #pragma once
 
 #include <cstdint>

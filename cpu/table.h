@@ -10,7 +10,8 @@ namespace zk {
 
 // Hyperparameters of a group, rounded once from double the way kernels/reference.py does it.
 struct Scalars {
-    float scale /* negative to ascend */, step_size, lr_wd, inv_bias2, eps, wd, w1, w2, beta1, root_beta2, root_w2, root_slope, root_floor, lr, momentum, undamped;
+    float scale /* negative to ascend */, step_size, lr_wd, inv_bias2, eps, wd, w1, w2, beta1, root_beta2, root_w2,
+        root_slope, root_floor, lr, momentum, undamped;
     double w1d, w2d, beta2d, wdd, lrd, momentumd, undampedd;
     uint64_t seed_mix;
     int64_t step;
@@ -28,14 +29,17 @@ struct IsaTable {
     const char *name;
     UpdateFn (*update)(const zk_group &, int target);
     double (*sumsq)(const void *source, uint32_t dtype, int64_t numel);
-    void (*accumulate)(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t n, uint32_t source_dtype, int64_t begin, int64_t end,
-                       bool add, float scale, bool stream);
+    void (*accumulate)(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t n, uint32_t source_dtype,
+                       int64_t begin, int64_t end, bool add, float scale, bool stream);
     void (*convert)(uint32_t codec, float *x, void *codes, void *aux, int64_t begin, int64_t end);
-    void (*stream)(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes, int nwrite, int64_t begin, int64_t end);
+    void (*stream)(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes,
+                   int nwrite, int64_t begin, int64_t end);
 };
 
-#define ZK_ISA(ns, name, needs) \
-    namespace ns { extern const IsaTable table; }
+#define ZK_ISA(ns, name, needs)  \
+    namespace ns {               \
+    extern const IsaTable table; \
+    }
 #include "isa.def"
 #undef ZK_ISA
 

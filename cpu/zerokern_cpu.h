@@ -1,8 +1,9 @@
 /* zerokern_cpu: the whole public C ABI of the CPU kernels.
  *
- * Pointers, counts and return codes: no torch, no Python, no exceptions, no OpenMP, nothing printed. Every call is synchronous, may be
- * made from any thread, and gives the same bits whatever the number of threads. Functions return ZK_OK or a negative zk_error.
- * Buffers may have any alignment (64 bytes is fastest) and must not overlap unless said so.
+ * Pointers, counts and return codes: no torch, no Python, no exceptions, no OpenMP, nothing printed. Every call is
+ * synchronous, may be made from any thread, and gives the same bits whatever the number of threads. Functions return
+ * ZK_OK or a negative zk_error. Buffers may have any alignment (64 bytes is fastest) and must not overlap unless said
+ * so.
  */
 #ifndef ZEROKERN_CPU_H
 #define ZEROKERN_CPU_H
@@ -36,13 +37,18 @@ typedef enum zk_error {
 
 typedef enum zk_dtype { ZK_NONE = 0, ZK_F32 = 1, ZK_BF16 = 2, ZK_F16 = 3, ZK_INT8 = 4 } zk_dtype;
 typedef enum zk_algorithm { ZK_ADAM = 1, ZK_LION = 2, ZK_ADAGRAD = 3, ZK_SGD = 4 } zk_algorithm;
-typedef enum zk_master { ZK_MASTER_FP32 = 1, ZK_MASTER_SPLIT16 = 2, ZK_MASTER_SPLIT8 = 3, ZK_MASTER_NONE = 4 } zk_master;
+typedef enum zk_master {
+    ZK_MASTER_FP32 = 1,
+    ZK_MASTER_SPLIT16 = 2,
+    ZK_MASTER_SPLIT8 = 3,
+    ZK_MASTER_NONE = 4
+} zk_master;
 
 /* zk_group.flags */
-#define ZK_DECOUPLED 1u  /* weight decay shrinks the parameter (AdamW) instead of entering the gradient */
-#define ZK_MAXIMIZE 2u   /* ascend */
-#define ZK_NESTEROV 4u   /* SGD */
-#define ZK_FIRST 8u      /* SGD: the momentum buffer starts as the gradient */
+#define ZK_DECOUPLED 1u   /* weight decay shrinks the parameter (AdamW) instead of entering the gradient */
+#define ZK_MAXIMIZE 2u    /* ascend */
+#define ZK_NESTEROV 4u    /* SGD */
+#define ZK_FIRST 8u       /* SGD: the momentum buffer starts as the gradient */
 #define ZK_STOCHASTIC 16u /* ZK_MASTER_NONE: round stochastically, counted by (seed, key, step, element) */
 
 /* Formats and hyperparameters shared by any number of segments. */
@@ -79,18 +85,22 @@ typedef struct zk_segment {
     int64_t first; /* ZK_STOCHASTIC: number of this segment's element 0 within its parameter */
 } zk_segment;
 
-/* One optimizer step over all segments, every byte touched once. `scale` (null = 1) multiplies the gradients and is read when the
- * call runs. All arguments are checked before anything is written; *bad is then the segment (or -1 - group) at fault. */
-ZK_API int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, int64_t ngroups, const float *scale, int64_t *bad);
+/* One optimizer step over all segments, every byte touched once. `scale` (null = 1) multiplies the gradients and is
+ * read when the call runs. All arguments are checked before anything is written; *bad is then the segment (or -1 -
+ * group) at fault. */
+ZK_API int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, int64_t ngroups,
+                     const float *scale, int64_t *bad);
 
-/* sums[i] = sum of squares of source i in float64, in an order that depends on nothing but the count; non-finite if an element is.
- * partials: scratch of zk_sumsq_partials(numels, n) doubles. */
+/* sums[i] = sum of squares of source i in float64, in an order that depends on nothing but the count; non-finite if an
+ * element is. partials: scratch of zk_sumsq_partials(numels, n) doubles. */
 ZK_API int64_t zk_sumsq_partials(const int64_t *numels, int64_t n);
-ZK_API int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n, uint32_t dtype, double *partials, double *sums);
+ZK_API int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n, uint32_t dtype, double *partials,
+                    double *sums);
 
-/* dst = cast(dst + scale * s0 + scale * s1 + ...) in fp32 from left to right; add = 0 leaves dst out and does not read it. */
-ZK_API int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources, uint32_t source_dtype, int64_t numel,
-                         int add, float scale);
+/* dst = cast(dst + scale * s0 + scale * s1 + ...) in fp32 from left to right; add = 0 leaves dst out and does not read
+ * it. */
+ZK_API int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources,
+                         uint32_t source_dtype, int64_t numel, int add, float scale);
 
 /* The int8 codecs and the split masters on their own. x: fp32 values (exp_avg_sq_* code the square root of x). */
 typedef enum zk_codec {
@@ -107,7 +117,8 @@ typedef enum zk_codec {
 ZK_API int zk_convert(uint32_t codec, float *x, void *codes, void *aux, int64_t numel);
 
 /* The roof: reads, updates in place and writes that many streams of nbytes each (at most 8 of a kind). */
-ZK_API int zk_stream(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes, int nwrite, int64_t nbytes);
+ZK_API int zk_stream(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes,
+                     int nwrite, int64_t nbytes);
 
 /* Instruction sets compiled in, worst first. A null name in zk_isa_force returns to the best usable one. */
 ZK_API int zk_isa_count(void);
@@ -117,7 +128,8 @@ ZK_API int zk_isa_usable(int index);
 ZK_API int zk_isa_force(const char *name);
 ZK_API const char *zk_isa_active(void);
 
-/* Threads that share one call, the caller included. They start at first use, park when idle and are made anew after a fork. */
+/* Threads that share one call, the caller included. They start at first use, park when idle and are made anew after a
+ * fork. */
 ZK_API int zk_threads_set(int count);
 ZK_API int zk_threads(void);
 

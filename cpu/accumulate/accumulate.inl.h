@@ -1,4 +1,5 @@
-// dst = cast((dst) + scale * s0 + scale * s1 + ...): casts, gradient accumulation and the sum behind a reduce-scatter are one loop.
+// dst = cast((dst) + scale * s0 + scale * s1 + ...): casts, gradient accumulation and the sum behind a reduce-scatter
+// are one loop.
 #pragma once
 
 #include "update/update.inl.h"
@@ -25,7 +26,8 @@ inline void store_as(void *p, int64_t i, const F (&x)[Q], bool streamed) {
     } else if constexpr (K == ZK_F16) {
         streamed ? stream_f16(at<uint16_t>(p, i), x) : store_f16(at<uint16_t>(p, i), x);
     } else {
-        for (int j = 0; j < Q; ++j) streamed ? stream(at<float>(p, i + j * W), x[j]) : store(at<float>(p, i + j * W), x[j]);
+        for (int j = 0; j < Q; ++j)
+            streamed ? stream(at<float>(p, i + j * W), x[j]) : store(at<float>(p, i + j * W), x[j]);
     }
 }
 
@@ -33,7 +35,8 @@ template <int T, int K>
 struct Accumulate {
     static constexpr int64_t TO_BYTES = T == ZK_F32 ? 4 : 2, FROM_BYTES = K == ZK_F32 ? 4 : 2;
 
-    static void step(void *dst, const void *const *sources, int64_t n, int64_t to, int64_t from, bool add_to, F scale, bool streamed) {
+    static void step(void *dst, const void *const *sources, int64_t n, int64_t to, int64_t from, bool add_to, F scale,
+                     bool streamed) {
         F sum[Q] = {}, x[Q];
         if (add_to) load_as<T>(dst, to, sum);
         for (int64_t s = 0; s < n; ++s) {
@@ -45,7 +48,8 @@ struct Accumulate {
         store_as<T>(dst, to, sum, streamed);
     }
 
-    static void run(void *dst, const void *const *sources, int64_t n, int64_t begin, int64_t end, bool add_to, float scale, bool streamed) {
+    static void run(void *dst, const void *const *sources, int64_t n, int64_t begin, int64_t end, bool add_to,
+                    float scale, bool streamed) {
         const F factor = set1(scale);
         int64_t i = begin;
         for (; i + STEP <= end; i += STEP) step(dst, sources, n, i, i, add_to, factor, streamed);
@@ -74,11 +78,13 @@ using AccumulateFn = void (*)(void *, const void *const *, int64_t, int64_t, int
 
 template <int T>
 AccumulateFn accumulate_from(uint32_t dtype) {
-    return dtype == ZK_BF16 ? Accumulate<T, ZK_BF16>::run : dtype == ZK_F16 ? Accumulate<T, ZK_F16>::run : Accumulate<T, ZK_F32>::run;
+    return dtype == ZK_BF16  ? Accumulate<T, ZK_BF16>::run
+           : dtype == ZK_F16 ? Accumulate<T, ZK_F16>::run
+                             : Accumulate<T, ZK_F32>::run;
 }
 
-void accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t n, uint32_t source_dtype, int64_t begin, int64_t end, bool add_to,
-                float scale, bool streamed) {
+void accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t n, uint32_t source_dtype,
+                int64_t begin, int64_t end, bool add_to, float scale, bool streamed) {
     const AccumulateFn fn = dst_dtype == ZK_BF16  ? accumulate_from<ZK_BF16>(source_dtype)
                             : dst_dtype == ZK_F16 ? accumulate_from<ZK_F16>(source_dtype)
                                                   : accumulate_from<ZK_F32>(source_dtype);

@@ -14,7 +14,8 @@ struct AdagradRule {
     D wdd;
     bool coupled;
 
-    explicit AdagradRule(const Scalars &k) : eps(set1(k.eps)), step_size(set1(k.step_size)), wd(set1(k.wd)), wdd(dset1(k.wdd)), coupled(k.coupled) {}
+    explicit AdagradRule(const Scalars &k)
+        : eps(set1(k.eps)), step_size(set1(k.step_size)), wd(set1(k.wd)), wdd(dset1(k.wdd)), coupled(k.coupled) {}
 
     template <int S>
     ZK_INLINE void apply(F (&g)[Q], F (&p)[Q], F (&sum)[Q], F (&)[Q]) const {

@@ -1,4 +1,5 @@
-// The int8 block codecs and the split masters. Their arithmetic is a fixed sequence of IEEE operations, so codes agree on every set.
+// The int8 block codecs and the split masters. Their arithmetic is a fixed sequence of IEEE operations, so codes agree
+// on every set.
 #pragma once
 
 #include <cstring>
@@ -9,7 +10,8 @@ namespace zk {
 namespace ZK_NS {
 namespace {
 
-// scale = the largest magnitude; code = rint(254 (m / (|m| + scale))), one rounding for product and rint, which is 127 * 2x / (1 + |x|) with x = m / scale.
+// scale = the largest magnitude; code = rint(254 (m / (|m| + scale))), one rounding for product and rint, which is 127
+// * 2x / (1 + |x|) with x = m / scale.
 ZK_INLINE float encode_averages(int8_t *codes, const F *values, float scale) {
     const bool huge = scale > 0x1p126f;  // |m| + scale would overflow: the codes of m * 2^-64 are the same
     const F largest = set1(huge ? scale * 0x1p-64f : scale), shrink = set1(0x1p-64f);
@@ -28,7 +30,8 @@ ZK_INLINE float encode_averages(int8_t *codes, const F *values, float scale) {
     return scale;
 }
 
-// Linear codes of sqrt(exp_avg_sq): rint(255 s / scale), at least 1 where s is positive, else a step could divide by zero.
+// Linear codes of sqrt(exp_avg_sq): rint(255 s / scale), at least 1 where s is positive, else a step could divide by
+// zero.
 ZK_INLINE float encode_roots(uint8_t *codes, const F *roots, float scale) {
     if (scale == 0.0f) {
         std::memset(codes, 0, ZK_BLOCK);

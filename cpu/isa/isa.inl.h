@@ -16,10 +16,14 @@ namespace {
 template <class Rule, int S>
 UpdateFn pick(const zk_group &g, int target) {
     if constexpr (Rule::STATES == 2 && W > 1) {
-        if (g.grad == ZK_BF16 && g.out == ZK_NONE && target == TO_SPLIT16) return Update<Rule, ZK_BF16, TO_SPLIT16, S, ZK_NONE>::run;
-        if (g.grad == ZK_BF16 && g.out == ZK_NONE && target == TO_SPLIT8) return Update<Rule, ZK_BF16, TO_SPLIT8, S, ZK_NONE>::run;
-        if (g.grad == ZK_BF16 && g.out == ZK_BF16 && target == TO_FP32) return Update<Rule, ZK_BF16, TO_FP32, S, ZK_BF16>::run;
-        if (g.grad == ZK_F32 && g.out == ZK_NONE && target == TO_FP32) return Update<Rule, ZK_F32, TO_FP32, S, ZK_NONE>::run;
+        if (g.grad == ZK_BF16 && g.out == ZK_NONE && target == TO_SPLIT16)
+            return Update<Rule, ZK_BF16, TO_SPLIT16, S, ZK_NONE>::run;
+        if (g.grad == ZK_BF16 && g.out == ZK_NONE && target == TO_SPLIT8)
+            return Update<Rule, ZK_BF16, TO_SPLIT8, S, ZK_NONE>::run;
+        if (g.grad == ZK_BF16 && g.out == ZK_BF16 && target == TO_FP32)
+            return Update<Rule, ZK_BF16, TO_FP32, S, ZK_BF16>::run;
+        if (g.grad == ZK_F32 && g.out == ZK_NONE && target == TO_FP32)
+            return Update<Rule, ZK_F32, TO_FP32, S, ZK_NONE>::run;
     }
     return Update<Rule, ANY, ANY, S, ANY>::run;
 }
@@ -37,13 +41,16 @@ UpdateFn update(const zk_group &g, int target) {
                    : g.state == ZK_INT8 ? pick<LionRule, ZK_INT8>(g, target)
                                         : nullptr;
         case ZK_ADAGRAD:
-            return g.state == ZK_F32 ? pick<AdagradRule, ZK_F32>(g, target) : g.state == ZK_BF16 ? pick<AdagradRule, ZK_BF16>(g, target) : nullptr;
+            return g.state == ZK_F32    ? pick<AdagradRule, ZK_F32>(g, target)
+                   : g.state == ZK_BF16 ? pick<AdagradRule, ZK_BF16>(g, target)
+                                        : nullptr;
         case ZK_SGD:
             return g.state == ZK_F32    ? pick<SgdRule, ZK_F32>(g, target)
                    : g.state == ZK_BF16 ? pick<SgdRule, ZK_BF16>(g, target)
                    : g.state == ZK_NONE ? pick<SgdRule, ZK_NONE>(g, target)
                                         : nullptr;
-        default: return nullptr;
+        default:
+            return nullptr;
     }
 }
 

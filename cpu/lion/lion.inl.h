@@ -16,7 +16,13 @@ struct LionRule {
 
     // 2^126 keeps what is nonzero in float64 nonzero in fp32, and overflow keeps its sign.
     explicit LionRule(const Scalars &k)
-        : w1(set1(k.w1)), w2(set1(k.w2)), lr(set1(k.lr)), lr_wd(set1(k.lr_wd)), scale(set1(k.scale)), w1d(dset1(k.w1d)), w2d(dset1(k.w2d)),
+        : w1(set1(k.w1)),
+          w2(set1(k.w2)),
+          lr(set1(k.lr)),
+          lr_wd(set1(k.lr_wd)),
+          scale(set1(k.scale)),
+          w1d(dset1(k.w1d)),
+          w2d(dset1(k.w2d)),
           lift(dset1(0x1p126)) {}
 
     static constexpr bool coupled = false;

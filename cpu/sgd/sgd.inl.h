@@ -1,5 +1,6 @@
 // SGD with momentum, dampening and Nesterov's form, as torch defines them.
-//   b' = momentum b + (1 - dampening) g (the gradient itself at first)      p' = p - lr (nesterov ? g + momentum b' : b')
+//   b' = momentum b + (1 - dampening) g (the gradient itself at first)      p' = p - lr (nesterov ? g + momentum b' :
+//   b')
 // fp32 buffers, or none: in float64, rounded once.
 #pragma once
 
@@ -16,8 +17,17 @@ struct SgdRule {
     bool coupled, first, nesterov;
 
     explicit SgdRule(const Scalars &k)
-        : wd(set1(k.wd)), lr(set1(k.lr)), momentum(set1(k.momentum)), undamped(set1(k.undamped)), wdd(dset1(k.wdd)), lrd(dset1(k.lrd)),
-          momentumd(dset1(k.momentumd)), undampedd(dset1(k.undampedd)), coupled(k.coupled), first(k.first), nesterov(k.nesterov) {}
+        : wd(set1(k.wd)),
+          lr(set1(k.lr)),
+          momentum(set1(k.momentum)),
+          undamped(set1(k.undamped)),
+          wdd(dset1(k.wdd)),
+          lrd(dset1(k.lrd)),
+          momentumd(dset1(k.momentumd)),
+          undampedd(dset1(k.undampedd)),
+          coupled(k.coupled),
+          first(k.first),
+          nesterov(k.nesterov) {}
 
     template <int S>
     ZK_INLINE void apply(F (&g)[Q], F (&p)[Q], F (&buffer)[Q], F (&)[Q]) const {

@@ -52,9 +52,12 @@ double sum_of_squares(const void *source, int64_t numel) {
 
 double sumsq(const void *source, uint32_t dtype, int64_t numel) {
     switch (dtype) {
-        case ZK_BF16: return sum_of_squares<ZK_BF16>(source, numel);
-        case ZK_F16: return sum_of_squares<ZK_F16>(source, numel);
-        default: return sum_of_squares<ZK_F32>(source, numel);
+        case ZK_BF16:
+            return sum_of_squares<ZK_BF16>(source, numel);
+        case ZK_F16:
+            return sum_of_squares<ZK_F16>(source, numel);
+        default:
+            return sum_of_squares<ZK_F32>(source, numel);
     }
 }
 

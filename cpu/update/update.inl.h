@@ -1,6 +1,8 @@
-// One step over a span, whatever the rule and the formats: load, apply, store, a tile of ZK_BLOCK elements at a time, every byte once.
+// One step over a span, whatever the rule and the formats: load, apply, store, a tile of ZK_BLOCK elements at a time,
+// every byte once.
 //
-// Formats are template parameters where they are worth a kernel of their own and ANY where they are not; both run this code.
+// Formats are template parameters where they are worth a kernel of their own and ANY where they are not; both run this
+// code.
 #pragma once
 
 #include <cstring>
@@ -14,9 +16,9 @@ namespace {
 
 constexpr int ANY = -1;
 constexpr int64_t TILE = ZK_BLOCK;
-constexpr int64_t STEP = W * Q;          // elements taken together
-constexpr int VECTORS = ZK_BLOCK / W;    // vectors of a tile
-constexpr int64_t AHEAD = 1024;          // bytes that the prefetches run ahead in the streams of 32-bit elements
+constexpr int64_t STEP = W * Q;        // elements taken together
+constexpr int VECTORS = ZK_BLOCK / W;  // vectors of a tile
+constexpr int64_t AHEAD = 1024;        // bytes that the prefetches run ahead in the streams of 32-bit elements
 
 template <class T>
 T *at(void *p, int64_t i) {
@@ -46,10 +48,18 @@ ZK_INLINE void load_value(const zk_segment &s, const Scalars &k, int64_t i, F (&
         case TO_FP32:
             for (int j = 0; j < Q; ++j) p[j] = load(at<float>(s.master, i + j * W));
             break;
-        case TO_SPLIT16: load_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p); break;
-        case TO_SPLIT8: load_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p); break;
-        case TO_BF16: load_bf16(at<uint16_t>(s.param, i), p); break;
-        default: load_f16(at<uint16_t>(s.param, i), p); break;
+        case TO_SPLIT16:
+            load_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p);
+            break;
+        case TO_SPLIT8:
+            load_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p);
+            break;
+        case TO_BF16:
+            load_bf16(at<uint16_t>(s.param, i), p);
+            break;
+        default:
+            load_f16(at<uint16_t>(s.param, i), p);
+            break;
     }
 }
 
@@ -72,8 +82,12 @@ ZK_INLINE void store_value(const zk_segment &s, const Scalars &k, int64_t i, con
         case TO_FP32:
             for (int j = 0; j < Q; ++j) store(at<float>(s.master, i + j * W), p[j]);
             break;
-        case TO_SPLIT16: store_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p); break;
-        case TO_SPLIT8: store_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p); break;
+        case TO_SPLIT16:
+            store_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p);
+            break;
+        case TO_SPLIT8:
+            store_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p);
+            break;
         default:
             if (k.stochastic) {
                 store_stochastic(s, k, i, p, kind == TO_F16);
@@ -85,14 +99,15 @@ ZK_INLINE void store_value(const zk_segment &s, const Scalars &k, int64_t i, con
     }
 }
 
-// The published copy. After a split master it is the upper half itself, so that both copies agree.
+// The published copy: the parameter itself where it has that dtype, so that both agree, else the value rounded to it.
 template <int T, int O>
 ZK_INLINE void store_out(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
     const int kind = O == ANY ? static_cast<int>(k.out) : O;
     if (kind == ZK_NONE) return;
     const int target = T == ANY ? static_cast<int>(k.target) : T;
     uint16_t *to = at<uint16_t>(s.out, i);
-    if (kind == ZK_BF16 && target != TO_FP32 && target != TO_F16) {
+    const int param = target == TO_F16 ? ZK_F16 : target == TO_FP32 ? ZK_NONE : ZK_BF16;
+    if (kind == param) {
         std::memcpy(to, at<uint16_t>(s.param, i), sizeof(uint16_t) * STEP);
     } else if (kind == ZK_BF16) {
         k.stream_out ? stream_bf16(to, p) : store_bf16(to, p);
@@ -133,7 +148,9 @@ struct Update {
     static void prefetch_tile(const zk_segment &s, const Scalars &k, int64_t i) {
         const int target = T == ANY ? static_cast<int>(k.target) : T;
         const int grad_bytes = (G == ANY ? static_cast<int>(k.grad) : G) == ZK_F32 ? 4 : 2;
-        const auto ahead = [&](const void *p, int width) { prefetch_span(p, i * width, TILE * width, AHEAD / 4 * width); };
+        const auto ahead = [&](const void *p, int width) {
+            prefetch_span(p, i * width, TILE * width, AHEAD / 4 * width);
+        };
         ahead(s.grad, grad_bytes);
         if (target == TO_FP32) {
             ahead(s.master, 4);
@@ -169,11 +186,14 @@ struct Update {
         float average_scale, root_scale;
     };
 
-    // First the averages of the whole block, then its parameters: the square roots of one half are done when the other half is loaded.
-    static ZK_INLINE void update_block(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base, Pending &to) {
+    // First the averages of the whole block, then its parameters: the square roots of one half are done when the other
+    // half is loaded.
+    static ZK_INLINE void update_block(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base,
+                                       Pending &to) {
         constexpr int GROUPS = VECTORS / Q;
         const int64_t block = base / ZK_BLOCK;
-        const typename Rule::Block constants = rule.block(s.exp_avg_scale[block], Rule::STATES >= 2 ? s.exp_avg_sq_scale[block] : 0.0f);
+        const typename Rule::Block constants =
+            rule.block(s.exp_avg_scale[block], Rule::STATES >= 2 ? s.exp_avg_sq_scale[block] : 0.0f);
         F a[GROUPS][Q], root[GROUPS][Q], most_average = set1(0.0f), most_root = set1(0.0f);
 #pragma GCC unroll 2
         for (int v = 0; v < GROUPS; ++v) {
@@ -213,7 +233,8 @@ struct Update {
     static ZK_INLINE void encode_block(const zk_segment &s, int64_t base, const Pending &from) {
         const int64_t block = base / ZK_BLOCK;
         s.exp_avg_scale[block] = encode_averages(at<int8_t>(s.exp_avg, base), from.averages, from.average_scale);
-        if constexpr (Rule::STATES >= 2) s.exp_avg_sq_scale[block] = encode_roots(at<uint8_t>(s.exp_avg_sq, base), from.roots, from.root_scale);
+        if constexpr (Rule::STATES >= 2)
+            s.exp_avg_sq_scale[block] = encode_roots(at<uint8_t>(s.exp_avg_sq, base), from.roots, from.root_scale);
     }
 
     static void tile(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base) {
@@ -226,8 +247,8 @@ struct Update {
         }
     }
 
-    // Whole tiles from begin on; returns where they end. A block's codes are written while the next block is computed: the reduction
-    // between the two has a long latency.
+    // Whole tiles from begin on; returns where they end. A block's codes are written while the next block is computed:
+    // the reduction between the two has a long latency.
     static int64_t whole_tiles(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t begin, int64_t end) {
         int64_t i = begin;
         if constexpr (CODED) {
@@ -270,13 +291,19 @@ struct Update {
         };
         const Role roles[7] = {{const_cast<void *>(s.grad), grad_bytes, true},
                                {s.param, target == TO_FP32 ? 0 : 2, true},
-                               {s.remainder, target == TO_SPLIT16 ? 2 : target == TO_SPLIT8 ? 1 : 0, true},
+                               {s.remainder,
+                                target == TO_SPLIT16  ? 2
+                                : target == TO_SPLIT8 ? 1
+                                                      : 0,
+                                true},
                                {s.master, target == TO_FP32 ? 4 : 0, true},
                                {s.exp_avg, Rule::STATES >= 1 ? STATE_BYTES : 0, true},
                                {s.exp_avg_sq, Rule::STATES >= 2 ? STATE_BYTES : 0, true},
                                {s.out, out_bytes, false}};
         for (int r = 0; r < 7; ++r)
-            if (roles[r].width && roles[r].read) std::memcpy(room[r], at<char>(roles[r].real, base * roles[r].width), static_cast<size_t>(n * roles[r].width));
+            if (roles[r].width && roles[r].read)
+                std::memcpy(room[r], at<char>(roles[r].real, base * roles[r].width),
+                            static_cast<size_t>(n * roles[r].width));
         zk_segment padded = s;
         padded.grad = room[0];
         padded.param = room[1];
@@ -290,7 +317,9 @@ struct Update {
         if (CODED && Rule::STATES >= 2) padded.exp_avg_sq_scale = s.exp_avg_sq_scale + block;
         tile(padded, k, rule, 0);
         for (int r = 1; r < 7; ++r)
-            if (roles[r].width) std::memcpy(at<char>(roles[r].real, base * roles[r].width), room[r], static_cast<size_t>(n * roles[r].width));
+            if (roles[r].width)
+                std::memcpy(at<char>(roles[r].real, base * roles[r].width), room[r],
+                            static_cast<size_t>(n * roles[r].width));
     }
 };
 

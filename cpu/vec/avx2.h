@@ -35,19 +35,24 @@ inline F floats(I a) { return _mm256_castsi256_ps(a); }
 inline F negate(F a) { return floats(_mm256_xor_si256(ints(a), _mm256_set1_epi32(INT32_MIN))); }
 inline F abs(F a) { return floats(_mm256_and_si256(ints(a), _mm256_set1_epi32(0x7FFFFFFF))); }
 inline F sign_of(F a) {
-    const F one = floats(_mm256_or_si256(_mm256_and_si256(ints(a), _mm256_set1_epi32(INT32_MIN)), ints(_mm256_set1_ps(1.0f))));
+    const F one =
+        floats(_mm256_or_si256(_mm256_and_si256(ints(a), _mm256_set1_epi32(INT32_MIN)), ints(_mm256_set1_ps(1.0f))));
     const F signs = _mm256_and_ps(one, _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ));
     return _mm256_blendv_ps(signs, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 
 inline D dset1(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
-inline D widen(F a) { return {_mm256_cvtps_pd(_mm256_castps256_ps128(a)), _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1))}; }
+inline D widen(F a) {
+    return {_mm256_cvtps_pd(_mm256_castps256_ps128(a)), _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1))};
+}
 inline F narrow(D a) { return _mm256_set_m128(_mm256_cvtpd_ps(a.high), _mm256_cvtpd_ps(a.low)); }
 inline D dadd(D a, D b) { return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)}; }
 inline D dsub(D a, D b) { return {_mm256_sub_pd(a.low, b.low), _mm256_sub_pd(a.high, b.high)}; }
 inline D dmul(D a, D b) { return {_mm256_mul_pd(a.low, b.low), _mm256_mul_pd(a.high, b.high)}; }
 // The square of a widened fp32 is exact, so the fused form has the bits of multiply and add.
-inline D add_square(D sum, D x) { return {_mm256_fmadd_pd(x.low, x.low, sum.low), _mm256_fmadd_pd(x.high, x.high, sum.high)}; }
+inline D add_square(D sum, D x) {
+    return {_mm256_fmadd_pd(x.low, x.low, sum.low), _mm256_fmadd_pd(x.high, x.high, sum.high)};
+}
 inline void dstore(double *p, D x) {
     _mm256_storeu_pd(p, x.low);
     _mm256_storeu_pd(p + 4, x.high);
@@ -63,7 +68,8 @@ inline float reduce_max(F x) {
 }
 
 inline I canonical_bits_of(F x) {
-    return ints(_mm256_blendv_ps(x, floats(_mm256_set1_epi32(static_cast<int>(NAN_BITS))), _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    return ints(
+        _mm256_blendv_ps(x, floats(_mm256_set1_epi32(static_cast<int>(NAN_BITS))), _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
 inline I load_256(const void *p) { return _mm256_loadu_si256(static_cast<const I *>(p)); }
 inline void store_256(void *p, I x) { _mm256_storeu_si256(static_cast<I *>(p), x); }
@@ -82,7 +88,9 @@ inline I rounded_word(F x) {
     const I odd = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
     return _mm256_srli_epi32(_mm256_add_epi32(b, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
 }
-inline void store_bf16(uint16_t *p, const F (&x)[Q]) { store_256(p, pack_words(rounded_word(x[0]), rounded_word(x[1]))); }
+inline void store_bf16(uint16_t *p, const F (&x)[Q]) {
+    store_256(p, pack_words(rounded_word(x[0]), rounded_word(x[1])));
+}
 inline void stream_bf16(uint16_t *p, const F (&x)[Q]) {
     _mm256_stream_si256(reinterpret_cast<I *>(p), pack_words(rounded_word(x[0]), rounded_word(x[1])));
 }
@@ -95,7 +103,8 @@ inline void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p),
 
 inline F join(I hi, I lo) { return floats(_mm256_add_epi32(_mm256_slli_epi32(hi, 16), lo)); }
 inline void load_split16(const uint16_t *hi, const int16_t *lo, F (&x)[Q]) {
-    for (int j = 0; j < Q; ++j) x[j] = join(_mm256_cvtepu16_epi32(load_128(hi + 8 * j)), _mm256_cvtepi16_epi32(load_128(lo + 8 * j)));
+    for (int j = 0; j < Q; ++j)
+        x[j] = join(_mm256_cvtepu16_epi32(load_128(hi + 8 * j)), _mm256_cvtepi16_epi32(load_128(lo + 8 * j)));
 }
 inline I upper_half(I bits) { return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16); }
 inline void store_split16(uint16_t *hi, int16_t *lo, const F (&x)[Q]) {
@@ -105,7 +114,8 @@ inline void store_split16(uint16_t *hi, int16_t *lo, const F (&x)[Q]) {
 }
 inline void load_split8(const uint16_t *hi, const int8_t *lo, F (&x)[Q]) {
     for (int j = 0; j < Q; ++j) {
-        const I low = _mm256_slli_epi32(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(lo + 8 * j))), 8);
+        const I low =
+            _mm256_slli_epi32(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(lo + 8 * j))), 8);
         x[j] = join(_mm256_cvtepu16_epi32(load_128(hi + 8 * j)), low);
     }
 }
@@ -120,25 +130,32 @@ inline __m128i pack_bytes(I words_in_order) {
 inline void store_split8(uint16_t *hi, int8_t *lo, const F (&x)[Q]) {
     const I a = rounded_24(x[0]), b = rounded_24(x[1]), byte = _mm256_set1_epi32(0xFF);
     store_256(hi, pack_words(upper_half(a), upper_half(b)));
-    const I bytes = pack_words(_mm256_and_si256(_mm256_srli_epi32(a, 8), byte), _mm256_and_si256(_mm256_srli_epi32(b, 8), byte));
+    const I bytes =
+        pack_words(_mm256_and_si256(_mm256_srli_epi32(a, 8), byte), _mm256_and_si256(_mm256_srli_epi32(b, 8), byte));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(lo), pack_bytes(bytes));
 }
 
 // code -> c / (254 - |c|); -128, which no encoder writes for finite values, decodes as 0.
 inline void decode_signed(const int8_t *p, F (&x)[Q]) {
     for (int j = 0; j < Q; ++j) {
-        const F code = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p + 8 * j))));
+        const F code =
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p + 8 * j))));
         const F c = _mm256_and_ps(code, _mm256_cmp_ps(code, _mm256_set1_ps(-128.0f), _CMP_NEQ_OQ));
         x[j] = div(c, sub(set1(254.0f), abs(c)));
     }
 }
 inline void decode_unsigned(const uint8_t *p, F (&x)[Q]) {
-    for (int j = 0; j < Q; ++j) x[j] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p + 8 * j))));
+    for (int j = 0; j < Q; ++j)
+        x[j] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p + 8 * j))));
 }
-// Adding 1.5 * 2^23 in the same rounding leaves rint(a * b) in the lowest bits; the lowest bytes of 16 of them in order.
-inline I rint_byte(F a, F b) { return _mm256_and_si256(ints(fma(a, b, _mm256_set1_ps(0x1.8p23f))), _mm256_set1_epi32(0xFF)); }
+// Adding 1.5 * 2^23 in the same rounding leaves rint(a * b) in the lowest bits; the lowest bytes of 16 of them in
+// order.
+inline I rint_byte(F a, F b) {
+    return _mm256_and_si256(ints(fma(a, b, _mm256_set1_ps(0x1.8p23f))), _mm256_set1_epi32(0xFF));
+}
 inline void encode_signed(int8_t *p, const F (&q)[Q], F steps) {
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(p), pack_bytes(pack_words(rint_byte(q[0], steps), rint_byte(q[1], steps))));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p),
+                     pack_bytes(pack_words(rint_byte(q[0], steps), rint_byte(q[1], steps))));
 }
 inline void encode_unsigned(uint8_t *p, const F (&roots)[Q], F inverse) {
     I codes[Q];

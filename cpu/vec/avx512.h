@@ -1,4 +1,5 @@
-// The verbs on 16 lanes. Narrow types are taken 32 or 64 at a time and spread by whole-register permutes, in natural order.
+// The verbs on 16 lanes. Narrow types are taken 32 or 64 at a time and spread by whole-register permutes, in natural
+// order.
 #pragma once
 
 #include <immintrin.h>
@@ -32,14 +33,19 @@ inline F floats(I a) { return _mm512_castsi512_ps(a); }
 inline F negate(F a) { return floats(_mm512_xor_si512(ints(a), _mm512_set1_epi32(INT32_MIN))); }
 inline F abs(F a) { return floats(_mm512_and_si512(ints(a), _mm512_set1_epi32(0x7FFFFFFF))); }
 inline F sign_of(F a) {
-    const F one = floats(_mm512_or_si512(_mm512_and_si512(ints(a), _mm512_set1_epi32(INT32_MIN)), ints(_mm512_set1_ps(1.0f))));
+    const F one =
+        floats(_mm512_or_si512(_mm512_and_si512(ints(a), _mm512_set1_epi32(INT32_MIN)), ints(_mm512_set1_ps(1.0f))));
     const F signs = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), one);
     return _mm512_mask_mov_ps(signs, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
 }
 
 inline D dset1(double x) { return {_mm512_set1_pd(x), _mm512_set1_pd(x)}; }
-inline D widen(F a) { return {_mm512_cvtps_pd(_mm512_castps512_ps256(a)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1))}; }
-inline F narrow(D a) { return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(a.low)), _mm512_cvtpd_ps(a.high), 1); }
+inline D widen(F a) {
+    return {_mm512_cvtps_pd(_mm512_castps512_ps256(a)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1))};
+}
+inline F narrow(D a) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(a.low)), _mm512_cvtpd_ps(a.high), 1);
+}
 inline D dadd(D a, D b) { return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)}; }
 inline D dsub(D a, D b) { return {_mm512_sub_pd(a.low, b.low), _mm512_sub_pd(a.high, b.high)}; }
 inline D dmul(D a, D b) { return {_mm512_mul_pd(a.low, b.low), _mm512_mul_pd(a.high, b.high)}; }
@@ -53,7 +59,8 @@ inline F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 // Within 2^-14 of 1 / a, relative. Only for what is lossy anyway.
 inline F reciprocal(F a) { return _mm512_rcp14_ps(a); }
 
-// A NaN becomes NAN_BITS: tokens 0 and 1 of the table are quiet and signalling NaN, 3 is the default NaN, 1 the operand itself.
+// A NaN becomes NAN_BITS: tokens 0 and 1 of the table are quiet and signalling NaN, 3 is the default NaN, 1 the operand
+// itself.
 inline I canonical_bits_of(F x) { return ints(_mm512_fixupimm_ps(x, x, _mm512_set1_epi32(0x11111133), 0)); }
 
 inline I load_512(const void *p) { return _mm512_loadu_si512(p); }
@@ -92,7 +99,8 @@ inline void load_bf16(const uint16_t *p, F (&x)[Q]) {
     widen_words(load_512(p + 32), x[2], x[3]);
 }
 inline void load_f16(const uint16_t *p, F (&x)[Q]) {
-    for (int j = 0; j < Q; ++j) x[j] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p + 16 * j)));
+    for (int j = 0; j < Q; ++j)
+        x[j] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p + 16 * j)));
 }
 
 // Nearest even in the word domain: up when low > 0x8000, or when low == 0x8000 and the upper word is odd.
@@ -100,7 +108,8 @@ inline I round_words(F a, F b) {
     const I x = canonical_bits_of(a), y = canonical_bits_of(b);
     const I low = low_words(x, y), high = high_words(x, y);
     const I nudged = _mm512_adds_epu16(low, _mm512_and_si512(high, _mm512_set1_epi16(1)));
-    return _mm512_mask_add_epi16(high, _mm512_cmpgt_epu16_mask(nudged, _mm512_set1_epi16(INT16_MIN)), high, _mm512_set1_epi16(1));
+    return _mm512_mask_add_epi16(high, _mm512_cmpgt_epu16_mask(nudged, _mm512_set1_epi16(INT16_MIN)), high,
+                                 _mm512_set1_epi16(1));
 }
 inline void store_bf16(uint16_t *p, const F (&x)[Q]) {
     store_512(p, round_words(x[0], x[1]));
@@ -111,7 +120,8 @@ inline void stream_bf16(uint16_t *p, const F (&x)[Q]) {
     _mm512_stream_si512(reinterpret_cast<I *>(p + 32), round_words(x[2], x[3]));
 }
 inline I half_words(F a, F b) {
-    const __m256i x = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), y = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256i x = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                  y = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);
 }
 inline void store_f16(uint16_t *p, const F (&x)[Q]) {
@@ -144,15 +154,17 @@ inline void store_split16(uint16_t *hi, int16_t *lo, const F (&x)[Q]) {
         store_512(lo + 16 * j, low);
     }
 }
-// The low word rounded to its upper byte, to nearest even: half a step more, and on a tie (nothing left below) the lowest kept bit is
-// cleared. From 0x7F80 on (0x7F is odd, so its tie goes up) the rounded byte is negative and hi takes one more.
+// The low word rounded to its upper byte, to nearest even: half a step more, and on a tie (nothing left below) the
+// lowest kept bit is cleared. From 0x7F80 on (0x7F is odd, so its tie goes up) the rounded byte is negative and hi
+// takes one more.
 inline I split8_words(F x, F y, I &low) {
     const I a = canonical_bits_of(x), b = canonical_bits_of(y);
     const I word = low_words(a, b), high = high_words(a, b);
     const I nudged = _mm512_add_epi16(word, _mm512_set1_epi16(0x80));
     low = _mm512_mask_mov_epi16(nudged, _mm512_testn_epi16_mask(nudged, _mm512_set1_epi16(0xFF)),
                                 _mm512_and_si512(nudged, _mm512_set1_epi16(static_cast<int16_t>(0xFEFF))));
-    return _mm512_mask_add_epi16(high, _mm512_cmpge_epu16_mask(word, _mm512_set1_epi16(0x7F80)), high, _mm512_set1_epi16(1));
+    return _mm512_mask_add_epi16(high, _mm512_cmpge_epu16_mask(word, _mm512_set1_epi16(0x7F80)), high,
+                                 _mm512_set1_epi16(1));
 }
 
 inline int8_t *narrow_bytes(int8_t *p, I low) {
@@ -161,19 +173,24 @@ inline int8_t *narrow_bytes(int8_t *p, I low) {
 }
 
 inline void load_codes(const int8_t *p, F (&x)[Q]) {
-    for (int j = 0; j < Q; ++j) x[j] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 16 * j))));
+    for (int j = 0; j < Q; ++j)
+        x[j] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 16 * j))));
 }
 inline void decode_unsigned(const uint8_t *p, F (&x)[Q]) {
-    for (int j = 0; j < Q; ++j) x[j] = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 16 * j))));
+    for (int j = 0; j < Q; ++j)
+        x[j] = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 16 * j))));
 }
-// Dword L of lane t and dword t of lane L change places (its own inverse): what packs and unpacks in 128-bit lanes need.
+// Dword L of lane t and dword t of lane L change places (its own inverse): what packs and unpacks in 128-bit lanes
+// need.
 inline I transpose_dwords() { return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); }
 
 // Adding 1.5 * 2^23 in the same rounding leaves rint(a * b) in the lowest bits.
 inline I rint_product(F a, F b) { return ints(fma(a, b, _mm512_set1_ps(0x1.8p23f))); }
 
 // The square of a widened fp32 is exact, so the fused form has the bits of multiply and add.
-inline D add_square(D sum, D x) { return {_mm512_fmadd_pd(x.low, x.low, sum.low), _mm512_fmadd_pd(x.high, x.high, sum.high)}; }
+inline D add_square(D sum, D x) {
+    return {_mm512_fmadd_pd(x.low, x.low, sum.low), _mm512_fmadd_pd(x.high, x.high, sum.high)};
+}
 inline void dstore(double *p, D x) {
     _mm512_storeu_pd(p, x.low);
     _mm512_storeu_pd(p + 8, x.high);

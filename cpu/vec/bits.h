@@ -1,5 +1,5 @@
-// Conversions of one value at a time, shared by the scalar set and by the rare paths of the others. Everything has internal linkage:
-// each instruction set compiles its own copy, so none can leak into another.
+// Conversions of one value at a time, shared by the scalar set and by the rare paths of the others. Everything has
+// internal linkage: each instruction set compiles its own copy, so none can leak into another.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,8 @@
 
 namespace {
 
-constexpr uint32_t NAN_BITS = 0xFFC00000u;  // what every NaN becomes before it is narrowed, so that the upper half alone is a NaN
+constexpr uint32_t NAN_BITS =
+    0xFFC00000u;  // what every NaN becomes before it is narrowed, so that the upper half alone is a NaN
 
 inline uint32_t bits_of(float x) {
     uint32_t b;
@@ -31,7 +32,9 @@ inline uint16_t bf16_nearest_even(float x) {
     return static_cast<uint16_t>((b + 0x7FFFu + ((b >> 16) & 1u)) >> 16);
 }
 
-inline uint16_t bf16_stochastic(float x, uint32_t random) { return static_cast<uint16_t>((canonical_bits(x) + (random >> 16)) >> 16); }
+inline uint16_t bf16_stochastic(float x, uint32_t random) {
+    return static_cast<uint16_t>((canonical_bits(x) + (random >> 16)) >> 16);
+}
 
 inline float half_to_float(uint16_t h) {
     const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
@@ -76,7 +79,9 @@ inline void split16(float x, uint16_t &hi, int16_t &lo) {
     lo = static_cast<int16_t>(b & 0xFFFFu);
 }
 
-inline float join16(uint16_t hi, int16_t lo) { return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo))); }
+inline float join16(uint16_t hi, int16_t lo) {
+    return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
+}
 
 inline void split8(float x, uint16_t &hi, int8_t &lo) {
     const uint32_t b = canonical_bits(x);

@@ -64,7 +64,9 @@ inline void decode_signed(const int8_t *codes, F (&x)[Q]) {
 inline void decode_unsigned(const uint8_t *codes, F (&x)[Q]) { x[0] = static_cast<float>(codes[0]); }
 // Adding 1.5 * 2^23 in the same rounding leaves rint(a * b) in the lowest bits.
 inline uint32_t rint_byte(F a, F b) { return bits_of(fma(a, b, 0x1.8p23f)) & 0xFFu; }
-inline void encode_signed(int8_t *codes, const F (&q)[Q], F steps) { codes[0] = static_cast<int8_t>(rint_byte(q[0], steps)); }
+inline void encode_signed(int8_t *codes, const F (&q)[Q], F steps) {
+    codes[0] = static_cast<int8_t>(rint_byte(q[0], steps));
+}
 // At least 1 where the root is positive: a step must not divide by what rounding made zero.
 inline void encode_unsigned(uint8_t *codes, const F (&roots)[Q], F inverse) {
     const uint32_t code = rint_byte(roots[0], inverse);
