@@ -1,0 +1,96 @@
+"""The loader: what it refuses, and what it says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerokern.core import native
+from zerokern.core.errors import BackendError
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+
+
+def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
+    import ctypes
+
+    compiler, header = shutil.which("cc"), Path(__file__).parents[2] / "cpu" / "zerokern_cpu.h"
+    assert compiler and header.exists()
+    source = tmp_path / "sizes.c"
+    source.write_text(
+        f'#include "{header}"\n#include <stdio.h>\n'
+        'int main(void) { printf("%zu %zu %d %d %d", sizeof(zk_segment), sizeof(zk_group), ZK_ABI, ZK_BLOCK, ZK_SUMSQ_CHUNK); return 0; }\n'
+    )
+    subprocess.run([compiler, str(source), "-o", str(tmp_path / "sizes")], check=True)
+    found = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, check=True).stdout.split()
+    expected = [ctypes.sizeof(native.Segment), ctypes.sizeof(native.Group), native.ABI, native.BLOCK, native.SUMSQ_CHUNK]
+    assert [int(x) for x in found] == expected
+
+
+def test_another_abi_number_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "other.c"
+    source.write_text("int zk_abi(void) { return 999; }\n")
+    other = tmp_path / "libother.so"
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
+    with pytest.raises(BackendError, match=rf"has ABI 999, this package needs ABI {native.ABI}; reinstall"):
+        native._open(other)
+
+
+def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "stranger.c"
+    source.write_text("int nothing(void) { return 0; }\n")
+    stranger = tmp_path / "libstranger.so"
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(stranger)], check=True)
+    with pytest.raises(BackendError, match="is no zerokern library"):
+        native._open(stranger)
+    text = tmp_path / "libtext.so"
+    text.write_text("not a library")
+    with pytest.raises(BackendError, match="does not load"):
+        native._open(text)
+    with pytest.raises(BackendError, match="is not there; run `pip install"):
+        native._open(tmp_path / "libmissing.so")
+
+
+def test_import_does_not_load_the_library() -> None:
+    result = run("import zerokern; print(zerokern.__version__)", ZEROKERN_LIBRARY="/nonexistent/lib.so")
+    assert result.returncode == 0, result.stderr
+    result = run("import zerokern.core.native as n; n.library()", ZEROKERN_LIBRARY="/nonexistent/lib.so")
+    assert "BackendError" in result.stderr and "/nonexistent" in result.stderr
+
+
+def test_import_needs_neither_triton_nor_cupy() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None; sys.modules['cupy'] = None\n"
+        "import zerokern as zk, torch; p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3); zk.AdamW([p]).step()"
+    )
+    result = run(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_forcing_by_environment_is_in_force_and_a_missing_set_raises() -> None:
+    code = "from zerokern.core import native; print(native.isa_active())"
+    for name in native.isa_usable():
+        assert run(code, ZEROKERN_CPU_ISA=name).stdout.strip() == name
+    result = run(code, ZEROKERN_CPU_ISA="neon9")
+    assert "BackendError" in result.stderr and "'neon9'" in result.stderr and "scalar" in result.stderr
+
+
+def test_best_is_last_and_active() -> None:
+    assert native.isa_active() == native.isa_usable()[-1]
+    assert native.isa_names()[0] == "scalar"
+    assert set(native.isa_usable()) <= set(native.isa_names())
+
+
+@pytest.mark.parametrize("count", [0, -1, 1025, True, 1.0, "2"])
+def test_thread_counts_that_are_none(count: object) -> None:
+    before = native.threads()
+    with pytest.raises(ValueError, match="count=.*1 to 1024"):
+        native.set_threads(count)  # type: ignore[arg-type]
+    assert native.threads() == before

@@ -1,0 +1,182 @@
+"""Adam and AdamW: the kernels against the reference, the reference against torch, int8 under sparse gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from kernel_cases import BLOCK, Case, Row, check_update, make_rows, place, run_op, run_reference, same_bits
+
+from zerokern.kernels import ops, reference
+
+
+def test_same_bits_as_the_reference(impl: str, case: Case, sizes: tuple[int, ...]) -> None:
+    check_update("adam", case, sizes, impl)
+
+
+def test_same_bits_when_misaligned(impl: str, case: Case) -> None:
+    check_update("adam", case, (1, 16, 129, 1000), impl, misaligned=True)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("maximize", [True, False])
+def test_reference_follows_torch(decoupled: bool, weight_decay: float, maximize: bool) -> None:
+    torch.manual_seed(0)
+    param = torch.randn(1000)
+    theirs = torch.nn.Parameter(param.double())
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = cls([theirs], lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=weight_decay, maximize=maximize)
+    exp_avg, exp_avg_sq = torch.zeros(1000), torch.zeros(1000)
+    for step in range(1, 21):
+        grad = torch.randn(1000)
+        theirs.grad = grad.double()
+        optimizer.step()
+        reference.adam(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            lr=1e-2,
+            beta1=0.8,
+            beta2=0.95,
+            eps=1e-6,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+            maximize=maximize,
+            step=step,
+        )
+    torch.testing.assert_close(param.double(), theirs.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(exp_avg_sq.double(), optimizer.state[theirs]["exp_avg_sq"], rtol=1e-6, atol=0)
+
+
+def test_scale_multiplies_the_gradient(impl: str) -> None:
+    rows = make_rows("adam", Case("bf16", "fp32", "split16", "none"), (1000,))
+    scaled = [row.clone() for row in rows]
+    plain = [row.clone() for row in rows]
+    run_op("adam", scaled, {"lr": 0.1, "step": 3, "scale": 0.25}, impl)
+    plain[0]["grad"].mul_(0.25)
+    run_op("adam", plain, {"lr": 0.1, "step": 3}, impl)
+    assert same_bits(scaled[0]["param"], plain[0]["param"])
+    assert same_bits(scaled[0]["exp_avg_sq"], plain[0]["exp_avg_sq"])
+
+
+def test_special_gradients_as_in_the_reference(impl: str) -> None:
+    special = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan])
+    grad = special.repeat(30)
+    for target in ("fp32", "split16", "split8", "none.bf16", "none.fp16"):
+        rows = make_rows("adam", Case("fp32", "fp32", target, "bf16"), (grad.numel(),))
+        rows[0]["grad"].copy_(grad)
+        expected = [row.clone() for row in rows]
+        hyper = {"lr": 0.1, "weight_decay": 0.1, "step": 2}
+        run_op("adam", rows, hyper, impl)
+        run_reference("adam", expected, hyper)
+        for name in ("param", "exp_avg", "exp_avg_sq", "out"):
+            assert same_bits(rows[0][name], expected[0][name]), (target, name)
+
+
+def test_non_finite_gradient_poisons_its_int8_block_alone(impl: str) -> None:
+    rows = make_rows("adam", Case("fp32", "int8", "split16", "none"), (4 * BLOCK,))
+    rows[0]["grad"][BLOCK + 5] = math.nan
+    expected = [row.clone() for row in rows]
+    hyper = {"lr": 0.1, "step": 2}
+    run_op("adam", rows, hyper, impl)
+    run_reference("adam", expected, hyper)
+    assert rows[0]["exp_avg_scale"].isnan().tolist() == [False, True, False, False]
+    assert rows[0]["exp_avg_sq_scale"].isnan().tolist() == [False, True, False, False]
+    assert rows[0]["param"].isnan().nonzero().tolist() == [[BLOCK + 5]]
+    assert torch.equal(rows[0]["exp_avg"][2 * BLOCK :], expected[0]["exp_avg"][2 * BLOCK :])
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+def test_flat_span_and_list_give_the_same_bits(impl: str, state: str) -> None:
+    flat = make_rows("adam", Case("bf16", state, "split16", "bf16"), (40 * BLOCK + 7,))[0]
+    cuts = [0, BLOCK, 2 * BLOCK, 17 * BLOCK, 40 * BLOCK, 40 * BLOCK + 7]
+    pieces = []
+    whole = flat.clone()
+    for start, end in itertools.pairwise(cuts):
+        scales = slice(start // BLOCK, -(-end // BLOCK))
+        span = slice(start, end)
+        pieces.append(Row({n: t[scales if n.endswith("_scale") else span] for n, t in flat.tensors.items()}))
+    hyper = {"lr": 0.1, "weight_decay": 0.1, "step": 4}
+    run_op("adam", pieces, hyper, impl)
+    run_op("adam", [whole], hyper, impl)
+    for name, tensor in whole.tensors.items():
+        assert same_bits(flat[name], tensor), name
+
+
+def test_a_tensor_alone_needs_no_list(impl: str) -> None:
+    param, exp_avg, exp_avg_sq = torch.ones(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
+    assert ops.adam(param, torch.ones(3, 2), exp_avg, exp_avg_sq, lr=0.5, step=1, impl=impl) is None
+    assert param.tolist() == [[0.5, 0.5]] * 3
+
+
+def test_stochastic_rounding_is_unbiased_and_repeatable(impl: str) -> None:
+    numel = 1 << 16
+    row = Row({})
+    place(row, "param", torch.full((numel,), 1.0, dtype=torch.bfloat16))
+    place(row, "grad", torch.ones(numel))
+    place(row, "exp_avg", torch.zeros(numel))
+    place(row, "exp_avg_sq", torch.zeros(numel))
+    results = []
+    for seed in (1, 1, 2):
+        trial = row.clone()
+        run_op("adam", [trial], {"lr": 2.0**-10, "step": 1, "stochastic_seed": seed}, impl)
+        results.append(trial["param"])
+    assert same_bits(results[0], results[1])
+    assert not same_bits(results[0], results[2])
+    # 1 - 2^-10 lies a quarter of the way from 1 to its lower neighbour 1 - 2^-8.
+    lowered = (results[0] < 1).float().mean().item()
+    assert abs(lowered - 0.25) < 5 * math.sqrt(0.25 * 0.75 / numel)
+
+
+def test_a_span_draws_the_bits_of_its_place(impl: str) -> None:
+    case = Case("fp32", "fp32", "none.bf16.random", "none")
+    whole = make_rows("adam", case, (1000,))[0]
+    tail = Row({name: tensor[384:].clone() for name, tensor in whole.tensors.items()})
+    hyper = {"lr": 0.1, "step": 9, "stochastic_seed": 5, "key": 77}
+    run_op("adam", [whole], hyper, impl)
+    run_op("adam", [tail], hyper | {"first": 384}, impl)
+    assert same_bits(tail["param"], whole["param"][384:])
+
+
+@pytest.mark.parametrize("silence", [20, 1000])
+def test_sparse_gradients_never_enlarge_an_int8_update(impl: str, silence: int) -> None:
+    """Most gradients are zero for many steps; no update passes 4x the bound that exact Adam keeps."""
+    beta1, beta2, lr = 0.9, 0.999, 1.0
+    numel = 64 * BLOCK
+    generator = torch.Generator().manual_seed(silence)
+    master, param = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
+    exp_avg, exp_avg_sq = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
+    scales = [torch.zeros(numel // BLOCK), torch.zeros(numel // BLOCK)]
+    magnitude = 10.0 ** (torch.rand(numel, generator=generator) * 8 - 6)
+    for step in range(1, 1201):
+        speaks = torch.rand(numel, generator=generator) < 1 / silence
+        grad = torch.where(speaks, torch.randn(numel, generator=generator) * magnitude, 0.0)
+        before = master.clone()
+        ops.adam(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            step=step,
+            master=master,
+            exp_avg_scale=scales[0],
+            exp_avg_sq_scale=scales[1],
+            impl=impl,
+        )
+        bound = exact_bound(beta1, beta2, step)
+        largest = (master - before).abs().max().item()
+        assert largest <= 4 * bound * lr, f"step {step}: an update of {largest:.3f}, exact Adam stays below {bound:.3f}"
+
+
+def exact_bound(beta1: float, beta2: float, step: int) -> float:
+    """The largest |m_hat| / sqrt(v_hat) that any gradients give Adam after `step` steps (Cauchy-Schwarz)."""
+    ratio = beta1 * beta1 / beta2
+    weight = (1 - beta1) / math.sqrt(1 - beta2) * math.sqrt((1 - ratio**step) / (1 - ratio))
+    return weight * math.sqrt(1 - beta2**step) / (1 - beta1**step)

@@ -1,0 +1,57 @@
+"""zerokern moves every byte of training state once: fused kernels, and optimizers that stand on them.
+
+>>> import torch, zerokern as zk
+>>> model = torch.nn.Linear(4, 4)
+>>> opt = zk.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerokern import kernels
+    from zerokern.core.errors import BackendError, KernelError, StateError, ZerokernError
+    from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion
+    from zerokern.report import info
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "BackendError",
+    "KernelError",
+    "Lion",
+    "StateError",
+    "ZerokernError",
+    "__version__",
+    "info",
+    "kernels",
+]
+
+try:
+    __version__ = version("zerokern")
+except PackageNotFoundError:  # a source tree on the path: only the installed package knows its number
+    __version__ = "0+source"
+
+_HOMES = {
+    **dict.fromkeys(("SGD", "Adagrad", "Adam", "AdamW", "Lion"), "zerokern.optim"),
+    **dict.fromkeys(("BackendError", "KernelError", "StateError", "ZerokernError"), "zerokern.core.errors"),
+    "info": "zerokern.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used, so that `import zerokern` stays light."""
+    if name == "kernels":
+        return importlib.import_module("zerokern.kernels")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'zerokern' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""What every layer may import: errors, the environment table, and the native loader."""

@@ -1,0 +1,233 @@
+"""Loads libzerokern_cpu and declares every signature of its C ABI; nothing else in the library knows ctypes signatures."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+from zerokern.core import env
+from zerokern.core.errors import BackendError, KernelError
+
+__all__ = [
+    "ABI",
+    "Group",
+    "Segment",
+    "check",
+    "core_ghz",
+    "force_isa",
+    "isa_active",
+    "isa_names",
+    "isa_needs",
+    "isa_usable",
+    "library",
+    "set_threads",
+    "threads",
+]
+
+ABI = 1
+BLOCK = 128
+SUMSQ_CHUNK = 65536
+
+
+class Group(Structure):
+    """``zk_group``: formats and hyperparameters shared by any number of segments."""
+
+    _fields_ = [
+        *((name, c_uint32) for name in ("algorithm", "grad", "param", "master", "state", "out", "flags", "reserved")),
+        *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "lr_decay")),
+        ("step", c_int64),
+        ("seed", c_uint64),
+    ]
+
+
+class Segment(Structure):
+    """``zk_segment``: one contiguous span of one parameter. Every field is 8 bytes wide, so that a column is a strided view."""
+
+    _fields_ = [
+        (name, c_uint64)
+        for name in (
+            "param",
+            "remainder",
+            "master",
+            "exp_avg",
+            "exp_avg_sq",
+            "exp_avg_scale",
+            "exp_avg_sq_scale",
+            "grad",
+            "out",
+            "numel",
+            "group",
+            "key",
+            "first",
+        )
+    ]
+
+
+_POINTERS = POINTER(c_void_p)
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "zk_update": (c_int, [c_void_p, c_int64, c_void_p, c_int64, POINTER(c_float), POINTER(c_int64)]),
+    "zk_sumsq_partials": (c_int64, [c_void_p, c_int64]),
+    "zk_sumsq": (c_int, [c_void_p, c_void_p, c_int64, c_uint32, c_void_p, c_void_p]),
+    "zk_accumulate": (c_int, [c_void_p, c_uint32, _POINTERS, c_int64, c_uint32, c_int64, c_int, c_float]),
+    "zk_convert": (c_int, [c_uint32, c_void_p, c_void_p, c_void_p, c_int64]),
+    "zk_stream": (c_int, [_POINTERS, c_int, _POINTERS, c_int, _POINTERS, c_int, c_int64]),
+    "zk_isa_count": (c_int, []),
+    "zk_isa_name": (c_char_p, [c_int]),
+    "zk_isa_needs": (c_char_p, [c_int]),
+    "zk_isa_usable": (c_int, [c_int]),
+    "zk_isa_force": (c_int, [c_char_p]),
+    "zk_isa_active": (c_char_p, []),
+    "zk_threads_set": (c_int, [c_int]),
+    "zk_threads": (c_int, []),
+    "zk_abi": (c_int, []),
+    "zk_error_text": (c_char_p, [c_int]),
+    "zk_core_ghz": (c_double, []),
+}
+
+
+def _path() -> Path:
+    forced = env.read("ZEROKERN_LIBRARY")
+    return Path(forced) if forced else Path(__file__).resolve().parent.parent / "lib" / "libzerokern_cpu.so"
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Loads one library file and refuses any ABI number but ours."""
+    if not path.exists():
+        raise BackendError(
+            f"the native library {path.name} was looked for in {path.parent} and is not there; "
+            "run `pip install .` in the source tree (importing from the source tree itself finds no built library)"
+        )
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendError(f"the native library {path} does not load: {error}; reinstall zerokern on this machine") from error
+    try:
+        lib.zk_abi.restype = c_int
+        found = lib.zk_abi()
+    except AttributeError as error:
+        raise BackendError(f"{path} is no zerokern library: it has no zk_abi; reinstall zerokern") from error
+    if found != ABI:
+        raise BackendError(f"the native library {path} has ABI {found}, this package needs ABI {ABI}; reinstall zerokern")
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library, with its signatures declared, its threads counted and a forced instruction set in force.
+
+    >>> library().zk_abi() == ABI
+    True
+    """
+    lib = _open(_path())
+    check(lib.zk_threads_set(env.default_threads()), lib)
+    forced = env.read("ZEROKERN_CPU_ISA")
+    if forced is not None:
+        _force(lib, forced)
+    return lib
+
+
+def check(code: int, lib: ctypes.CDLL | None = None, context: str = "") -> None:
+    """Raises what a native return code stands for.
+
+    >>> check(0)
+    """
+    if code:
+        text = (lib or library()).zk_error_text(code).decode()
+        raise KernelError(f"{context}: {text}" if context else text)
+
+
+def isa_names() -> list[str]:
+    """Instruction sets that were compiled in, worst first.
+
+    >>> isa_names()[0]
+    'scalar'
+    """
+    lib = library()
+    return [lib.zk_isa_name(i).decode() for i in range(lib.zk_isa_count())]
+
+
+def isa_needs() -> dict[str, str]:
+    """The CPU features that each compiled instruction set asks for.
+
+    >>> isa_needs()["scalar"]
+    ''
+    """
+    lib = library()
+    return {name: lib.zk_isa_needs(i).decode() for i, name in enumerate(isa_names())}
+
+
+def isa_usable() -> list[str]:
+    """Those of them that this machine has, best last.
+
+    >>> "scalar" in isa_usable()
+    True
+    """
+    lib = library()
+    return [name for i, name in enumerate(isa_names()) if lib.zk_isa_usable(i)]
+
+
+def isa_active() -> str:
+    """The instruction set that calls go through now.
+
+    >>> isa_active() in isa_usable()
+    True
+    """
+    return library().zk_isa_active().decode()
+
+
+def _force(lib: ctypes.CDLL, name: str) -> None:
+    if lib.zk_isa_force(name.encode()):
+        names = [lib.zk_isa_name(i).decode() for i in range(lib.zk_isa_count())]
+        usable = [n for i, n in enumerate(names) if lib.zk_isa_usable(i)]
+        raise BackendError(
+            f"instruction set {name!r} was asked for; this machine has {', '.join(usable)} (compiled in: {', '.join(names)}). "
+            "Unset ZEROKERN_CPU_ISA to take the best one"
+        )
+
+
+def force_isa(name: str | None) -> None:
+    """Sends all calls through one instruction set; None returns to the best.
+
+    >>> force_isa("scalar"); isa_active()
+    'scalar'
+    >>> force_isa(None)
+    """
+    lib = library()
+    if name is None:
+        check(lib.zk_isa_force(None))
+    else:
+        _force(lib, name)
+
+
+def threads() -> int:
+    """Threads that share one native call.
+
+    >>> threads() >= 1
+    True
+    """
+    return library().zk_threads()
+
+
+def set_threads(count: int) -> None:
+    """Sets them, from 1 to 1024.
+
+    >>> set_threads(threads())
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1024:
+        raise ValueError(f"count={count!r} is not possible; allowed: a whole number from 1 to 1024")
+    check(library().zk_threads_set(count))
+
+
+def core_ghz() -> float:
+    """Clock of the core in use, measured by a chain of dependent additions.
+
+    >>> 0.1 < core_ghz() < 10
+    True
+    """
+    return library().zk_core_ghz()

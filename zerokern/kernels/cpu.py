@@ -1,0 +1,159 @@
+"""Launchers of the native CPU kernels: they know pointers, counts and descriptors, and nothing of checks or arithmetic."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from ctypes import byref, c_double, c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from zerokern.core import native
+from zerokern.kernels import formats
+
+__all__ = ["UpdateTable", "accumulate", "convert", "stream", "sumsq_pointers"]
+
+_SEGMENT_WORDS = ctypes.sizeof(native.Segment) // 8
+_COLUMNS = tuple(name for name, _ in native.Segment._fields_)
+
+
+class UpdateTable:
+    """Rows (segments) and groups of one optimizer step; ``run`` is one native call for all of them.
+
+    A column is a writable strided view of 64-bit words, so pointers of thousands of tensors are refreshed in one assignment.
+
+    >>> import torch
+    >>> p, g = torch.ones(3), torch.ones(3)
+    >>> table = UpdateTable(1, 1)
+    >>> table.set_group(0, algorithm="sgd", grad_dtype=torch.float32, param_dtype=torch.float32, master_format="fp32",
+    ...                 state_format="none", lr=0.5)
+    >>> table.set_row(0, group=0, numel=3, master=p.data_ptr(), grad=g.data_ptr())
+    >>> table.run(); p
+    tensor([0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(self, nseg: int, ngroups: int) -> None:
+        self.nseg = nseg
+        self.ngroups = ngroups
+        self._segments = (native.Segment * max(nseg, 1))()
+        self._groups = (native.Group * max(ngroups, 1))()
+        words = memoryview(self._segments).cast("B").cast("Q")
+        self.columns = {name: words[i : nseg * _SEGMENT_WORDS : _SEGMENT_WORDS] for i, name in enumerate(_COLUMNS)}
+        self._scale = c_float(1.0)
+        self._bad = c_int64(-1)
+        self._run = native.library().zk_update
+
+    def set_group(
+        self,
+        index: int,
+        *,
+        algorithm: str,
+        grad_dtype: torch.dtype,
+        param_dtype: torch.dtype,
+        master_format: str,
+        state_format: str,
+        out_dtype: torch.dtype | None = None,
+        lr: float,
+        beta1: float = 0.0,
+        beta2: float = 0.0,
+        eps: float = 0.0,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+        maximize: bool = False,
+        nesterov: bool = False,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        first_step: bool = False,
+        lr_decay: float = 0.0,
+        step: int = 1,
+        stochastic_seed: int | None = None,
+    ) -> None:
+        """Fills one group: formats by name, hyperparameters as numbers."""
+        group = self._groups[index]
+        group.algorithm = formats.ALGORITHMS[algorithm]
+        group.grad = formats.DTYPES[grad_dtype]
+        group.param = formats.DTYPES[param_dtype]
+        group.master = formats.MASTERS[master_format]
+        group.state = formats.STATES[state_format]
+        group.out = formats.DTYPES[out_dtype] if out_dtype else 0
+        flags = {
+            "decoupled": decoupled,
+            "maximize": maximize,
+            "nesterov": nesterov,
+            "first_step": first_step,
+            "stochastic": stochastic_seed is not None,
+        }
+        group.flags = sum(formats.FLAGS[name] for name, on in flags.items() if on)
+        group.lr, group.beta1, group.beta2, group.eps, group.weight_decay = lr, beta1, beta2, eps, weight_decay
+        group.momentum, group.dampening, group.lr_decay = momentum, dampening, lr_decay
+        group.step = step
+        group.seed = (stochastic_seed or 0) & 0xFFFFFFFFFFFFFFFF
+
+    def set_row(self, index: int, *, group: int, numel: int, **pointers: int) -> None:
+        """Fills one row: pointers by the names of the columns, 0 where a format needs none."""
+        self.columns["group"][index] = group
+        self.columns["numel"][index] = numel
+        for name, value in pointers.items():
+            self.columns[name][index] = value
+
+    def run(self, scale: float = 1.0) -> None:
+        """The native call; the GIL is free meanwhile. ``scale`` multiplies the gradients."""
+        self._scale.value = scale
+        code = self._run(self._segments, self.nseg, self._groups, self.ngroups, byref(self._scale), byref(self._bad))
+        if code:
+            bad = self._bad.value
+            where = f"row {bad}" if bad >= 0 else f"group {-1 - bad}"
+            native.check(code, context=f"zk_update refused {where} of {self.nseg} rows and {self.ngroups} groups")
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
+    return (c_void_p * max(len(tensors), 1))(*(t.data_ptr() for t in tensors))
+
+
+def _address(values: array[int]) -> int:
+    return values.buffer_info()[0]
+
+
+def sumsq_pointers(pointers: array[int], numels: array[int], dtype: torch.dtype) -> array[float]:
+    """Sums of squares of many tensors of one dtype, given as ``array("Q")`` of addresses and ``array("q")`` of counts.
+
+    >>> x = torch.full((5,), 2.0)
+    >>> sumsq_pointers(array("Q", [x.data_ptr()]), array("q", [5]), torch.float32)
+    array('d', [20.0])
+    """
+    lib = native.library()
+    count = len(pointers)
+    sums = array("d", bytes(8 * count))
+    partials = (c_double * max(lib.zk_sumsq_partials(_address(numels), count), 1))()
+    native.check(
+        lib.zk_sumsq(_address(pointers), _address(numels), count, formats.DTYPES[dtype], partials, _address(sums)),
+        context="zk_sumsq",
+    )
+    return sums
+
+
+def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> None:
+    """dst = cast((dst if add) + scale * s0 + scale * s1 ...)."""
+    native.check(
+        native.library().zk_accumulate(
+            dst.data_ptr(), formats.DTYPES[dst.dtype], _pointers(srcs), len(srcs), formats.DTYPES[srcs[0].dtype], dst.numel(), add, scale
+        ),
+        context="zk_accumulate",
+    )
+
+
+def convert(codec: int, x: Tensor, codes: Tensor, aux: Tensor) -> None:
+    """One of the codecs of ``zk_convert`` over whole tensors."""
+    native.check(
+        native.library().zk_convert(codec, x.data_ptr(), codes.data_ptr(), aux.data_ptr(), x.numel()), context="zk_convert"
+    )
+
+
+def stream(reads: Sequence[Tensor], updates: Sequence[Tensor], writes: Sequence[Tensor], nbytes: int) -> None:
+    """Moves nbytes of every stream."""
+    native.check(
+        native.library().zk_stream(_pointers(reads), len(reads), _pointers(updates), len(updates), _pointers(writes), len(writes), nbytes),
+        context="zk_stream",
+    )

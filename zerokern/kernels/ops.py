@@ -1,0 +1,345 @@
+"""Public ops: check everything, pick an implementation, launch once. In place unless said otherwise.
+
+Every op takes one tensor or a list of tensors and makes one native call for all of them. ``impl`` forces an implementation
+(``"reference"``, ``"cpu.scalar"``, ``"cpu.avx2"``, ``"cpu.avx512"``, ``"cpu.avx512vbmi"``); None takes the best.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import got
+from zerokern.kernels import checks, cpu, formats, reference, reference_codecs
+from zerokern.kernels.dispatch import implementation
+from zerokern.kernels.update import Tensors, update
+
+__all__ = ["accumulate", "adagrad", "adam", "cast", "decode_int8", "encode_int8", "join", "lion", "sgd", "split", "stream", "sumsq"]
+
+
+def adam(
+    param: Tensors,
+    grad: Tensors,
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    step: int,
+    maximize: bool = False,
+    remainder: Tensors | None = None,
+    master: Tensors | None = None,
+    out: Tensors | None = None,
+    exp_avg_scale: Tensors | None = None,
+    exp_avg_sq_scale: Tensors | None = None,
+    scale: float = 1.0,
+    stochastic_seed: int | None = None,
+    key: int | Sequence[int] = 0,
+    first: int | Sequence[int] = 0,
+    impl: str | None = None,
+) -> None:
+    """One Adam (``decoupled=False``) or AdamW step.
+
+    The formats follow from the tensors: a bf16 ``param`` with an int16 or int8 ``remainder`` is a split master, with an fp32
+    ``master`` it only receives the rounded value; int8 states come with scales, one per started block of 128 elements.
+
+    >>> p, g, m, v = torch.ones(4), torch.ones(4), torch.zeros(4), torch.zeros(4)
+    >>> adam(p, g, m, v, lr=0.1, step=1)
+    >>> p
+    tensor([0.9000, 0.9000, 0.9000, 0.9000])
+    """
+    hyper = {
+        "lr": checks.number("lr", lr, 0.0),
+        "beta1": checks.fraction("beta1", beta1),
+        "beta2": checks.fraction("beta2", beta2),
+        "eps": checks.number("eps", eps, 0.0),
+        "weight_decay": checks.number("weight_decay", weight_decay, 0.0),
+        "decoupled": checks.flag("decoupled", decoupled),
+        "step": checks.count("step", step, 1),
+        "maximize": checks.flag("maximize", maximize),
+    }
+    roles = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "exp_avg_scale": exp_avg_scale, "exp_avg_sq_scale": exp_avg_sq_scale}
+    update("adam", param, grad, roles, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
+
+
+def lion(
+    param: Tensors,
+    grad: Tensors,
+    exp_avg: Tensors,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    weight_decay: float = 0.0,
+    step: int = 1,
+    maximize: bool = False,
+    remainder: Tensors | None = None,
+    master: Tensors | None = None,
+    out: Tensors | None = None,
+    exp_avg_scale: Tensors | None = None,
+    scale: float = 1.0,
+    stochastic_seed: int | None = None,
+    key: int | Sequence[int] = 0,
+    first: int | Sequence[int] = 0,
+    impl: str | None = None,
+) -> None:
+    """One Lion step.
+
+    >>> p, g, m = torch.ones(2), torch.tensor([3.0, -2.0]), torch.zeros(2)
+    >>> lion(p, g, m, lr=0.25)
+    >>> p
+    tensor([0.7500, 1.2500])
+    """
+    hyper = {
+        "lr": checks.number("lr", lr, 0.0),
+        "beta1": checks.fraction("beta1", beta1),
+        "beta2": checks.fraction("beta2", beta2),
+        "weight_decay": checks.number("weight_decay", weight_decay, 0.0),
+        "step": checks.count("step", step, 1),
+        "maximize": checks.flag("maximize", maximize),
+    }
+    roles = {"exp_avg": exp_avg, "exp_avg_scale": exp_avg_scale}
+    update("lion", param, grad, roles, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
+
+
+def adagrad(
+    param: Tensors,
+    grad: Tensors,
+    state_sum: Tensors,
+    *,
+    lr: float,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    step: int,
+    maximize: bool = False,
+    remainder: Tensors | None = None,
+    master: Tensors | None = None,
+    out: Tensors | None = None,
+    scale: float = 1.0,
+    stochastic_seed: int | None = None,
+    key: int | Sequence[int] = 0,
+    first: int | Sequence[int] = 0,
+    impl: str | None = None,
+) -> None:
+    """One Adagrad step.
+
+    >>> p, g, s = torch.ones(2), torch.full((2,), 2.0), torch.zeros(2)
+    >>> adagrad(p, g, s, lr=0.5, step=1)
+    >>> p
+    tensor([0.5000, 0.5000])
+    """
+    hyper = {
+        "lr": checks.number("lr", lr, 0.0),
+        "lr_decay": checks.number("lr_decay", lr_decay, 0.0),
+        "eps": checks.number("eps", eps, 0.0),
+        "weight_decay": checks.number("weight_decay", weight_decay, 0.0),
+        "step": checks.count("step", step, 1),
+        "maximize": checks.flag("maximize", maximize),
+    }
+    update("adagrad", param, grad, {"exp_avg": state_sum}, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
+
+
+def sgd(
+    param: Tensors,
+    grad: Tensors,
+    momentum_buffer: Tensors | None = None,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first_step: bool = False,
+    step: int = 1,
+    maximize: bool = False,
+    remainder: Tensors | None = None,
+    master: Tensors | None = None,
+    out: Tensors | None = None,
+    scale: float = 1.0,
+    stochastic_seed: int | None = None,
+    key: int | Sequence[int] = 0,
+    first: int | Sequence[int] = 0,
+    impl: str | None = None,
+) -> None:
+    """One SGD step; ``first_step`` starts the momentum buffer as the gradient.
+
+    >>> p, g = torch.ones(2), torch.ones(2)
+    >>> sgd(p, g, lr=0.5)
+    >>> p
+    tensor([0.5000, 0.5000])
+    """
+    hyper = {
+        "lr": checks.number("lr", lr, 0.0),
+        "momentum": checks.number("momentum", momentum, 0.0),
+        "dampening": checks.number("dampening", dampening),
+        "weight_decay": checks.number("weight_decay", weight_decay, 0.0),
+        "nesterov": checks.flag("nesterov", nesterov),
+        "first_step": checks.flag("first_step", first_step),
+        "step": checks.count("step", step, 1),
+        "maximize": checks.flag("maximize", maximize),
+    }
+    roles = {"exp_avg": momentum_buffer}
+    update("sgd", param, grad, roles, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
+
+
+def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:
+    """Sum of squares of all elements in float64, in a fixed order; non-finite if any element is.
+
+    >>> sumsq(torch.tensor([3.0, 4.0]))
+    25.0
+    """
+    sources = [checks.tensor(f"tensors[{i}]", t) for i, t in enumerate(checks.as_list("tensors", tensors) or [])]
+    with implementation(impl) as is_native:
+        if not is_native:
+            return reference.sumsq(sources)
+        sums: dict[int, float] = {}
+        for dtype in {t.dtype for t in sources}:
+            chosen = [i for i, t in enumerate(sources) if t.dtype == dtype]
+            pointers = array("Q", [sources[i].data_ptr() for i in chosen])
+            numels = array("q", [sources[i].numel() for i in chosen])
+            sums.update(zip(chosen, cpu.sumsq_pointers(pointers, numels, dtype), strict=True))
+        return float(sum(sums[i] for i in range(len(sources))))
+
+
+def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = None) -> None:
+    """dst = scale * src, rounded to dst's dtype to nearest even. dst is not read; it may be src itself.
+
+    >>> x, y = torch.tensor([1.0, 2.0]), torch.empty(2, dtype=torch.bfloat16)
+    >>> cast(x, y, scale=0.5); y
+    tensor([0.5000, 1.0000], dtype=torch.bfloat16)
+    """
+    accumulate(dst, [src], add=False, scale=scale, impl=impl)
+
+
+def accumulate(dst: Tensor, srcs: Tensors, *, add: bool = True, scale: float = 1.0, impl: str | None = None) -> None:
+    """dst = cast(dst + scale * s0 + scale * s1 ...), in fp32 from left to right; ``add=False`` leaves dst out and does not read it.
+
+    >>> total = torch.ones(2)
+    >>> accumulate(total, [torch.ones(2, dtype=torch.bfloat16)] * 2); total
+    tensor([3., 3.])
+    """
+    checks.tensor("dst", dst)
+    sources = [checks.tensor(f"srcs[{i}]", t, numel=dst.numel()) for i, t in enumerate(checks.as_list("srcs", srcs) or [])]
+    if not sources:
+        raise ValueError("srcs is empty; allowed: at least one tensor")
+    if len({t.dtype for t in sources}) > 1:
+        raise TypeError(f"srcs have dtypes {sorted({str(t.dtype) for t in sources})}; allowed: one dtype for all of them")
+    checks.flag("add", add)
+    factor = checks.number("scale", scale)
+    in_place = [t for t in sources if t.data_ptr() == dst.data_ptr() and t.dtype == dst.dtype]
+    others = [(f"srcs[{i}]", t) for i, t in enumerate(sources) if not any(t is u for u in in_place)]
+    checks.no_overlap([("dst", dst)], others)
+    with implementation(impl) as is_native:
+        if is_native:
+            cpu.accumulate(dst, sources, add, factor)
+        else:
+            reference.accumulate(dst, sources, add=add, scale=factor)
+
+
+def stream(reads: Sequence[Tensor] = (), updates: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), *, impl: str | None = None) -> None:
+    """The roof: reads, updates and writes the bytes of equally large tensors and computes next to nothing. Contents become arbitrary.
+
+    >>> stream(reads=[torch.zeros(1024)], updates=[torch.zeros(1024)])
+    """
+    every = [*reads, *updates, *writes]
+    named = [(f"stream {i}", t) for i, t in enumerate(every)]
+    for name, t in named:
+        checks.tensor(name, t, (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+    sizes = {t.numel() * t.element_size() for t in every}
+    if len(sizes) != 1 or min(sizes) % 64:
+        raise ValueError(f"streams have {sorted(sizes)} bytes; allowed: one size, a multiple of 64, for all of them")
+    if max(len(reads), len(updates), len(writes)) > 8:
+        raise ValueError(f"{len(reads)} reads, {len(updates)} updates, {len(writes)} writes; allowed: at most 8 of a kind")
+    for i, t in enumerate(writes):
+        if t.data_ptr() % 64:
+            raise ValueError(f"writes[{i}] lies at {t.data_ptr() % 64} modulo 64; allowed: 64-byte aligned memory")
+    checks.no_overlap(named[len(reads) :], named[: len(reads)])
+    if impl == "reference":
+        raise ValueError(got("impl", impl, "native implementations: the roof has no arithmetic to refer to"))
+    with implementation(impl):
+        if nbytes := sizes.pop():
+            cpu.stream(reads, updates, writes, nbytes)
+
+
+def _kind(kind: str) -> str:
+    if kind not in ("exp_avg", "exp_avg_sq"):
+        raise ValueError(got("kind", kind, "'exp_avg' or 'exp_avg_sq'"))
+    return kind
+
+
+def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and block scales of fp32 values; ``exp_avg_sq`` codes the square root of x. Returns new tensors.
+
+    >>> encode_int8(torch.tensor([1.0, -0.5]))
+    (tensor([127, -85], dtype=torch.int8), tensor([1.]))
+    """
+    checks.tensor("x", x, (torch.float32,))
+    with implementation(impl) as is_native:
+        if not is_native:
+            return reference_codecs.encode_int8(x, _kind(kind))
+        codes = torch.empty_like(x, dtype=torch.int8 if _kind(kind) == "exp_avg" else torch.uint8)
+        scale = torch.empty(formats.blocks(x.numel()))
+        if x.numel():
+            cpu.convert(formats.CODECS["encode", kind], x, codes, scale)
+        return codes, scale
+
+
+def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> Tensor:
+    """The fp32 values that codes and block scales stand for. Returns a new tensor.
+
+    >>> decode_int8(torch.tensor([127, 0], dtype=torch.int8), torch.tensor([2.0]))
+    tensor([2., 0.])
+    """
+    checks.tensor("codes", codes, (torch.int8 if _kind(kind) == "exp_avg" else torch.uint8,))
+    checks.tensor("scale", scale, (torch.float32,), formats.blocks(codes.numel()))
+    with implementation(impl) as is_native:
+        if not is_native:
+            return reference_codecs.decode_int8(codes, scale, kind)
+        x = torch.empty_like(codes, dtype=torch.float32)
+        if x.numel():
+            cpu.convert(formats.CODECS["decode", kind], x, codes, scale)
+        return x
+
+
+def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """The bf16 upper half and the remainder of fp32 values: ``"split16"`` keeps every bit, ``"split8"`` 24 bits. New tensors.
+
+    >>> split(torch.tensor([1.00390625]), "split16")
+    (tensor([1.0078], dtype=torch.bfloat16), tensor([-32768], dtype=torch.int16))
+    """
+    checks.tensor("x", x, (torch.float32,))
+    if master_format not in ("split16", "split8"):
+        raise ValueError(got("master_format", master_format, "'split16' or 'split8'"))
+    with implementation(impl) as is_native:
+        if not is_native:
+            return reference_codecs.split(x, master_format)
+        hi = torch.empty_like(x, dtype=torch.bfloat16)
+        remainder = torch.empty_like(x, dtype=torch.int16 if master_format == "split16" else torch.int8)
+        if x.numel():
+            cpu.convert(formats.CODECS["split", master_format], x, hi, remainder)
+        return hi, remainder
+
+
+def join(hi: Tensor, remainder: Tensor, *, impl: str | None = None) -> Tensor:
+    """The fp32 values of a split master. Returns a new tensor.
+
+    >>> join(*split(torch.tensor([0.1]), "split16"))
+    tensor([0.1000])
+    """
+    checks.tensor("hi", hi, (torch.bfloat16,))
+    checks.tensor("remainder", remainder, (torch.int16, torch.int8), hi.numel())
+    with implementation(impl) as is_native:
+        if not is_native:
+            return reference_codecs.join(hi, remainder)
+        x = torch.empty_like(hi, dtype=torch.float32)
+        if x.numel():
+            cpu.convert(formats.CODECS["join", "split16" if remainder.dtype == torch.int16 else "split8"], x, hi, remainder)
+        return x

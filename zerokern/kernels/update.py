@@ -1,0 +1,167 @@
+"""The one path of every update op: formats from tensors, checks, then the native table or the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Union
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import got
+from zerokern.kernels import checks, formats, reference
+from zerokern.kernels.cpu import UpdateTable
+from zerokern.kernels.dispatch import implementation
+
+__all__ = ["Tensors", "update"]
+
+Tensors = Union[Tensor, Sequence[Tensor]]
+_STATE_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
+_REFERENCE_NAMES = {"adagrad": {"exp_avg": "state_sum"}, "sgd": {"exp_avg": "momentum_buffer"}}
+
+
+def _numbers(name: str, value: int | Sequence[int], n: int, least: int) -> list[int]:
+    values = [value] * n if isinstance(value, int) else list(value)
+    if len(values) != n:
+        raise ValueError(f"{name} has {len(values)} numbers, param has {n} tensors; allowed: one number, or one for each")
+    return [checks.count(f"{name}[{i}]", v, least) for i, v in enumerate(values)]
+
+
+class _Row:
+    """The tensors of one parameter, checked, and the formats that they stand for."""
+
+    def __init__(self, algorithm: str, at: str, tensors: Mapping[str, Tensor], hyper: Mapping[str, Any]) -> None:
+        self.tensors = dict(tensors)
+        param = checks.tensor(f"param{at}", tensors["param"])
+        n = param.numel()
+        checks.tensor(f"grad{at}", tensors["grad"], numel=n)
+        self.master = self._master_format(at, param, n)
+        self.state = self._state_format(algorithm, at, n, hyper)
+        if "out" in tensors:
+            checks.tensor(f"out{at}", tensors["out"], (torch.bfloat16, torch.float16), n)
+        written = [(f"{name}{at}", t) for name, t in self.tensors.items() if name != "grad"]
+        self.written, self.read = written, (f"grad{at}", tensors["grad"])
+
+    def _master_format(self, at: str, param: Tensor, n: int) -> str:
+        master, remainder = self.tensors.get("master"), self.tensors.get("remainder")
+        if master is not None and remainder is not None:
+            raise ValueError(f"master{at} and remainder{at} were both given; allowed: one of them")
+        if master is not None:
+            checks.tensor(f"master{at}", master, (torch.float32,), n)
+            if param.dtype == torch.float32:
+                raise TypeError(f"param{at} has dtype torch.float32 and needs no master; allowed: a bf16 or fp16 param with a master")
+            return "fp32"
+        if remainder is not None:
+            checks.tensor(f"remainder{at}", remainder, (torch.int16, torch.int8), n)
+            if param.dtype != torch.bfloat16:
+                raise TypeError(f"param{at} has dtype {param.dtype}; allowed with a remainder: torch.bfloat16")
+            return "split16" if remainder.dtype == torch.int16 else "split8"
+        return "fp32" if param.dtype == torch.float32 else "none"
+
+    def _state_format(self, algorithm: str, at: str, n: int, hyper: Mapping[str, Any]) -> str:
+        if "exp_avg" not in self.tensors:
+            if algorithm == "sgd" and not hyper["momentum"]:
+                return "none"
+            raise ValueError(f"momentum={hyper['momentum']!r} needs a momentum_buffer{at}; pass one, or momentum=0")
+        coded = algorithm in ("adam", "lion")
+        allowed = (torch.float32, torch.bfloat16, *((torch.int8,) if coded else ()))
+        average = checks.tensor(f"exp_avg{at}", self.tensors["exp_avg"], allowed, n)
+        state = _STATE_OF_DTYPE[average.dtype]
+        if algorithm == "adam":
+            checks.tensor(f"exp_avg_sq{at}", self.tensors["exp_avg_sq"], (torch.uint8 if state == "int8" else average.dtype,), n)
+        for name in ("exp_avg_scale", "exp_avg_sq_scale")[: formats.MOMENTS[algorithm] if state == "int8" else 0]:
+            if name not in self.tensors:
+                raise ValueError(f"exp_avg{at} is int8 and {name}{at} is missing; allowed: int8 states with their scales")
+            checks.tensor(f"{name}{at}", self.tensors[name], (torch.float32,), formats.blocks(n))
+        return state
+
+    def group(self) -> tuple[Any, ...]:
+        out = self.tensors.get("out")
+        published = self.tensors["param"].dtype if "master" in self.tensors else None
+        if published and out is not None:
+            raise ValueError("out and master were both given: with a master the parameter is the output; allowed: one of them")
+        return (self.tensors["grad"].dtype, self.tensors["param"].dtype, self.master, self.state, published or (out.dtype if out is not None else None))
+
+    def pointers(self) -> dict[str, int]:
+        addresses = {name: t.data_ptr() for name, t in self.tensors.items()}
+        if self.master == "fp32":
+            if "master" in self.tensors:
+                addresses["out"] = addresses.pop("param")
+            else:
+                addresses["master"] = addresses.pop("param")
+        return addresses
+
+
+def update(
+    algorithm: str,
+    param: Tensors,
+    grad: Tensors,
+    roles: Mapping[str, Tensors | None],
+    hyper: Mapping[str, Any],
+    remainder: Tensors | None,
+    master: Tensors | None,
+    out: Tensors | None,
+    scale: float,
+    stochastic_seed: int | None,
+    key: int | Sequence[int],
+    first: int | Sequence[int],
+    impl: str | None,
+) -> None:
+    """Checks all tensors, then updates all of them in one call."""
+    params = checks.as_list("param", param) or []
+    n = len(params)
+    given = {"grad": grad, **roles, "remainder": remainder, "master": master, "out": out}
+    lists = {name: tensors for name, value in given.items() if (tensors := checks.as_list(name, value, n)) is not None}
+    single = isinstance(param, Tensor)
+    rows = [
+        _Row(algorithm, "" if single else f"[{i}]", {"param": params[i], **{k: v[i] for k, v in lists.items()}}, hyper) for i in range(n)
+    ]
+    checks.no_overlap([w for row in rows for w in row.written], [row.read for row in rows])
+    factor = checks.number("scale", scale)
+    keys, firsts = _numbers("key", key, n, 0), _numbers("first", first, n, 0)
+    if stochastic_seed is not None:
+        checks.count("stochastic_seed", stochastic_seed, 0)
+        if any(row.master != "none" for row in rows):
+            raise ValueError(got("stochastic_seed", stochastic_seed, "None where a master or remainder keeps the rounded bits"))
+    with implementation(impl) as is_native:
+        if is_native:
+            _run_native(algorithm, rows, hyper, factor, stochastic_seed, keys, firsts)
+        else:
+            _run_reference(algorithm, rows, hyper, factor, stochastic_seed, keys, firsts)
+
+
+def _run_native(
+    algorithm: str, rows: list[_Row], hyper: Mapping[str, Any], scale: float, seed: int | None, keys: list[int], firsts: list[int]
+) -> None:
+    numbers: dict[tuple[Any, ...], int] = {}
+    for row in rows:
+        numbers.setdefault(row.group(), len(numbers))
+    table = UpdateTable(len(rows), len(numbers))
+    for (grad, param, master, state, out), index in numbers.items():
+        table.set_group(
+            index,
+            algorithm=algorithm,
+            grad_dtype=grad,
+            param_dtype=param,
+            master_format=master,
+            state_format=state,
+            out_dtype=out,
+            stochastic_seed=seed,
+            **hyper,
+        )
+    for i, row in enumerate(rows):
+        table.set_row(i, group=numbers[row.group()], numel=row.tensors["param"].numel(), key=keys[i], first=firsts[i], **row.pointers())
+    table.run(scale)
+
+
+def _run_reference(
+    algorithm: str, rows: list[_Row], hyper: Mapping[str, Any], scale: float, seed: int | None, keys: list[int], firsts: list[int]
+) -> None:
+    op = getattr(reference, algorithm)
+    renamed = _REFERENCE_NAMES.get(algorithm, {})
+    for row, key, first in zip(rows, keys, firsts, strict=True):
+        row.group()
+        tensors = {renamed.get(name, name): t for name, t in row.tensors.items()}
+        if algorithm == "sgd":
+            tensors.setdefault("momentum_buffer", None)
+        op(**tensors, **hyper, scale=scale, stochastic_seed=seed, key=key, first=first)
