@@ -1,0 +1,184 @@
+"""What torch's machinery does around a step: groups, schedulers, closures, hooks, compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optim_cases import BF16, MAKERS, copies, make_params, same_bits, set_grads, train
+
+from zerokern.optim import SGD, Adam, AdamW
+
+
+def test_groups_have_their_own_hyperparameters_and_formats(native_calls: list[int]) -> None:
+    params = make_params(dtype=BF16)
+    optimizer = AdamW(
+        [
+            {"params": params[:2], "lr": 0.0},
+            {"params": params[2:4], "state_format": "int8", "master_format": "split8"},
+            {"params": params[4:], "state_format": "bf16", "master_format": "fp32"},
+        ],
+        lr=1e-2,
+    )
+    still = copies(params[:2])
+    train(optimizer, params, 2)
+    assert same_bits(params[:2], still)
+    assert [sorted(set(optimizer.state[p]) - {"step"}) for p in params[::2]] == [
+        ["exp_avg", "exp_avg_sq", "remainder"],
+        ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "remainder"],
+        ["exp_avg", "exp_avg_sq", "master"],
+    ]
+    assert native_calls == [5, 5]
+
+
+def test_groups_that_differ_give_what_separate_optimizers_give() -> None:
+    params, twins = make_params(), make_params()
+    joint = AdamW([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "betas": (0.5, 0.6)}], weight_decay=0.2)
+    apart = [AdamW(twins[:2], lr=0.1, weight_decay=0.2), AdamW(twins[2:], betas=(0.5, 0.6), weight_decay=0.2)]
+    for step in range(3):
+        set_grads(params, twins, seed=step)
+        for optimizer in (joint, *apart):
+            optimizer.step()
+    assert same_bits(params, twins)
+
+
+def test_add_param_group_between_steps() -> None:
+    params, twins = make_params(), make_params()
+    ours, theirs = AdamW(params[:3], lr=1e-2), torch.optim.AdamW(twins[:3], lr=1e-2)
+    for step in range(4):
+        if step == 2:
+            ours.add_param_group({"params": iter(params[3:]), "lr": 1e-3})
+            theirs.add_param_group({"params": twins[3:], "lr": 1e-3})
+        set_grads(params, twins, seed=step)
+        ours.step()
+        theirs.step()
+    assert [ours.state[p]["step"].item() for p in params] == [4, 4, 4, 2, 2]
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("tensor_lr", [True, False])
+def test_learning_rate_schedulers(tensor_lr: bool) -> None:
+    params, twins = make_params(), make_params()
+    lr = torch.tensor(0.1) if tensor_lr else 0.1
+    ours, theirs = AdamW(params, lr=lr), torch.optim.AdamW(twins, lr=0.1)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=10) for opt in (ours, theirs)]
+    for step in range(10):
+        set_grads(params, twins, seed=step)
+        for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+    assert isinstance(ours.param_groups[0]["lr"], torch.Tensor) is tensor_lr
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_one_cycle_changes_momentum_each_step(name: str) -> None:
+    params, twins = make_params(), make_params()
+    theirs = {
+        "adamw": torch.optim.AdamW(twins, lr=0.1, weight_decay=0.1),
+        "sgd": torch.optim.SGD(twins, 0.1, 0.9, weight_decay=0.1),
+    }[name]
+    ours = MAKERS[name](params, lr=0.1)
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=12) for opt in (ours, theirs)]
+    seen = set()
+    for step in range(11):
+        set_grads(params, twins, seed=step)
+        for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        seen.add(ours.param_groups[0]["betas"][0] if name == "adamw" else ours.param_groups[0]["momentum"])
+    assert len(seen) > 3
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-5)
+
+
+def test_closure_runs_with_gradients_on_and_its_value_comes_back() -> None:
+    weight = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = SGD([weight], lr=0.25)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert optimizer.step(closure).item() == 4.0
+    assert weight.item() == 1.0
+    assert optimizer.step(closure=closure).item() == 1.0
+
+
+def test_step_hooks_see_the_step_and_may_change_gradients() -> None:
+    params = make_params((4,))
+    optimizer = SGD(params, lr=1.0)
+    order: list[str] = []
+
+    def pre(opt: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        order.append("pre")
+        params[0].grad.zero_()
+
+    optimizer.register_step_pre_hook(pre)
+    handle = optimizer.register_step_post_hook(lambda opt, args, kwargs: order.append("post"))
+    before = params[0].detach().clone()
+    set_grads(params)
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert order == ["pre", "post", "pre"]
+    assert torch.equal(params[0], before)
+
+
+def test_zero_grad_and_accumulation() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = SGD([weight], lr=0.5)
+    for _ in range(2):
+        (weight.sum() * 1.0).backward()
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.zeros(3))
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert torch.equal(weight.grad, torch.zeros(3))
+    optimizer.zero_grad()
+    assert weight.grad is None
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.zeros(3))
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+def test_tiers_are_the_same_for_cpu_parameters(tier: str) -> None:
+    params, twins = make_params(), make_params()
+    ours, reference = Adam(params, tier=tier), Adam(twins)
+    train(ours, params, 2)
+    train(reference, twins, 2)
+    assert same_bits(params, twins)
+
+
+def test_a_compiled_training_step_calls_the_optimizer() -> None:
+    model, twin = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    twin.load_state_dict(model.state_dict())
+    compiled, eager = AdamW(model.parameters(), lr=0.1), AdamW(twin.parameters(), lr=0.1)
+    x = torch.randn(4, 8)
+
+    def step(module: torch.nn.Module, optimizer: AdamW) -> None:
+        optimizer.zero_grad()
+        module(x).square().sum().backward()
+        optimizer.step()
+
+    run = torch.compile(step, backend="eager")
+    for _ in range(3):
+        run(model, compiled)
+        step(twin, eager)
+    assert same_bits(list(model.parameters()), list(twin.parameters()))
+
+
+def test_versions_count_our_writes() -> None:
+    params = make_params()
+    optimizer = AdamW(params)
+    loss = (params[0] * params[0]).sum()
+    set_grads(params)
+    before = [param._version for param in params]
+    optimizer.step()
+    assert [param._version for param in params] == [version + 1 for version in before]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

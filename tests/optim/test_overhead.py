@@ -1,0 +1,90 @@
+"""One native call whatever the number of parameters, and no work per parameter that is done again without need."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from optim_cases import BF16, make_params, same_bits, set_grads, train
+
+from zerokern.kernels import cpu
+from zerokern.optim import AdamW, survey
+from zerokern.optim.binding import Binding
+
+
+def python_calls(work) -> int:
+    """Python functions entered, and C functions called from Python."""
+    counts: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: counts.update([event]))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return counts["call"] + counts["c_call"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_ten_thousand_parameters_take_one_native_call(dtype: torch.dtype, native_calls: list[int]) -> None:
+    params = make_params((10,) * 10_000, dtype)
+    optimizer = AdamW(params)
+    train(optimizer, params, 3)
+    assert native_calls == [10_000] * 3
+
+
+def test_ten_thousand_parameters_take_few_python_calls() -> None:
+    calls = {}
+    for count in (1_000, 10_000):
+        params = make_params((10,) * count)
+        optimizer = AdamW(params)
+        train(optimizer, params, 1)
+        set_grads(params)
+        calls[count] = python_calls(optimizer.step)
+    per_parameter = (calls[10_000] - calls[1_000]) / 9_000
+    assert per_parameter < 0.1
+
+
+def test_the_norm_takes_one_native_call_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = cpu.sumsq_pointers
+    monkeypatch.setattr(survey, "sumsq_pointers", lambda p, n, d: calls.append(len(p)) or original(p, n, d))
+    params = [*make_params((10,) * 500), *make_params((10,) * 300, BF16)]
+    optimizer = AdamW(params, max_grad_norm=1.0)
+    train(optimizer, params, 2)
+    assert calls == [500, 300, 500, 300]
+
+
+def test_the_binding_is_made_once_and_again_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = Binding.__init__
+    monkeypatch.setattr(Binding, "__init__", lambda self, *a, **k: made.append(1) or original(self, *a, **k))
+    params = make_params(dtype=BF16)
+    optimizer = AdamW(params, lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=50)
+    for step in range(20):
+        optimizer.zero_grad(set_to_none=bool(step % 2))
+        train(optimizer, params, 1, start=step)
+        schedule.step()
+        optimizer.state_dict()
+    assert len(made) == 1
+    with torch.no_grad():
+        params[0].add_(1.0)
+    train(optimizer, params, 1)
+    assert len(made) == 1
+    params[0].grad = None
+    optimizer.step()
+    assert len(made) == 2
+
+
+def test_the_table_does_not_change_what_one_large_parameter_gives() -> None:
+    flat = torch.nn.Parameter(torch.randn(128 * 300))
+    pieces = [torch.nn.Parameter(piece.clone()) for piece in flat.detach().split(128)]
+    whole, many = AdamW([flat], state_format="int8"), AdamW(pieces, state_format="int8")
+    for _ in range(3):
+        flat.grad = torch.randn_like(flat)
+        for piece, grad in zip(pieces, flat.grad.split(128), strict=True):
+            piece.grad = grad
+        whole.step()
+        many.step()
+    assert same_bits([flat.data], [torch.cat([piece.data for piece in pieces])])

@@ -1,0 +1,158 @@
+"""Copies, pickles, forks, threads and the environment that torchrun makes."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from optim_cases import BF16, EVERY_STATE, MAKERS, contents, copies, make_params, same_bits, set_grads, train
+from torch.utils.data import DataLoader, Dataset
+
+from zerokern.core import native
+from zerokern.core.env import usable_cpus
+from zerokern.optim import AdamW
+
+
+@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_goes_its_own_way_with_the_same_bits(how, name: str, state_format: str) -> None:
+    params = make_params(dtype=BF16)
+    optimizer = MAKERS[name](params, state_format=state_format)
+    train(optimizer, params, 2)
+    twins, twin = how((params, optimizer))
+    kept = contents(optimizer, params)
+    train(twin, twins, 2, start=2)
+    assert same_bits(contents(optimizer, params), kept)
+    train(optimizer, params, 2, start=2)
+    assert same_bits(contents(optimizer, params), contents(twin, twins))
+    assert type(twin) is type(optimizer)
+
+
+class Steps(Dataset):
+    """Each item steps a copy-on-write copy of the optimizer in a worker process."""
+
+    def __init__(self, optimizer: AdamW, params: list[torch.nn.Parameter]) -> None:
+        self.optimizer, self.params = optimizer, params
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        train(self.optimizer, self.params, 1, start=2)
+        return torch.cat([param.detach().flatten() for param in self.params])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_19_workers_forked_after_a_step_share_nothing_and_hang_nowhere() -> None:
+    params = make_params((100_000, 300), BF16)
+    optimizer = AdamW(params)
+    before = native.threads()
+    native.set_threads(2)
+    try:
+        train(optimizer, params, 2)
+        kept = contents(optimizer, params)
+        loader = DataLoader(
+            Steps(optimizer, params), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+        )
+        children = list(loader)
+        assert same_bits(contents(optimizer, params), kept)
+        train(optimizer, params, 1, start=2)
+    finally:
+        native.set_threads(before)
+    mine = torch.cat([param.detach().flatten() for param in params])
+    assert [torch.equal(child, mine) for child in children] == [True, True]
+
+
+SCRIPT = """
+import hashlib, sys, torch
+sys.path.insert(0, {folder!r})
+from optim_cases import BF16, contents, make_params, train
+from zerokern.core import native
+from zerokern.core.env import usable_cpus
+from zerokern.optim import AdamW
+params = make_params((200_000, 300), BF16)
+optimizer = AdamW(params, state_format="int8", max_grad_norm=1.0)
+train(optimizer, params, 3)
+digest = hashlib.sha256()
+for value in contents(optimizer, params):
+    digest.update(value.view(-1).view(torch.uint8).numpy().tobytes())
+print(native.threads(), digest.hexdigest(), optimizer.grad_norm.hex())
+"""
+
+
+def in_child(**environment: str) -> tuple[int, str]:
+    """Threads of the pool, and everything the steps made, in a process with that environment."""
+    script = SCRIPT.format(folder=str(Path(__file__).parent))
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "ZEROKERN_THREADS")}
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    threads, result = run.stdout.split(maxsplit=1)
+    return int(threads), result
+
+
+def test_20_omp_num_threads_1_fewer_cpus_and_more_ranks_than_cores_change_threads_and_no_bit() -> None:
+    allowed = os.sched_getaffinity(0)
+    alone = in_child(OMP_NUM_THREADS="1")
+    crowded = in_child(OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE=str(4 * usable_cpus()))
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        bound = in_child()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert (alone[0], crowded[0], bound[0]) == (usable_cpus(), 1, 1)
+    assert alone[1] == crowded[1] == bound[1]
+
+
+def test_optimizers_step_in_threads_at_once() -> None:
+    jobs = [(make_params((50_000,), BF16, seed=i), i) for i in range(4)]
+    alone = [copies(params) for params, _ in jobs]
+
+    def work(params: list[torch.nn.Parameter], seed: int) -> None:
+        optimizer = AdamW(params, lr=0.01)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(5):
+            params[0].grad = torch.randn(50_000, generator=generator).to(BF16)
+            optimizer.step()
+
+    threads = [threading.Thread(target=work, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for (params, seed), twin in zip(jobs, alone, strict=True):
+        work(twin, seed)
+        assert same_bits(params, twin)
+
+
+def test_a_failed_backward_leaves_an_optimizer_that_goes_on() -> None:
+    params, twins = make_params(), make_params()
+    optimizer, reference = AdamW(params), AdamW(twins)
+    train(optimizer, params, 1)
+    train(reference, twins, 1)
+
+    def closure() -> None:
+        raise RuntimeError("backward broke")
+
+    with pytest.raises(RuntimeError, match="backward broke"):
+        optimizer.step(closure)
+    set_grads(params, twins, seed=3)
+    optimizer.step()
+    reference.step()
+    assert same_bits(contents(optimizer, params), contents(reference, twins))
+    assert hashlib.sha256(params[4].detach().numpy().tobytes()).digest() != hashlib.sha256(b"").digest()

@@ -1,0 +1,278 @@
+"""Checkpoints: torch's in both directions, nothing cast, and nothing changed by a refusal."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from optim_cases import (
+    BF16,
+    EVERY_STATE,
+    FP32,
+    MAKERS,
+    MASTERS,
+    contents,
+    copies,
+    make_params,
+    same_bits,
+    set_grads,
+    train,
+)
+
+from zerokern import StateError
+from zerokern.optim import SGD, Adagrad, Adam, AdamW, convert_state
+
+PEERS = {
+    "adam": (Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adamw": (AdamW, torch.optim.AdamW, {"lr": 1e-2}),
+    "adamw_fused": (AdamW, torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "adagrad": (Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}),
+    "sgd": (SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3}),
+}
+
+
+def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("from_torch", [True, False])
+@pytest.mark.parametrize("peer", PEERS)
+def test_torch_checkpoints_load_in_both_directions(peer: str, from_torch: bool) -> None:
+    cls, theirs, settings = PEERS[peer]
+    first, second = (theirs, cls) if from_torch else (cls, theirs)
+    params, straight = make_params(), make_params()
+    before, reference = first(params, **settings), theirs(straight, **settings)
+    for step in range(4):
+        set_grads(params, straight, seed=step)
+        before.step()
+        reference.step()
+    resumed = copies(params)
+    after = second(resumed, lr=0.5)
+    after.load_state_dict(through_disk(before.state_dict()))
+    assert after.param_groups[0]["lr"] == 1e-2
+    for step in range(4, 8):
+        set_grads(resumed, straight, seed=step)
+        after.step()
+        reference.step()
+    for param, twin in zip(resumed, straight, strict=True):
+        torch.testing.assert_close(param, twin, rtol=2e-6, atol=2e-6)
+        for key, value in reference.state[twin].items():
+            torch.testing.assert_close(after.state[param][key], value, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "master_format"), MASTERS)
+@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+def test_resuming_gives_the_same_bits(
+    name: str, state_format: str, dtype: torch.dtype, master_format: str | None
+) -> None:
+    formats = {"state_format": state_format, "master_format": master_format}
+    params = make_params((5, 300), dtype)
+    optimizer = MAKERS[name](params, **formats)
+    train(optimizer, params, 2)
+    resumed = copies(params)
+    again = MAKERS[name](resumed, **formats, lr=0.5)
+    again.load_state_dict(through_disk(optimizer.state_dict()))
+    train(optimizer, params, 2, start=2)
+    train(again, resumed, 2, start=2)
+    assert same_bits(contents(optimizer, params), contents(again, resumed))
+
+
+def test_keys_are_torchs() -> None:
+    params = make_params()
+    ours, theirs = AdamW(params), torch.optim.AdamW(copies(params))
+    train(ours, params, 1)
+    saved = ours.state_dict()
+    assert list(saved["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+    assert saved["state"][0]["step"].shape == torch.Size([])
+    assert set(theirs.state_dict()["param_groups"][0]) <= set(saved["param_groups"][0])
+    assert type(saved["state"][0]) is dict
+
+
+@pytest.mark.parametrize(
+    ("state_format", "keys"),
+    [
+        ("bf16", ["step", "exp_avg", "exp_avg_sq"]),
+        ("int8", ["step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"]),
+    ],
+)
+def test_keys_of_lossy_state(state_format: str, keys: list[str]) -> None:
+    params = make_params(dtype=BF16)
+    optimizer = AdamW(params, state_format=state_format)
+    train(optimizer, params, 1)
+    entry = optimizer.state_dict()["state"][4]
+    assert list(entry) == [*keys, "remainder"]
+    assert entry["remainder"].dtype is torch.int16
+    if state_format == "int8":
+        assert (entry["exp_avg"].dtype, entry["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+        assert entry["exp_avg_scale"].shape == (8,)
+
+
+def test_names_are_saved_and_loading_keeps_ours_where_there_are_none() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = AdamW(model.named_parameters())
+    train(optimizer, list(model.parameters()), 1)
+    saved = through_disk(optimizer.state_dict())
+    assert saved["param_groups"][0]["param_names"] == ["weight", "bias"]
+    plain = torch.optim.AdamW(model.parameters()).state_dict()
+    optimizer.load_state_dict(plain)
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_loading_copies() -> None:
+    params = make_params()
+    first, second = AdamW(params), AdamW(copies(params))
+    train(first, params, 1)
+    second.load_state_dict(first.state_dict())
+    before = contents(first, params)
+    train(second, second.param_groups[0]["params"], 1)
+    assert same_bits(contents(first, params), before)
+
+
+def test_loading_keeps_groups_in_place_and_formats_that_torch_does_not_know() -> None:
+    params = make_params(dtype=BF16)
+    optimizer = AdamW([{"params": params, "state_format": "bf16", "master_format": "none"}], max_grad_norm=1.0)
+    group = optimizer.param_groups[0]
+    optimizer.load_state_dict(torch.optim.AdamW(copies(params), lr=0.25).state_dict())
+    assert optimizer.param_groups[0] is group
+    assert (group["lr"], group["state_format"], group["master_format"]) == (0.25, "bf16", "none")
+
+
+def test_torchs_bf16_state_goes_into_bf16_format_without_a_master() -> None:
+    params = make_params(dtype=BF16)
+    theirs = torch.optim.AdamW(params)
+    train(theirs, params, 1)
+    optimizer = AdamW(copies(params), state_format="bf16", master_format="none")
+    optimizer.load_state_dict(theirs.state_dict())
+    (first, *_) = optimizer.param_groups[0]["params"]
+    assert same_bits([optimizer.state[first]["exp_avg"]], [theirs.state[params[0]]["exp_avg"]])
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kept", ["fp32", "bf16", "int8"])
+def test_another_format_is_refused_by_name_and_converts_by_name(kept: str, to: str) -> None:
+    params = make_params()
+    first, second = AdamW(params, state_format=kept), AdamW(copies(params), state_format=to)
+    train(first, params, 2)
+    saved = first.state_dict()
+    if kept != to:
+        with pytest.raises(StateError, match=rf"kept as {kept}.*'{to}'.*state_format.*convert_state"):
+            second.load_state_dict(saved)
+        assert len(second.state) == 0
+    second.load_state_dict(convert_state(saved, state_format=to))
+    back = convert_state(second.state_dict(), state_format="fp32")["state"]
+    exact = convert_state(saved, state_format="fp32")["state"]
+    error = {"fp32": 0.0, "bf16": 2**-8, "int8": 2**-6}[to]
+    for key in ("exp_avg", "exp_avg_sq"):
+        largest = exact[4][key].abs().max()
+        assert (back[4][key] - exact[4][key]).abs().max() <= error * largest
+    train(second, second.param_groups[0]["params"], 1)
+
+
+def test_torchs_fp32_state_does_not_become_int8_silently() -> None:
+    params = make_params()
+    theirs = torch.optim.AdamW(params)
+    train(theirs, params, 1)
+    with pytest.raises(StateError, match=r"fp32.*'int8'.*convert_state"):
+        AdamW(copies(params), state_format="int8").load_state_dict(theirs.state_dict())
+
+
+def broken(saved: dict[str, Any], what: str) -> dict[str, Any]:
+    saved = copy.deepcopy(saved)
+    entry, group = saved["state"][4], saved["param_groups"][0]
+    if what == "shape":
+        entry["exp_avg"] = torch.zeros(3)
+    elif what == "missing":
+        del entry["exp_avg_sq"]
+    elif what == "amsgrad":
+        entry["max_exp_avg_sq"] = torch.zeros(1000)
+    elif what == "amsgrad group":
+        group["amsgrad"] = True
+    elif what == "master":
+        del entry["remainder"]
+    elif what == "split8":
+        entry["remainder"] = entry["remainder"].to(torch.int8)
+    elif what == "cast":
+        entry["exp_avg"] = entry["exp_avg"].double()
+    elif what == "groups":
+        saved["param_groups"].append(group)
+    elif what == "params":
+        group["params"] = group["params"][:2]
+    elif what == "lr":
+        group["lr"] = float("nan")
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", r"\[4\].*exp_avg.*\(3,\).*\(1000,\)"),
+        ("missing", r"\[4\].*exp_avg_sq.*not there"),
+        ("amsgrad", r"\[4\].*max_exp_avg_sq"),
+        ("amsgrad group", r"amsgrad=True"),
+        ("master", r"\[4\].*remainder.*split16"),
+        ("split8", r"\[4\].*remainder.*int8.*int16"),
+        ("cast", r"\[4\].*exp_avg.*float64.*float32"),
+        ("groups", r"2 param_groups.*has 1"),
+        ("params", r"2 parameters.*has 5"),
+        ("lr", r"lr=nan"),
+    ],
+)
+def test_a_refused_state_dict_changes_nothing(what: str, message: str) -> None:
+    params = make_params(dtype=BF16)
+    optimizer = AdamW(params, lr=1e-2)
+    train(optimizer, params, 1)
+    bad = broken(optimizer.state_dict(), what)
+    bad["param_groups"][0].setdefault("lr", 0.5)
+    before = contents(optimizer, params)
+    with pytest.raises((StateError, ValueError), match=message):
+        optimizer.load_state_dict(bad)
+    assert same_bits(contents(optimizer, params), before)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    train(optimizer, params, 1, start=1)
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_a_buffer_that_momentum_0_does_not_use_is_carried_along() -> None:
+    params = make_params()
+    optimizer = SGD(params, lr=0.1, momentum=0.9)
+    train(optimizer, params, 1)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    train(optimizer, params, 1)
+    again = SGD(copies(params), lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    kept = [again.state[param]["momentum_buffer"] for param in again.param_groups[0]["params"]]
+    assert same_bits(kept, [optimizer.state[param]["momentum_buffer"] for param in params])
+
+
+def test_state_dict_hooks_run_as_torchs() -> None:
+    params = make_params()
+    optimizer = AdamW(params)
+    train(optimizer, params, 1)
+    seen: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda opt: seen.append("pre"))
+    optimizer.register_state_dict_post_hook(lambda opt, state: {**state, "extra": 1})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda opt, state: seen.append("load") or {k: state[k] for k in ("state", "param_groups")}
+    )
+    optimizer.register_load_state_dict_post_hook(lambda opt: seen.append("loaded"))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert seen == ["pre", "load", "loaded"]
+    assert saved["extra"] == 1
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_each_state_tensor_has_a_storage_of_its_own(dtype: torch.dtype) -> None:
+    """Saving one tensor saves its storage: it must not drag the others along."""
+    params = make_params(dtype=dtype)
+    optimizer = AdamW(params, state_format="int8")
+    train(optimizer, params, 1)
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            assert value.untyped_storage().nbytes() == value.nbytes

@@ -1,0 +1,289 @@
+"""Parameters and state that somebody else writes, moves or replaces between steps: followed, or refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from optim_cases import BF16, FP32, MAKERS, contents, copies, make_params, same_bits, set_grads, train
+
+from zerokern import StateError
+from zerokern.optim import SGD, AdamW
+
+KEEPS_MASTER = [("split16", "remainder"), ("split8", "remainder"), ("fp32", "master")]
+
+
+def trained(
+    master_format: str | None, dtype: torch.dtype = BF16, **settings: object
+) -> tuple[AdamW, list[torch.nn.Parameter]]:
+    params = make_params(dtype=dtype)
+    optimizer = AdamW(params, lr=1e-2, master_format=master_format, **settings)
+    train(optimizer, params, 3)
+    return optimizer, params
+
+
+@pytest.mark.parametrize("how", ["copy_", "load_state_dict", "data", "new data"])
+@pytest.mark.parametrize(("master_format", "key"), KEEPS_MASTER)
+def test_a_write_from_outside_becomes_the_master(master_format: str, key: str, how: str) -> None:
+    optimizer, params = trained(master_format)
+    value = (torch.randn(1000) + 100).to(BF16)
+    if how == "copy_":
+        with torch.no_grad():
+            params[4].copy_(value)
+    elif how == "load_state_dict":
+        torch.nn.ParameterList(params).load_state_dict({"4": value}, strict=False)
+    elif how == "new data":
+        params[4].data = value.clone()
+    else:
+        params[4].data.copy_(value)
+        optimizer.refresh_masters()
+    expected = value.float() if key == "master" else torch.zeros(1000, dtype=optimizer.state[params[4]][key].dtype)
+    others = [optimizer.state[param][key].clone() for param in params[:4]]
+    optimizer.param_groups[0].update(lr=0.0)
+    train(optimizer, params, 1, start=3)
+    assert torch.equal(optimizer.state[params[4]][key], expected)
+    assert torch.equal(params[4].detach(), value)
+    if how != "data":
+        assert same_bits([optimizer.state[param][key] for param in params[:4]], others)
+
+
+@pytest.mark.parametrize(("master_format", "key"), KEEPS_MASTER)
+def test_our_own_writes_keep_the_master(master_format: str, key: str) -> None:
+    optimizer, params = trained(master_format)
+    kept = optimizer.state[params[4]][key].clone()
+    optimizer.param_groups[0].update(lr=0.0)
+    train(optimizer, params, 1, start=3)
+    assert same_bits([optimizer.state[params[4]][key]], [kept])
+    assert kept.any()
+
+
+def test_parameters_that_are_views_of_one_buffer_keep_their_masters() -> None:
+    """Views share a version counter, so that each of our own writes bumps it for all of them."""
+    buffer = torch.randn(600).to(BF16)
+    params = [torch.nn.Parameter(buffer[i * 200 : (i + 1) * 200]) for i in range(3)]
+    whole = copies(params, FP32)
+    ours, reference = AdamW(params, lr=1e-2), AdamW(whole, lr=1e-2)
+    for step in range(4):
+        set_grads(params, whole, seed=step)
+        ours.step()
+        reference.step()
+    assert same_bits(
+        [buffer],
+        [
+            torch.cat(
+                [
+                    (p.detach().view(torch.int32) + 0x8000).bitwise_right_shift(16).to(torch.int16).view(BF16)
+                    for p in whole
+                ]
+            )
+        ],
+    )
+
+
+def test_a_write_is_followed_before_the_state_is_saved() -> None:
+    optimizer, params = trained("split16")
+    with torch.no_grad():
+        params[4].fill_(1.0)
+    assert not optimizer.state_dict()["state"][4]["remainder"].any()
+
+
+def test_masters_of_parameters_without_gradient_follow_too() -> None:
+    optimizer, params = trained("split16")
+    with torch.no_grad():
+        params[4].fill_(1.0)
+    set_grads(params[:4], seed=5)
+    params[4].grad = None
+    optimizer.step()
+    assert not optimizer.state[params[4]]["remainder"].any()
+    assert optimizer.state[params[3]]["remainder"].any()
+
+
+def test_an_fp32_master_that_still_rounds_to_its_parameter_is_kept() -> None:
+    optimizer, params = trained("fp32")
+    kept = [optimizer.state[param]["master"].clone() for param in params]
+    with torch.no_grad():
+        for param in params:
+            param.copy_(param.clone())
+        params[4][:10] += 1.0
+    optimizer.param_groups[0].update(lr=0.0)
+    train(optimizer, params, 1)
+    assert same_bits([optimizer.state[param]["master"] for param in params[:4]], kept[:4])
+    assert same_bits([optimizer.state[params[4]]["master"][10:]], [kept[4][10:]])
+
+
+def test_a_model_loaded_after_its_optimizer_says_that_remainders_are_dropped() -> None:
+    optimizer, params = trained("split16")
+    saved, values = optimizer.state_dict(), copies(params)
+    late = make_params(dtype=BF16, seed=5)
+    resumed = AdamW(late, lr=1e-2)
+    resumed.load_state_dict(saved)
+    with torch.no_grad():
+        for param, value in zip(late, values, strict=True):
+            param.copy_(value)
+    with pytest.warns(UserWarning, match=r"remainders loaded for \d parameters are dropped.*load the model first"):
+        train(resumed, late, 1)
+    early = copies(values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = AdamW(early, lr=1e-2)
+        again.load_state_dict(saved)
+        train(again, early, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "state_format"), [("adamw", "fp32"), ("adamw", "int8"), ("sgd", "bf16"), ("lion", "int8")]
+)
+@pytest.mark.parametrize("how", ["value", "entry", "state", "data"])
+def test_replaced_state_is_used(name: str, state_format: str, how: str) -> None:
+    """As Accelerate and Lightning do when they move the state to a device."""
+    params, twins = make_params(dtype=BF16), make_params(dtype=BF16)
+    ours, reference = MAKERS[name](params, state_format=state_format), MAKERS[name](twins, state_format=state_format)
+    train(ours, params, 2)
+    train(reference, twins, 2)
+    for param, entry in list(ours.state.items()):
+        moved = {key: value.clone() for key, value in entry.items()}
+        for key, value in entry.items():
+            if how == "value":
+                entry[key] = moved[key]
+            elif how == "data":
+                value.data = moved[key]
+            value_was = value if how != "data" else None
+            if value_was is not None:
+                value_was.fill_(99)
+        if how == "entry":
+            ours.state[param] = moved
+        elif how == "state":
+            ours.state = {**ours.state, param: moved}
+    train(ours, params, 2, start=2)
+    train(reference, twins, 2, start=2)
+    assert same_bits(contents(ours, params), contents(reference, twins))
+
+
+def test_a_single_exchanged_memory_is_found_within_sixteen_steps() -> None:
+    optimizer, params = trained(None, FP32)
+    value = optimizer.state[params[4]]["exp_avg"]
+    value.data = value.clone()
+    before = value.clone()
+    for _ in range(16):
+        train(optimizer, params, 1)
+    assert not torch.equal(value, before)
+
+
+def test_an_exchanged_memory_is_found_when_the_gradients_change_with_it() -> None:
+    """The binding is made anew for another set of gradients: it must not trust addresses that were not looked at."""
+    optimizer, params = trained(None, FP32)
+    for entry in optimizer.state.values():
+        entry["exp_avg"].data = entry["exp_avg"].clone()
+    before = [entry["exp_avg"].clone() for entry in optimizer.state.values()]
+    set_grads(params)
+    params[0].grad = None
+    optimizer.step()
+    after = [entry["exp_avg"] for entry in optimizer.state.values()]
+    assert [torch.equal(a, b) for a, b in zip(after, before, strict=True)] == [True, False, False, False, False]
+
+
+def test_a_changed_step_counter_counts() -> None:
+    params, twins = make_params(), make_params()
+    ours, theirs = AdamW(params, lr=1e-2), torch.optim.AdamW(twins, lr=1e-2)
+    for step in range(4):
+        for optimizer, mine in ((ours, params), (theirs, twins)):
+            if step == 2:
+                optimizer.state[mine[0]]["step"].fill_(10.0)
+                optimizer.state[mine[1]]["step"] = torch.tensor(7.0)
+        set_grads(params, twins, seed=step)
+        ours.step()
+        theirs.step()
+    assert [ours.state[param]["step"].item() for param in params] == [12, 9, 4, 4, 4]
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=2e-6, atol=2e-6)
+
+
+def test_state_reset_by_hand_starts_anew() -> None:
+    optimizer, params = trained(None, FP32)
+    optimizer.state[params[0]]["exp_avg"] = torch.zeros(1)
+    del optimizer.state[params[1]]
+    optimizer.state[params[2]].clear()
+    train(optimizer, params, 1)
+    assert [optimizer.state[param]["step"].item() for param in params] == [4, 1, 1, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("exp_avg", lambda v: v.double(), r"exp_avg.*float64.*float32"),
+        ("exp_avg", lambda v: v.to(BF16), r"kept as bf16.*'fp32'.*convert_state"),
+        ("exp_avg_sq", lambda v: v[:3].clone(), r"exp_avg_sq.*\(3,\).*\(1000,\)"),
+        ("remainder", lambda v: v.to(torch.int8), r"remainder.*int8.*int16.*split16"),
+        ("exp_avg", lambda v: 3, r"exp_avg.*not there"),
+    ],
+)
+def test_state_that_was_cast_or_cut_is_refused_and_nothing_changes(key: str, value: object, message: str) -> None:
+    optimizer, params = trained("split16")
+    kept = optimizer.state[params[4]][key]
+    optimizer.state[params[4]][key] = value(kept)
+    before = copies(params)
+    set_grads(params, seed=7)
+    with pytest.raises(StateError, match=message):
+        optimizer.step()
+    assert same_bits(params, before)
+    optimizer.state[params[4]][key] = kept
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 4
+
+
+def test_formats_changed_in_a_group_are_refused_where_state_has_others() -> None:
+    optimizer, params = trained(None, FP32)
+    optimizer.param_groups[0]["state_format"] = "int8"
+    set_grads(params)
+    with pytest.raises(StateError, match=r"kept as fp32.*'int8'"):
+        optimizer.step()
+
+
+def test_state_of_a_replaced_parameter_is_not_dropped_silently() -> None:
+    optimizer, params = trained(None, FP32)
+    new = torch.nn.Parameter(params[4].detach().clone())
+    optimizer.param_groups[0]["params"][4] = new
+    set_grads([*params[:4], new])
+    with pytest.raises(StateError, match=r"replaced after a step.*opt\.state\[new\] = opt\.state\.pop\(old\)"):
+        optimizer.step()
+    optimizer.state[new] = optimizer.state.pop(params[4])
+    optimizer.step()
+    assert optimizer.state[new]["step"] == 4
+
+
+def test_a_parameter_that_grew_brings_its_state_along() -> None:
+    """As densification does: a longer parameter, its state padded by hand."""
+    weight = torch.nn.Parameter(torch.ones(10))
+    optimizer = AdamW([weight], lr=0.1)
+    train(optimizer, [weight], 1)
+    longer = torch.nn.Parameter(torch.cat([weight.detach(), torch.ones(5)]))
+    entry = optimizer.state.pop(weight)
+    optimizer.state[longer] = {k: v if k == "step" else torch.cat([v, torch.zeros(5)]) for k, v in entry.items()}
+    optimizer.param_groups[0]["params"][0] = longer
+    train(optimizer, [longer], 1)
+    assert optimizer.state[longer]["step"] == 2
+    assert optimizer.state[longer]["exp_avg"].shape == (15,)
+
+
+def test_moved_parameters_are_updated_where_they_are_now() -> None:
+    weight = torch.nn.Parameter(torch.ones(100))
+    optimizer = SGD([weight], lr=1.0)
+    weight.grad = torch.ones(100)
+    optimizer.step()
+    old = weight.data
+    weight.data = torch.full((100,), 5.0)
+    weight.grad = torch.ones(100)
+    optimizer.step()
+    assert torch.equal(weight.data, torch.full((100,), 4.0))
+    assert torch.equal(old, torch.zeros(100))
+
+
+def test_a_parameter_whose_dtype_changed_is_refused_where_its_state_does_not_fit() -> None:
+    optimizer, params = trained(None, FP32)
+    for param in params:
+        param.grad = None
+        param.data = param.data.to(BF16)
+    set_grads(params)
+    with pytest.raises(StateError, match=r"remainder.*not there.*split16"):
+        optimizer.step()

@@ -1,0 +1,80 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from zerokern.optim import checks
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.formats import Algorithm
+
+
+class Adagrad(FusedOptimizer):
+    """Adagrad as torch defines it, except that `sum` is made at the first step. Keywords beside torch's are those of
+    `zerokern.optim.Adam`, without state_format="int8".
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> opt = Adagrad([weight], lr=0.5)
+    >>> weight.grad = torch.tensor([2.0, -2.0]); opt.step(); weight.data
+    tensor([0.5000, 1.5000])
+    """
+
+    _algorithm = Algorithm(
+        name="adagrad", moments=(("sum", "exp_avg"),), state_formats=("fp32", "bf16"), counts_steps=True
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        tier: str = "device",
+        state_format: str = "fp32",
+        master_format: str | None = None,
+        max_grad_norm: float | None = None,
+        stochastic_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "foreach": foreach,
+            "maximize": maximize,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(
+            params,
+            defaults,
+            tier=tier,
+            state_format=state_format,
+            master_format=master_format,
+            stochastic_seed=stochastic_seed,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": checks.number("lr", group["lr"]),
+            "lr_decay": checks.number("lr_decay", group["lr_decay"]),
+            "eps": checks.number("eps", group["eps"]),
+            "weight_decay": checks.number("weight_decay", group["weight_decay"]),
+            "maximize": checks.flag("maximize", group["maximize"]),
+        }
+
+    def _initial_moment(self, group: dict[str, Any]) -> float:
+        return checks.number("initial_accumulator_value", group["initial_accumulator_value"])

@@ -1,0 +1,150 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from zerokern.optim import checks
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.formats import Algorithm
+
+
+class Adam(FusedOptimizer):
+    """Adam as torch defines it, for CPU parameters in fp32, bf16 or fp16, with gradients of any of these.
+
+    Keywords beside torch's:
+
+    state_format: "fp32" (exact), "bf16" or "int8" for exp_avg and exp_avg_sq; also per param_group.
+    master_format: "split16" (a bf16 parameter and its 16-bit remainder are the exact fp32 value), "split8" (24 bits),
+        "fp32" (a separate fp32 copy) or "none"; also per param_group. None means split16 for bf16 parameters and fp32
+        for fp16 ones; an fp32 parameter is its own master.
+    max_grad_norm: clips the global norm within the update, and skips a step whose norm is not finite.
+    stochastic_seed: rounds stochastically where master_format is "none": same seed, same bits.
+    tier: "device" or "cpu": where the state rests, which is the same for CPU parameters.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> opt = Adam([weight], lr=0.1)
+    >>> weight.grad = torch.tensor([1.0, -1.0]); opt.step(); weight.data
+    tensor([0.9000, 1.1000])
+    """
+
+    _algorithm = Algorithm(
+        name="adam",
+        moments=(("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")),
+        state_formats=("fp32", "bf16", "int8"),
+        counts_steps=True,
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        tier: str = "device",
+        state_format: str = "fp32",
+        master_format: str | None = None,
+        max_grad_norm: float | None = None,
+        stochastic_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(
+            params,
+            defaults,
+            tier=tier,
+            state_format=state_format,
+            master_format=master_format,
+            stochastic_seed=stochastic_seed,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = checks.pair("betas", group["betas"])
+        return {
+            "lr": checks.number("lr", group["lr"]),
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": checks.number("eps", group["eps"]),
+            "weight_decay": checks.number("weight_decay", group["weight_decay"]),
+            "decoupled": checks.flag("decoupled_weight_decay", group["decoupled_weight_decay"]),
+            "maximize": checks.flag("maximize", group["maximize"]),
+        }
+
+
+class AdamW(Adam):
+    """Adam whose weight decay shrinks the parameter instead of entering the gradient. Keywords as `Adam`.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = AdamW([weight], lr=0.5, weight_decay=0.5, max_grad_norm=1.0)
+    >>> weight.grad = torch.zeros_like(weight); opt.step(); weight.data, opt.grad_norm
+    (tensor([0.7500, 0.7500], dtype=torch.bfloat16), 0.0)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        tier: str = "device",
+        state_format: str = "fp32",
+        master_format: str | None = None,
+        max_grad_norm: float | None = None,
+        stochastic_seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            tier=tier,
+            state_format=state_format,
+            master_format=master_format,
+            max_grad_norm=max_grad_norm,
+            stochastic_seed=stochastic_seed,
+        )
+
+    def _adopt_group(self, group: dict[str, Any]) -> None:
+        group["decoupled_weight_decay"] = True

@@ -1,0 +1,159 @@
+"""A survey joined to optimizer state and to the native table of pointers: what one call updates."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import StateError
+from zerokern.optim.formats import Algorithm, Slot
+from zerokern.optim.masters import Witness
+from zerokern.optim.rows import Row, table_of
+from zerokern.optim.state import Entry, check_entry, make, pull
+from zerokern.optim.steps import StepBook
+from zerokern.optim.survey import Groups, Survey, names_of, same_objects
+from zerokern.optim.watched import WatchedState
+
+_SAMPLES = 16
+_pointer_of = torch.Tensor.data_ptr
+
+
+class Binding:
+    """Made from a survey; valid as long as the survey is and `intact` says so."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        survey: Survey,
+        groups: Groups,
+        state: WatchedState,
+        *,
+        initial: Sequence[float],
+        previous: Binding | None,
+        witness: Witness | None,
+    ) -> None:
+        """Check all state, then make what is missing (moments start at `initial[owner]`, or zero) and point at it.
+
+        `previous` is an intact binding of the same state, whose rows need no second look.
+        """
+        self.survey = survey
+        present = set(map(id, survey.everyone))
+        last = {} if previous is None else previous.rows
+        self.rows: dict[int, Row] = {key: row for key, row in last.items() if key in present}
+        aspects = zip(survey.params, survey.param_pointers, survey.layouts, strict=True)
+        new = [i for i, aspect in enumerate(aspects) if not self._knows(*aspect)]
+        if new:
+            self._add(algorithm, groups, state, initial, new)
+        if new or previous is None or not same_objects(survey.everyone, previous.survey.everyone):
+            entries = [state.get(param, {}) for param in survey.everyone]
+            self.book = StepBook(entries)
+        else:
+            self.book = previous.book
+        self.witness = Witness.renewed(witness, state)
+        self._state = state
+        if state.mark.changed:
+            state.watch_all()
+        rows = [self.rows[id(param)] for param in survey.params]
+        self._rows = rows
+        self._tensors = [tensor for row in rows for tensor in row.tensors]
+        self._addresses = [address for row in rows for address in row.addresses]
+        self._samples = cycle(range(_SAMPLES))
+        self.table, self.groups = table_of(survey, groups, rows, self.book.choose(survey.numbers))
+
+    def _knows(self, param: Tensor, *aspects: Any) -> bool:
+        row = self.rows.get(id(param))
+        return row is not None and row.fits(param, *aspects)
+
+    def _add(
+        self, algorithm: Algorithm, groups: Groups, state: WatchedState, initial: Sequence[float], new: Sequence[int]
+    ) -> None:
+        survey = self.survey
+        optional = frozenset(key for key, _ in algorithm.moments if algorithm.starts_from_gradient)
+        _check_state(survey, groups, state, new, optional)
+        made: list[tuple[int, Tensor, Entry, Slot]] = []
+        entries: list[Entry] = []
+        for i in new:
+            param, layout = survey.params[i], survey.layouts[i]
+            entries.append(state.get(param) or {})
+            made += [(i, param, entries[-1], slot) for slot in layout.slots if entries[-1].get(slot.key) is None]
+        with torch.no_grad():
+            make([(param, entry, slot) for _, param, entry, slot in made])
+            self._start(algorithm, state, initial, made)
+            for i, entry in zip(new, entries, strict=True):
+                pull(entry, survey.layouts[i])
+        firsts = {i for i, _, _, slot in made if slot.key in optional}
+        for i, entry in zip(new, entries, strict=True):
+            param = survey.params[i]
+            self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
+
+    def _start(
+        self,
+        algorithm: Algorithm,
+        state: WatchedState,
+        initial: Sequence[float],
+        made: Sequence[tuple[int, Tensor, Entry, Slot]],
+    ) -> None:
+        moments = {key for key, _ in algorithm.moments}
+        for i, param, entry, slot in made:
+            state[param] = entry
+            if slot.key == "master":
+                entry["master"].copy_(param)
+            elif slot.key in moments and initial[self.survey.owners[i]]:
+                entry[slot.key].fill_(initial[self.survey.owners[i]])
+
+    def intact(self, state: WatchedState) -> bool:
+        """Whether every state tensor is the one, and lies where, the table points at.
+
+        An assignment to the state shows at once. A tensor whose memory was exchanged (`.data`) shows within `_SAMPLES`
+        steps, and at once if more than a few were: each step looks at the addresses of its share of them.
+        """
+        if state is not self._state or state.mark.changed:
+            return False
+        share = slice(next(self._samples), None, _SAMPLES)
+        in_place = list(map(_pointer_of, self._tensors[share])) == self._addresses[share]
+        return in_place and self.book.untouched(share)
+
+    def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
+        """Everything that the native call reads: hyperparameters, step counts, where the gradients are."""
+        for number, group in enumerate(self.groups):
+            values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
+            self.table.set_group(number, **values)
+        self.table.columns["grad"][:] = pointers
+
+    def stepped(self) -> None:
+        """Account for an update that was made."""
+        if any(group.first for group in self.groups):
+            for row in self._rows:
+                row.first = False
+        for group in self.groups:
+            group.step += 1
+            group.first = False
+        self.book.advance()
+        torch.autograd.graph.increment_version(self.survey.params)
+        self.witness.stepped()
+
+
+def _check_state(
+    survey: Survey, groups: Groups, state: WatchedState, new: Sequence[int], optional: frozenset[str]
+) -> None:
+    known = set(map(id, survey.everyone))
+    orphans = sum(isinstance(param, Tensor) and id(param) not in known for param in state)
+    names: list[str] = []
+    for i in new:
+        param, layout = survey.params[i], survey.layouts[i]
+        entry = state.get(param)
+        if not layout.slots or not (entry or orphans):
+            continue
+        names = names or names_of(groups)
+        name = names[survey.numbers[i]]
+        if not entry:
+            raise StateError(
+                f"{name} has no state, and {orphans} parameters that are in no param_group have: it was replaced after "
+                "a step. Move the state (opt.state[new] = opt.state.pop(old)) or drop it (del opt.state[old])"
+            )
+        check_entry(name, param, entry, layout, optional=optional)

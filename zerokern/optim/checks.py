@@ -1,0 +1,131 @@
+"""What hyperparameters, parameters and gradients must be. A refusal names the argument, its value, what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import got
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES_TEXT = "torch.float32, torch.bfloat16 or torch.float16"
+
+_REFUSED = {
+    "amsgrad": "the running maximum of exp_avg_sq is not kept; torch.optim.AdamW(amsgrad=True) does",
+    "foreach": "there is one implementation, and it is fused; leave foreach out",
+    "capturable": "a step on CPU tensors is not captured in a CUDA graph; leave capturable out",
+    "differentiable": "the update is not recorded by autograd; torch.optim.AdamW(differentiable=True) does",
+}
+
+
+def number(name: str, value: Any, *, below: float = math.inf, positive: bool = False) -> float:
+    """`value` as a float in [0, below), or (0, below). A one-element tensor counts as its number, read now.
+
+    >>> number("lr", torch.tensor(0.5))
+    0.5
+    """
+    try:
+        found = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(got(name, value, "a number or a tensor of one element")) from None
+    if not 0.0 <= found < below or (positive and found == 0.0):
+        finite = "a finite number > 0" if positive else "a finite number >= 0"
+        raise ValueError(got(name, found, finite if below == math.inf else f"a number in [0, {below:g})"))
+    return found
+
+
+def pair(name: str, value: Any) -> tuple[float, float]:
+    """Two decay rates in [0, 1).
+
+    >>> pair("betas", (0.9, 0.999))
+    (0.9, 0.999)
+    """
+    if isinstance(value, Tensor) or not isinstance(value, Sequence) or len(value) != 2:
+        raise TypeError(got(name, value, "two numbers in [0, 1)"))
+    return number(f"{name}[0]", value[0], below=1.0), number(f"{name}[1]", value[1], below=1.0)
+
+
+def choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Refuse a value that is not one of those listed."""
+    options = list(allowed)
+    if not any(value is option or (type(value) is type(option) and value == option) for option in options):
+        raise ValueError(got(name, value, ", ".join(map(repr, options))))
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` if it is True or False."""
+    choice(name, value, (False, True))
+    return bool(value)
+
+
+def hints(group: dict[str, Any]) -> None:
+    """Refuse torch's keywords that would mean something else here; `fused` is what these optimizers are."""
+    for name, reason in _REFUSED.items():
+        if group.get(name):
+            raise ValueError(got(name, group[name], "None or False", reason))
+
+
+def distinct(params: Sequence[Any]) -> None:
+    """Refuse a list that names one parameter twice."""
+    tensors = [param[1] if isinstance(param, tuple) else param for param in params]
+    seen: dict[int, int] = {}
+    for index, tensor in enumerate(tensors):
+        first = seen.setdefault(id(tensor), index)
+        if first != index:
+            what = f"the same parameter at {first} and {index}"
+            raise ValueError(got("params", what, "each parameter once", "A tied parameter is passed once"))
+
+
+def parameter(name: str, param: Tensor) -> None:
+    """Refuse a parameter that the kernels cannot update in place."""
+    plain_dispatch = torch.Tensor.__torch_dispatch__
+    if type(param).__torch_dispatch__ is not plain_dispatch:
+        do = "pass the plain tensor it wraps"
+        raise TypeError(got(name, type(param).__name__, "torch.Tensor or torch.nn.Parameter", do))
+    if torch.nn.parameter.is_lazy(param):
+        raise TypeError(got(name, type(param).__name__, "an initialised parameter", "run a forward pass first"))
+    if param.dtype not in DTYPES:
+        raise TypeError(got(f"{name}.dtype", param.dtype, DTYPES_TEXT))
+    if param.device.type != "cpu":
+        raise ValueError(got(f"{name}.device", param.device, "cpu", "move the model to the CPU"))
+    if param.layout is not torch.strided:
+        raise TypeError(got(f"{name}.layout", param.layout, "torch.strided"))
+    if not param.is_contiguous():
+        do = f"{name}.data = {name}.data.contiguous()"
+        raise ValueError(got(f"{name}.stride()", tuple(param.stride()), "a contiguous parameter", do))
+    if param.is_inference():
+        raise ValueError(got(name, "an inference tensor", "a parameter made outside of torch.inference_mode()"))
+
+
+def gradient(name: str, param: Tensor, grad: Tensor) -> None:
+    """Refuse a gradient that is not the parameter's, dense, contiguous and real."""
+    name = f"{name}.grad"
+    if grad.layout is not torch.strided:
+        raise TypeError(got(f"{name}.layout", grad.layout, "torch.strided", "sparse gradients: use grad.to_dense()"))
+    if grad.dtype not in DTYPES:
+        raise TypeError(got(f"{name}.dtype", grad.dtype, DTYPES_TEXT))
+    if grad.device.type != "cpu":
+        raise ValueError(got(f"{name}.device", grad.device, "cpu"))
+    if grad.shape != param.shape:
+        raise ValueError(got(f"{name}.shape", tuple(grad.shape), f"{tuple(param.shape)}, the parameter's"))
+    if not grad.is_contiguous():
+        do = f"{name} = {name}.contiguous()"
+        raise ValueError(got(f"{name}.stride()", tuple(grad.stride()), "a contiguous gradient", do))
+    if grad.numel() and not grad.data_ptr():
+        raise TypeError(got(name, type(grad).__name__, "a tensor with memory of its own"))
+
+
+def overlap(names: Sequence[str], tensors: Sequence[Tensor], pointers: Sequence[int]) -> None:
+    """Refuse parameters that share memory: their updates would race. `names` and `tensors` go with `pointers`."""
+    order = sorted(range(len(pointers)), key=pointers.__getitem__)
+    last = -1
+    for index in order:
+        if last >= 0 and pointers[index] < pointers[last] + tensors[last].nbytes:
+            what = f"{names[index]} overlaps {names[last]}"
+            raise ValueError(got("params", what, "parameters with memory of their own", "pass a tied parameter once"))
+        if tensors[index].numel():
+            last = index

@@ -1,0 +1,133 @@
+"""Which tensors a parameter's state is made of, for each algorithm, state format and master format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import got
+from zerokern.kernels.formats import MASTER_FORMATS, blocks
+
+_MASTERS = {
+    torch.float32: ("own", {}),
+    torch.bfloat16: ("split16", {"fp32", "split16", "split8", "none"}),
+    torch.float16: ("fp32", {"fp32", "none"}),
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of a parameter's state."""
+
+    key: str
+    dtype: torch.dtype
+    extent: str  # "scalar", "param" or "blocks"
+    column: str  # of the update table; "" for the step counter
+
+    def shape(self, param: Tensor) -> torch.Size:
+        if self.extent == "param":
+            return param.shape
+        return torch.Size([] if self.extent == "scalar" else [blocks(param.numel())])
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What the formats need to know of an update rule."""
+
+    name: str
+    moments: tuple[tuple[str, str], ...]  # (state key, column of the update table)
+    state_formats: tuple[str, ...]
+    counts_steps: bool
+    starts_from_gradient: bool = False  # the moment of the first step is the gradient itself
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The state of one parameter, resolved."""
+
+    algorithm: str
+    param_dtype: torch.dtype
+    state_format: str
+    master_format: str  # "own": an fp32 parameter is its own master
+    slots: tuple[Slot, ...]
+
+    def table_formats(self, stochastic_seed: int | None) -> dict[str, Any]:
+        """The formats as `UpdateTable.set_group` spells them. Only a parameter without a master rounds by chance."""
+        publishes = self.master_format == "fp32"
+        return {
+            "stochastic_seed": stochastic_seed if self.master_format == "none" else None,
+            "algorithm": self.algorithm,
+            "param_dtype": self.param_dtype,
+            "master_format": "fp32" if self.master_format == "own" else self.master_format,
+            "state_format": self.state_format,
+            "out_dtype": self.param_dtype if publishes else None,
+        }
+
+    @property
+    def param_column(self) -> str:
+        """The column that points at the parameter itself."""
+        return {"own": "master", "fp32": "out"}.get(self.master_format, "param")
+
+
+def check_formats(algorithm: Algorithm, group: dict[str, Any]) -> None:
+    """Refuse formats that do not exist, before any parameter is looked at."""
+    state_format, master_format = group["state_format"], group["master_format"]
+    if state_format not in algorithm.state_formats:
+        raise ValueError(got("state_format", state_format, " | ".join(map(repr, algorithm.state_formats))))
+    if master_format is not None and master_format not in MASTER_FORMATS:
+        raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
+    seed = group["stochastic_seed"]
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(got("stochastic_seed", seed, "None or an integer in [0, 2**64)"))
+    if master_format != "none":
+        do = 'pass master_format="none", the only one that rounds'
+        raise ValueError(got("stochastic_seed", seed, f"None with master_format={master_format!r}", do))
+
+
+@lru_cache(maxsize=256)
+def layout_of(
+    algorithm: Algorithm,
+    dtype: torch.dtype,
+    has_moments: bool,
+    state_format: str,
+    master_format: str | None,
+    counted: bool,
+) -> Layout:
+    """The state of a parameter of this dtype. An fp32 parameter is its own master, whatever `master_format` says.
+
+    >>> from zerokern.optim.adam import Adam
+    >>> [slot.key for slot in layout_of(Adam._algorithm, torch.bfloat16, True, "fp32", None, False).slots]
+    ['step', 'exp_avg', 'exp_avg_sq', 'remainder']
+    """
+    default, allowed = _MASTERS[dtype]
+    master = default if default == "own" or master_format is None else master_format
+    if master != "own" and master not in allowed:
+        options = " or ".join(map(repr, sorted(allowed)))
+        raise ValueError(got("master_format", master_format, f"{options} for a {dtype} parameter"))
+    slots = [Slot("step", torch.float32, "scalar", "")] if algorithm.counts_steps or counted else []
+    for key, column in algorithm.moments if has_moments else ():
+        slots += _moment_slots(key, column, state_format)
+    if master == "fp32":
+        slots.append(Slot("master", torch.float32, "param", "master"))
+    elif master in ("split16", "split8"):
+        slots.append(Slot("remainder", torch.int16 if master == "split16" else torch.int8, "param", "remainder"))
+    return Layout(algorithm.name, dtype, state_format if has_moments else "none", master, tuple(slots))
+
+
+def _moment_slots(key: str, column: str, state_format: str) -> list[Slot]:
+    if state_format != "int8":
+        return [Slot(key, torch.float32 if state_format == "fp32" else torch.bfloat16, "param", column)]
+    codes = torch.uint8 if column == "exp_avg_sq" else torch.int8
+    return [Slot(key, codes, "param", column), Slot(f"{key}_scale", torch.float32, "blocks", f"{column}_scale")]
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """The state format that keeps moments in this dtype, for messages."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8", torch.uint8: "int8"}
+    return names.get(dtype, str(dtype))

@@ -1,0 +1,76 @@
+"""Lion: the sign of an interpolated momentum (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from zerokern.optim import checks
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.formats import Algorithm
+
+
+class Lion(FusedOptimizer):
+    """Lion with decoupled weight decay; one moment, half the state of Adam. Keywords beside torch's are those of
+    `zerokern.optim.Adam`.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> opt = Lion([weight], lr=0.25)
+    >>> weight.grad = torch.tensor([3.0, -0.1]); opt.step(); weight.data
+    tensor([0.7500, 1.2500])
+    """
+
+    _algorithm = Algorithm(
+        name="lion", moments=(("exp_avg", "exp_avg"),), state_formats=("fp32", "bf16", "int8"), counts_steps=False
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        tier: str = "device",
+        state_format: str = "fp32",
+        master_format: str | None = None,
+        max_grad_norm: float | None = None,
+        stochastic_seed: int | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(
+            params,
+            defaults,
+            tier=tier,
+            state_format=state_format,
+            master_format=master_format,
+            stochastic_seed=stochastic_seed,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = checks.pair("betas", group["betas"])
+        return {
+            "lr": checks.number("lr", group["lr"]),
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": checks.number("weight_decay", group["weight_decay"]),
+            "maximize": checks.flag("maximize", group["maximize"]),
+        }

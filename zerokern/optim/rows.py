@@ -1,0 +1,83 @@
+"""Rows of the native table: one parameter joined to its checked state, and the groups that rows belong to."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zerokern.kernels.cpu import UpdateTable
+from zerokern.optim.formats import Layout
+from zerokern.optim.state import Entry
+from zerokern.optim.survey import Groups, Survey
+
+_POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out")
+
+
+class Row:
+    """Where a parameter and its state lie. `first`: its moment is yet to start from the gradient."""
+
+    __slots__ = ("addresses", "first", "layout", "param", "param_pointer", "tensors", "words")
+
+    def __init__(self, param: Tensor, param_pointer: int, layout: Layout, entry: Entry, first: bool) -> None:
+        self.param, self.param_pointer, self.layout, self.first = param, param_pointer, layout, first
+        slots = [slot for slot in layout.slots if slot.column]
+        self.tensors = [entry[slot.key] for slot in slots]
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        words = dict(zip((slot.column for slot in slots), self.addresses, strict=True))
+        words[layout.param_column] = param_pointer
+        self.words = tuple(words.get(name, 0) for name in _POINTERS)
+
+    def fits(self, param: Tensor, param_pointer: int, layout: Layout) -> bool:
+        return self.param is param and self.param_pointer == param_pointer and self.layout is layout
+
+
+@dataclass
+class TableGroup:
+    """Rows that share formats, hyperparameters and step count."""
+
+    owner: int  # the param_group
+    formats: dict[str, Any]
+    step: int  # updates made so far
+    first: bool
+
+
+class StepTable(UpdateTable):
+    """An update table that knows whether its last run was carried out, even when an interrupt hid that it returned."""
+
+    _NOT_RUN = -(2**63)  # no row or group has this number, and the native call always writes one
+
+    def run(self, scale: float = 1.0) -> None:
+        self._bad.value = self._NOT_RUN
+        super().run(scale)
+
+    @property
+    def carried_out(self) -> bool:
+        return bool(self._bad.value != self._NOT_RUN)
+
+
+def table_of(
+    survey: Survey, groups: Groups, rows: Sequence[Row], steps: Sequence[int]
+) -> tuple[StepTable, list[TableGroup]]:
+    """The table of all rows; those that differ in format, owner or step count are in different groups of it."""
+    made: list[TableGroup] = []
+    numbers: dict[tuple[Any, ...], int] = {}
+    members = array("Q")
+    for row, owner, grad_dtype, step in zip(rows, survey.owners, survey.grad_dtypes, steps, strict=True):
+        key = (owner, id(row.layout), grad_dtype, step, row.first)
+        number = numbers.get(key)
+        if number is None:
+            number = numbers[key] = len(made)
+            formats = row.layout.table_formats(groups[owner]["stochastic_seed"])
+            made.append(TableGroup(owner, {**formats, "grad_dtype": grad_dtype}, step, row.first))
+        members.append(number)
+    table = StepTable(len(rows), len(made))
+    table.columns["group"][:] = members
+    table.columns["numel"][:] = array("Q", survey.numels)
+    table.columns["key"][:] = array("Q", survey.numbers)
+    for name, words in zip(_POINTERS, zip(*(row.words for row in rows), strict=True), strict=True):
+        table.columns[name][:] = array("Q", words)
+    return table, made

@@ -1,0 +1,102 @@
+"""The entries of `optimizer.state`: checked against a layout, made, and brought in from a state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import StateError
+from zerokern.optim.formats import Layout, Slot, format_name
+from zerokern.optim.memory import zeros
+
+Entry = dict[str, Any]
+
+
+def check_entry(name: str, param: Tensor, entry: Entry, layout: Layout, *, optional: frozenset[str]) -> None:
+    """Refuse an entry that means something else than `layout` does. What is only on another device passes.
+
+    `optional` keys may be missing: they are made when they are needed.
+    """
+    for slot in layout.slots:
+        value = entry.get(slot.key)
+        if value is None and slot.key in optional:
+            continue
+        if slot.key == "step" and isinstance(value, (int, float)):
+            continue
+        if not isinstance(value, Tensor):
+            raise StateError(_missing(name, slot, entry, layout))
+        if slot.key != "step" and value.dtype != slot.dtype:
+            raise StateError(_wrong_format(name, slot, value, layout))
+        shape = slot.shape(param)
+        if value.shape != shape and (slot.extent != "scalar" or value.numel() != 1):
+            raise StateError(
+                f"{name}: state {slot.key!r} has shape {tuple(value.shape)}, and {tuple(shape)} is needed; "
+                "this state belongs to another parameter"
+            )
+
+
+def _missing(name: str, slot: Slot, entry: Entry, layout: Layout) -> str:
+    found = ", ".join(map(repr, entry)) or "nothing"
+    text = f"{name}: state {slot.key!r} is needed and not there; found: {found}"
+    if slot.column in ("master", "remainder"):
+        kept = "fp32" if "master" in entry else "split16 or split8" if "remainder" in entry else "none or own"
+        zero = f"torch.zeros(param.shape, dtype={slot.dtype})" if slot.column == "remainder" else "param.float()"
+        text += (
+            f". The state was kept with master_format {kept}, the optimizer has {layout.master_format!r}. Choose the "
+            f"same, or, to begin the masters from the parameter's rounded value, add {slot.key!r}: {zero}"
+        )
+    elif slot.key.endswith("_scale"):
+        text += f". {_convert_hint(layout)}"
+    return text
+
+
+def _wrong_format(name: str, slot: Slot, value: Tensor, layout: Layout) -> str:
+    text = f"{name}: state {slot.key!r} is {value.dtype}, and {slot.dtype} is needed. "
+    if slot.column in ("master", "remainder"):
+        return f"{text}The optimizer has master_format {layout.master_format!r}; choose the one the state was kept with"
+    formats = f"The state was kept as {format_name(value.dtype)}, the optimizer has {layout.state_format!r}. "
+    return text + formats + _convert_hint(layout)
+
+
+def _convert_hint(layout: Layout) -> str:
+    return (
+        "Choose the same state_format, or convert by name: "
+        f"zerokern.optim.convert_state(state_dict, state_format={layout.state_format!r})"
+    )
+
+
+def pull(entry: Entry, layout: Layout) -> None:
+    """Bring what was moved to another device, or made non-contiguous, back to where the kernels can reach it."""
+    for slot in layout.slots:
+        value = entry.get(slot.key)
+        if isinstance(value, Tensor) and slot.key != "step" and not (value.is_cpu and value.is_contiguous()):
+            entry[slot.key] = value.detach().to("cpu").contiguous()
+
+
+def make(wanted: Sequence[tuple[Tensor, Entry, Slot]]) -> None:
+    """Put a zeroed tensor for each slot into its entry, slots of one key side by side in memory."""
+    keys = list(dict.fromkeys(slot.key for _, _, slot in wanted))
+    order = sorted(range(len(wanted)), key=lambda i: keys.index(wanted[i][2].key))
+    tensors = zeros([(wanted[i][2].shape(wanted[i][0]), wanted[i][2].dtype) for i in order])
+    for i, tensor in zip(order, tensors, strict=True):
+        wanted[i][1][wanted[i][2].key] = tensor
+
+
+def copied(entries: Sequence[tuple[Tensor, Entry, Layout]]) -> list[Entry]:
+    """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor."""
+    made: list[Entry] = [{} for _ in entries]
+    wanted = [
+        (param, mine, slot)
+        for (param, entry, layout), mine in zip(entries, made, strict=True)
+        for slot in layout.slots
+        if entry.get(slot.key) is not None
+    ]
+    make(wanted)
+    for (_, entry, _), mine in zip(entries, made, strict=True):
+        for key in mine:
+            value = torch.as_tensor(entry[key])
+            mine[key].copy_(value.reshape(()) if key == "step" else value)
+    return made

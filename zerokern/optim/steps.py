@@ -1,0 +1,55 @@
+"""Step counters: one 0-dim float32 tensor per parameter, as torch keeps them, advanced all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zerokern.optim.memory import counters
+
+
+class StepBook:
+    """The counters of all parameters of an optimizer, side by side.
+
+    >>> entries = [{"step": torch.tensor(3.0)}, {}]
+    >>> book = StepBook(entries)
+    >>> book.choose([0])
+    [3]
+    >>> book.advance(); entries[0]["step"]
+    tensor(4.)
+    """
+
+    def __init__(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Replaces each `entries[i]["step"]` by a tensor of the book with the same value."""
+        self._flat, each = counters(max(len(entries), 1))
+        self._counts = torch.zeros_like(self._flat)
+        self._steps, self._addresses = [], []
+        start = self._flat.data_ptr()
+        for number, entry in enumerate(entries):
+            if "step" in entry:
+                entry["step"] = each[number].copy_(entry["step"])
+                self._counts[number] = 1.0
+                self._steps.append(each[number])
+                self._addresses.append(start + 4 * number)
+        self.choose([])
+
+    def choose(self, numbers: Sequence[int]) -> list[int]:
+        """Which counters `advance` moves; returns the steps that these have made, 0 where there is no counter."""
+        self._increments = torch.zeros_like(self._flat)
+        self._increments[list(numbers)] = 1.0
+        self._increments.mul_(self._counts)
+        self._expected = self._flat.clone()
+        steps = self._flat.tolist()
+        return [int(steps[number]) for number in numbers]
+
+    def untouched(self, share: slice) -> bool:
+        """Whether nobody has written a counter since, or exchanged the memory of one of this share."""
+        in_place = list(map(torch.Tensor.data_ptr, self._steps[share])) == self._addresses[share]
+        return in_place and torch.equal(self._flat, self._expected)
+
+    def advance(self) -> None:
+        """One more step for the chosen."""
+        self._flat.add_(self._increments)
+        self._expected.add_(self._increments)

@@ -1,0 +1,159 @@
+"""What the next update is about to touch: read and checked, nothing written.
+
+A survey is kept from step to step. `pointers` looks at every parameter and gradient again, in a handful of C-level
+passes over a few hundred at a time and no Python statement per parameter, and says None as soon as anything differs;
+then a new survey is made, which also explains what is wrong.
+"""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import chain, compress, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.kernels.cpu import sumsq_pointers
+from zerokern.optim import checks
+from zerokern.optim.formats import Layout
+
+Groups = Sequence[dict[str, Any]]
+LayoutOf = Callable[[dict[str, Any], torch.dtype], Layout]
+
+_grad_of = operator.attrgetter("grad")
+_dtype_of = operator.attrgetter("dtype")
+_layout_of = operator.attrgetter("layout")
+_is_cpu = operator.attrgetter("is_cpu")
+_shape_of = operator.attrgetter("shape")
+_numel_of = torch.Tensor.numel
+_pointer_of = torch.Tensor.data_ptr
+_is_contiguous = torch.Tensor.is_contiguous
+_is_inference = torch.Tensor.is_inference
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_CHUNK = 512  # parameters whose tensors stay in the second-level cache from one pass to the next
+
+
+def names_of(groups: Groups) -> list[str]:
+    """One name per parameter of all groups: its own where the user named it, else its place.
+
+    >>> names_of([{"params": [torch.ones(1)]}])
+    ['param_groups[0]["params"][0]']
+    """
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        places = [f'param_groups[{number}]["params"][{i}]' for i in range(len(group["params"]))]
+        names += group.get("param_names", places)
+    return names
+
+
+def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
+    return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+class Survey:
+    """The parameters that have a gradient, in group order, as columns."""
+
+    def __init__(self, groups: Groups, layout_of: LayoutOf) -> None:
+        self.everyone: list[Tensor] = list(chain.from_iterable(group["params"] for group in groups))
+        owners = [number for number, group in enumerate(groups) for _ in group["params"]]
+        grads = [param.grad for param in self.everyone]
+        active = [grad is not None for grad in grads]
+        self.idle = [param for param, has in zip(self.everyone, active, strict=True) if not has]
+        self.params = list(compress(self.everyone, active))
+        self.owners = list(compress(owners, active))
+        self.numbers = list(compress(range(len(active)), active))
+        dense_grads: list[Tensor] = [grad for grad in grads if grad is not None]
+        _refuse(groups, self.numbers, self.params, dense_grads)
+        self.param_pointers = list(map(_pointer_of, self.params))
+        _refuse_overlap(groups, self.numbers, self.params, self.param_pointers)
+        self.layouts = _layouts(groups, layout_of, self.owners, self.params)
+        self.gradient_pointers = array("Q", map(_pointer_of, dense_grads))
+        self.grad_dtypes = list(map(_dtype_of, dense_grads))
+        self.numels = list(map(_numel_of, dense_grads))
+        self._sums = [_SumsqColumns(dtype, self) for dtype in checks.DTYPES if dtype in self.grad_dtypes]
+
+    def pointers(self, groups: Groups) -> array[int] | None:
+        """The gradients' addresses, or None if anything but their addresses and values has changed since the survey."""
+        if not same_objects(list(chain.from_iterable([group["params"] for group in groups])), self.everyone):
+            return None
+        if self.idle and not all(map(operator.is_, map(_grad_of, self.idle), repeat(None))):
+            return None
+        pointers = array("Q")
+        for begin in range(0, len(self.params), _CHUNK):
+            some = self._pointers(begin, begin + _CHUNK)
+            if some is None:
+                return None
+            pointers.fromlist(some)
+        return pointers
+
+    def _pointers(self, begin: int, end: int) -> list[int] | None:
+        params = self.params[begin:end]
+        try:
+            grads = list(map(_grad_of, params))
+            pointers = list(map(_pointer_of, grads))
+        except (TypeError, RuntimeError):  # a gradient that went away, or one without memory
+            return None
+        unchanged = (
+            list(map(_dtype_of, grads)) == self.grad_dtypes[begin:end]
+            and list(map(_numel_of, grads)) == self.numels[begin:end]
+            and all(map(_is_contiguous, grads))
+            and list(map(_pointer_of, params)) == self.param_pointers[begin:end]
+        )
+        return pointers if unchanged else None
+
+    def sumsq(self, pointers: array[int]) -> float:
+        """Sum of the squares of all gradients."""
+        return sum(columns.sumsq(pointers) for columns in self._sums)
+
+
+class _SumsqColumns:
+    """The gradients of one dtype."""
+
+    def __init__(self, dtype: torch.dtype, survey: Survey) -> None:
+        self.dtype = dtype
+        chosen = [found is dtype for found in survey.grad_dtypes]
+        self.chosen = None if all(chosen) else chosen
+        self.numels = array("q", compress(survey.numels, chosen))
+
+    def sumsq(self, pointers: array[int]) -> float:
+        mine = pointers if self.chosen is None else array("Q", compress(pointers, self.chosen))
+        return sum(sumsq_pointers(mine, self.numels, self.dtype))
+
+
+def _layouts(groups: Groups, layout_of: LayoutOf, owners: Sequence[int], params: Sequence[Tensor]) -> list[Layout]:
+    pairs = list(zip(owners, map(_dtype_of, params), strict=True))
+    known = {pair: layout_of(groups[pair[0]], pair[1]) for pair in dict.fromkeys(pairs)}
+    return [known[pair] for pair in pairs]
+
+
+def _refuse(groups: Groups, numbers: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    shapes_agree = all(map(operator.eq, map(_shape_of, params), map(_shape_of, grads)))
+    if shapes_agree and _plain(params) and _plain(grads) and not any(map(_is_inference, params)):
+        return
+    names = names_of(groups)
+    for number, param, grad in zip(numbers, params, grads, strict=True):
+        checks.parameter(names[number], param)
+        checks.gradient(names[number], param, grad)
+
+
+def _plain(tensors: Sequence[Tensor]) -> bool:
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and {torch.strided}.issuperset(map(_layout_of, tensors))
+        and all(map(_is_cpu, tensors))
+        and set(checks.DTYPES).issuperset(map(_dtype_of, tensors))
+        and all(map(_is_contiguous, tensors))
+    )
+
+
+def _refuse_overlap(groups: Groups, numbers: Sequence[int], params: Sequence[Tensor], pointers: Sequence[int]) -> None:
+    ends = list(map(operator.add, pointers, [param.nbytes for param in params]))
+    order = sorted(zip(pointers, ends, strict=True))
+    if all(map(operator.le, map(operator.itemgetter(1), order), map(operator.itemgetter(0), order[1:]))):
+        return
+    names = names_of(groups)
+    checks.overlap([names[number] for number in numbers], params, pointers)
