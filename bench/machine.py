@@ -1,0 +1,113 @@
+"""What a number was measured on: the birth certificate of a result."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import zerokern
+from zerokern.core import env, native
+
+from .buffers import huge_page_setting
+from .measure import Measurement
+
+PACKAGES = ("zerokern", "torch", "numpy", "deepspeed", "torchao", "bitsandbytes")
+
+
+def cpu_model() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def memory_gib() -> float:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemTotal"):
+            return round(int(line.split()[1]) / 2**20, 1)
+    return 0.0
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def machine() -> dict[str, object]:
+    return {
+        "cpu": cpu_model(),
+        "cores": env.usable_cpus(),
+        "memory_gib": memory_gib(),
+        "isa": native.isa_active(),
+        "core_ghz": round(native.core_ghz(), 3),
+        "huge_pages": huge_page_setting(),
+        "kernel": platform.release(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {**found, "torch": torch.__version__}
+
+
+def context(measurement: Measurement, command: str) -> dict[str, object]:
+    """What a result file says beside its rows."""
+    shape = measurement.request.shape
+    return {
+        "op": measurement.request.op,
+        "date": today(),
+        "commit": commit(),
+        "command": command,
+        "machine": machine(),
+        "versions": versions(),
+        "shape": {"name": shape.name, "numel": shape.numel, "tensors": len(shape.numels)},
+        "threads": measurement.threads,
+        "cycles_per_16_in_l2": measurement.cycles_in_l2,
+    }
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def commit() -> str:
+    """The commit of the source tree that runs, marked where it has changes; "" where no tree is at hand."""
+    here = Path(__file__).resolve().parent
+    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name):
+        return _described(here)
+    return _described(Path.cwd()) if _is_copy_of(Path.cwd()) else ""
+
+
+def _is_copy_of(tree: Path) -> bool:
+    """Whether the installed package was made of the source tree and nothing in the tree has changed since."""
+    package = Path(zerokern.__file__).resolve().parent
+    for path in package.rglob("*.py"):
+        inner = path.relative_to(package)
+        source = tree / inner if inner.parts[0] == "bench" else tree / "zerokern" / inner
+        if not source.is_file() or source.read_bytes() != path.read_bytes():
+            return False
+    return True
+
+
+def _described(folder: Path) -> str:
+    return _git(folder, "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        ran = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ran.stdout.strip() if ran.returncode == 0 else ""

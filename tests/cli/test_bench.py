@@ -1,0 +1,328 @@
+"""`zerokern bench`: the statistics, the turns, the checks before any time is told, and what is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerokern.cli import bench
+from zerokern.cli.main import main
+from zerokern.core import native
+
+contest, in_cache, machine, ours, peers, report, roof, run, shapes, step, timers = (
+    bench.suite(name)
+    for name in (
+        "contest", "in_cache", "machine", "ours", "peers", "report", "roof", "run", "shapes", "step", "timers"
+    )
+)  # fmt: skip
+adam = bench.suite("ops.adam")
+buffers = bench.suite("buffers")
+SILENT = {"say": lambda text: None, "advance": lambda done, of: None}
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    """A benchmark sets thread counts; other tests keep theirs."""
+    ours_before, theirs_before = native.threads(), torch.get_num_threads()
+    yield
+    native.set_threads(ours_before)
+    torch.set_num_threads(theirs_before)
+
+
+def adam_problem(shape_name: str = "flat", numel: int = 5000):
+    shape = shapes.shape(shape_name, numel)
+    return step.StepProblem(adam.ALGORITHM, shape, buffers.Buffers(shape.span))
+
+
+def provider(name: str, seconds: float = 0.0, check=lambda: None, **more):
+    more = {"nbytes": 8.0, "use_threads": lambda count: None, **more}
+    return contest.Provider(name, lambda: time.sleep(seconds), check, **more)
+
+
+class TestStatistics:
+    def test_median_interval_is_the_binomial_one(self) -> None:
+        """For 60 samples the 95 % interval of the median is the 22nd to the 39th of them."""
+        assert timers.median_estimate(range(1, 61)) == timers.Estimate(30.5, 22, 39)
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 5])
+    def test_few_samples_give_their_extremes(self, count: int) -> None:
+        found = timers.median_estimate(range(count))
+        assert (found.low, found.high) == (0, count - 1)
+
+    def test_a_drifting_machine_leaves_the_ratio_alone(self) -> None:
+        drift = [1.0 + i for i in range(20)]
+        found = timers.paired_ratio([2.0 * d for d in drift], drift)
+        assert found == timers.Estimate(2.0, 2.0, 2.0)
+
+    def test_no_samples_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="at least one"):
+            timers.median_estimate([])
+
+
+class TestTurns:
+    def test_every_round_runs_everyone_once_in_its_own_order(self) -> None:
+        ran: list[str] = []
+        prepared: list[str] = []
+        entries = [
+            timers.Contestant(name, lambda name=name: ran.append(name), lambda name=name: prepared.append(name))
+            for name in "abc"
+        ]
+        times = timers.interleave(entries, rounds=8, at_least_s=0.0)
+        turns = ran[-24:]
+        rounds = [turns[i : i + 3] for i in range(0, 24, 3)]
+        assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+        assert len({tuple(one) for one in rounds}) > 1
+        assert prepared[-24:] == turns
+        assert {name: len(samples) for name, samples in times.items()} == {"a": 8, "b": 8, "c": 8}
+
+    def test_a_sample_is_as_long_as_asked(self) -> None:
+        entry = timers.Contestant("sleeper", lambda: time.sleep(0.001))
+        assert 2 <= timers.repeats_for(entry, at_least_s=0.005) <= 5
+
+    def test_a_busy_process_is_waited_for(self) -> None:
+        until = time.perf_counter() + 0.06
+        spinner = threading.Thread(target=lambda: [None for _ in iter(lambda: time.perf_counter() < until, False)])
+        spinner.start()
+        share = timers.settle()
+        idle_since = time.perf_counter()
+        spinner.join()
+        assert idle_since >= until
+        assert share < timers.IDLE_CPU_SHARE
+
+    def test_openmp_threads_are_idle_after_settling(self) -> None:
+        torch.set_num_threads(2)
+        source, target = torch.zeros(1 << 22), torch.zeros(1 << 22)
+        for _ in range(3):
+            target.copy_(source)
+            assert timers.settle() < timers.IDLE_CPU_SHARE
+
+    def test_one_name_twice_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="each name once"):
+            timers.interleave([timers.Contestant("a", int), timers.Contestant("a", int)], 1)
+
+
+class TestProblem:
+    @pytest.mark.parametrize("shape_name, numel", [("flat", 5003), ("small", 5000), ("llama", 300_000)])
+    @pytest.mark.parametrize("layout", adam.ALGORITHM.formats, ids=lambda layout: layout.name)
+    def test_every_format_passes_on_every_shape(self, shape_name: str, numel: int, layout) -> None:
+        ours.KernelStep(adam_problem(shape_name, numel), layout).check()
+
+    @pytest.mark.parametrize("at", [0, 127, 4999])
+    @pytest.mark.parametrize("role", ["param", "exp_avg", "exp_avg_sq"])
+    def test_one_wrong_element_is_found(self, role: str, at: int) -> None:
+        problem = adam_problem()
+        kernels = ours.KernelStep(problem, step.Format("fp32", "fp32"))
+        column = {"param": "master"}.get(role, role)
+
+        def broken_run(run=kernels.run) -> None:
+            run()
+            kernels.columns[column][0][at] *= 1.001
+
+        kernels.run = broken_run
+        with pytest.raises(contest.WrongResult, match=rf"{role}\[{at}\] of tensor 0"):
+            kernels.check()
+
+    def test_a_nan_is_found(self) -> None:
+        problem = adam_problem()
+        want = problem.truth()["param"]
+        values = want.float().clone()
+        values[77] = float("nan")
+        output = step.Output("param", want, step.reader([values]), rtol=1e9)
+        with pytest.raises(contest.WrongResult, match=r"param\[77\].*is nan"):
+            problem.check("someone", [output])
+
+    def test_a_kernel_that_forgets_to_clip_is_found(self) -> None:
+        kernels = ours.KernelStep(adam_problem(), step.Format("split16", "fp32"))
+        kernels.run = lambda: kernels.table.run(scale=1.0)
+        with pytest.raises(contest.WrongResult):
+            kernels.check()
+
+    def test_values_beyond_one_period_are_the_same_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(step, "PERIOD", 1024)
+        problem = adam_problem(numel=5003)
+        whole = torch.cat([problem.base["grad"]] * 5)[:5003].double()
+        assert problem.clip == pytest.approx(0.5, rel=1e-6)
+        assert problem.max_norm == pytest.approx(0.5 * whole.norm().item(), rel=1e-12)
+        ours.KernelStep(problem, step.Format("split8", "int8")).check()
+
+    def test_bytes_of_the_formats_are_those_of_the_design(self) -> None:
+        assert [layout.nbytes(2) for layout in adam.ALGORITHM.formats] == [28, 30, 20, 16.125, 14.125]
+
+    def test_roles_share_memory_and_start_on_a_huge_page(self) -> None:
+        problem = adam_problem()
+        (first,), (again,) = problem.views("exp_avg", torch.float32), problem.views("exp_avg", torch.float32)
+        assert first.data_ptr() == again.data_ptr()
+        assert first.data_ptr() % buffers.HUGE_PAGE_NBYTES == 0
+
+
+class TestShapes:
+    def test_llama_is_the_parameter_list_of_the_8b_model(self) -> None:
+        full = shapes.llama_numels(1.0)
+        assert (len(full), sum(full)) == (291, 8_030_261_248)
+
+    def test_llama_scales_to_what_is_asked(self) -> None:
+        assert shapes.shape("llama", 64 << 20).numel == pytest.approx(64 << 20, rel=0.02)
+
+    def test_tensors_do_not_overlap_and_start_at_blocks(self) -> None:
+        small = shapes.shape("small", 3500)
+        assert (small.numels, small.offsets, small.span) == ((1000,) * 3, (0, 1024, 2048), 3072)
+
+    def test_an_unknown_shape_is_taught(self) -> None:
+        with pytest.raises(ValueError, match="allowed: flat, llama, small"):
+            shapes.shape("round", 5)
+
+
+class TestRun:
+    def test_no_speed_on_red(self) -> None:
+        def wrong() -> None:
+            raise contest.WrongResult("element 3")
+
+        red = contest.Contest("red", 1, [provider("ours", check=wrong)], {})
+        with pytest.raises(contest.WrongResult, match="element 3"):
+            run.run(red, 1, run.SMOKE, **SILENT)
+
+    def test_the_fastest_wiring_competes(self) -> None:
+        wirings = [provider("peer", 0.003, wiring="slow"), provider("peer", 0.0005, wiring="quick")]
+        fair = contest.Contest("fair", 1, [provider("ours", 0.0005)], {"peer": lambda: wirings})
+        outcome = run.run(fair, 1, dataclasses.replace(run.Effort(), pairs=3, trials=3), **SILENT)
+        assert outcome.chosen == {"peer": {"wiring": "quick", "threads": 1}}
+        assert 0.5 < outcome.rows[0].ratio["peer"].median < 2.0
+
+    def test_a_peer_with_a_wrong_result_is_named_missing(self) -> None:
+        def wrong() -> None:
+            raise contest.WrongResult("param[0]")
+
+        fair = contest.Contest("fair", 1, [provider("ours")], {"peer": lambda: [provider("peer", check=wrong)]})
+        assert run.run(fair, 1, run.SMOKE, **SILENT).missing == {"peer": "its result is wrong: param[0]"}
+
+    def test_a_peer_that_is_not_installed_is_named_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        for peer in ("deepspeed", "torchao", "bitsandbytes"):
+            with pytest.raises(contest.Missing, match=f"{peer} is not installed"):
+                peers.candidates(peer, "adam", adam_problem())()
+
+    def test_a_peer_without_the_op_is_named_missing(self) -> None:
+        with pytest.raises(contest.Missing, match="foreach has no lion"):
+            peers.candidates("foreach", "lion", None)()
+
+    @pytest.mark.parametrize("peer", ["torch", "torch-tiled", "foreach", "for", "avx2"])
+    @pytest.mark.parametrize("shape_name", ["flat", "small"])
+    def test_peers_do_the_same_step(self, peer: str, shape_name: str) -> None:
+        if peer == "avx2" and "avx2" not in native.isa_usable():
+            pytest.skip("this machine has no avx2")
+        for candidate in peers.candidates(peer, "adam", adam_problem(shape_name))():
+            candidate.use_threads(1)
+            candidate.check()
+
+    def test_the_strongest_peer_does_the_same_step(self) -> None:
+        for candidate in peers.candidates("compile", "adam", adam_problem())():
+            candidate.use_threads(1)
+            candidate.check()
+
+    def test_roofs_walk_over_what_the_op_walks_over(self) -> None:
+        page = 4096
+        moved = {found.name: found.nbytes for found in roof.roofs([(1, 4, 0)], 60 * page)}
+        assert moved == {"stream 1r 4u": 12 * 9 * page, "torch copy": 30 * 2 * page, "torch add": 20 * 3 * page}
+
+    def test_cycles_are_plausible(self) -> None:
+        found = in_cache.cycles_per_16(adam.ALGORITHM)
+        assert list(found) == [layout.name for layout in adam.ALGORITHM.formats]
+        assert all(5 < cycles < 5000 for cycles in found.values())
+
+
+class TestCommand:
+    @pytest.mark.parametrize("op", bench.OPS)
+    def test_smoke_of_every_op(self, op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file, chart = tmp_path / "result.json", tmp_path / "chart.png"
+        assert main(["bench", op, "--smoke", "--numel", "20K", "--json", str(file), "--plot", str(chart)]) == 0
+        content = json.loads(file.read_text())
+        assert {"machine", "versions", "date", "commit", "command", "shape", "threads"} <= content.keys()
+        assert {"name", "ns", "bytes", "gb_s", "roof_share", "ratio"} <= content["rows"][0].keys()
+        for row in content["rows"]:
+            assert row["gb_s"] == pytest.approx(row["bytes"] / row["ns"], abs=0.001)
+            for peer, ratio in row["ratio"].items():
+                low, high = row["ratio_interval"][peer]
+                assert low <= ratio <= high
+        assert chart.read_bytes().startswith(b"\x89PNG")
+        shown = capsys.readouterr().out
+        assert all(row["name"] in shown for row in content["rows"])
+
+    def test_ops_and_peers_are_those_of_the_suite(self) -> None:
+        """The command's lists are written out so that its help needs no torch."""
+        assert bench.suite("ops").NAMES == bench.OPS
+        assert tuple(peers.MODULES) == bench.PEERS
+
+    def test_a_wrong_kernel_gets_no_time(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        ops = bench.suite("ops.sumsq").ops
+        monkeypatch.setattr(ops, "sumsq", lambda tensors: 1.0)
+        assert main(["bench", "sumsq", "--smoke", "--numel", "1K"]) == 1
+        shown = capsys.readouterr()
+        assert "no speed is told of a wrong result" in shown.err
+        assert "GB/s" not in shown.out
+
+    def test_a_result_is_never_overwritten(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        kept = tmp_path / "kept.json"
+        kept.write_text("old")
+        with pytest.raises(SystemExit):
+            main(["bench", "sumsq", "--smoke", "--json", str(kept)])
+        assert "never overwritten" in capsys.readouterr().err
+        with pytest.raises(FileExistsError):
+            report.write_json(kept, {})
+        assert kept.read_text() == "old"
+
+    @pytest.mark.parametrize(
+        "arguments, says",
+        [
+            (["--vs", "torch,tensorflow"], "vs='tensorflow' is not possible; allowed: a list of torch"),
+            (["--numel", "64Q"], "numel='64Q' is not possible"),
+            (["--numel", "0"], "numel='0' is not possible"),
+            (["--threads", "0"], "a whole number from 1 on"),
+            (["--plot", "chart.gif"], ".png, .svg, .pdf"),
+            (["--json", "no-such-folder/x.json"], "there is no folder"),
+        ],
+    )
+    def test_errors_teach(self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["bench", "adam", *arguments])
+        assert says in capsys.readouterr().err
+
+    def test_numel_is_read_in_binary_units(self) -> None:
+        assert [bench.parse_numel(text) for text in ("4096", "1.5K", "64m", "1G")] == [4096, 1536, 64 << 20, 1 << 30]
+
+
+def test_lossy_rows_are_marked() -> None:
+    estimate = timers.Estimate(2.0, 1.9, 2.1)
+    row = run.Row("int8 states, split8", estimate, 14.0, 1, "int8 states", 0.5, {"torch": estimate})
+    outcome = run.Outcome(
+        "step", [row], {"torch": {"wiring": "fused", "threads": 2}}, {}, "torch copy", {"torch copy": 50.0}
+    )
+    lines = report.outcome_lines(outcome)
+    assert lines[1] == "~ int8 states, split8  2 ns     2.000   7.0  0.50  2.00x [1.90 2.10]"
+    assert any("lossy" in line for line in lines[2:])
+
+
+@pytest.mark.parametrize("changed, commit", [(False, "0123abc"), (True, "")])
+def test_an_installed_package_knows_the_tree_it_was_made_of(
+    changed: bool, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, tree = tmp_path / "site" / "zerokern", tmp_path / "tree"
+    for installed, source in (("__init__.py", "zerokern/__init__.py"), ("bench/run.py", "bench/run.py")):
+        for path in (package / installed, tree / source):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"# {installed}\n")
+    if changed:
+        (tree / "bench/run.py").write_text("# another\n")
+    monkeypatch.setattr(machine.zerokern, "__file__", str(package / "__init__.py"))
+    answers = {"ls-files": "", "describe": "0123abc"}
+    monkeypatch.setattr(machine, "_git", lambda folder, verb, *more: answers[verb])
+    monkeypatch.chdir(tree)
+    assert machine.commit() == commit

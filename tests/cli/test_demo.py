@@ -1,0 +1,234 @@
+"""The demo: its model, its text, its memory cap, its tables and its picture."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from zerokern.cli import demo
+from zerokern.cli.demo import child, memory, plot, race
+from zerokern.cli.demo.contenders import CONTENDERS, state_nbytes
+from zerokern.cli.demo.model import GPT, Shape
+from zerokern.cli.demo.text import Batches, read_text, source_files
+from zerokern.cli.demo.view import View
+from zerokern.cli.demo.widen import WideLinear
+
+TINY = Shape(layers=2, width=128, context=32)
+SPEC = child.Spec("torch", 64_000_000, TINY.layers, TINY.width, TINY.context, rows=2, steps=2, lr=1e-3, seconds=30.0)
+BF16_EPS = torch.finfo(torch.bfloat16).eps
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch's threads spin while they wait: on a busy machine tiny models are quickest without them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def heard() -> tuple[View, io.StringIO]:
+    stream = io.StringIO()
+    return View(Console(file=stream, width=100)), stream
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_options_are_read() -> None:
+    args = parsed("--cap", "2 GiB", "--steps", "7", "--act", "1")
+    assert (args.cap, args.steps, args.act, args.quick, args.out) == (2 << 30, 7, "1", False, Path("demo.png"))
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--cap", "0"], "cap='0' is not possible; allowed: a positive number of B, KB"),
+        (["--cap", "1.5XB"], "cap='1.5XB' is not possible; allowed"),
+        (["--steps", "0"], "--steps: count='0' is not possible; allowed: a whole number from 1 on"),
+        (["--out", "demo.txt"], "out='demo.txt' is not possible; allowed: a .png"),
+        (["--out", "no-such-folder/demo.png"], "in a folder that exists"),
+        (["--act", "3"], "invalid choice: '3'"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_model_has_the_promised_size() -> None:
+    assert sum(p.numel() for p in GPT(TINY).parameters()) == TINY.numel
+    assert round(memory.FULL.shape.numel, -6) == 101_000_000
+    assert round(race.FULL.shape.numel, -6) == 11_000_000
+
+
+def test_model_sees_no_future() -> None:
+    """A byte changes the loss of the positions from its own on, and of none before."""
+    model = GPT(TINY)
+    tokens = torch.randint(256, (1, TINY.context))
+    changed = tokens.clone()
+    changed[0, 20] = (changed[0, 20] + 1) % 256
+    with torch.no_grad():
+        before = [model(t[:, :20], tokens[:, 1:21]).item() for t in (tokens, changed)]
+        after = [model(t[:, :21], tokens[:, 1:22]).item() for t in (tokens, changed)]
+    assert before[0] == before[1]
+    assert after[0] != after[1]
+
+
+def test_wide_linear_is_the_fp32_product_rounded_once() -> None:
+    x = torch.randn(2, 5, 96).bfloat16().requires_grad_()
+    weight = torch.randn(64, 96).bfloat16().requires_grad_()
+    grad = torch.randn(2, 5, 64).bfloat16()
+    result = WideLinear.apply(x, weight)
+    result.backward(grad)
+    wide_x, wide_weight = (t.detach().float().requires_grad_() for t in (x, weight))
+    expected = wide_x @ wide_weight.t()
+    expected.backward(grad.float())
+    for ours, wide in ((result, expected), (x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.float(), wide, rtol=BF16_EPS, atol=1e-5)
+
+
+def test_batches_repeat_with_their_seed() -> None:
+    text = torch.arange(5000).remainder(251).to(torch.uint8)
+    first, again, other = (Batches(text, 3, 16, seed) for seed in (4, 4, 5))
+    (tokens, targets), (same, _), (different, _) = first.next(), again.next(), other.next()
+    assert tokens.shape == targets.shape == (3, 16)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(tokens, same)
+    assert not torch.equal(tokens, different)
+
+
+def test_held_out_text_is_never_trained_on(tmp_path: Path) -> None:
+    for i in range(40):
+        (tmp_path / f"module{i:02}.py").write_text(chr(33 + i) * 3000)
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "skipped.py").write_text("~" * 3000)
+    assert len(source_files(tmp_path)) == 40
+    trained, held_out = (set(read_text(held_out, root=tmp_path).tolist()) for held_out in (False, True))
+    assert held_out == {33, 53}
+    assert trained | held_out == set(range(33, 73)) and not trained & held_out
+
+
+def test_a_python_without_sources_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="has 0 bytes of Python sources"):
+        read_text(root=tmp_path)
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_predicted_bytes_are_held_bytes(name: str) -> None:
+    """The table of bytes is arithmetic; here it meets what an optimizer allocates."""
+    contender = CONTENDERS[name]
+    model = GPT(TINY).to(contender.dtype)
+    optimizer = contender.optimizer(model.parameters(), lr=1e-3)
+    model(*Batches(read_text(), 2, TINY.context, 0).next()).backward()
+    contender.step(optimizer)
+    held = state_nbytes(optimizer)
+    predicted = {role: n for role, n in contender.bytes_by_role(TINY.numel).items() if n}
+    assert predicted.pop("parameters") == sum(p.nbytes for p in model.parameters())
+    assert predicted.pop("gradients") == sum(p.grad.nbytes for p in model.parameters())
+    assert held == pytest.approx(predicted, rel=1e-3)
+
+
+def test_torch_runs_out_where_zerokern_trains() -> None:
+    view, stream = heard()
+    act = memory.Act(Shape(4, 384, 32), ("torch", "int8-split8"), 90_000_000, rows=2, steps=3, lr=1e-3, seconds=30.0)
+    theirs, ours = memory.perform(act, view)
+    assert theirs.verdict == "OUT OF MEMORY (step 1, optimizer)"
+    assert "can't allocate memory" in theirs.out_of_memory
+    assert ours.verdict == "trained 3 steps" and ours.trained
+    assert ours.peak - ours.resident < act.cap
+    assert sum(ours.held.values()) + ours.held["parameters"] == pytest.approx(7.06 * act.shape.numel, rel=0.01)
+    assert "16.0 B" in stream.getvalue() and "7.1 B" in stream.getvalue()
+
+
+def test_a_model_that_does_not_fit_is_named() -> None:
+    view, _ = heard()
+    outcome = memory.train_capped(child.Spec("torch", 8_000_000, 4, 384, 32, 2, 2, 1e-3, 30.0), view)
+    assert outcome.verdict == "OUT OF MEMORY (building the model)"
+    assert not outcome.trained and not outcome.failure
+
+
+def test_a_child_that_falls_is_reported() -> None:
+    view, _ = heard()
+    outcome = memory.train_capped(child.Spec("no such optimizer", 1 << 20, 1, 64, 8, 1, 1, 1e-3, 1.0), view)
+    assert outcome.verdict == "FAILED (starting)"
+    assert outcome.failure == "exit code 1: KeyError: 'no such optimizer'"
+    assert memory.ending(-6, "") == "killed by SIGABRT"
+
+
+def test_only_running_out_of_memory_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "lift_cap", lambda: None)
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert child.guarded(lambda: None) is None
+    assert child.guarded(lambda: fail(MemoryError())) == "MemoryError"
+    assert child.guarded(lambda: fail(RuntimeError("DefaultCPUAllocator: can't allocate memory"))) is not None
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        child.guarded(lambda: fail(RuntimeError("shapes differ")))
+
+
+def test_exact_follows_torch() -> None:
+    act = race.Act(TINY, ("torch", "exact-fp32", "int8-fp32"), rows=4, steps=25, lr=1e-3, seconds=60.0)
+    view, stream = heard()
+    theirs, exact, int8 = race.perform(act, view)
+    assert max(abs(a - b) for a, b in zip(theirs.losses, exact.losses, strict=True)) < 1e-4
+    assert theirs.losses[-1] < theirs.losses[0] - 1
+    assert abs(int8.loss - theirs.loss) < 0.02
+    assert theirs.state_nbytes / int8.state_nbytes == pytest.approx(8 / 2.0625, rel=1e-3)
+    assert "8-bit states" in stream.getvalue()
+
+
+def test_a_race_out_of_time_stops_all_at_the_same_step() -> None:
+    act = race.Act(TINY, ("torch", "exact-fp32"), rows=1, steps=50, lr=1e-3, seconds=0.0)
+    view, stream = heard()
+    lanes = race.perform(act, view)
+    assert [len(lane.losses) for lane in lanes] == [1, 1]
+    assert "stopped at step 1: 0 s are over" in stream.getvalue()
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """Width and height from a PNG's header."""
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    return struct.unpack(">II", data[16:24])
+
+
+def test_picture_has_a_panel_for_each_act(tmp_path: Path) -> None:
+    outcomes = [memory.Outcome("torch", out_of_memory="no"), memory.Outcome("int8-split8", losses=[5.0, 3.0], peak=1)]
+    lane = race.build("torch", TINY, lr=1e-3, seed=0)
+    lane.losses = [5.0, 4.0]
+    plot.draw(tmp_path / "both.png", memory.QUICK, outcomes, [lane])
+    plot.draw(tmp_path / "one.png", memory.QUICK, outcomes, [])
+    (width, height), (half, same) = picture_size(tmp_path / "both.png"), picture_size(tmp_path / "one.png")
+    assert height == same and width == 2 * half
+
+
+def test_the_quick_demo_runs(tmp_path: Path) -> None:
+    """As CI runs it: both acts, plain lines, a picture."""
+    command = [sys.executable, "-m", "zerokern", "demo", "--quick", "--out", str(tmp_path / "demo.png")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for words in ("OUT OF MEMORY (step 1, optimizer)", "zk.AdamW int8: trained", "Act 2", "demo.png written"):
+        assert words in ran.stdout
+    assert picture_size(tmp_path / "demo.png") == (1920, 864)
+
+
+def test_a_spec_survives_the_command_line() -> None:
+    assert child.Spec(**json.loads(SPEC.to_json())) == SPEC

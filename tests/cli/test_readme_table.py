@@ -1,0 +1,67 @@
+"""The README's numbers come from a committed result file, through bench/readme.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zerokern.cli.bench import suite
+
+readme = suite("readme")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = f"# x\nbefore\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
+CONTENT = {
+    "machine": {"cpu": "CPU", "isa": "avx512"},
+    "versions": {"torch": "2.13.0"},
+    "date": "2026-11-20T10:00:00+00:00",
+    "command": "zerokern bench adam",
+    "threads": 2,
+    "shape": {"name": "flat", "numel": 1 << 20, "tensors": 1},
+    "contests": [{"name": "AdamW full step", "peers": {"compile": {}}}],
+    "rows": [
+        {
+            "contest": "AdamW full step",
+            "name": "int8 states, split8",
+            "ns_per_param": 0.2804,
+            "bytes": 14.125 * 2**20,
+            "roof_share": 0.912,
+            "lossy": "int8 states",
+            "peer": False,
+            "ratio": {"compile": 2.104},
+            "ratio_interval": {"compile": [2.0, 2.2]},
+        },
+        {"contest": "AdamW full step", "name": "compile", "ns_per_param": 0.59, "peer": True},
+    ],
+}
+
+
+def test_table_of_a_result() -> None:
+    lines = readme.table(CONTENT, "bench/results/a.json").splitlines()
+    assert lines[0] == "<!-- from bench/results/a.json -->"
+    assert lines[2] == "| AdamW full step | ns/param | bytes/param | of the roof | vs torch.compile (0.59 ns) |"
+    assert lines[4] == "| int8 states, split8 *(lossy)* | 0.280 | 14.1 | 91 % | **2.10x** (2.00 to 2.20) |"
+    assert len(lines) == 7
+
+
+def test_table_replaces_what_is_between_the_markers() -> None:
+    page = readme.written(PAGE, CONTENT, "bench/results/a.json")
+    assert page.startswith(f"# x\nbefore\n{readme.BEGIN}\n<!-- from bench/results/a.json -->\n")
+    assert page.endswith(f"\n{readme.END}\nafter\n")
+    assert readme.between_markers(page) == readme.table(CONTENT, "bench/results/a.json")
+    assert readme.written(page, CONTENT, "bench/results/a.json") == page
+
+
+@pytest.mark.parametrize("page", ["no markers", f"{readme.BEGIN}", PAGE + PAGE])
+def test_a_page_without_its_markers_is_refused(page: str) -> None:
+    with pytest.raises(ValueError, match="once each"):
+        readme.between_markers(page)
+
+
+def test_the_readme_shows_what_was_measured() -> None:
+    """Numbers in the README are those of the file that it names; `python -m bench.readme <file>` writes them."""
+    shown = readme.between_markers((ROOT / "README.md").read_text(encoding="utf-8"))
+    source = readme.source_of(shown)
+    assert source.startswith("bench/results/")
+    assert shown == readme.table(json.loads((ROOT / source).read_text(encoding="utf-8")), source)

@@ -1,0 +1,1 @@
+"""The `zerokern` command: info, bench, demo."""

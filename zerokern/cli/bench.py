@@ -1,0 +1,152 @@
+"""`zerokern bench <op>`: measures an op against other libraries; see bench/README.md for the protocol."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from zerokern.core.errors import got
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
+PEERS = (
+    "torch", "torch-tiled", "foreach", "for", "compile", "deepspeed", "torchao", "bitsandbytes", "avx2"
+)  # fmt: skip
+SHAPES = ("flat", "llama", "small")
+PICTURES = (".png", ".svg", ".pdf")
+FULL_NUMEL, SMOKE_NUMEL = 64 << 20, 1 << 18
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_numel(text: str) -> int:
+    """
+    >>> parse_numel("64M") == 64 * 2**20
+    True
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    numel = round(float(match[1]) * UNITS[match[2]]) if match else 0
+    if numel < 1:
+        allowed = "a positive number of elements, with K, M or G for 2**10, 2**20 or 2**30"
+        raise argparse.ArgumentTypeError(got("numel", text, allowed))
+    return numel
+
+
+def parse_count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(got("count", text, "a whole number from 1 on"))
+    return int(text)
+
+
+def parse_peers(text: str) -> tuple[str, ...]:
+    """
+    >>> parse_peers("torch,compile"), parse_peers("")
+    (('torch', 'compile'), ())
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(got("vs", ",".join(unknown), f"a list of {', '.join(PEERS)}"))
+    return names
+
+
+def new_file(text: str) -> Path:
+    path = Path(text)
+    if path.exists():
+        raise argparse.ArgumentTypeError(f"{text} exists already, and a result is never overwritten; name another file")
+    if not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.resolve().parent}")
+    return path
+
+
+def picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES or not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(got("plot", text, f"a {', '.join(PICTURES)} file in a folder that exists"))
+    return path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zerokern bench`."""
+    parser.add_argument("op", choices=OPS, metavar="op", help=", ".join(OPS))
+    parser.add_argument("--numel", type=parse_numel, help="elements: 64M (default), 1.5G, 4096")
+    parser.add_argument("--shape", choices=SHAPES, default="flat", help="one tensor, those of a Llama, 10,000 small")
+    parser.add_argument("--vs", type=parse_peers, default=("torch",), metavar="PEERS", help=",".join(PEERS))
+    parser.add_argument("--threads", type=parse_count, help="threads for everyone (all usable CPUs)")
+    parser.add_argument("--pairs", type=parse_count, help="rounds in which everyone runs once (60)")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the result, to a new file")
+    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw the result")
+    parser.add_argument("--smoke", action="store_true", help="a few rounds on 256K elements: does it work")
+
+
+def suite(module: str) -> ModuleType:
+    """A module of the benchmark suite: installed as zerokern.bench, or beside the package in a source tree."""
+    try:
+        return importlib.import_module(f"zerokern.bench.{module}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("zerokern.bench", f"zerokern.bench.{module}"):
+            raise
+    return importlib.import_module(f"bench.{module}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints; returns 1 when a result of ours is wrong, and then no time is told."""
+    from rich.console import Console
+
+    from zerokern.cli.progress import Rounds
+    from zerokern.core import env
+
+    contest, measuring, shapes = suite("contest"), suite("measure"), suite("shapes")
+    console = Console(highlight=False, soft_wrap=True)
+    shape = shapes.shape(args.shape, args.numel or (SMOKE_NUMEL if args.smoke else FULL_NUMEL))
+    request = contest.Request(args.op, shape, args.vs)
+    threads = args.threads or env.default_threads()
+    try:
+        with Rounds(console) as rounds:
+            measurement = measuring.measure(request, threads, _effort(args), rounds.say, rounds.at)
+    except contest.WrongResult as error:
+        print(f"zerokern bench: {error}; no speed is told of a wrong result", file=sys.stderr)
+        return 1
+    _show(console, measurement)
+    _keep(args, measurement)
+    return 0
+
+
+def _effort(args: argparse.Namespace) -> Any:
+    import dataclasses
+
+    runs = suite("run")
+    effort = runs.SMOKE if args.smoke else runs.Effort()
+    return dataclasses.replace(effort, pairs=args.pairs) if args.pairs else effort
+
+
+def _show(console: Console, measurement: Any) -> None:
+    report = suite("report")
+    shape = measurement.request.shape
+    tensors = "one tensor" if len(shape.numels) == 1 else f"{len(shape.numels):,} tensors"
+    what = f"{shape.numel:,} elements in {tensors}, {measurement.threads} threads"
+    for outcome in measurement.outcomes:
+        console.print(f"\n{outcome.name}: {what}\n", markup=False)
+        for line in report.outcome_lines(outcome):
+            console.print(line, markup=False)
+    if measurement.cycles_in_l2:
+        console.print("\nupdate alone with its data in L2, one thread, cycles per 16 parameters:")
+        for name, cycles in measurement.cycles_in_l2.items():
+            console.print(f"  {name:30} {cycles:6.1f}", markup=False)
+
+
+def _keep(args: argparse.Namespace, measurement: Any) -> None:
+    report = suite("report")
+    command = shlex.join(["zerokern", *sys.argv[1:]])
+    content = report.document(measurement.outcomes, suite("machine").context(measurement, command))
+    if args.json:
+        report.write_json(args.json, content)
+    if args.plot:
+        suite("plot").draw(content, args.plot)

@@ -1,0 +1,118 @@
+"""`zk.info()`: what runs here, by which implementation, and what this machine offers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+from pathlib import Path
+
+from zerokern.core import env, native
+from zerokern.core.errors import BackendError
+
+__all__ = ["Info", "info"]
+
+OPS = (
+    "adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream",
+    "encode_int8", "decode_int8", "split", "join",
+)  # fmt: skip
+OPTIONAL = ("triton", "cupy")
+LOSSY = (
+    "nothing by default; when asked for: state_format='bf16' and 'int8', master_format='split8' (24 bits) and 'none'"
+)
+
+
+class Info(dict[str, object]):
+    """Facts by name; printed as aligned lines.
+
+    >>> print(Info({"threads": 2, "env": {"ZEROKERN_THREADS": "2"}}))
+    threads  2
+    env      ZEROKERN_THREADS: 2
+    """
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        return "\n".join(f"{name:{width}}  {line}" for name, value in self.items() for line in [_text(value)])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{', '.join(names)}: {text}" for text, names in _grouped(value).items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_text, value)) or "none"
+    return str(value)
+
+
+def _grouped(facts: dict[str, object]) -> dict[str, list[str]]:
+    """Names that share a value, by that value."""
+    groups: dict[str, list[str]] = {}
+    for name, value in facts.items():
+        groups.setdefault(_text(value), []).append(name)
+    return groups
+
+
+def info() -> Info:
+    """Versions, instruction set, threads, implementation of each op, huge pages, the limit on locked memory, what is
+    lossy, and the environment variables in force. Printable; a dict for programs.
+
+    >>> import zerokern as zk
+    >>> zk.info()["instruction set"] in zk.info()["instruction sets here"]
+    True
+    """
+    return Info(
+        {
+            **_versions(),
+            **_native(),
+            "huge pages": _huge_pages(),
+            "locked memory": _locked_memory(),
+            "lossy": LOSSY,
+            "environment": {name: value for name in env.ENV if (value := env.read(name)) is not None},
+        }
+    )
+
+
+def _versions() -> dict[str, object]:
+    import torch
+
+    return {
+        "zerokern": _installed("zerokern") or "source tree",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **{name: _installed(name) or "not installed" for name in OPTIONAL},
+    }
+
+
+def _installed(package: str) -> str:
+    """The version of a package, its wheels for one CUDA included (cupy-cuda13x), without importing it."""
+    for distribution in importlib.metadata.packages_distributions().get(package, []):
+        return importlib.metadata.version(distribution)
+    return ""
+
+
+def _native() -> dict[str, object]:
+    try:
+        active = native.isa_active()
+    except BackendError as error:
+        return {"native library": str(error), "implementations": dict.fromkeys(OPS, "none")}
+    return {
+        "instruction set": active,
+        "instruction sets here": native.isa_usable(),
+        "instruction sets compiled": native.isa_names(),
+        "threads": native.threads(),
+        "implementations": dict.fromkeys(OPS, f"cpu.{active}"),
+    }
+
+
+def _huge_pages() -> str:
+    try:
+        choices = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "unknown"
+    setting = choices.partition("[")[2].partition("]")[0]
+    means = {"always": "for all memory", "madvise": "for optimizer state, which asks for them", "never": "switched off"}
+    return f"{setting} ({means.get(setting, 'unknown')})"
+
+
+def _locked_memory() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft / 2**20:g} MiB"
