@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerokern import kernels
     from zerokern.core.errors import BackendError, KernelError, StateError, ZerokernError
-    from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion
+    from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, convert_state
     from zerokern.report import info
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "StateError",
     "ZerokernError",
     "__version__",
+    "convert_state",
     "info",
     "kernels",
 ]
@@ -38,7 +39,7 @@ except PackageNotFoundError:  # a source tree on the path: only the installed pa
     __version__ = "0+source"
 
 _HOMES = {
-    **dict.fromkeys(("SGD", "Adagrad", "Adam", "AdamW", "Lion"), "zerokern.optim"),
+    **dict.fromkeys(("SGD", "Adagrad", "Adam", "AdamW", "Lion", "convert_state"), "zerokern.optim"),
     **dict.fromkeys(("BackendError", "KernelError", "StateError", "ZerokernError"), "zerokern.core.errors"),
     "info": "zerokern.report",
 }

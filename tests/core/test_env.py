@@ -44,15 +44,18 @@ def test_omp_num_threads_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
 def test_a_thread_count_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("ZEROKERN_THREADS", text)
-    with pytest.raises(ValueError, match="ZEROKERN_THREADS=.*whole number from 1 on"):
+    with pytest.raises(ValueError, match=r"ZEROKERN_THREADS=.*whole number from 1 on"):
         env.default_threads()
 
 
 def test_affinity_limits_the_cpus() -> None:
     one = min(os.sched_getaffinity(0))
-    code = (
-        f"import os; os.sched_setaffinity(0, {{{one}}}); from zerokern.core import env, native; print(env.usable_cpus(), native.threads())"
-    )
+    code = f"""
+import os
+os.sched_setaffinity(0, {{{one}}})
+from zerokern.core import env, native
+print(env.usable_cpus(), native.threads())
+"""
     variables = {k: v for k, v in os.environ.items() if k not in ("ZEROKERN_THREADS", "LOCAL_WORLD_SIZE")}
     result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["1", "1"]

@@ -15,7 +15,9 @@ from zerokern.core.errors import BackendError
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
 
 
 def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
@@ -24,13 +26,18 @@ def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
     compiler, header = shutil.which("cc"), Path(__file__).parents[2] / "cpu" / "zerokern_cpu.h"
     assert compiler and header.exists()
     source = tmp_path / "sizes.c"
-    source.write_text(
-        f'#include "{header}"\n#include <stdio.h>\n'
-        'int main(void) { printf("%zu %zu %d %d %d", sizeof(zk_segment), sizeof(zk_group), ZK_ABI, ZK_BLOCK, ZK_SUMSQ_CHUNK); return 0; }\n'
-    )
+    numbers = "sizeof(zk_segment), sizeof(zk_group), (size_t)ZK_ABI, (size_t)ZK_BLOCK, (size_t)ZK_SUMSQ_CHUNK"
+    program = f'int main(void) {{ printf("%zu %zu %zu %zu %zu", {numbers}); return 0; }}'
+    source.write_text(f'#include "{header}"\n#include <stdio.h>\n{program}\n')
     subprocess.run([compiler, str(source), "-o", str(tmp_path / "sizes")], check=True)
     found = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, check=True).stdout.split()
-    expected = [ctypes.sizeof(native.Segment), ctypes.sizeof(native.Group), native.ABI, native.BLOCK, native.SUMSQ_CHUNK]
+    expected = [
+        ctypes.sizeof(native.Segment),
+        ctypes.sizeof(native.Group),
+        native.ABI,
+        native.BLOCK,
+        native.SUMSQ_CHUNK,
+    ]
     assert [int(x) for x in found] == expected
 
 
@@ -68,7 +75,8 @@ def test_import_does_not_load_the_library() -> None:
 def test_import_needs_neither_triton_nor_cupy() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; sys.modules['cupy'] = None\n"
-        "import zerokern as zk, torch; p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3); zk.AdamW([p]).step()"
+        "import zerokern as zk, torch\n"
+        "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3); zk.AdamW([p]).step()"
     )
     result = run(code)
     assert result.returncode == 0, result.stderr
@@ -91,6 +99,6 @@ def test_best_is_last_and_active() -> None:
 @pytest.mark.parametrize("count", [0, -1, 1025, True, 1.0, "2"])
 def test_thread_counts_that_are_none(count: object) -> None:
     before = native.threads()
-    with pytest.raises(ValueError, match="count=.*1 to 1024"):
+    with pytest.raises(ValueError, match=r"count=.*1 to 1024"):
         native.set_threads(count)  # type: ignore[arg-type]
     assert native.threads() == before

@@ -22,8 +22,10 @@ def restore_threads() -> Iterator[None]:
 
 
 def test_the_gil_is_free_during_a_call() -> None:
-    """A Python thread beside a native call of one thread keeps its rate. If the call held the GIL the thread would get no turn at all:
-    the longest pause between two of its rounds would be the length of a call."""
+    """A Python thread beside a native call of one thread keeps its rate.
+
+    If the call held the GIL the thread would get no turn at all: it would pause for the length of a call.
+    """
     native.set_threads(1)
     p = torch.ones(1 << 24)
     state = [torch.zeros_like(p) for _ in range(3)]

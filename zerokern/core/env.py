@@ -21,9 +21,13 @@ class EnvVar:
 ENV: dict[str, EnvVar] = {
     var.name: var
     for var in (
-        EnvVar("ZEROKERN_CPU_ISA", "best usable", "forces scalar, avx2, avx512 or avx512vbmi; raises where it is missing"),
+        EnvVar(
+            "ZEROKERN_CPU_ISA", "best usable", "forces scalar, avx2, avx512 or avx512vbmi; raises where it is missing"
+        ),
         EnvVar("ZEROKERN_THREADS", "usable CPUs / LOCAL_WORLD_SIZE", "threads of the native pool"),
-        EnvVar("ZEROKERN_LIBRARY", "beside the package", "path of another build of libzerokern_cpu.so, for development"),
+        EnvVar(
+            "ZEROKERN_LIBRARY", "beside the package", "path of another build of libzerokern_cpu.so, for development"
+        ),
         EnvVar("LOCAL_WORLD_SIZE", "1", "set by torchrun: ranks that share this machine"),
     )
 }

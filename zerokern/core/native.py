@@ -1,4 +1,4 @@
-"""Loads libzerokern_cpu and declares every signature of its C ABI; nothing else in the library knows ctypes signatures."""
+"""Loads libzerokern_cpu and declares every signature of its C ABI; nothing else in the library does."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ class Group(Structure):
 
     _fields_ = [
         *((name, c_uint32) for name in ("algorithm", "grad", "param", "master", "state", "out", "flags", "reserved")),
-        *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "lr_decay")),
+        *(
+            (name, c_double)
+            for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "lr_decay")
+        ),
         ("step", c_int64),
         ("seed", c_uint64),
     ]
 
 
 class Segment(Structure):
-    """``zk_segment``: one contiguous span of one parameter. Every field is 8 bytes wide, so that a column is a strided view."""
+    """``zk_segment``: one contiguous span of one parameter. Every field has 8 bytes, so a column is a strided view."""
 
     _fields_ = [
         (name, c_uint64)
@@ -102,14 +105,18 @@ def _open(path: Path) -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
-        raise BackendError(f"the native library {path} does not load: {error}; reinstall zerokern on this machine") from error
+        raise BackendError(
+            f"the native library {path} does not load: {error}; reinstall zerokern on this machine"
+        ) from error
     try:
         lib.zk_abi.restype = c_int
         found = lib.zk_abi()
     except AttributeError as error:
         raise BackendError(f"{path} is no zerokern library: it has no zk_abi; reinstall zerokern") from error
     if found != ABI:
-        raise BackendError(f"the native library {path} has ABI {found}, this package needs ABI {ABI}; reinstall zerokern")
+        raise BackendError(
+            f"the native library {path} has ABI {found}, this package needs ABI {ABI}; reinstall zerokern"
+        )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype = result
@@ -186,7 +193,8 @@ def _force(lib: ctypes.CDLL, name: str) -> None:
         names = [lib.zk_isa_name(i).decode() for i in range(lib.zk_isa_count())]
         usable = [n for i, n in enumerate(names) if lib.zk_isa_usable(i)]
         raise BackendError(
-            f"instruction set {name!r} was asked for; this machine has {', '.join(usable)} (compiled in: {', '.join(names)}). "
+            f"instruction set {name!r} was asked for; this machine has {', '.join(usable)} "
+            f"(compiled in: {', '.join(names)}). "
             "Unset ZEROKERN_CPU_ISA to take the best one"
         )
 

@@ -74,20 +74,29 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None
     if value.device.type != "cpu":
         raise ValueError(f"{name} is on device {value.device}; allowed: cpu")
     if not value.is_contiguous():
-        raise ValueError(f"{name} of shape {tuple(value.shape)} has strides {value.stride()}; allowed: contiguous tensors (call .contiguous())")
+        raise ValueError(
+            f"{name} of shape {tuple(value.shape)} has strides {value.stride()}; "
+            "allowed: contiguous tensors (call .contiguous())"
+        )
     if numel is not None and value.numel() != numel:
-        raise ValueError(f"{name} has {value.numel()} elements (shape {tuple(value.shape)}); allowed: {numel}, as its parameter has")
+        raise ValueError(
+            f"{name} has {value.numel()} elements (shape {tuple(value.shape)}); allowed: {numel}, as its parameter has"
+        )
     return value
 
 
 def no_overlap(written: Sequence[tuple[str, Tensor]], read: Sequence[tuple[str, Tensor]] = ()) -> None:
     """Nothing that is written may share memory with anything else of the call."""
-    spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name, True) for name, t in written if t.numel()]
+    spans = [
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name, True) for name, t in written if t.numel()
+    ]
     spans += [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name, False) for name, t in read if t.numel()]
     spans.sort()
     end, owner, owner_written = 0, "", False
     for start, stop, name, is_written in spans:
         if start < end and (is_written or owner_written):
-            raise ValueError(f"{owner} and {name} share memory; allowed: tensors that do not overlap (pass .clone() of one of them)")
+            raise ValueError(
+                f"{owner} and {name} share memory; allowed: tensors that do not overlap (pass .clone() of one of them)"
+            )
         if stop > end:
             end, owner, owner_written = stop, name, is_written

@@ -1,4 +1,4 @@
-"""Launchers of the native CPU kernels: they know pointers, counts and descriptors, and nothing of checks or arithmetic."""
+"""Launchers of the native CPU kernels: they know pointers, counts and descriptors, no checks and no arithmetic."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from ctypes import byref, c_double, c_float, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +17,13 @@ from zerokern.kernels import formats
 __all__ = ["UpdateTable", "accumulate", "convert", "stream", "sumsq_pointers"]
 
 _SEGMENT_WORDS = ctypes.sizeof(native.Segment) // 8
-_COLUMNS = tuple(name for name, _ in native.Segment._fields_)
+_COLUMNS = tuple(field[0] for field in native.Segment._fields_)
 
 
 class UpdateTable:
     """Rows (segments) and groups of one optimizer step; ``run`` is one native call for all of them.
 
-    A column is a writable strided view of 64-bit words, so pointers of thousands of tensors are refreshed in one assignment.
+    A column is a writable strided view of 64-bit words: thousands of pointers are refreshed in one assignment.
 
     >>> import torch
     >>> p, g = torch.ones(3), torch.ones(3)
@@ -112,7 +113,7 @@ def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
     return (c_void_p * max(len(tensors), 1))(*(t.data_ptr() for t in tensors))
 
 
-def _address(values: array[int]) -> int:
+def _address(values: array[Any]) -> int:
     return values.buffer_info()[0]
 
 
@@ -138,7 +139,14 @@ def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> 
     """dst = cast((dst if add) + scale * s0 + scale * s1 ...)."""
     native.check(
         native.library().zk_accumulate(
-            dst.data_ptr(), formats.DTYPES[dst.dtype], _pointers(srcs), len(srcs), formats.DTYPES[srcs[0].dtype], dst.numel(), add, scale
+            dst.data_ptr(),
+            formats.DTYPES[dst.dtype],
+            _pointers(srcs),
+            len(srcs),
+            formats.DTYPES[srcs[0].dtype],
+            dst.numel(),
+            add,
+            scale,
         ),
         context="zk_accumulate",
     )
@@ -147,13 +155,16 @@ def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> 
 def convert(codec: int, x: Tensor, codes: Tensor, aux: Tensor) -> None:
     """One of the codecs of ``zk_convert`` over whole tensors."""
     native.check(
-        native.library().zk_convert(codec, x.data_ptr(), codes.data_ptr(), aux.data_ptr(), x.numel()), context="zk_convert"
+        native.library().zk_convert(codec, x.data_ptr(), codes.data_ptr(), aux.data_ptr(), x.numel()),
+        context="zk_convert",
     )
 
 
 def stream(reads: Sequence[Tensor], updates: Sequence[Tensor], writes: Sequence[Tensor], nbytes: int) -> None:
     """Moves nbytes of every stream."""
     native.check(
-        native.library().zk_stream(_pointers(reads), len(reads), _pointers(updates), len(updates), _pointers(writes), len(writes), nbytes),
+        native.library().zk_stream(
+            _pointers(reads), len(reads), _pointers(updates), len(updates), _pointers(writes), len(writes), nbytes
+        ),
         context="zk_stream",
     )

@@ -26,7 +26,7 @@ def available() -> list[str]:
 def implementation(name: str | None) -> Iterator[bool]:
     """Forces an implementation for the length of a block; yields whether it is the native one.
 
-    The native choice is one for the process, so forcing is for tests and measurements, not for threads that step at once.
+    The native choice is one for the process: forcing is for tests and measurements, not for threads that step at once.
     """
     if name is None:
         yield True

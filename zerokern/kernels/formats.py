@@ -46,7 +46,9 @@ def blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def bytes_per_parameter(algorithm: str, grad: torch.dtype, master: str, state: str, param: torch.dtype, out: torch.dtype | None = None) -> float:
+def bytes_per_parameter(
+    algorithm: str, grad: torch.dtype, master: str, state: str, param: torch.dtype, out: torch.dtype | None = None
+) -> float:
     """Bytes that one update must move per parameter, each counted once when read and once when written.
 
     >>> bytes_per_parameter("adam", torch.bfloat16, "split16", "fp32", torch.bfloat16)

@@ -1,7 +1,8 @@
 """Public ops: check everything, pick an implementation, launch once. In place unless said otherwise.
 
-Every op takes one tensor or a list of tensors and makes one native call for all of them. ``impl`` forces an implementation
-(``"reference"``, ``"cpu.scalar"``, ``"cpu.avx2"``, ``"cpu.avx512"``, ``"cpu.avx512vbmi"``); None takes the best.
+Every op takes one tensor or a list of tensors and makes one native call for all of them. ``impl`` forces an
+implementation (``"reference"``, ``"cpu.scalar"``, ``"cpu.avx2"``, ``"cpu.avx512"``, ``"cpu.avx512vbmi"``); None takes
+the best.
 """
 
 from __future__ import annotations
@@ -13,11 +14,25 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels import checks, cpu, formats, reference, reference_codecs
+from zerokern.kernels import checks, cpu, reference
+from zerokern.kernels.codecs import decode_int8, encode_int8, join, split
 from zerokern.kernels.dispatch import implementation
 from zerokern.kernels.update import Tensors, update
 
-__all__ = ["accumulate", "adagrad", "adam", "cast", "decode_int8", "encode_int8", "join", "lion", "sgd", "split", "stream", "sumsq"]
+__all__ = [
+    "accumulate",
+    "adagrad",
+    "adam",
+    "cast",
+    "decode_int8",
+    "encode_int8",
+    "join",
+    "lion",
+    "sgd",
+    "split",
+    "stream",
+    "sumsq",
+]
 
 
 def adam(
@@ -47,8 +62,8 @@ def adam(
 ) -> None:
     """One Adam (``decoupled=False``) or AdamW step.
 
-    The formats follow from the tensors: a bf16 ``param`` with an int16 or int8 ``remainder`` is a split master, with an fp32
-    ``master`` it only receives the rounded value; int8 states come with scales, one per started block of 128 elements.
+    The formats follow from the tensors: a bf16 ``param`` with an int16 or int8 ``remainder`` is a split master, with an
+    fp32 ``master`` it only receives the rounded value; int8 states come with scales, one per started block of 128.
 
     >>> p, g, m, v = torch.ones(4), torch.ones(4), torch.zeros(4), torch.zeros(4)
     >>> adam(p, g, m, v, lr=0.1, step=1)
@@ -65,7 +80,12 @@ def adam(
         "step": checks.count("step", step, 1),
         "maximize": checks.flag("maximize", maximize),
     }
-    roles = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "exp_avg_scale": exp_avg_scale, "exp_avg_sq_scale": exp_avg_sq_scale}
+    roles = {
+        "exp_avg": exp_avg,
+        "exp_avg_sq": exp_avg_sq,
+        "exp_avg_scale": exp_avg_scale,
+        "exp_avg_sq_scale": exp_avg_sq_scale,
+    }
     update("adam", param, grad, roles, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
 
 
@@ -144,7 +164,21 @@ def adagrad(
         "step": checks.count("step", step, 1),
         "maximize": checks.flag("maximize", maximize),
     }
-    update("adagrad", param, grad, {"exp_avg": state_sum}, hyper, remainder, master, out, scale, stochastic_seed, key, first, impl)
+    update(
+        "adagrad",
+        param,
+        grad,
+        {"exp_avg": state_sum},
+        hyper,
+        remainder,
+        master,
+        out,
+        scale,
+        stochastic_seed,
+        key,
+        first,
+        impl,
+    )
 
 
 def sgd(
@@ -220,18 +254,24 @@ def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = Non
 
 
 def accumulate(dst: Tensor, srcs: Tensors, *, add: bool = True, scale: float = 1.0, impl: str | None = None) -> None:
-    """dst = cast(dst + scale * s0 + scale * s1 ...), in fp32 from left to right; ``add=False`` leaves dst out and does not read it.
+    """dst = cast(dst + scale * s0 + scale * s1 ...), in fp32 from left to right.
+
+    ``add=False`` leaves dst out and does not read it.
 
     >>> total = torch.ones(2)
     >>> accumulate(total, [torch.ones(2, dtype=torch.bfloat16)] * 2); total
     tensor([3., 3.])
     """
     checks.tensor("dst", dst)
-    sources = [checks.tensor(f"srcs[{i}]", t, numel=dst.numel()) for i, t in enumerate(checks.as_list("srcs", srcs) or [])]
+    sources = [
+        checks.tensor(f"srcs[{i}]", t, numel=dst.numel()) for i, t in enumerate(checks.as_list("srcs", srcs) or [])
+    ]
     if not sources:
         raise ValueError("srcs is empty; allowed: at least one tensor")
     if len({t.dtype for t in sources}) > 1:
-        raise TypeError(f"srcs have dtypes {sorted({str(t.dtype) for t in sources})}; allowed: one dtype for all of them")
+        raise TypeError(
+            f"srcs have dtypes {sorted({str(t.dtype) for t in sources})}; allowed: one dtype for all of them"
+        )
     checks.flag("add", add)
     factor = checks.number("scale", scale)
     in_place = [t for t in sources if t.data_ptr() == dst.data_ptr() and t.dtype == dst.dtype]
@@ -244,20 +284,43 @@ def accumulate(dst: Tensor, srcs: Tensors, *, add: bool = True, scale: float = 1
             reference.accumulate(dst, sources, add=add, scale=factor)
 
 
-def stream(reads: Sequence[Tensor] = (), updates: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), *, impl: str | None = None) -> None:
-    """The roof: reads, updates and writes the bytes of equally large tensors and computes next to nothing. Contents become arbitrary.
+def stream(
+    reads: Sequence[Tensor] = (),
+    updates: Sequence[Tensor] = (),
+    writes: Sequence[Tensor] = (),
+    *,
+    impl: str | None = None,
+) -> None:
+    """The roof: reads, updates and writes the bytes of equally large tensors and computes next to nothing.
+
+    What is updated or written holds nothing of use afterwards.
 
     >>> stream(reads=[torch.zeros(1024)], updates=[torch.zeros(1024)])
     """
     every = [*reads, *updates, *writes]
     named = [(f"stream {i}", t) for i, t in enumerate(every)]
     for name, t in named:
-        checks.tensor(name, t, (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+        checks.tensor(
+            name,
+            t,
+            (
+                torch.float32,
+                torch.bfloat16,
+                torch.float16,
+                torch.uint8,
+                torch.int8,
+                torch.int16,
+                torch.int32,
+                torch.int64,
+            ),
+        )
     sizes = {t.numel() * t.element_size() for t in every}
     if len(sizes) != 1 or min(sizes) % 64:
         raise ValueError(f"streams have {sorted(sizes)} bytes; allowed: one size, a multiple of 64, for all of them")
     if max(len(reads), len(updates), len(writes)) > 8:
-        raise ValueError(f"{len(reads)} reads, {len(updates)} updates, {len(writes)} writes; allowed: at most 8 of a kind")
+        raise ValueError(
+            f"{len(reads)} reads, {len(updates)} updates, {len(writes)} writes; allowed: at most 8 of a kind"
+        )
     for i, t in enumerate(writes):
         if t.data_ptr() % 64:
             raise ValueError(f"writes[{i}] lies at {t.data_ptr() % 64} modulo 64; allowed: 64-byte aligned memory")
@@ -267,79 +330,3 @@ def stream(reads: Sequence[Tensor] = (), updates: Sequence[Tensor] = (), writes:
     with implementation(impl):
         if nbytes := sizes.pop():
             cpu.stream(reads, updates, writes, nbytes)
-
-
-def _kind(kind: str) -> str:
-    if kind not in ("exp_avg", "exp_avg_sq"):
-        raise ValueError(got("kind", kind, "'exp_avg' or 'exp_avg_sq'"))
-    return kind
-
-
-def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and block scales of fp32 values; ``exp_avg_sq`` codes the square root of x. Returns new tensors.
-
-    >>> encode_int8(torch.tensor([1.0, -0.5]))
-    (tensor([127, -85], dtype=torch.int8), tensor([1.]))
-    """
-    checks.tensor("x", x, (torch.float32,))
-    with implementation(impl) as is_native:
-        if not is_native:
-            return reference_codecs.encode_int8(x, _kind(kind))
-        codes = torch.empty_like(x, dtype=torch.int8 if _kind(kind) == "exp_avg" else torch.uint8)
-        scale = torch.empty(formats.blocks(x.numel()))
-        if x.numel():
-            cpu.convert(formats.CODECS["encode", kind], x, codes, scale)
-        return codes, scale
-
-
-def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> Tensor:
-    """The fp32 values that codes and block scales stand for. Returns a new tensor.
-
-    >>> decode_int8(torch.tensor([127, 0], dtype=torch.int8), torch.tensor([2.0]))
-    tensor([2., 0.])
-    """
-    checks.tensor("codes", codes, (torch.int8 if _kind(kind) == "exp_avg" else torch.uint8,))
-    checks.tensor("scale", scale, (torch.float32,), formats.blocks(codes.numel()))
-    with implementation(impl) as is_native:
-        if not is_native:
-            return reference_codecs.decode_int8(codes, scale, kind)
-        x = torch.empty_like(codes, dtype=torch.float32)
-        if x.numel():
-            cpu.convert(formats.CODECS["decode", kind], x, codes, scale)
-        return x
-
-
-def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """The bf16 upper half and the remainder of fp32 values: ``"split16"`` keeps every bit, ``"split8"`` 24 bits. New tensors.
-
-    >>> split(torch.tensor([1.00390625]), "split16")
-    (tensor([1.0078], dtype=torch.bfloat16), tensor([-32768], dtype=torch.int16))
-    """
-    checks.tensor("x", x, (torch.float32,))
-    if master_format not in ("split16", "split8"):
-        raise ValueError(got("master_format", master_format, "'split16' or 'split8'"))
-    with implementation(impl) as is_native:
-        if not is_native:
-            return reference_codecs.split(x, master_format)
-        hi = torch.empty_like(x, dtype=torch.bfloat16)
-        remainder = torch.empty_like(x, dtype=torch.int16 if master_format == "split16" else torch.int8)
-        if x.numel():
-            cpu.convert(formats.CODECS["split", master_format], x, hi, remainder)
-        return hi, remainder
-
-
-def join(hi: Tensor, remainder: Tensor, *, impl: str | None = None) -> Tensor:
-    """The fp32 values of a split master. Returns a new tensor.
-
-    >>> join(*split(torch.tensor([0.1]), "split16"))
-    tensor([0.1000])
-    """
-    checks.tensor("hi", hi, (torch.bfloat16,))
-    checks.tensor("remainder", remainder, (torch.int16, torch.int8), hi.numel())
-    with implementation(impl) as is_native:
-        if not is_native:
-            return reference_codecs.join(hi, remainder)
-        x = torch.empty_like(hi, dtype=torch.float32)
-        if x.numel():
-            cpu.convert(formats.CODECS["join", "split16" if remainder.dtype == torch.int16 else "split8"], x, hi, remainder)
-        return x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from zerokern.kernels.dispatch import implementation
 
 __all__ = ["Tensors", "update"]
 
-Tensors = Union[Tensor, Sequence[Tensor]]
+Tensors = Tensor | Sequence[Tensor]
 _STATE_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
 _REFERENCE_NAMES = {"adagrad": {"exp_avg": "state_sum"}, "sgd": {"exp_avg": "momentum_buffer"}}
 
@@ -23,7 +23,9 @@ _REFERENCE_NAMES = {"adagrad": {"exp_avg": "state_sum"}, "sgd": {"exp_avg": "mom
 def _numbers(name: str, value: int | Sequence[int], n: int, least: int) -> list[int]:
     values = [value] * n if isinstance(value, int) else list(value)
     if len(values) != n:
-        raise ValueError(f"{name} has {len(values)} numbers, param has {n} tensors; allowed: one number, or one for each")
+        raise ValueError(
+            f"{name} has {len(values)} numbers, param has {n} tensors; allowed: one number, or one for each"
+        )
     return [checks.count(f"{name}[{i}]", v, least) for i, v in enumerate(values)]
 
 
@@ -49,7 +51,9 @@ class _Row:
         if master is not None:
             checks.tensor(f"master{at}", master, (torch.float32,), n)
             if param.dtype == torch.float32:
-                raise TypeError(f"param{at} has dtype torch.float32 and needs no master; allowed: a bf16 or fp16 param with a master")
+                raise TypeError(
+                    f"param{at} has dtype torch.float32 and needs no master; allowed: bf16 or fp16 with a master"
+                )
             return "fp32"
         if remainder is not None:
             checks.tensor(f"remainder{at}", remainder, (torch.int16, torch.int8), n)
@@ -68,10 +72,14 @@ class _Row:
         average = checks.tensor(f"exp_avg{at}", self.tensors["exp_avg"], allowed, n)
         state = _STATE_OF_DTYPE[average.dtype]
         if algorithm == "adam":
-            checks.tensor(f"exp_avg_sq{at}", self.tensors["exp_avg_sq"], (torch.uint8 if state == "int8" else average.dtype,), n)
+            checks.tensor(
+                f"exp_avg_sq{at}", self.tensors["exp_avg_sq"], (torch.uint8 if state == "int8" else average.dtype,), n
+            )
         for name in ("exp_avg_scale", "exp_avg_sq_scale")[: formats.MOMENTS[algorithm] if state == "int8" else 0]:
             if name not in self.tensors:
-                raise ValueError(f"exp_avg{at} is int8 and {name}{at} is missing; allowed: int8 states with their scales")
+                raise ValueError(
+                    f"exp_avg{at} is int8 and {name}{at} is missing; allowed: int8 states with their scales"
+                )
             checks.tensor(f"{name}{at}", self.tensors[name], (torch.float32,), formats.blocks(n))
         return state
 
@@ -79,8 +87,16 @@ class _Row:
         out = self.tensors.get("out")
         published = self.tensors["param"].dtype if "master" in self.tensors else None
         if published and out is not None:
-            raise ValueError("out and master were both given: with a master the parameter is the output; allowed: one of them")
-        return (self.tensors["grad"].dtype, self.tensors["param"].dtype, self.master, self.state, published or (out.dtype if out is not None else None))
+            raise ValueError(
+                "out and master were both given: with a master the parameter is the output; allowed: one of them"
+            )
+        return (
+            self.tensors["grad"].dtype,
+            self.tensors["param"].dtype,
+            self.master,
+            self.state,
+            published or (out.dtype if out is not None else None),
+        )
 
     def pointers(self) -> dict[str, int]:
         addresses = {name: t.data_ptr() for name, t in self.tensors.items()}
@@ -114,7 +130,8 @@ def update(
     lists = {name: tensors for name, value in given.items() if (tensors := checks.as_list(name, value, n)) is not None}
     single = isinstance(param, Tensor)
     rows = [
-        _Row(algorithm, "" if single else f"[{i}]", {"param": params[i], **{k: v[i] for k, v in lists.items()}}, hyper) for i in range(n)
+        _Row(algorithm, "" if single else f"[{i}]", {"param": params[i], **{k: v[i] for k, v in lists.items()}}, hyper)
+        for i in range(n)
     ]
     checks.no_overlap([w for row in rows for w in row.written], [row.read for row in rows])
     factor = checks.number("scale", scale)
@@ -122,7 +139,9 @@ def update(
     if stochastic_seed is not None:
         checks.count("stochastic_seed", stochastic_seed, 0)
         if any(row.master != "none" for row in rows):
-            raise ValueError(got("stochastic_seed", stochastic_seed, "None where a master or remainder keeps the rounded bits"))
+            raise ValueError(
+                got("stochastic_seed", stochastic_seed, "None where a master or remainder keeps the rounded bits")
+            )
     with implementation(impl) as is_native:
         if is_native:
             _run_native(algorithm, rows, hyper, factor, stochastic_seed, keys, firsts)
@@ -131,7 +150,13 @@ def update(
 
 
 def _run_native(
-    algorithm: str, rows: list[_Row], hyper: Mapping[str, Any], scale: float, seed: int | None, keys: list[int], firsts: list[int]
+    algorithm: str,
+    rows: list[_Row],
+    hyper: Mapping[str, Any],
+    scale: float,
+    seed: int | None,
+    keys: list[int],
+    firsts: list[int],
 ) -> None:
     numbers: dict[tuple[Any, ...], int] = {}
     for row in rows:
@@ -150,18 +175,31 @@ def _run_native(
             **hyper,
         )
     for i, row in enumerate(rows):
-        table.set_row(i, group=numbers[row.group()], numel=row.tensors["param"].numel(), key=keys[i], first=firsts[i], **row.pointers())
+        table.set_row(
+            i,
+            group=numbers[row.group()],
+            numel=row.tensors["param"].numel(),
+            key=keys[i],
+            first=firsts[i],
+            **row.pointers(),
+        )
     table.run(scale)
 
 
 def _run_reference(
-    algorithm: str, rows: list[_Row], hyper: Mapping[str, Any], scale: float, seed: int | None, keys: list[int], firsts: list[int]
+    algorithm: str,
+    rows: list[_Row],
+    hyper: Mapping[str, Any],
+    scale: float,
+    seed: int | None,
+    keys: list[int],
+    firsts: list[int],
 ) -> None:
     op = getattr(reference, algorithm)
     renamed = _REFERENCE_NAMES.get(algorithm, {})
     for row, key, first in zip(rows, keys, firsts, strict=True):
         row.group()
-        tensors = {renamed.get(name, name): t for name, t in row.tensors.items()}
+        tensors: dict[str, Tensor | None] = {renamed.get(name, name): t for name, t in row.tensors.items()}
         if algorithm == "sgd":
             tensors.setdefault("momentum_buffer", None)
         op(**tensors, **hyper, scale=scale, stochastic_seed=seed, key=key, first=first)

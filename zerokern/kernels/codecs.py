@@ -1,0 +1,90 @@
+"""The int8 block codecs and the split masters as ops of their own. All return new tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import got
+from zerokern.kernels import checks, cpu, formats, reference_codecs
+from zerokern.kernels.dispatch import implementation
+
+__all__ = ["decode_int8", "encode_int8", "join", "split"]
+
+
+def _kind(kind: str) -> str:
+    if kind not in ("exp_avg", "exp_avg_sq"):
+        raise ValueError(got("kind", kind, "'exp_avg' or 'exp_avg_sq'"))
+    return kind
+
+
+def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and block scales of fp32 values; ``exp_avg_sq`` codes the square root of x. Returns new tensors.
+
+    >>> encode_int8(torch.tensor([1.0, -0.5]))
+    (tensor([127, -85], dtype=torch.int8), tensor([1.]))
+    """
+    checks.tensor("x", x, (torch.float32,))
+    with implementation(impl) as is_native:
+        if not is_native:
+            return reference_codecs.encode_int8(x, _kind(kind))
+        codes = torch.empty_like(x, dtype=torch.int8 if _kind(kind) == "exp_avg" else torch.uint8)
+        scale = torch.empty(formats.blocks(x.numel()))
+        if x.numel():
+            cpu.convert(formats.CODECS["encode", kind], x, codes, scale)
+        return codes, scale
+
+
+def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> Tensor:
+    """The fp32 values that codes and block scales stand for. Returns a new tensor.
+
+    >>> decode_int8(torch.tensor([127, 0], dtype=torch.int8), torch.tensor([2.0]))
+    tensor([2., 0.])
+    """
+    checks.tensor("codes", codes, (torch.int8 if _kind(kind) == "exp_avg" else torch.uint8,))
+    checks.tensor("scale", scale, (torch.float32,), formats.blocks(codes.numel()))
+    with implementation(impl) as is_native:
+        if not is_native:
+            return reference_codecs.decode_int8(codes, scale, kind)
+        x = torch.empty_like(codes, dtype=torch.float32)
+        if x.numel():
+            cpu.convert(formats.CODECS["decode", kind], x, codes, scale)
+        return x
+
+
+def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """The bf16 upper half and the remainder of fp32 values: ``"split16"`` keeps every bit, ``"split8"`` 24 bits.
+
+    >>> split(torch.tensor([1.00390625]), "split16")
+    (tensor([1.0078], dtype=torch.bfloat16), tensor([-32768], dtype=torch.int16))
+    """
+    checks.tensor("x", x, (torch.float32,))
+    if master_format not in ("split16", "split8"):
+        raise ValueError(got("master_format", master_format, "'split16' or 'split8'"))
+    with implementation(impl) as is_native:
+        if not is_native:
+            return reference_codecs.split(x, master_format)
+        hi = torch.empty_like(x, dtype=torch.bfloat16)
+        remainder = torch.empty_like(x, dtype=torch.int16 if master_format == "split16" else torch.int8)
+        if x.numel():
+            cpu.convert(formats.CODECS["split", master_format], x, hi, remainder)
+        return hi, remainder
+
+
+def join(hi: Tensor, remainder: Tensor, *, impl: str | None = None) -> Tensor:
+    """The fp32 values of a split master. Returns a new tensor.
+
+    >>> join(*split(torch.tensor([0.1]), "split16"))
+    tensor([0.1000])
+    """
+    checks.tensor("hi", hi, (torch.bfloat16,))
+    checks.tensor("remainder", remainder, (torch.int16, torch.int8), hi.numel())
+    with implementation(impl) as is_native:
+        if not is_native:
+            return reference_codecs.join(hi, remainder)
+        x = torch.empty_like(hi, dtype=torch.float32)
+        if x.numel():
+            cpu.convert(
+                formats.CODECS["join", "split16" if remainder.dtype == torch.int16 else "split8"], x, hi, remainder
+            )
+        return x
