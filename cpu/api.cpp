@@ -2,6 +2,7 @@
 // passed.
 
 #include <atomic>
+#include <cfloat>
 #include <cmath>
 #include <cstdlib>
 #include <mutex>
@@ -74,7 +75,6 @@ zk::Scalars scalars_of(const zk_group &g, float scale) {
                                                          : g.lr;
     k.scale = (g.flags & ZK_MAXIMIZE) ? -scale : scale;
     k.step_size = static_cast<float>(step_size);
-    k.inv_bias2 = adam ? static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(g.beta2, t))) : 1.0f;
     k.lr = static_cast<float>(g.lr);
     k.lr_wd = decoupled ? static_cast<float>(g.lr * g.weight_decay) : 0.0f;
     k.eps = static_cast<float>(g.eps);
@@ -86,12 +86,14 @@ zk::Scalars scalars_of(const zk_group &g, float scale) {
     k.w1 = static_cast<float>(k.w1d);
     k.w2 = static_cast<float>(k.w2d);
     k.beta1 = static_cast<float>(g.beta1);
+    k.beta2 = static_cast<float>(g.beta2);
     k.root_beta2 = static_cast<float>(std::sqrt(g.beta2));
     k.root_w2 = static_cast<float>(std::sqrt(k.w2d));
-    // m / (root * slope + floor) is the whole step. Without a step the floor is infinite and its reciprocal 0.
-    k.root_slope = k.step_size != 0.0f ? k.inv_bias2 / k.step_size : 0.0f;
-    k.root_floor = k.step_size != 0.0f ? k.eps / k.step_size : INFINITY;
-    k.beta2d = g.beta2;
+    // Without a step the floor is infinite, and what is divided by it 0. The slope stays finite: a root may be 0.
+    const double per_step = k.step_size != 0.0f ? 1.0 / step_size : 0.0;
+    k.root_slope =
+        adam ? static_cast<float>(std::fmin(per_step / std::sqrt(1.0 - std::pow(g.beta2, t)), FLT_MAX)) : 0.0f;
+    k.root_floor = k.step_size != 0.0f ? static_cast<float>(g.eps * per_step) : INFINITY;
     k.lrd = g.lr;
     k.momentumd = g.momentum;
     k.momentum = static_cast<float>(g.momentum);

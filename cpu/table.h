@@ -10,9 +10,10 @@ namespace zk {
 
 // Hyperparameters of a group, rounded once from double the way kernels/reference.py does it.
 struct Scalars {
-    float scale /* negative to ascend */, step_size, lr_wd, inv_bias2, eps, wd, w1, w2, beta1, root_beta2, root_w2,
-        root_slope, root_floor, lr, momentum, undamped;
-    double w1d, w2d, beta2d, wdd, lrd, momentumd, undampedd;
+    float scale;  // negative to ascend
+    float step_size, lr_wd, eps, wd, w1, w2, beta1, beta2, root_beta2, root_w2, root_slope, root_floor, lr, momentum,
+        undamped;
+    double w1d, w2d, wdd, lrd, momentumd, undampedd;
     uint64_t seed_mix;
     int64_t step;
     uint32_t grad, target, out;

@@ -11,7 +11,8 @@ Counts fuzz_control(Random &random, uint64_t executions) {
     for (uint64_t i = 0; i < executions; ++i) {
         const int number = static_cast<int>(random.next() >> 33 >> random.below(31)) * (random.one_in(2) ? 1 : -1);
         const bool known = number >= 0 && number < zk_isa_count();
-        if ((zk_isa_name(number) != nullptr) != known || (zk_isa_needs(number) != nullptr) != known) fail("zk_isa_name", i, "wrong for index", number);
+        if ((zk_isa_name(number) != nullptr) != known || (zk_isa_needs(number) != nullptr) != known)
+            fail("zk_isa_name", i, "wrong for index", number);
         if (!known && zk_isa_usable(number)) fail("zk_isa_usable", i, "unknown index called usable", number);
         const char *text = zk_error_text(number);
         if (!text || !*text) fail("zk_error_text", i, "no text for", number);
@@ -25,13 +26,17 @@ Counts fuzz_control(Random &random, uint64_t executions) {
         for (char &letter : name) letter = static_cast<char>(random.next() >> 24);
         name.back() = '\0';
         bool listed = false;
-        for (int isa = 0; isa < zk_isa_count(); ++isa) listed = listed || std::strcmp(name.data(), zk_isa_name(isa)) == 0;
+        for (int isa = 0; isa < zk_isa_count(); ++isa)
+            listed = listed || std::strcmp(name.data(), zk_isa_name(isa)) == 0;
         const char *active = zk_isa_active();
-        if (!listed && (zk_isa_force(name.data()) != ZK_E_ISA || zk_isa_active() != active)) fail("zk_isa_force", i, "took an unknown name of length", static_cast<int64_t>(name.size()));
+        if (!listed && (zk_isa_force(name.data()) != ZK_E_ISA || zk_isa_active() != active))
+            fail("zk_isa_force", i, "took an unknown name of length", static_cast<int64_t>(name.size()));
 
-        const int64_t extremes[] = {0, 1, 65536, 65537, -1, std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
+        const int64_t extremes[] = {
+            0, 1, 65536, 65537, -1, std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
         const int64_t numels[] = {random.pick(extremes), random.pick(extremes)};
-        if (zk_sumsq_partials(numels, 1 + static_cast<int64_t>(random.below(2))) < 0) fail("zk_sumsq_partials", i, "negative count for", numels[0]);
+        if (zk_sumsq_partials(numels, 1 + static_cast<int64_t>(random.below(2))) < 0)
+            fail("zk_sumsq_partials", i, "negative count for", numels[0]);
         ++(valid ? counts.accepted : counts.refused);
     }
     zk_threads_set(threads);

@@ -1,4 +1,5 @@
-// fuzz [executions per entry] [seed]: every entry of the C ABI, one line each. A finding ends the program with a nonzero status.
+// fuzz [executions per entry] [seed]: every entry of the C ABI, one line each. A finding ends the program with a
+// nonzero status.
 #include <chrono>
 
 #include "fuzz.h"
@@ -9,8 +10,9 @@ int main(int argc, char **argv) {
     const struct {
         const char *name;
         fuzz::Entry run;
-    } entries[] = {{"zk_update", fuzz::fuzz_update},   {"zk_sumsq", fuzz::fuzz_sumsq},   {"zk_accumulate", fuzz::fuzz_accumulate},
-                   {"zk_convert", fuzz::fuzz_convert}, {"zk_stream", fuzz::fuzz_stream}, {"control", fuzz::fuzz_control}};
+    } entries[] = {{"zk_update", fuzz::fuzz_update},         {"zk_sumsq", fuzz::fuzz_sumsq},
+                   {"zk_accumulate", fuzz::fuzz_accumulate}, {"zk_convert", fuzz::fuzz_convert},
+                   {"zk_stream", fuzz::fuzz_stream},         {"control", fuzz::fuzz_control}};
     std::printf("instruction sets:");
     for (const char *name : fuzz::usable_sets()) std::printf(" %s", name);
     std::printf("; seed %llu\n", static_cast<unsigned long long>(seed));
@@ -19,8 +21,9 @@ int main(int argc, char **argv) {
         const auto start = std::chrono::steady_clock::now();
         const fuzz::Counts counts = entry.run(random, executions);
         const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        std::printf("%-14s %9llu executions: %9llu valid, %9llu refused, %6.1f s\n", entry.name, static_cast<unsigned long long>(executions),
-                    static_cast<unsigned long long>(counts.accepted), static_cast<unsigned long long>(counts.refused), seconds);
+        std::printf("%-14s %9llu executions: %9llu valid, %9llu refused, %6.1f s\n", entry.name,
+                    static_cast<unsigned long long>(executions), static_cast<unsigned long long>(counts.accepted),
+                    static_cast<unsigned long long>(counts.refused), seconds);
         std::fflush(stdout);
     }
     return 0;

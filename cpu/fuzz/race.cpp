@@ -1,5 +1,5 @@
-// race [rounds] [seed]: callers on several threads share the pool while others change its size and the instruction set. Built with
-// ThreadSanitizer; every result must also be the one that a single thread gives.
+// race [rounds] [seed]: callers on several threads share the pool while others change its size and the instruction set.
+// Built with ThreadSanitizer; every result must also be the one that a single thread gives.
 #include <atomic>
 #include <thread>
 
@@ -64,7 +64,8 @@ double sum_of(const std::vector<float> &values) {
 void call(uint64_t rounds, uint64_t seed, const Step &expected, double expected_sum, std::atomic<uint64_t> &done) {
     for (uint64_t i = 0; i < rounds; ++i) {
         Step step(seed);
-        if (step.run() != ZK_OK || !(step == expected)) fuzz::fail("zk_update", i, "another result than a single thread's", 0);
+        if (step.run() != ZK_OK || !(step == expected))
+            fuzz::fail("zk_update", i, "another result than a single thread's", 0);
         if (sum_of(step.grad) != expected_sum) fuzz::fail("zk_sumsq", i, "another result than a single thread's", 0);
         std::vector<float> copy(NUMEL);
         const void *source = step.grad.data();

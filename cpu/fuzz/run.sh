@@ -1,14 +1,14 @@
 #!/bin/sh
 # cpu/fuzz/run.sh [executions per entry, 1000000] [seed, 1]: the C ABI under AddressSanitizer and UndefinedBehaviorSanitizer, then the
 # thread pool under ThreadSanitizer. Prints the executions per entry; any finding ends it with a nonzero status.
-# Needs g++ with its sanitizers, and cmake. CMAKE and BUILD (a folder, default build/fuzz) may be set.
+# Needs g++ with its sanitizers, and cmake (of the PATH or of .venv). CMAKE and BUILD (a folder, default build/fuzz) may be set.
 set -eu
 
 executions=${1:-1000000}
 seed=${2:-1}
 here=$(cd "$(dirname "$0")" && pwd)
 build=${BUILD:-$here/../../build/fuzz}
-cmake=${CMAKE:-cmake}
+cmake=${CMAKE:-$(command -v cmake || echo "$here/../../.venv/bin/cmake")}
 
 for tool in g++ "$cmake"; do
     command -v "$tool" >/dev/null || { echo "$tool is missing; install it (for example: apt-get install g++ cmake) or set CMAKE" >&2; exit 1; }

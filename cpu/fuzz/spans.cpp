@@ -42,7 +42,8 @@ template <class Run>
 void expect_refusal(const char *entry, uint64_t execution, const Buffer &result, Run run) {
     const Buffer before(result);
     if (run() == ZK_OK) fail(entry, execution, "spoilt arguments were accepted", 0);
-    if (std::memcmp(before.data(), result.data(), static_cast<size_t>(before.nbytes)) != 0) fail(entry, execution, "it wrote although it refused", 0);
+    if (std::memcmp(before.data(), result.data(), static_cast<size_t>(before.nbytes)) != 0)
+        fail(entry, execution, "it wrote although it refused", 0);
 }
 
 // Calls each(execution) with the instruction sets in turn; it says whether the call was a valid one.
@@ -68,7 +69,8 @@ Counts fuzz_sumsq(Random &random, uint64_t executions) {
         std::vector<const void *> sources;
         std::vector<int64_t> numels;
         for (int64_t i = 0; i < n; ++i) {
-            const int64_t numel = random.one_in(2000) ? 65535 + static_cast<int64_t>(random.below(3)) : some_numel(random);
+            const int64_t numel =
+                random.one_in(2000) ? 65535 + static_cast<int64_t>(random.below(3)) : some_numel(random);
             memory.push_back(filled(random, kind_of(dtype), numel));
             sources.push_back(memory.back()->data());
             numels.push_back(numel);
@@ -79,19 +81,32 @@ Counts fuzz_sumsq(Random &random, uint64_t executions) {
         int64_t *counts = numels.data();
         double *scratch = reinterpret_cast<double *>(partials.data()), *to = reinterpret_cast<double *>(sums.data());
         if (!random.one_in(4) || n == 0) {
-            expect_scalar_bits("zk_sumsq", execution, sums, [&] { return zk_sumsq(from, counts, n, dtype, scratch, to); });
+            expect_scalar_bits("zk_sumsq", execution, sums,
+                               [&] { return zk_sumsq(from, counts, n, dtype, scratch, to); });
             return true;
         }
         const uint64_t at = random.below(static_cast<uint64_t>(n));
         uint32_t kind = dtype;
         int64_t count = n;
         switch (random.below(6)) {
-            case 0: kind = wrong_dtype(random); break;
-            case 1: count = -1 - static_cast<int64_t>(random.next() >> 2); break;
-            case 2: counts[at] = -1 - static_cast<int64_t>(random.next() >> 2 >> random.below(62)); break;
-            case 3: from = nullptr; break;
-            case 4: counts = nullptr; break;
-            default: to = nullptr; break;
+            case 0:
+                kind = wrong_dtype(random);
+                break;
+            case 1:
+                count = -1 - static_cast<int64_t>(random.next() >> 2);
+                break;
+            case 2:
+                counts[at] = -1 - static_cast<int64_t>(random.next() >> 2 >> random.below(62));
+                break;
+            case 3:
+                from = nullptr;
+                break;
+            case 4:
+                counts = nullptr;
+                break;
+            default:
+                to = nullptr;
+                break;
         }
         expect_refusal("zk_sumsq", execution, sums, [&] { return zk_sumsq(from, counts, count, kind, scratch, to); });
         return false;
@@ -112,7 +127,9 @@ Counts fuzz_accumulate(Random &random, uint64_t executions) {
             sources.push_back(memory.back()->data());
         }
         if (!random.one_in(4)) {
-            expect_scalar_bits("zk_accumulate", execution, *dst, [&] { return zk_accumulate(dst->data(), dst_dtype, sources.data(), n, src_dtype, numel, add, scale); });
+            expect_scalar_bits("zk_accumulate", execution, *dst, [&] {
+                return zk_accumulate(dst->data(), dst_dtype, sources.data(), n, src_dtype, numel, add, scale);
+            });
             return true;
         }
         void *to = dst->data();
@@ -120,15 +137,30 @@ Counts fuzz_accumulate(Random &random, uint64_t executions) {
         uint32_t kinds[] = {dst_dtype, src_dtype};
         int64_t count = n, elements = numel;
         switch (random.below(numel ? 7 : 4)) {
-            case 0: kinds[0] = wrong_dtype(random); break;
-            case 1: kinds[1] = wrong_dtype(random); break;
-            case 2: count = -static_cast<int64_t>(random.next() >> 1 >> random.below(63)); break;
-            case 3: elements = -1 - static_cast<int64_t>(random.next() >> 2); break;
-            case 4: to = nullptr; break;
-            case 5: from = nullptr; break;
-            default: sources[random.below(static_cast<uint64_t>(n))] = nullptr; break;
+            case 0:
+                kinds[0] = wrong_dtype(random);
+                break;
+            case 1:
+                kinds[1] = wrong_dtype(random);
+                break;
+            case 2:
+                count = -static_cast<int64_t>(random.next() >> 1 >> random.below(63));
+                break;
+            case 3:
+                elements = -1 - static_cast<int64_t>(random.next() >> 2);
+                break;
+            case 4:
+                to = nullptr;
+                break;
+            case 5:
+                from = nullptr;
+                break;
+            default:
+                sources[random.below(static_cast<uint64_t>(n))] = nullptr;
+                break;
         }
-        expect_refusal("zk_accumulate", execution, *dst, [&] { return zk_accumulate(to, kinds[0], from, count, kinds[1], elements, add, scale); });
+        expect_refusal("zk_accumulate", execution, *dst,
+                       [&] { return zk_accumulate(to, kinds[0], from, count, kinds[1], elements, add, scale); });
         return false;
     });
 }
@@ -141,26 +173,50 @@ Counts fuzz_convert(Random &random, uint64_t executions) {
         const auto x = filled(random, Kind::fp32, numel);
         if (codec == ZK_ENCODE_EXP_AVG_SQ) x->make_positive();
         const auto codes = filled(random, split ? Kind::bf16 : Kind::bytes, numel);
-        const auto aux = filled(random, !split ? Kind::fp32 : wide ? Kind::words : Kind::bytes, split ? numel : (numel + ZK_BLOCK - 1) / ZK_BLOCK);
+        const auto aux = filled(random,
+                                !split ? Kind::fp32
+                                : wide ? Kind::words
+                                       : Kind::bytes,
+                                split ? numel : (numel + ZK_BLOCK - 1) / ZK_BLOCK);
         if (!split) aux->make_positive();
-        if (codec == ZK_DECODE_EXP_AVG)  // no encoder writes -128, and the sign of the zero that it decodes as is left open
-            for (int64_t i = 0; i < codes->nbytes; ++i) codes->data()[i] = static_cast<char>(codes->data()[i] == -128 ? 0 : codes->data()[i]);
-        const bool decodes = codec == ZK_DECODE_EXP_AVG || codec == ZK_DECODE_EXP_AVG_SQ || codec == ZK_JOIN16 || codec == ZK_JOIN8;
+        if (codec ==
+            ZK_DECODE_EXP_AVG)  // no encoder writes -128, and the sign of the zero that it decodes as is left open
+            for (int64_t i = 0; i < codes->nbytes; ++i)
+                codes->data()[i] = static_cast<char>(codes->data()[i] == -128 ? 0 : codes->data()[i]);
+        const bool decodes =
+            codec == ZK_DECODE_EXP_AVG || codec == ZK_DECODE_EXP_AVG_SQ || codec == ZK_JOIN16 || codec == ZK_JOIN8;
         // Encoders are compared by their scales: the codes of a block that is not finite mean nothing.
         Buffer &result = decodes ? *x : split ? *codes : *aux;
         void *const code = codes->data(), *const extra = aux->data();
         float *const values = reinterpret_cast<float *>(x->data());
         if (!random.one_in(4)) {
-            expect_scalar_bits("zk_convert", execution, result, [&] { return zk_convert(codec, values, code, extra, numel); });
+            expect_scalar_bits("zk_convert", execution, result,
+                               [&] { return zk_convert(codec, values, code, extra, numel); });
             return true;
         }
-        const uint32_t wrong_codec = random.one_in(2) ? 0 : ZK_JOIN8 + 1 + static_cast<uint32_t>(random.below(1u << 30));
+        const uint32_t wrong_codec =
+            random.one_in(2) ? 0 : ZK_JOIN8 + 1 + static_cast<uint32_t>(random.below(1u << 30));
         switch (random.below(numel ? 5 : 2)) {
-            case 0: expect_refusal("zk_convert", execution, result, [&] { return zk_convert(wrong_codec, values, code, extra, numel); }); break;
-            case 1: expect_refusal("zk_convert", execution, result, [&] { return zk_convert(codec, values, code, extra, -1 - numel); }); break;
-            case 2: expect_refusal("zk_convert", execution, result, [&] { return zk_convert(codec, nullptr, code, extra, numel); }); break;
-            case 3: expect_refusal("zk_convert", execution, result, [&] { return zk_convert(codec, values, nullptr, extra, numel); }); break;
-            default: expect_refusal("zk_convert", execution, result, [&] { return zk_convert(codec, values, code, nullptr, numel); }); break;
+            case 0:
+                expect_refusal("zk_convert", execution, result,
+                               [&] { return zk_convert(wrong_codec, values, code, extra, numel); });
+                break;
+            case 1:
+                expect_refusal("zk_convert", execution, result,
+                               [&] { return zk_convert(codec, values, code, extra, -1 - numel); });
+                break;
+            case 2:
+                expect_refusal("zk_convert", execution, result,
+                               [&] { return zk_convert(codec, nullptr, code, extra, numel); });
+                break;
+            case 3:
+                expect_refusal("zk_convert", execution, result,
+                               [&] { return zk_convert(codec, values, nullptr, extra, numel); });
+                break;
+            default:
+                expect_refusal("zk_convert", execution, result,
+                               [&] { return zk_convert(codec, values, code, nullptr, numel); });
+                break;
         }
         return false;
     });
@@ -179,7 +235,8 @@ Counts fuzz_stream(Random &random, uint64_t executions) {
                 memory.push_back(std::make_unique<Buffer>(Kind::bytes, nbytes + 64, 0));
                 memory.back()->fill(random);
                 const uint64_t address = reinterpret_cast<uint64_t>(memory.back()->data());
-                pointers[role].push_back(memory.back()->data() + (role == 2 ? (64 - address % 64) % 64 : random.below(16) * 4));
+                pointers[role].push_back(memory.back()->data() +
+                                         (role == 2 ? (64 - address % 64) % 64 : random.below(16) * 4));
             }
         }
         const void *const *reads = const_cast<const void *const *>(pointers[0].data());
@@ -187,14 +244,21 @@ Counts fuzz_stream(Random &random, uint64_t executions) {
             return zk_stream(reads, nread, pointers[1].data(), counts[1], pointers[2].data(), counts[2], length);
         };
         if (!random.one_in(4)) {
-            if (const int code = call(counts[0], nbytes)) fail("zk_stream", execution, "a valid call was refused", code);
+            if (const int code = call(counts[0], nbytes))
+                fail("zk_stream", execution, "a valid call was refused", code);
             return true;
         }
         int code = ZK_OK;
         switch (random.below(4)) {
-            case 0: code = call(counts[0], nbytes + 1 + static_cast<int64_t>(random.below(63))); break;
-            case 1: code = call(random.one_in(2) ? -1 : 9, nbytes); break;
-            case 2: code = call(counts[0], -64); break;
+            case 0:
+                code = call(counts[0], nbytes + 1 + static_cast<int64_t>(random.below(63)));
+                break;
+            case 1:
+                code = call(random.one_in(2) ? -1 : 9, nbytes);
+                break;
+            case 2:
+                code = call(counts[0], -64);
+                break;
             default:
                 reads = nullptr;
                 code = call(1 + static_cast<int>(random.below(8)), nbytes);

@@ -1,5 +1,5 @@
-// zk_update with valid and spoilt descriptors. Valid ones must give scalar's bits on every instruction set; spoilt ones must be
-// refused, name the row at fault, and write nothing.
+// zk_update with valid and spoilt descriptors. Valid ones must give scalar's bits on every instruction set; spoilt ones
+// must be refused, name the row at fault, and write nothing.
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -30,8 +30,11 @@ zk_group valid_group(Random &random) {
     g.grad = random.pick(FLOATS);
     g.param = random.pick(HALVES);
     g.master = random.pick(MASTERS);
-    constexpr uint32_t averages[] = {ZK_F32, ZK_BF16, ZK_INT8}, sums[] = {ZK_F32, ZK_BF16}, momenta[] = {ZK_NONE, ZK_F32, ZK_BF16};
-    g.state = g.algorithm == ZK_SGD ? random.pick(momenta) : g.algorithm == ZK_ADAGRAD ? random.pick(sums) : random.pick(averages);
+    constexpr uint32_t averages[] = {ZK_F32, ZK_BF16, ZK_INT8}, sums[] = {ZK_F32, ZK_BF16},
+                       momenta[] = {ZK_NONE, ZK_F32, ZK_BF16};
+    g.state = g.algorithm == ZK_SGD       ? random.pick(momenta)
+              : g.algorithm == ZK_ADAGRAD ? random.pick(sums)
+                                          : random.pick(averages);
     constexpr uint32_t outs[] = {ZK_NONE, ZK_BF16, ZK_F16};
     g.out = random.pick(outs);
     g.flags = static_cast<uint32_t>(random.below(16));
@@ -67,8 +70,10 @@ zk_segment valid_segment(Call &call, Random &random, const zk_group &g, uint64_t
     // Adam's update may use an approximate division on int8 states; what follows from it is not compared.
     const bool exact = !(g.algorithm == ZK_ADAM && g.state == ZK_INT8);
     s.grad = give(call, random, kind_of(g.grad), s.numel);
-    if (g.master == ZK_MASTER_FP32) s.master = give(call, random, Kind::fp32, s.numel, false, exact);
-    else s.param = give(call, random, g.master == ZK_MASTER_NONE ? kind_of(g.param) : Kind::bf16, s.numel, false, exact);
+    if (g.master == ZK_MASTER_FP32)
+        s.master = give(call, random, Kind::fp32, s.numel, false, exact);
+    else
+        s.param = give(call, random, g.master == ZK_MASTER_NONE ? kind_of(g.param) : Kind::bf16, s.numel, false, exact);
     if (g.master == ZK_MASTER_SPLIT16) s.remainder = give(call, random, Kind::words, s.numel, false, exact);
     if (g.master == ZK_MASTER_SPLIT8) s.remainder = give(call, random, Kind::bytes, s.numel, false, exact);
     const int64_t blocks = (s.numel + ZK_BLOCK - 1) / ZK_BLOCK;
@@ -77,7 +82,8 @@ zk_segment valid_segment(Call &call, Random &random, const zk_group &g, uint64_t
         s.exp_avg = give(call, random, Kind::bytes, s.numel, false, false);
         s.exp_avg_scale = static_cast<float *>(give(call, random, Kind::fp32, blocks, true));
         if (g.algorithm == ZK_ADAM) s.exp_avg_sq = give(call, random, Kind::bytes, s.numel, false, false);
-        if (g.algorithm == ZK_ADAM) s.exp_avg_sq_scale = static_cast<float *>(give(call, random, Kind::fp32, blocks, true));
+        if (g.algorithm == ZK_ADAM)
+            s.exp_avg_sq_scale = static_cast<float *>(give(call, random, Kind::fp32, blocks, true));
     } else if (g.state != ZK_NONE) {
         s.exp_avg = give(call, random, kind_of(g.state), s.numel, g.algorithm == ZK_ADAGRAD);
         if (g.algorithm == ZK_ADAM) s.exp_avg_sq = give(call, random, kind_of(g.state), s.numel, true);
@@ -100,7 +106,8 @@ Call valid_call(Random &random) {
 int run(Call &call, Random &random, int64_t &bad) {
     const float scale = random.one_in(2) ? 1.0f : 0.37f;
     return zk_update(call.segments.data(), static_cast<int64_t>(call.segments.size()), call.groups.data(),
-                     static_cast<int64_t>(call.groups.size()), random.one_in(4) ? nullptr : &scale, random.one_in(8) ? nullptr : &bad);
+                     static_cast<int64_t>(call.groups.size()), random.one_in(4) ? nullptr : &scale,
+                     random.one_in(8) ? nullptr : &bad);
 }
 
 std::vector<std::unique_ptr<Buffer>> copy(const Memory &memory) {
@@ -110,34 +117,68 @@ std::vector<std::unique_ptr<Buffer>> copy(const Memory &memory) {
 }
 
 void restore(Memory &memory, const Memory &from) {
-    for (size_t i = 0; i < memory.size(); ++i) std::memcpy(memory[i]->data(), from[i]->data(), static_cast<size_t>(memory[i]->nbytes));
+    for (size_t i = 0; i < memory.size(); ++i)
+        std::memcpy(memory[i]->data(), from[i]->data(), static_cast<size_t>(memory[i]->nbytes));
 }
 
-uint32_t wrong_number(Random &random, uint32_t last) { return random.one_in(2) ? last + 1 + static_cast<uint32_t>(random.below(5)) : static_cast<uint32_t>(random.next() | 0x80000000u); }
+uint32_t wrong_number(Random &random, uint32_t last) {
+    return random.one_in(2) ? last + 1 + static_cast<uint32_t>(random.below(5))
+                            : static_cast<uint32_t>(random.next() | 0x80000000u);
+}
 
 // Spoils one field of one group; gives the group's number.
 int64_t spoil_group(Call &call, Random &random) {
-    const double bad[] = {std::nan(""), std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()};
+    const double bad[] = {std::nan(""), std::numeric_limits<double>::infinity(),
+                          -std::numeric_limits<double>::infinity()};
     const double not_a_fraction[] = {std::nan(""), 1.0, 1.5, -0.1, std::numeric_limits<double>::infinity()};
     const uint64_t number = random.below(call.groups.size());
     zk_group &g = call.groups[number];
     switch (random.below(13)) {
-        case 0: g.algorithm = random.one_in(2) ? 0 : wrong_number(random, ZK_SGD); break;
-        case 1: g.grad = random.one_in(2) ? 0 : wrong_number(random, ZK_F16); break;
-        case 2: g.master = random.one_in(2) ? 0 : wrong_number(random, ZK_MASTER_NONE); break;
-        case 3: g.master = ZK_MASTER_NONE; g.param = random.one_in(2) ? FLOATS[0] : wrong_number(random, ZK_F16); break;
-        case 4: g.state = g.algorithm == ZK_SGD || g.algorithm == ZK_ADAGRAD ? static_cast<uint32_t>(ZK_INT8) : wrong_number(random, ZK_INT8); break;
-        case 5: g.state = ZK_F16; break;
-        case 6: g.out = random.one_in(2) ? FLOATS[0] : wrong_number(random, ZK_F16); break;
-        case 7: g.flags |= 32u << random.below(27); break;
-        case 8: g.reserved = 1; break;
-        case 9: g.lr = random.pick(bad); break;
-        case 10: g.weight_decay = random.pick(bad); break;
-        case 11: g.step = -static_cast<int64_t>(random.next() >> 2 >> random.below(62)); break;
+        case 0:
+            g.algorithm = random.one_in(2) ? 0 : wrong_number(random, ZK_SGD);
+            break;
+        case 1:
+            g.grad = random.one_in(2) ? 0 : wrong_number(random, ZK_F16);
+            break;
+        case 2:
+            g.master = random.one_in(2) ? 0 : wrong_number(random, ZK_MASTER_NONE);
+            break;
+        case 3:
+            g.master = ZK_MASTER_NONE;
+            g.param = random.one_in(2) ? FLOATS[0] : wrong_number(random, ZK_F16);
+            break;
+        case 4:
+            g.state = g.algorithm == ZK_SGD || g.algorithm == ZK_ADAGRAD ? static_cast<uint32_t>(ZK_INT8)
+                                                                         : wrong_number(random, ZK_INT8);
+            break;
+        case 5:
+            g.state = ZK_F16;
+            break;
+        case 6:
+            g.out = random.one_in(2) ? FLOATS[0] : wrong_number(random, ZK_F16);
+            break;
+        case 7:
+            g.flags |= 32u << random.below(27);
+            break;
+        case 8:
+            g.reserved = 1;
+            break;
+        case 9:
+            g.lr = random.pick(bad);
+            break;
+        case 10:
+            g.weight_decay = random.pick(bad);
+            break;
+        case 11:
+            g.step = -static_cast<int64_t>(random.next() >> 2 >> random.below(62));
+            break;
         default:
-            if (g.algorithm == ZK_SGD) g.momentum = random.pick(bad);
-            else if (g.algorithm == ZK_ADAGRAD) g.lr_decay = random.one_in(2) ? -0.5 : random.pick(bad);
-            else (random.one_in(2) ? g.beta1 : g.beta2) = random.pick(not_a_fraction);
+            if (g.algorithm == ZK_SGD)
+                g.momentum = random.pick(bad);
+            else if (g.algorithm == ZK_ADAGRAD)
+                g.lr_decay = random.one_in(2) ? -0.5 : random.pick(bad);
+            else
+                (random.one_in(2) ? g.beta1 : g.beta2) = random.pick(not_a_fraction);
     }
     return -1 - static_cast<int64_t>(number);
 }
@@ -148,12 +189,18 @@ int64_t spoil_segment(Call &call, Random &random) {
     zk_segment &s = call.segments[number];
     const uint64_t kind = random.below(s.numel ? 11 : 3);
     void **const pointers[] = {&s.param, &s.remainder, &s.master, &s.exp_avg, &s.exp_avg_sq, &s.out};
-    if (kind == 0) s.numel = -1 - static_cast<int64_t>(random.next() >> 2 >> random.below(62));
-    else if (kind == 1) s.group = call.groups.size() + (random.next() >> random.below(64));
-    else if (kind == 2) s.first = -1 - static_cast<int64_t>(random.below(1000));
-    else if (kind == 3) s.grad = nullptr;
-    else if (kind == 4 && s.exp_avg_scale) s.exp_avg_scale = nullptr;
-    else if (kind == 5 && s.exp_avg_sq_scale) s.exp_avg_sq_scale = nullptr;
+    if (kind == 0)
+        s.numel = -1 - static_cast<int64_t>(random.next() >> 2 >> random.below(62));
+    else if (kind == 1)
+        s.group = call.groups.size() + (random.next() >> random.below(64));
+    else if (kind == 2)
+        s.first = -1 - static_cast<int64_t>(random.below(1000));
+    else if (kind == 3)
+        s.grad = nullptr;
+    else if (kind == 4 && s.exp_avg_scale)
+        s.exp_avg_scale = nullptr;
+    else if (kind == 5 && s.exp_avg_sq_scale)
+        s.exp_avg_sq_scale = nullptr;
     else {
         for (uint64_t i = random.below(6);; i = (i + 1) % 6) {
             if (!*pointers[i]) continue;
@@ -179,8 +226,11 @@ void expect_refusal(Call &call, Random &random, int64_t fault, uint64_t executio
 void describe(const Call &call, const Buffer &wide, const Buffer &scalar, int64_t at) {
     for (const zk_segment &s : call.segments) {
         const zk_group &g = call.groups[s.group];
-        std::fprintf(stderr, "row: algorithm %u, grad %u, param %u, master %u, state %u, out %u, flags %u, step %lld, numel %lld\n", g.algorithm, g.grad, g.param,
-                     g.master, g.state, g.out, g.flags, static_cast<long long>(g.step), static_cast<long long>(s.numel));
+        std::fprintf(
+            stderr,
+            "row: algorithm %u, grad %u, param %u, master %u, state %u, out %u, flags %u, step %lld, numel %lld\n",
+            g.algorithm, g.grad, g.param, g.master, g.state, g.out, g.flags, static_cast<long long>(g.step),
+            static_cast<long long>(s.numel));
     }
     print_element(wide, scalar, at);
 }

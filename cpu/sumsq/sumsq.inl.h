@@ -13,11 +13,13 @@ double sum_of_squares(const void *source, int64_t numel) {
     D sums[COUNT];
     for (int c = 0; c < COUNT; ++c) sums[c] = dset1(0.0);
     const auto add_step = [&](const void *p) {
+        if constexpr (G == ZK_BF16) {
+            add_bf16_squares(static_cast<const uint16_t *>(p), sums);
+            return;
+        }
         for (int c = 0; c < COUNT; c += Q) {
             F x[Q];
-            if constexpr (G == ZK_BF16) {
-                load_bf16(at<uint16_t>(p, c * W), x);
-            } else if constexpr (G == ZK_F16) {
+            if constexpr (G == ZK_F16) {
                 load_f16(at<uint16_t>(p, c * W), x);
             } else {
                 for (int j = 0; j < Q; ++j) x[j] = load(at<float>(p, (c + j) * W));
@@ -44,7 +46,11 @@ double sum_of_squares(const void *source, int64_t numel) {
         add_step(room);
     }
     alignas(64) double lanes[LANES];
-    for (int c = 0; c < COUNT; ++c) dstore(lanes + c * W, sums[c]);
+    if constexpr (G == ZK_BF16) {
+        store_bf16_lanes(lanes, sums);
+    } else {
+        for (int c = 0; c < COUNT; ++c) dstore(lanes + c * W, sums[c]);
+    }
     for (int half = LANES / 2; half >= 1; half /= 2)
         for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
     return lanes[0];

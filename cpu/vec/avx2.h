@@ -19,6 +19,7 @@ struct D {
     __m256d low, high;
 };
 
+inline __m128i load_128(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
 inline F set1(float x) { return _mm256_set1_ps(x); }
 inline F load(const float *p) { return _mm256_loadu_ps(p); }
 inline void store(float *p, F x) { _mm256_storeu_ps(p, x); }
@@ -27,6 +28,9 @@ inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F div(F a, F b) { return _mm256_div_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
+// -infinity becomes the lowest finite number; a NaN, the second operand, stays.
+inline F at_least_lowest(F a) { return _mm256_max_ps(_mm256_set1_ps(-FLT_MAX), a); }
 inline F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
 inline F reciprocal(F a) { return _mm256_div_ps(_mm256_set1_ps(1.0f), a); }
 inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
@@ -53,9 +57,31 @@ inline D dmul(D a, D b) { return {_mm256_mul_pd(a.low, b.low), _mm256_mul_pd(a.h
 inline D add_square(D sum, D x) {
     return {_mm256_fmadd_pd(x.low, x.low, sum.low), _mm256_fmadd_pd(x.high, x.high, sum.high)};
 }
+// Squares of 64 bf16: even and odd elements of 8 are a shift and a mask away from being fp32. Until they are stored,
+// the two halves of sums[c] hold the even and the odd lanes of elements 8 c to 8 c + 7.
+inline void add_bf16_squares(const uint16_t *p, D (&sums)[8]) {
+    for (int c = 0; c < 8; ++c) {
+        const __m128i x = load_128(p + 8 * c);
+        const __m128i odd = _mm_and_si128(x, _mm_set1_epi32(static_cast<int>(0xFFFF0000u)));
+        const D values = {_mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(x, 16))),
+                          _mm256_cvtps_pd(_mm_castsi128_ps(odd))};
+        sums[c] = add_square(sums[c], values);
+    }
+}
 inline void dstore(double *p, D x) {
     _mm256_storeu_pd(p, x.low);
     _mm256_storeu_pd(p + 4, x.high);
+}
+inline void store_bf16_lanes(double *lanes, const D (&sums)[8]) {
+    for (int c = 0; c < 8; ++c) {
+        double even[4], odd[4];
+        _mm256_storeu_pd(even, sums[c].low);
+        _mm256_storeu_pd(odd, sums[c].high);
+        for (int i = 0; i < 4; ++i) {
+            lanes[8 * c + 2 * i] = even[i];
+            lanes[8 * c + 2 * i + 1] = odd[i];
+        }
+    }
 }
 
 // The larger by bits, which for magnitudes is the larger; a NaN is larger than everything and stays.
@@ -73,7 +99,6 @@ inline I canonical_bits_of(F x) {
 }
 inline I load_256(const void *p) { return _mm256_loadu_si256(static_cast<const I *>(p)); }
 inline void store_256(void *p, I x) { _mm256_storeu_si256(static_cast<I *>(p), x); }
-inline __m128i load_128(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
 
 inline void load_bf16(const uint16_t *p, F (&x)[Q]) {
     for (int j = 0; j < Q; ++j) x[j] = floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_128(p + 8 * j)), 16));

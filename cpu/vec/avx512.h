@@ -55,6 +55,9 @@ inline F max_bits(F a, F b) { return floats(_mm512_max_epu32(ints(a), ints(b)));
 inline float reduce_max(F x) { return float_of(_mm512_reduce_max_epu32(ints(x))); }
 
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
+// -infinity becomes the lowest finite number; a NaN, the second operand, stays.
+inline F at_least_lowest(F a) { return _mm512_max_ps(_mm512_set1_ps(-FLT_MAX), a); }
 inline F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 // Within 2^-14 of 1 / a, relative. Only for what is lossy anyway.
 inline F reciprocal(F a) { return _mm512_rcp14_ps(a); }
@@ -191,9 +194,31 @@ inline I rint_product(F a, F b) { return ints(fma(a, b, _mm512_set1_ps(0x1.8p23f
 inline D add_square(D sum, D x) {
     return {_mm512_fmadd_pd(x.low, x.low, sum.low), _mm512_fmadd_pd(x.high, x.high, sum.high)};
 }
+// Squares of 64 bf16: even and odd elements of 16 are a shift and a mask away from being fp32, without a permute. Until
+// they are stored, the two halves of sums[c] hold the even and the odd lanes of elements 16 c to 16 c + 15.
+inline void add_bf16_squares(const uint16_t *p, D (&sums)[4]) {
+    for (int c = 0; c < 4; ++c) {
+        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p + 16 * c));
+        const __m256i odd = _mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u)));
+        const D values = {_mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16))),
+                          _mm512_cvtps_pd(_mm256_castsi256_ps(odd))};
+        sums[c] = add_square(sums[c], values);
+    }
+}
 inline void dstore(double *p, D x) {
     _mm512_storeu_pd(p, x.low);
     _mm512_storeu_pd(p + 8, x.high);
+}
+inline void store_bf16_lanes(double *lanes, const D (&sums)[4]) {
+    for (int c = 0; c < 4; ++c) {
+        double even[8], odd[8];
+        _mm512_storeu_pd(even, sums[c].low);
+        _mm512_storeu_pd(odd, sums[c].high);
+        for (int i = 0; i < 8; ++i) {
+            lanes[16 * c + 2 * i] = even[i];
+            lanes[16 * c + 2 * i + 1] = odd[i];
+        }
+    }
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // internal linkage: each instruction set compiles its own copy, so none can leak into another.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

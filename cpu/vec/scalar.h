@@ -23,6 +23,9 @@ inline F sub(F a, F b) { return a - b; }
 inline F mul(F a, F b) { return a * b; }
 inline F div(F a, F b) { return a / b; }
 inline F fma(F a, F b, F c) { return std::fma(a, b, c); }
+inline F fms(F a, F b, F c) { return std::fma(a, b, -c); }
+// -infinity becomes the lowest finite number; a NaN stays.
+inline F at_least_lowest(F a) { return a < -FLT_MAX ? -FLT_MAX : a; }
 inline F fnma(F a, F b, F c) { return std::fma(-a, b, c); }
 inline F reciprocal(F a) { return 1.0f / a; }
 inline F sqrt(F a) { return std::sqrt(a); }
@@ -75,6 +78,12 @@ inline void encode_unsigned(uint8_t *codes, const F (&roots)[Q], F inverse) {
 
 inline D add_square(D sum, D x) { return sum + x * x; }
 inline void dstore(double *p, D x) { *p = x; }
+inline void add_bf16_squares(const uint16_t *p, D (&sums)[64]) {
+    for (int i = 0; i < 64; ++i) sums[i] = add_square(sums[i], float_of(static_cast<uint32_t>(p[i]) << 16));
+}
+inline void store_bf16_lanes(double *lanes, const D (&sums)[64]) {
+    for (int i = 0; i < 64; ++i) lanes[i] = sums[i];
+}
 
 }  // namespace
 }  // namespace ZK_NS

@@ -24,7 +24,7 @@ from zerokern.kernels.reference_codecs import (
     split,
     sqrt,
 )
-from zerokern.kernels.reference_int8 import adam_int8
+from zerokern.kernels.reference_int8 import adam_int8, fma, step_scalars, to_fp32
 
 __all__ = [
     "accumulate",
@@ -70,12 +70,12 @@ def adam(
 ) -> None:
     """One step of Adam, or AdamW where `decoupled`, in place.
 
-    fp32 states:  gd = f64(g) [+ weight_decay * f64(p) where coupled]
-                  m' = F(f64(m) + (1 - beta1) * (gd - f64(m)))
-                  v' = F(beta2 * f64(v) + (1 - beta2) * (gd * gd))
-    bf16 states:  g = g [+ F(weight_decay) * p];  m' = m + F(1 - beta1) * (g - m);  v' = v + F(1 - beta2) * (g * g - v)
-    then:         u = m' / (sqrt(v') * F(1 / sqrt(1 - beta2^step)) + F(eps))
-                  p' = p - (F(lr * weight_decay) * p + F(lr / (1 - beta1^step)) * u)      [0 * p where coupled]
+    g             where coupled: fma(F(weight_decay), p, g)
+    m'            w1 = F(1 - beta1) < 0.5: fma(w1, g - m, m), else fma(-F(beta1), g - m, g), as torch.lerp does
+    v'            w2 = F(1 - beta2) < 0.5: fma(w2, max(fma(g, g, -v), lowest), v), so that an infinite v stays infinite,
+                  else fma(w2 * g, g, F(beta2) * v)
+    p'            p - fma(F(lr * weight_decay), p, m' / fma(sqrt(v'), slope, floor))     [fma(0, p, ...) where coupled]
+                  with slope and floor of `step_scalars`
     int8 states:  `reference_int8.adam_int8`
     The update uses m' and v' as they are before they are rounded to a lossy state.
 
@@ -108,22 +108,18 @@ def adam(
     g = _load_grad(grad, scale, maximize)
     m, v = exp_avg.float(), exp_avg_sq.float()
     coupled = not decoupled and weight_decay != 0.0
-    w1, w2 = 1.0 - beta1, 1.0 - beta2
-    if exp_avg.dtype == torch.float32:
-        gd = g.double()
-        if coupled:
-            gd = gd + weight_decay * p.double()
-        m = (m.double() + w1 * (gd - m.double())).float()
-        v = (beta2 * v.double() + w2 * (gd * gd)).float()
+    if coupled:
+        g = fma(to_fp32(weight_decay), p, g)
+    w1, w2 = to_fp32(1.0 - beta1), to_fp32(1.0 - beta2)
+    m = fma(w1, g - m, m) if w1 < 0.5 else fma(-to_fp32(beta1), g - m, g)
+    if w2 < 0.5:
+        gap = fma(g, g, -v)
+        v = fma(w2, torch.where(gap == -math.inf, torch.finfo(torch.float32).min, gap), v)
     else:
-        if coupled:
-            g = g + weight_decay * p
-        m = m + w1 * (g - m)
-        v = v + w2 * (g * g - v)
-    denominator = sqrt(v) * (1.0 / math.sqrt(1.0 - beta2**step)) + eps
-    update = m / denominator
-    decay = lr * weight_decay if decoupled else 0.0
-    p = p - (decay * p + (lr / (1.0 - beta1**step)) * update)
+        v = fma(w2 * g, g, to_fp32(beta2) * v)
+    slope, floor = step_scalars(lr, beta1, beta2, eps, step)
+    decay = to_fp32(lr * weight_decay) if decoupled else 0.0
+    p = p - fma(decay, p, m / fma(slope, sqrt(v), floor))
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     _publish(p, param, remainder, master, out, random)

@@ -1,9 +1,9 @@
 """Adam on int8 states in plain torch: the one update with a sequence of its own.
 
 It is lossy anyway and bound by instructions, so products and sums are fused, the block scales and the gradient's factor
-are folded into the decay factors, the step size is divided into the denominator, and exp_avg_sq never exists but as the
-square of its root. The sequence is still a fixed one. The AVX-512 kernels approximate the reciprocal r to 2^-14, which
-only the parameter sees; all else has these bits everywhere.
+are folded into the decay factors, and exp_avg_sq never exists but as the square of its root. The sequence is still a
+fixed one. The AVX-512 kernels approximate the reciprocal r to 2^-14, which only the parameter sees; all else has these
+bits everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerokern.kernels.reference_codecs import code_values, encode_values, spread_scale, sqrt
 
-__all__ = ["adam_int8", "fma", "to_fp32"]
+__all__ = ["adam_int8", "fma", "step_scalars", "to_fp32"]
 
 
 def to_fp32(x: float) -> float:
@@ -25,6 +25,22 @@ def to_fp32(x: float) -> float:
     0.10000000149011612
     """
     return torch.tensor(x, dtype=torch.float32).item()
+
+
+def step_scalars(lr: float, beta1: float, beta2: float, eps: float, step: int) -> tuple[float, float]:
+    """(slope, floor): the step of a parameter is m' / (sqrt(v') * slope + floor).
+
+    size = lr / (1 - beta1^step);  slope = F(1 / size / sqrt(1 - beta2^step));  floor = F(eps * (1 / size))
+    Where size is 0 in fp32, slope is 0 and floor infinite. The slope stays finite, since a root may be 0.
+
+    >>> step_scalars(0.5, 0.5, 0.75, 0.25, 1)
+    (2.0, 0.25)
+    """
+    size = lr / (1.0 - beta1**step)
+    if to_fp32(size) == 0.0:
+        return 0.0, math.inf
+    slope = min(1.0 / size / math.sqrt(1.0 - beta2**step), torch.finfo(torch.float32).max)
+    return to_fp32(slope), to_fp32(eps * (1.0 / size))
 
 
 def fma(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
@@ -70,10 +86,9 @@ def adam_int8(
     coupled:  g = fma(F(weight_decay), p, g * F(factor)), gain1 = F(1 - beta1), gain2 = F(sqrt(1 - beta2))
     else:     gain1 = F(F(1 - beta1) * F(factor)), gain2 = F(F(sqrt(1 - beta2)) * F(factor))
     m'    = fma(c / (254 - |c|), F(beta1) * exp_avg_scale, gain1 * g)
-    kept  = code * ((exp_avg_sq_scale / 255) * F(sqrt(beta2)));  fresh = gain2 * g
+    kept  = code * ((exp_avg_sq_scale / 255) * F(sqrt(beta2)), FLT_MAX where that is infinite);  fresh = gain2 * g
     root' = sqrt(fma(kept, kept, fresh * fresh))
-    size  = F(lr / (1 - beta1^step));  slope = F(F(1 / sqrt(1 - beta2^step)) / size);  floor = F(F(eps) / size)
-    r     = 1 / fma(root', slope, floor), or 0 where size is 0
+    r     = 1 / fma(root', slope, floor), with slope and floor of `step_scalars`
     p'    = fma(-m', r, fma(-F(lr * weight_decay), p, p))      [0 * p where coupled]
     """
     coupled = not decoupled and weight_decay != 0.0
@@ -85,14 +100,14 @@ def adam_int8(
         gain1, gain2 = to_fp32(gain1 * factor), to_fp32(gain2 * factor)
     decay1 = spread_scale(to_fp32(beta1) * exp_avg_scale.reshape(-1), p)
     root_step = exp_avg_sq_scale.reshape(-1) / torch.full_like(exp_avg_sq_scale.reshape(-1), 255.0)
-    decay2 = spread_scale(root_step * math.sqrt(beta2), p)
+    kept_step = root_step * math.sqrt(beta2)
+    largest = torch.finfo(torch.float32).max
+    decay2 = spread_scale(torch.where(kept_step > largest, largest, kept_step), p)
 
     m = fma(code_values(exp_avg, "exp_avg"), decay1, gain1 * g)
     kept, fresh = code_values(exp_avg_sq, "exp_avg_sq") * decay2, gain2 * g
     root = sqrt(fma(kept, kept, fresh * fresh))
-    step_size = to_fp32(lr / (1.0 - beta1**step))
-    slope = to_fp32(to_fp32(1.0 / math.sqrt(1.0 - beta2**step)) / step_size) if step_size else 0.0
-    floor = to_fp32(to_fp32(eps) / step_size) if step_size else math.inf
+    slope, floor = step_scalars(lr, beta1, beta2, eps, step)
     reciprocal = torch.ones_like(root) / fma(slope, root, floor)
     decay = to_fp32(lr * weight_decay) if decoupled else 0.0
     for value, kind, codes, scale in (
