@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import torch
 
 import zerokern as zk
 from zerokern.core import native
 from zerokern.kernels import ops
-from zerokern.kernels.cpu import UpdateTable
+from zerokern.kernels.cpu import UpdateTable, sumsq_pointers
 
 from .buffers import Buffers
 from .contest import Contest, Provider, Request
@@ -38,6 +39,8 @@ class KernelStep:
         for name, column in zip(problem.algorithm.states, COLUMNS, strict=False):
             self._lay_out_state(name, column)
         self.table = self.new_table(range(len(self.grads)))
+        self.grad_pointers = array("Q", [grad.data_ptr() for grad in self.grads])
+        self.grad_numels = array("q", [grad.numel() for grad in self.grads])
 
     def _lay_out_master(self) -> None:
         if self.layout.master == "fp32":
@@ -75,7 +78,7 @@ class KernelStep:
         return table
 
     def run(self) -> None:
-        norm = math.sqrt(ops.sumsq(self.grads))
+        norm = math.sqrt(sum(sumsq_pointers(self.grad_pointers, self.grad_numels, torch.bfloat16)))
         self.table.run(scale=min(1.0, self.problem.max_norm / (norm + CLIP_EPS)))
 
     def fill(self) -> dict[str, torch.Tensor]:

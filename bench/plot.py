@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 NAMES = {
-    "torch": "torch fused",
+    "torch-optim": "torch.optim fused",
     "torch-tiled": "torch fused, hand-tiled",
     "foreach": "torch foreach",
     "for": "torch for-loop",
@@ -30,7 +31,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
     contests = content["contests"]
     panels = [[row for row in content["rows"] if row["contest"] == contest["name"]] for contest in contests]
-    heights = [len(rows) * ROW_INCHES + 1.25 for rows in panels]
+    heights = [len(rows) * ROW_INCHES + 1.5 for rows in panels]
     with plt.rc_context({"font.family": "DejaVu Sans", "text.color": INK, "svg.fonttype": "none"}):
         size, layout = (11, sum(heights) + 0.55), "constrained"
         figure, axes = plt.subplots(len(panels), 1, figsize=size, height_ratios=heights, squeeze=False, layout=layout)
@@ -46,17 +47,18 @@ def footer(content: dict[str, Any]) -> str:
     machine, versions = content["machine"], content["versions"]
     day = datetime.datetime.fromisoformat(content["date"]).date()
     libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "torchao") if name in versions)
-    return f"{machine['cpu']}, {machine['isa']}, {libraries}, {day}.  {content['command']}"
+    command = re.sub(r" --(json|plot) \S+", "", content["command"])
+    return f"{machine['cpu']}, {machine['isa']}, {libraries}, {day}.  {command}"
 
 
 def headline(contest: dict[str, Any], content: dict[str, Any]) -> tuple[str, str]:
     shape, threads = content["shape"], content["threads"]
     tensors = "" if shape["tensors"] == 1 else f" in {shape['tensors']:,} tensors"
     cores = "1 CPU core" if threads == 1 else f"{threads} CPU cores"
-    title = f"{contest['name']}: {count(shape['numel'])} parameters{tensors} on {cores}"
-    steps = "bf16 gradient → global norm → clip → update → bf16 parameters; "
-    is_step = contest["name"].endswith("full step")
-    return title, f"{steps if is_step else ''}nanoseconds per parameter, shorter is faster"
+    noun = "parameter" if is_step(contest["name"]) else "element"
+    title = f"{contest['name']}: {count(shape['numel'])} {noun}s{tensors} on {cores}"
+    steps = "bf16 gradient → global norm → clip → update → bf16 parameters; " if noun == "parameter" else ""
+    return title, f"{steps}nanoseconds per {noun}, shorter is faster"
 
 
 def count(numel: int) -> str:
@@ -76,9 +78,21 @@ def ordered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in slowest if row["peer"]] + [row for row in slowest if not row["peer"]]
 
 
+def is_step(contest: str) -> bool:
+    return contest.endswith("full step")
+
+
+def peer_name(peer: str, contest: str) -> str:
+    """
+    >>> peer_name("torch", "AdamW full step"), peer_name("torch", "cast, bf16 to fp32")
+    ('torch fused', 'torch')
+    """
+    return "torch fused" if peer == "torch" and is_step(contest) else NAMES.get(peer, peer)
+
+
 def label(row: dict[str, Any]) -> str:
     if row["peer"]:
-        return NAMES.get(row["name"], row["name"])
+        return peer_name(row["name"], row["contest"])
     return row["name"] if row["name"].startswith("zk.") else f"zerokern {row['name']}"
 
 
@@ -129,4 +143,7 @@ def _legend(axis: Any, rows: Sequence[dict[str, Any]], roof: float) -> None:
     if any(row["peer"] for row in rows):
         handles.append(Patch(color=PEER, label="peers"))
     handles.append(Line2D([], [], color=ROOF, linewidth=1.6, label=f"its bytes at the memory roof ({roof:.0f} GB/s)"))
-    axis.legend(handles=handles, loc="lower right", fontsize=9, frameon=False, labelcolor=FAINT)
+    axis.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0, -0.16 * 4 / len(rows)), ncols=len(handles),
+        fontsize=9, frameon=False, labelcolor=FAINT, borderaxespad=0, handlelength=1.4, columnspacing=1.6,
+    )  # fmt: skip

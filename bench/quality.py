@@ -24,14 +24,12 @@ from typing import Any
 
 import torch
 
-from zerokern.cli.bench import new_file, parse_count, picture
-from zerokern.cli.demo.contenders import CONTENDERS
-from zerokern.cli.demo.model import GPT, Shape
-from zerokern.cli.demo.text import Batches, read_text
-from zerokern.cli.demo.view import View
-from zerokern.cli.demo.widen import bf16_is_slow
 from zerokern.core import native
 from zerokern.core.errors import got
+from zerokern.examples.contenders import CONTENDERS
+from zerokern.examples.model import GPT, Shape
+from zerokern.examples.text import Batches, read_text
+from zerokern.examples.widen import bf16_is_slow
 
 from .machine import commit, machine, today, versions
 from .report import SCHEMA, columns
@@ -46,6 +44,7 @@ CURVE_STEPS = 20
 HELD_OUT_ROWS, HELD_OUT_BATCHES = 32, 32
 HELD_OUT_SEED = 1_000_003
 REPORT_STEPS = 10
+PROGRESS_INTERVAL_S = 10.0
 MEASURES = ("loss", "held_out")
 
 
@@ -182,54 +181,78 @@ class Record:
         draft.replace(self.path)
 
 
-def run_all(jobs: Sequence[Job], at_once: int, record: Record, view: View) -> None:
+class Progress:
+    """A line now and then: what is done of all, and where one of the runs is."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.steps = total, {}
+        self.last_line = float("-inf")
+
+    def at(self, job: Job, step: int, loss: float) -> None:
+        self.steps[job] = step
+        done = sum(self.steps.values())
+        if done == self.total or time.monotonic() - self.last_line >= PROGRESS_INTERVAL_S:
+            self.last_line = time.monotonic()
+            print(f"{done}/{self.total} steps; {job.name} at step {step}, loss {loss:.3f}", flush=True)
+
+
+def run_all(jobs: Sequence[Job], at_once: int, record: Record) -> None:
     """Keeps `at_once` processes busy until every job has given its row."""
     context = multiprocessing.get_context("spawn")
     reports = context.Queue()
     waiting = list(jobs)
     running: dict[Job, BaseProcess] = {}
-    steps_done: dict[Job, int] = {}
-    total = sum(job.steps for job in jobs)
-    with view.rounds() as rounds:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                job = waiting.pop(0)
-                running[job] = context.Process(target=work, args=(job, reports), daemon=True)
-                running[job].start()
-            try:
-                job, step, loss, row = reports.get(timeout=5)
-            except queue.Empty:
-                fallen = [job.name for job, process in running.items() if process.exitcode]
-                if fallen:
-                    raise RuntimeError(f"{', '.join(fallen)}: the process ended without a result; see above") from None
-                continue
-            steps_done[job] = step
-            rounds.at(f"{job.name} at step {step}, loss {loss:.3f}; all", sum(steps_done.values()), total)
-            if row is not None:
-                record.add(row)
-                running.pop(job).join()
+    progress = Progress(sum(job.steps for job in jobs))
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            job = waiting.pop(0)
+            running[job] = context.Process(target=work, args=(job, reports), daemon=True)
+            running[job].start()
+        fallen = [job.name for job, process in running.items() if process.exitcode]
+        if fallen:
+            raise RuntimeError(f"{', '.join(fallen)}: the process ended without a result; its error is above")
+        try:
+            job, step, loss, row = reports.get(timeout=5)
+        except queue.Empty:
+            continue
+        progress.at(job, step, loss)
+        if row is not None:
+            record.add(row)
+            running.pop(job).join()
 
 
-def report(record: Record, view: View) -> None:
+def report(record: Record) -> None:
     cells = [
         [row["name"], f"{row['loss']:.4f}", f"{row['held_out']:.4f}", f"{row['ns'] / 1e6:.0f} ms", row["lossy"] or "-"]
         for row in record.rows
     ]
     for line in columns(["run", "loss", "held out", "step", "lossy"], cells):
-        view.say(line)
+        print(line)
     summary = summarize(record.rows, record.formats)
     for measure in MEASURES:
         if measure not in summary:
             continue
         entry = summary[measure]
-        view.say(
-            f"\n{measure}: {summary['exact']} spreads over the seeds by {entry['exact_std']:.4f} (standard deviation)"
-        )
+        spread = f"{entry['exact_std']:.4f} (standard deviation; range {entry['exact_range']:.4f})"
+        print(f"\n{measure}: {summary['exact']} spreads over the seeds by {spread}")
         for name in record.formats[1:]:
             found = entry[name]
             gaps = ", ".join(f"{gap:+.4f}" for gap in found["gaps"])
             verdict = "below" if found["holds"] else "NOT below"
-            view.say(f"  {name}: gap {found['gap']:+.4f} ({gaps}), {verdict} the spread")
+            print(f"  {name}: gap {found['gap']:+.4f} ({gaps}), {verdict} the spread")
+
+
+def parse_count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(got("count", text, "a whole number from 1 on"))
+    return int(text)
+
+
+def parse_new_file(text: str) -> Path:
+    path = Path(text)
+    if path.exists() or not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(got("file", text, "a new file in a folder that exists; none is overwritten"))
+    return path
 
 
 def parse_formats(text: str) -> list[str]:
@@ -247,15 +270,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=parse_count, default=2000)
     parser.add_argument("--formats", type=parse_formats, default=["exact", "int8-split8"], help="the exact one first")
     parser.add_argument("--jobs", type=parse_count, default=2, help="runs at once, one thread each")
-    parser.add_argument("--json", type=new_file, help="rewritten after each run")
-    parser.add_argument("--plot", type=picture)
+    parser.add_argument("--json", type=parse_new_file, help="rewritten after each run")
+    parser.add_argument("--plot", type=parse_new_file)
     args = parser.parse_args(argv)
-    view = View()
     widen = bf16_is_slow()
     jobs = [Job(name, seed, args.steps, widen) for seed in range(args.seeds) for name in args.formats]
     record = Record(args.json, args.formats, args.steps)
-    run_all(jobs, args.jobs, record, view)
-    report(record, view)
+    run_all(jobs, args.jobs, record)
+    report(record)
     if args.plot:
         from .quality_plot import draw
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .plot import NAMES, count
+from .plot import count, peer_name
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 SOURCE = "<!-- from "
@@ -24,7 +24,7 @@ def table(content: Mapping[str, Any], source: str) -> str:
     peers = list(contest["peers"])
     times = {row["name"]: row["ns_per_param"] for row in rows if row["peer"]}
     header = [contest["name"], "ns/param", "bytes/param", "of the roof"]
-    header += [f"vs {NAMES.get(peer, peer)} ({times[peer]:.2f} ns)" for peer in peers]
+    header += [f"vs {peer_name(peer, contest['name'])} ({times[peer]:.2f} ns)" for peer in peers]
     lines = [f"{SOURCE}{source} -->", "", _line(header), _line(["---"] + ["---:"] * (len(header) - 1))]
     lines += [_line(_cells(row, peers, content["shape"]["numel"])) for row in rows if not row["peer"]]
     return "\n".join([*lines, "", conditions(content)])

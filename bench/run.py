@@ -10,20 +10,20 @@ from .contest import Contest, Missing, Provider, WrongResult
 from .roof import roofs
 from .timers import Contestant, Estimate, interleave, median_estimate, paired_ratio
 
-TRIAL_ROUNDS = 5
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much time to spend: rounds of the contest, and the shortest sample of one run."""
+    """How much time to spend: rounds of the contest, the shortest sample, and the search for each peer's best."""
 
     pairs: int = 60
     at_least_s: float = 0.004
-    trials: int = TRIAL_ROUNDS
+    trials: int = 5
+    all_thread_counts: bool = True
 
 
-SMOKE = Effort(pairs=3, at_least_s=0.0, trials=1)
+SMOKE = Effort(pairs=3, at_least_s=0.0, trials=1, all_thread_counts=False)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def _best(
     """The fastest of a peer's wirings and thread counts, by the median of a few rounds."""
     entries: dict[str, tuple[Provider, int]] = {}
     for provider in make():
-        counts = [threads] if effort is SMOKE else thread_counts(threads)
-        for count in counts:
+        for count in thread_counts(threads) if effort.all_thread_counts else [threads]:
             provider.use_threads(count)
             try:
                 provider.check()

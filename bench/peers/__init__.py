@@ -14,6 +14,7 @@ from ..contest import Missing, Provider
 
 MODULES = {
     "torch": ("torch_fused", "torch_eager"),
+    "torch-optim": ("torch_optim",),
     "torch-tiled": ("torch_tiled",),
     "foreach": ("torch_foreach",),
     "for": ("torch_for",),

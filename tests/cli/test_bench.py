@@ -24,6 +24,7 @@ contest, in_cache, machine, ours, peers, report, roof, run, shapes, step, timers
 )  # fmt: skip
 adam = bench.suite("ops.adam")
 buffers = bench.suite("buffers")
+STEP_PEERS = ["torch", "torch-optim", "torch-tiled", "foreach", "for", *{"avx2"}.intersection(native.isa_usable())]
 SILENT = {"say": lambda text: None, "advance": lambda done, of: None}
 
 
@@ -212,11 +213,9 @@ class TestRun:
         with pytest.raises(contest.Missing, match="foreach has no lion"):
             peers.candidates("foreach", "lion", None)()
 
-    @pytest.mark.parametrize("peer", ["torch", "torch-tiled", "foreach", "for", "avx2"])
+    @pytest.mark.parametrize("peer", STEP_PEERS)
     @pytest.mark.parametrize("shape_name", ["flat", "small"])
     def test_peers_do_the_same_step(self, peer: str, shape_name: str) -> None:
-        if peer == "avx2" and "avx2" not in native.isa_usable():
-            pytest.skip("this machine has no avx2")
         for candidate in peers.candidates(peer, "adam", adam_problem(shape_name))():
             candidate.use_threads(1)
             candidate.check()

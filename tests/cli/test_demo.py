@@ -17,11 +17,11 @@ from rich.console import Console
 
 from zerokern.cli import demo
 from zerokern.cli.demo import child, memory, plot, race
-from zerokern.cli.demo.contenders import CONTENDERS, state_nbytes
-from zerokern.cli.demo.model import GPT, Shape
-from zerokern.cli.demo.text import Batches, read_text, source_files
 from zerokern.cli.demo.view import View
-from zerokern.cli.demo.widen import WideLinear
+from zerokern.examples.contenders import CONTENDERS, state_nbytes
+from zerokern.examples.model import GPT, Shape
+from zerokern.examples.text import Batches, read_text, source_files
+from zerokern.examples.widen import WideLinear
 
 TINY = Shape(layers=2, width=128, context=32)
 SPEC = child.Spec("torch", 64_000_000, TINY.layers, TINY.width, TINY.context, rows=2, steps=2, lr=1e-3, seconds=30.0)

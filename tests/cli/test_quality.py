@@ -56,7 +56,7 @@ def test_unknown_formats_are_named(text: str) -> None:
 
 def test_a_short_run_writes_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, on a model that takes no time; the same seed gives both formats the same first loss."""
-    from zerokern.cli.demo.model import Shape
+    from zerokern.examples.model import Shape
 
     monkeypatch.setattr(quality, "SHAPE", Shape(1, 64, 16))
     monkeypatch.setattr(quality, "HELD_OUT_BATCHES", 1)

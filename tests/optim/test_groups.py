@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_cases import BF16, MAKERS, copies, make_params, same_bits, set_grads, train
+from optim_cases import BF16, MAKERS, contents, copies, make_params, same_bits, set_grads, train
 
 from zerokern.optim import SGD, Adam, AdamW
 
@@ -182,3 +182,20 @@ def test_versions_count_our_writes() -> None:
     assert [param._version for param in params] == [version + 1 for version in before]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "int8"])
+def test_torchs_default_device_and_dtype_do_not_reach_the_state(state_format: str) -> None:
+    params, twins = make_params((0, 300), BF16), make_params((0, 300), BF16)
+    ours, reference = AdamW(params, state_format=state_format), AdamW(twins, state_format=state_format)
+    train(reference, twins, 2)
+    set_grads(params, seed=0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            ours.step()
+            ours.load_state_dict(ours.state_dict())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    train(ours, params, 1, start=1)
+    assert same_bits(contents(ours, params), contents(reference, twins))

@@ -25,12 +25,11 @@ def python_calls(work) -> int:
     return counts["call"] + counts["c_call"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_ten_thousand_parameters_take_one_native_call(dtype: torch.dtype, native_calls: list[int]) -> None:
-    params = make_params((10,) * 10_000, dtype)
-    optimizer = AdamW(params)
-    train(optimizer, params, 3)
-    assert native_calls == [10_000] * 3
+def test_ten_thousand_parameters_take_one_native_call(native_calls: list[int]) -> None:
+    params = make_params((10,) * 10_000, BF16)
+    optimizer = AdamW(params, max_grad_norm=1.0)
+    train(optimizer, params, 2)
+    assert native_calls == [10_000, 10_000]
 
 
 def test_ten_thousand_parameters_take_few_python_calls() -> None:

@@ -90,31 +90,32 @@ print(native.threads(), digest.hexdigest(), optimizer.grad_norm.hex())
 """
 
 
-def in_child(**environment: str) -> tuple[int, str]:
-    """Threads of the pool, and everything the steps made, in a process with that environment."""
+def start_child(cpus: set[int], **environment: str) -> subprocess.Popen[str]:
+    """A process with that environment, on those CPUs, that prints what `outcome` reads."""
     script = SCRIPT.format(folder=str(Path(__file__).parent))
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "ZEROKERN_THREADS")}
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**kept, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    threads, result = run.stdout.split(maxsplit=1)
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        return subprocess.Popen([sys.executable, "-c", script], env={**kept, **environment}, stdout=-1, text=True)
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def outcome(child: subprocess.Popen[str]) -> tuple[int, str]:
+    """Threads of the pool, and a digest of everything that the steps made."""
+    threads, result = child.communicate(timeout=120)[0].split(maxsplit=1)
     return int(threads), result
 
 
 def test_20_omp_num_threads_1_fewer_cpus_and_more_ranks_than_cores_change_threads_and_no_bit() -> None:
-    allowed = os.sched_getaffinity(0)
-    alone = in_child(OMP_NUM_THREADS="1")
-    crowded = in_child(OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE=str(4 * usable_cpus()))
-    os.sched_setaffinity(0, {min(allowed)})
-    try:
-        bound = in_child()
-    finally:
-        os.sched_setaffinity(0, allowed)
+    cpus = os.sched_getaffinity(0)
+    children = [
+        start_child(cpus, OMP_NUM_THREADS="1"),
+        start_child(cpus, OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE=str(4 * usable_cpus())),
+        start_child({min(cpus)}),
+    ]
+    alone, crowded, bound = map(outcome, children)
     assert (alone[0], crowded[0], bound[0]) == (usable_cpus(), 1, 1)
     assert alone[1] == crowded[1] == bound[1]
 

@@ -191,10 +191,12 @@ def test_a_changed_step_counter_counts() -> None:
             if step == 2:
                 optimizer.state[mine[0]]["step"].fill_(10.0)
                 optimizer.state[mine[1]]["step"] = torch.tensor(7.0)
+                optimizer.state[mine[2]]["step"] = torch.tensor([3]) if optimizer is ours else torch.tensor(3.0)
+                optimizer.state[mine[3]]["step"] = 5 if optimizer is ours else torch.tensor(5.0)
         set_grads(params, twins, seed=step)
         ours.step()
         theirs.step()
-    assert [ours.state[param]["step"].item() for param in params] == [12, 9, 4, 4, 4]
+    assert [ours.state[param]["step"].item() for param in params] == [12, 9, 5, 7, 4]
     for param, twin in zip(params, twins, strict=True):
         torch.testing.assert_close(param, twin, rtol=2e-6, atol=2e-6)
 

@@ -18,6 +18,7 @@ LAYERS = {
     "optim": 6,
     "saving": 7,
     "api": 8,
+    "examples": 8,  # the small GPT that the demo and bench.quality train
     "report": 8,  # zk.info(): what the layers below say of themselves
     "bench": 9,
     "integrations": 9,

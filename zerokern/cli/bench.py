@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
 PEERS = (
-    "torch", "torch-tiled", "foreach", "for", "compile", "deepspeed", "torchao", "bitsandbytes", "avx2"
+    "torch", "torch-optim", "torch-tiled", "foreach", "for", "compile", "deepspeed", "torchao", "bitsandbytes", "avx2"
 )  # fmt: skip
 SHAPES = ("flat", "llama", "small")
 PICTURES = (".png", ".svg", ".pdf")

@@ -12,6 +12,9 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64
+# Streams that lie a large power of two apart take turns on the same banks of memory: 0.71 ns per parameter for two states
+# of 256 MiB side by side, 0.42 with 16 KiB or more between them.
+LARGE, SKEW = 4 << 20, 80 << 10
 
 
 def counters(count: int) -> tuple[Tensor, list[Tensor]]:
@@ -37,9 +40,10 @@ def zeros(wanted: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
     offsets, end = [], 0
     for shape, dtype in wanted:
         offsets.append(end)
-        end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        nbytes = math.prod(shape) * dtype.itemsize
+        end += -(-nbytes // ALIGNMENT) * ALIGNMENT + (SKEW if nbytes >= LARGE else 0)
     if end == 0:
-        return [torch.zeros(shape, dtype=dtype) for shape, dtype in wanted]
+        return [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
     slack = HUGE_PAGE if end >= HUGE_PAGE else 0
     try:
         buffer = mmap.mmap(-1, end + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -55,5 +59,5 @@ def zeros(wanted: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
 def _cut(buffer: mmap.mmap, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     numel = math.prod(shape)
     if numel == 0:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset).view(shape)

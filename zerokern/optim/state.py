@@ -97,6 +97,6 @@ def copied(entries: Sequence[tuple[Tensor, Entry, Layout]]) -> list[Entry]:
     make(wanted)
     for (_, entry, _), mine in zip(entries, made, strict=True):
         for key in mine:
-            value = torch.as_tensor(entry[key])
+            value = torch.as_tensor(entry[key], device="cpu")
             mine[key].copy_(value.reshape(()) if key == "step" else value)
     return made

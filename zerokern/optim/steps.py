@@ -29,7 +29,7 @@ class StepBook:
         start = self._flat.data_ptr()
         for number, entry in enumerate(entries):
             if "step" in entry:
-                entry["step"] = each[number].copy_(entry["step"])
+                entry["step"] = each[number].copy_(torch.as_tensor(entry["step"], device="cpu").reshape(()))
                 self._counts[number] = 1.0
                 self._steps.append(each[number])
                 self._addresses.append(start + 4 * number)

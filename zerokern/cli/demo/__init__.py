@@ -35,7 +35,7 @@ def parse_picture(text: str) -> Path:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zerokern demo`."""
     parser.add_argument("--act", choices=("1", "2", "all"), default="all", help="1: under a memory cap; 2: in turn")
-    parser.add_argument("--steps", type=parse_count, help="steps of the second act (150)")
+    parser.add_argument("--steps", type=parse_count, help="steps of the second act (100)")
     parser.add_argument("--cap", type=parse_nbytes, help="memory cap of the first act (1.5GB)")
     parser.add_argument("--out", type=parse_picture, default=Path("demo.png"), help="the picture (demo.png)")
     parser.add_argument("--quick", action="store_true", help="small models, a few steps: under half a minute")

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zerokern.cli.demo.contenders import CONTENDERS, Contender, state_nbytes
-from zerokern.cli.demo.model import GPT, Shape
-from zerokern.cli.demo.text import Batches, read_text
-from zerokern.cli.demo.widen import bf16_is_slow
+from zerokern.examples.contenders import CONTENDERS, Contender, state_nbytes
+from zerokern.examples.model import GPT, Shape
+from zerokern.examples.text import Batches, read_text
+from zerokern.examples.widen import bf16_is_slow
 
 WARMUP_STEPS = 8
 M_MMAP_THRESHOLD = -3  # malloc.h

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerokern.cli.demo.child import Spec
-from zerokern.cli.demo.contenders import CONTENDERS, Contender
-from zerokern.cli.demo.model import Shape
 from zerokern.cli.demo.view import View, megabytes
+from zerokern.examples.contenders import CONTENDERS, Contender
+from zerokern.examples.model import Shape
 
 ROLES = ("parameters", "remainder", "gradients", "exp_avg", "exp_avg_sq")
 LAST_LOSSES = 3

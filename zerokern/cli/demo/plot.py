@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from zerokern.cli.demo import memory, race
-from zerokern.cli.demo.contenders import Contender
+from zerokern.examples.contenders import Contender
 
 INK = "#1f2430"
 GRID = "#e4e6eb"

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zerokern.cli.demo.contenders import CONTENDERS, Contender, state_nbytes
-from zerokern.cli.demo.model import GPT, Shape
-from zerokern.cli.demo.text import Batches, read_text
 from zerokern.cli.demo.view import View, megabytes
+from zerokern.examples.contenders import CONTENDERS, Contender, state_nbytes
+from zerokern.examples.model import GPT, Shape
+from zerokern.examples.text import Batches, read_text
 
 WARMUP_SHARE = 0.1
 UNTIMED_STEPS = 3
@@ -32,7 +32,7 @@ class Act:
     seconds: float
 
 
-FULL = Act(Shape(6, 384, 64), ("torch", "exact-fp32", "int8-fp32"), rows=8, steps=120, lr=5e-4, seconds=110.0)
+FULL = Act(Shape(6, 384, 64), ("torch", "exact-fp32", "int8-fp32"), rows=8, steps=100, lr=5e-4, seconds=110.0)
 QUICK = Act(Shape(2, 128, 64), ("torch", "exact-fp32", "int8-fp32"), rows=4, steps=20, lr=1e-3, seconds=6.0)
 
 

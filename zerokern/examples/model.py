@@ -1,4 +1,4 @@
-"""A small GPT in plain torch: what the demo trains.
+"""A small GPT in plain torch.
 
 Byte level, pre-norm, learned positions, output weights tied to the embedding: nothing in it knows about zerokern.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerokern.cli.demo.widen import WideLinear
+from zerokern.examples.widen import WideLinear
 
 VOCABULARY = 256
 HEAD_WIDTH = 64

@@ -1,4 +1,4 @@
-"""Who is trained in the demo: one row per optimizer and format, with what it costs in bytes."""
+"""The optimizers that train the small GPT: one row per optimizer and format, with what it costs in bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from zerokern.optim import AdamW
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -30,9 +32,7 @@ class Contender:
     def optimizer(self, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         if self.is_torch:
             return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-        import zerokern as zk
-
-        return zk.AdamW(
+        return AdamW(
             parameters,
             lr=lr,
             betas=BETAS,

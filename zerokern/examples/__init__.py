@@ -1,0 +1,1 @@
+"""What the demo and `bench.quality` train: a small GPT on Python's own sources, and the optimizers that compete."""
