@@ -8,6 +8,7 @@
 #ifndef ZEROKERN_CPU_H
 #define ZEROKERN_CPU_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -17,7 +18,7 @@ extern "C" {
 #define ZK_API __attribute__((visibility("default")))
 
 /* Raised whenever a struct, an enum or the meaning of a call changes; the loader refuses any other number. */
-#define ZK_ABI 1
+#define ZK_ABI 2
 
 /* Elements that share one int8 scale, counted from each parameter's element 0. Every work split is a multiple of it. */
 #define ZK_BLOCK 128
@@ -115,6 +116,33 @@ typedef enum zk_codec {
 } zk_codec;
 /* codes: int8, uint8, or the bf16 upper half; aux: the scales, or the remainder. */
 ZK_API int zk_convert(uint32_t codec, float *x, void *codes, void *aux, int64_t numel);
+
+/* A framework's functions on its tensors; all but grad return 0 where they succeed. A cell is the place that holds a
+ * tensor's address. */
+typedef struct zk_tensor_calls {
+    const void *const *(*grad)(const void *tensor); /* the cell of its gradient */
+    int32_t (*is_defined)(const void *const *cell, bool *yes);
+    int32_t (*address)(const void *const *cell, void **address);
+    int32_t (*layout)(const void *const *cell, int32_t *layout);
+    int32_t (*dtype)(const void *const *cell, int32_t *dtype);
+    int32_t (*numel)(const void *const *cell, int64_t *numel);
+    int32_t (*is_contiguous)(const void *const *cell, bool *yes);
+} zk_tensor_calls;
+
+/* Tensors and what is expected of them: their addresses; the numels and dtypes of their gradients; one layout for all.
+ */
+typedef struct zk_tensor_list {
+    const void *const *tensors;
+    void *const *addresses;
+    const int64_t *numels;
+    const int32_t *grad_dtypes;
+    int64_t count;
+    int32_t layout;
+} zk_tensor_list;
+
+/* grads[i] = where the gradient of tensor i lies. Returns the number of the first tensor that is not as expected, or
+ * count. */
+ZK_API int64_t zk_gradients(const zk_tensor_calls *ask, const zk_tensor_list *list, void **grads);
 
 /* The roof: reads, updates in place and writes that many streams of nbytes each (at most 8 of a kind). */
 ZK_API int zk_stream(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes,

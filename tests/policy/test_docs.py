@@ -16,7 +16,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"\.?\w[\w.*<>{},-]*(/[\w.*<>{},-]+)+/?")
 MAKE = re.compile(r"(?:^|[\s`;&(])make ([a-z][a-z-]*)\b", re.MULTILINE)
-COMMAND = re.compile(r"(?:^|[\s`;&(])zerokern ([a-z]+)\b", re.MULTILINE)
+COMMAND = re.compile(r"(?:^|[\s`;&(])(?<!import )zerokern ([a-z]+)\b", re.MULTILINE)
 ENVIRONMENT = re.compile(r"\bZEROKERN_[A-Z_]+\b")
 PLACEHOLDER = re.compile(r"<[^>]*>|\{[^}]*\}")
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 
 from zerokern.core import env
@@ -14,6 +26,8 @@ __all__ = [
     "ABI",
     "Group",
     "Segment",
+    "TensorCalls",
+    "TensorList",
     "check",
     "core_ghz",
     "force_isa",
@@ -26,7 +40,7 @@ __all__ = [
     "threads",
 ]
 
-ABI = 1
+ABI = 2
 BLOCK = 128
 SUMSQ_CHUNK = 65536
 
@@ -65,6 +79,24 @@ class Segment(Structure):
             "key",
             "first",
         )
+    ]
+
+
+class TensorCalls(Structure):
+    """``zk_tensor_calls``: a framework's functions on its tensors, as addresses."""
+
+    _fields_ = [
+        (name, c_void_p) for name in ("grad", "is_defined", "address", "layout", "dtype", "numel", "is_contiguous")
+    ]
+
+
+class TensorList(Structure):
+    """``zk_tensor_list``: tensors and what is expected of them."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("tensors", "addresses", "numels", "grad_dtypes")),
+        ("count", c_int64),
+        ("layout", c_int32),
     ]
 
 
@@ -121,6 +153,9 @@ def _open(path: Path) -> ctypes.CDLL:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
+    # This one reads objects that other Python threads may change, so it keeps the GIL; all others release it.
+    holding_gil = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_void_p)
+    setattr(lib, "zk_gradients", holding_gil(("zk_gradients", lib)))  # noqa: B010
     return lib
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64
-# Streams that lie a large power of two apart take turns on the same banks of memory: 0.71 ns per parameter for two states
-# of 256 MiB side by side, 0.42 with 16 KiB or more between them.
+# Streams that lie a large power of two apart take turns on the same banks of memory: 0.71 ns per parameter for two
+# states of 256 MiB side by side, 0.42 with 16 KiB or more between them.
 LARGE, SKEW = 4 << 20, 80 << 10
 
 

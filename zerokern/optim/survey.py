@@ -1,8 +1,8 @@
 """What the next update is about to touch: read and checked, nothing written.
 
-A survey is kept from step to step. `pointers` looks at every parameter and gradient again, in a handful of C-level
-passes over a few hundred at a time and no Python statement per parameter, and says None as soon as anything differs;
-then a new survey is made, which also explains what is wrong.
+A survey is kept from step to step. `pointers` looks at every parameter and gradient again, natively where torch offers
+what that needs, else in a handful of C-level passes over a few hundred at a time, and says None as soon as anything
+differs; then a new survey is made, which also explains what is wrong.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.optim import checks
 from zerokern.optim.formats import Layout
+from zerokern.optim.gradients import reader_of
 
 Groups = Sequence[dict[str, Any]]
 LayoutOf = Callable[[dict[str, Any], torch.dtype], Layout]
@@ -74,6 +75,7 @@ class Survey:
         self.gradient_pointers = array("Q", map(_pointer_of, dense_grads))
         self.grad_dtypes = list(map(_dtype_of, dense_grads))
         self.numels = list(map(_numel_of, dense_grads))
+        self._reader = reader_of(self.params, self.param_pointers, self.numels, self.grad_dtypes)
         self._sums = [_SumsqColumns(dtype, self) for dtype in checks.DTYPES if dtype in self.grad_dtypes]
 
     def pointers(self, groups: Groups) -> array[int] | None:
@@ -82,6 +84,8 @@ class Survey:
             return None
         if self.idle and not all(map(operator.is_, map(_grad_of, self.idle), repeat(None))):
             return None
+        if self._reader is not None:
+            return self._reader.read()
         pointers = array("Q")
         for begin in range(0, len(self.params), _CHUNK):
             some = self._pointers(begin, begin + _CHUNK)
