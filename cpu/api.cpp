@@ -177,7 +177,7 @@ struct SumsqWork {
     int64_t source = 0, offset = 0, chunk = 0;
 };
 
-int64_t chunks_of(int64_t numel) { return (numel + ZK_SUMSQ_CHUNK - 1) / ZK_SUMSQ_CHUNK; }
+int64_t chunks_of(int64_t numel) { return numel / ZK_SUMSQ_CHUNK + (numel % ZK_SUMSQ_CHUNK != 0); }
 
 void sumsq_task(void *context) {
     constexpr int BATCH = 64;

@@ -183,6 +183,7 @@ Counts fuzz_sumsq(Random &random, uint64_t executions);
 Counts fuzz_accumulate(Random &random, uint64_t executions);
 Counts fuzz_convert(Random &random, uint64_t executions);
 Counts fuzz_stream(Random &random, uint64_t executions);
+Counts fuzz_gradients(Random &random, uint64_t executions);
 Counts fuzz_control(Random &random, uint64_t executions);
 
 }  // namespace fuzz

@@ -12,7 +12,8 @@ int main(int argc, char **argv) {
         fuzz::Entry run;
     } entries[] = {{"zk_update", fuzz::fuzz_update},         {"zk_sumsq", fuzz::fuzz_sumsq},
                    {"zk_accumulate", fuzz::fuzz_accumulate}, {"zk_convert", fuzz::fuzz_convert},
-                   {"zk_stream", fuzz::fuzz_stream},         {"control", fuzz::fuzz_control}};
+                   {"zk_stream", fuzz::fuzz_stream},         {"zk_gradients", fuzz::fuzz_gradients},
+                   {"control", fuzz::fuzz_control}};
     std::printf("instruction sets:");
     for (const char *name : fuzz::usable_sets()) std::printf(" %s", name);
     std::printf("; seed %llu\n", static_cast<unsigned long long>(seed));

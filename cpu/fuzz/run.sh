@@ -26,7 +26,7 @@ make_with() {
 }
 
 mkdir -p "$build"
-make_with fuzz "-fsanitize=address,undefined" main.cpp update.cpp spans.cpp control.cpp
+make_with fuzz "-fsanitize=address,undefined" main.cpp update.cpp spans.cpp gradients.cpp control.cpp
 make_with race "-fsanitize=thread" race.cpp
 
 "$build/fuzz/fuzz" "$executions" "$seed"

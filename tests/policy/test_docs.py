@@ -62,7 +62,7 @@ def broken_links(path: str, text: str) -> list[str]:
         if re.match(r"[a-z]+:", target):
             continue
         page = (ROOT / path).parent / target
-        headings = anchors(page.read_text(encoding="utf-8") if page.is_file() and target else text)
+        headings = anchors(page.read_text(encoding="utf-8") if page.suffix == ".md" and page.is_file() else text)
         if not page.exists() or (anchor and anchor not in headings):
             broken.append(link)
     return broken

@@ -1,0 +1,109 @@
+// zk_gradients over a framework of its own: tensors are heap blocks of exact sizes, and its functions may refuse.
+#include <memory>
+
+#include "fuzz.h"
+
+namespace fuzz {
+namespace {
+
+// What a cell points to. A gradient that is undefined is a null cell.
+struct Tensor {
+    void *address;
+    const void *grad;
+    int64_t numel;
+    int32_t layout, dtype;
+    bool contiguous, refuses;
+};
+
+const Tensor *in(const void *const *cell) { return static_cast<const Tensor *>(*cell); }
+
+const void *const *grad(const void *tensor) { return &static_cast<const Tensor *>(tensor)->grad; }
+int32_t is_defined(const void *const *cell, bool *yes) {
+    *yes = *cell != nullptr;
+    return 0;
+}
+int32_t address(const void *const *cell, void **to) {
+    *to = in(cell)->address;
+    return in(cell)->refuses;
+}
+int32_t layout(const void *const *cell, int32_t *to) {
+    *to = in(cell)->layout;
+    return 0;
+}
+int32_t dtype(const void *const *cell, int32_t *to) {
+    *to = in(cell)->dtype;
+    return 0;
+}
+int32_t numel(const void *const *cell, int64_t *to) {
+    *to = in(cell)->numel;
+    return 0;
+}
+int32_t is_contiguous(const void *const *cell, bool *yes) {
+    *yes = in(cell)->contiguous;
+    return 0;
+}
+
+constexpr zk_tensor_calls CALLS = {grad, is_defined, address, layout, dtype, numel, is_contiguous};
+
+}  // namespace
+
+Counts fuzz_gradients(Random &random, uint64_t executions) {
+    Counts counts;
+    for (uint64_t i = 0; i < executions; ++i) {
+        const size_t count = random.below(40);
+        std::vector<std::unique_ptr<Tensor>> params, grads;
+        std::vector<const void *> tensors;
+        std::vector<void *> addresses;
+        std::vector<int64_t> numels;
+        std::vector<int32_t> dtypes;
+        int64_t first_wrong = static_cast<int64_t>(count);
+        for (size_t t = 0; t < count; ++t) {
+            char *place = reinterpret_cast<char *>(uintptr_t{64} * (1 + random.below(1000)));
+            grads.push_back(std::make_unique<Tensor>(
+                Tensor{place + 8, nullptr, static_cast<int64_t>(random.below(9)), 0, 6, true, false}));
+            params.push_back(std::make_unique<Tensor>(Tensor{place, grads[t].get(), 0, 0, 6, true, false}));
+            tensors.push_back(params[t].get());
+            addresses.push_back(place);
+            numels.push_back(grads[t]->numel);
+            dtypes.push_back(6);
+            if (!random.one_in(60)) continue;
+            if (first_wrong == static_cast<int64_t>(count)) first_wrong = static_cast<int64_t>(t);
+            switch (random.below(7)) {
+                case 0:
+                    params[t]->grad = nullptr;
+                    break;
+                case 1:
+                    params[t]->address = place + 1;
+                    break;
+                case 2:
+                    grads[t]->layout = 1;
+                    break;
+                case 3:
+                    grads[t]->dtype = 15;
+                    break;
+                case 4:
+                    ++grads[t]->numel;
+                    break;
+                case 5:
+                    grads[t]->contiguous = false;
+                    break;
+                default:
+                    grads[t]->refuses = true;
+                    break;
+            }
+        }
+        std::vector<void *> found(count + 1);  // never null
+        const zk_tensor_list list = {
+            tensors.data(), addresses.data(), numels.data(), dtypes.data(), static_cast<int64_t>(count), 0};
+        const int64_t answer = zk_gradients(&CALLS, &list, found.data());
+        if (answer != first_wrong) fail("zk_gradients", i, "stopped at the wrong tensor", answer);
+        for (int64_t t = 0; t < answer; ++t)
+            if (found[static_cast<size_t>(t)] != grads[static_cast<size_t>(t)]->address)
+                fail("zk_gradients", i, "wrong address of", t);
+        if (zk_gradients(nullptr, &list, found.data()) != ZK_E_NULL) fail("zk_gradients", i, "took null calls", 0);
+        ++(first_wrong == static_cast<int64_t>(count) ? counts.accepted : counts.refused);
+    }
+    return counts;
+}
+
+}  // namespace fuzz
