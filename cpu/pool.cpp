@@ -45,8 +45,9 @@ struct Pool {
     std::mutex lock;   // guards what follows
     std::condition_variable wake, finished;
     std::atomic<uint64_t> generation{0};
-    std::atomic<int> running{0};
-    int wanted = 0;  // workers of this generation that take part: index < wanted
+    std::atomic<int> running{0};  // workers inside the task
+    int wanted = 0;               // workers that may take part in this generation: index < wanted
+    bool open = false;            // and only until the caller has seen the end of the work
     int started = 0;
     Task task = nullptr;
     void *context = nullptr;
@@ -77,9 +78,10 @@ void *work(void *argument) {
             std::unique_lock<std::mutex> guard(p.lock);
             p.wake.wait(guard, [&] { return p.generation.load(std::memory_order_relaxed) != seen; });
             seen = p.generation.load(std::memory_order_relaxed);
-            if (index >= p.wanted) continue;
+            if (index >= p.wanted || !p.open) continue;
             task = p.task;
             context = p.context;
+            p.running.fetch_add(1, std::memory_order_relaxed);
         }
         {
             IeeeArithmetic ieee;
@@ -170,9 +172,9 @@ void pool_run(Task task, void *context, int workers) {
     {
         std::lock_guard<std::mutex> guard(p.lock);
         p.wanted = helpers;
+        p.open = true;
         p.task = task;
         p.context = context;
-        p.running.store(helpers, std::memory_order_relaxed);
         p.generation.fetch_add(1, std::memory_order_release);
     }
     p.wake.notify_all();
@@ -180,8 +182,11 @@ void pool_run(Task task, void *context, int workers) {
         IeeeArithmetic ieee;
         task(context);
     }
+    // The caller's own return means that no work is left to take: a worker that the system has not scheduled yet is not
+    // waited for, it finds the call closed.
     for (int i = 0; i < SPINS && p.running.load(std::memory_order_acquire) != 0; ++i) pause();
     std::unique_lock<std::mutex> guard(p.lock);
+    p.open = false;
     p.finished.wait(guard, [&] { return p.running.load(std::memory_order_acquire) == 0; });
 }
 
