@@ -263,7 +263,7 @@ int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, 
               int64_t *bad) {
     int64_t ignored;
     int64_t &at_fault = bad ? *bad : ignored;
-    at_fault = -1;
+    at_fault = INT64_MAX;
     if (nseg < 0 || ngroups < 0) return ZK_E_COUNT;
     if (nseg == 0) return ZK_OK;
     if (!segments || !groups) return ZK_E_NULL;
@@ -278,7 +278,7 @@ int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, 
         total += segments[i].numel;
         if (groups[segments[i].group].out != ZK_NONE) written += 2 * segments[i].numel;
     }
-    at_fault = -1;
+    at_fault = INT64_MAX;
     constexpr int64_t FEW = 16;  // plans for a handful of groups need no memory
     GroupPlan few[FEW];
     GroupPlan *plans =

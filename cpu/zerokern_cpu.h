@@ -2,8 +2,8 @@
  *
  * Pointers, counts and return codes: no torch, no Python, no exceptions, no OpenMP, nothing printed. Every call is
  * synchronous, may be made from any thread, and gives the same bits whatever the number of threads. Functions return
- * ZK_OK or a negative zk_error. Buffers may have any alignment (64 bytes is fastest) and must not overlap unless said
- * so.
+ * ZK_OK or a negative zk_error. Buffers are aligned to their elements (64 bytes is fastest) and must not overlap unless
+ * said so.
  */
 #ifndef ZEROKERN_CPU_H
 #define ZEROKERN_CPU_H
@@ -88,7 +88,7 @@ typedef struct zk_segment {
 
 /* One optimizer step over all segments, every byte touched once. `scale` (null = 1) multiplies the gradients and is
  * read when the call runs. All arguments are checked before anything is written; *bad is then the segment (or -1 -
- * group) at fault. */
+ * group) at fault, INT64_MAX where neither is. */
 ZK_API int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, int64_t ngroups,
                      const float *scale, int64_t *bad);
 

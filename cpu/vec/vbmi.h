@@ -24,14 +24,15 @@ inline I look_up(I magnitude, const uint8_t (&plane)[128]) {
     return _mm512_permutex2var_epi8(_mm512_load_si512(plane), magnitude, _mm512_load_si512(plane + 64));
 }
 
-// The permute reads the low seven bits of |code|, so -128 looks up entry 0; its sign is dropped by the multiply with a
-// zero.
+// The permute reads the low seven bits of |code|, so -128, which no encoder writes, looks up entry 0; |-128| has the
+// sign bit, which takes the sign away.
 inline void decode_signed(const int8_t *p, F (&x)[Q]) {
     const I codes = _mm512_permutexvar_epi32(transpose_dwords(), load_512(p));
     const I magnitude = _mm512_abs_epi8(codes);
     const I b0 = look_up(magnitude, PLANES.plane[0]), b1 = look_up(magnitude, PLANES.plane[1]),
             b2 = look_up(magnitude, PLANES.plane[2]);
-    const I sign_and_b3 = _mm512_ternarylogic_epi32(look_up(magnitude, PLANES.plane[3]), codes,
+    const I signs = _mm512_andnot_si512(magnitude, codes);
+    const I sign_and_b3 = _mm512_ternarylogic_epi32(look_up(magnitude, PLANES.plane[3]), signs,
                                                     _mm512_set1_epi8(INT8_MIN), 0xF8);  // a | (b & c)
     const I low_a = _mm512_unpacklo_epi8(b0, b1), low_b = _mm512_unpackhi_epi8(b0, b1);
     const I high_a = _mm512_unpacklo_epi8(b2, sign_and_b3), high_b = _mm512_unpackhi_epi8(b2, sign_and_b3);

@@ -301,3 +301,17 @@ def test_stream_tensors() -> None:
     shifted = torch.ones(64 + 32)
     start = 1 + (-shifted.data_ptr() % 64) // 4
     refused(ops.stream, {"writes": [shifted[start : start + 64]]}, ValueError, "writes[0]", "4 modulo 64", "aligned")
+
+
+def test_a_gradient_of_another_shape_is_refused_and_a_flat_one_is_not() -> None:
+    param, exp_avg, exp_avg_sq = torch.ones(100, 3), torch.zeros(100, 3), torch.zeros(100, 3)
+    with pytest.raises(ValueError, match=r"grad has shape \(3, 100\); param has \(100, 3\)"):
+        ops.adam(param, torch.ones(3, 100), exp_avg, exp_avg_sq, lr=0.1, step=1)
+    assert param.eq(1).all()
+    ops.adam(param, torch.ones(300), exp_avg, exp_avg_sq, lr=0.1, step=1)
+    assert param.ne(1).all()
+
+
+def test_a_lazily_negated_view_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lazily negated view; .*resolve_neg"):
+        ops.sumsq(torch._neg_view(torch.ones(3)))

@@ -73,6 +73,8 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None
         raise TypeError(f"{name} has dtype {value.dtype}; allowed: {allowed}")
     if value.device.type != "cpu":
         raise ValueError(f"{name} is on device {value.device}; allowed: cpu")
+    if value.is_neg():
+        raise ValueError(f"{name} is a lazily negated view; allowed: tensors of their own (call .resolve_neg())")
     if not value.is_contiguous():
         raise ValueError(
             f"{name} of shape {tuple(value.shape)} has strides {value.stride()}; "

@@ -17,6 +17,7 @@ from zerokern.kernels import formats
 __all__ = ["UpdateTable", "accumulate", "convert", "stream", "sumsq_pointers"]
 
 _SEGMENT_WORDS = ctypes.sizeof(native.Segment) // 8
+_NEITHER = 2**63 - 1  # what zk_update names where no row and no group is at fault
 _COLUMNS = tuple(field[0] for field in native.Segment._fields_)
 
 
@@ -105,7 +106,7 @@ class UpdateTable:
         code = self._run(self._segments, self.nseg, self._groups, self.ngroups, byref(self._scale), byref(self._bad))
         if code:
             bad = self._bad.value
-            where = f"row {bad}" if bad >= 0 else f"group {-1 - bad}"
+            where = "the counts" if bad == _NEITHER else f"row {bad}" if bad >= 0 else f"group {-1 - bad}"
             native.check(code, context=f"zk_update refused {where} of {self.nseg} rows and {self.ngroups} groups")
 
 

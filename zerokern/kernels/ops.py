@@ -240,7 +240,10 @@ def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:
             pointers = array("Q", [sources[i].data_ptr() for i in chosen])
             numels = array("q", [sources[i].numel() for i in chosen])
             sums.update(zip(chosen, cpu.sumsq_pointers(pointers, numels, dtype), strict=True))
-        return float(sum(sums[i] for i in range(len(sources))))
+        total = 0.0
+        for i in range(len(sources)):  # in order, one by one: from Python 3.12 on sum() compensates
+            total += sums[i]
+        return total
 
 
 def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = None) -> None:

@@ -36,7 +36,10 @@ class _Row:
         self.tensors = dict(tensors)
         param = checks.tensor(f"param{at}", tensors["param"])
         n = param.numel()
-        checks.tensor(f"grad{at}", tensors["grad"], numel=n)
+        grad = checks.tensor(f"grad{at}", tensors["grad"], numel=n)
+        if grad.shape != param.shape and grad.dim() > 1 and param.dim() > 1:
+            shapes = f"{tuple(grad.shape)}; param{at} has {tuple(param.shape)}"
+            raise ValueError(f"grad{at} has shape {shapes}; allowed: the same shape, or a flat span")
         self.master = self._master_format(at, param, n)
         self.state = self._state_format(algorithm, at, n, hyper)
         if "out" in tensors:
