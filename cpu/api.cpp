@@ -89,8 +89,9 @@ zk::Scalars scalars_of(const zk_group &g, float scale) {
     k.beta2 = static_cast<float>(g.beta2);
     k.root_beta2 = static_cast<float>(std::sqrt(g.beta2));
     k.root_w2 = static_cast<float>(std::sqrt(k.w2d));
-    // Without a step the floor is infinite, and what is divided by it 0. The slope stays finite: a root may be 0.
-    const double per_step = k.step_size != 0.0f ? 1.0 / step_size : 0.0;
+    // Without a step the floor is infinite, and what is divided by it 0. The slope stays finite and above 0: a root may
+    // be 0, or infinite.
+    const double per_step = k.step_size != 0.0f ? 1.0 / step_size : FLT_MAX;
     k.root_slope =
         adam ? static_cast<float>(std::fmin(per_step / std::sqrt(1.0 - std::pow(g.beta2, t)), FLT_MAX)) : 0.0f;
     k.root_floor = k.step_size != 0.0f ? static_cast<float>(g.eps * per_step) : INFINITY;
@@ -267,6 +268,7 @@ int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, 
     if (nseg < 0 || ngroups < 0) return ZK_E_COUNT;
     if (nseg == 0) return ZK_OK;
     if (!segments || !groups) return ZK_E_NULL;
+    const zk::IeeeArithmetic ieee;  // constants are rounded here
     int64_t total = 0, written = 0;
     for (int64_t i = 0; i < ngroups; ++i) {
         at_fault = -1 - i;
@@ -310,6 +312,7 @@ int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n, uint3
         if (numels[i] > 0 && (!sources[i] || !partials)) return ZK_E_NULL;
         total += numels[i];
     }
+    const zk::IeeeArithmetic ieee;
     SumsqWork work{sources, numels, n, dtype == ZK_F32 ? 4 : 2, dtype, partials, {}};
     zk::pool_run(sumsq_task, &work, workers_for(total));
     const double *partial = partials;

@@ -15,7 +15,11 @@ bool as_expected(const zk_tensor_calls &ask, const zk_tensor_list &list, int64_t
     int64_t numel = -1;
     bool defined = false, contiguous = false;
     if (ask.is_defined(gradient, &defined) || !defined) return false;
-    if (ask.address(&list.tensors[i], &address) || address != list.addresses[i]) return false;
+    const void *const *tensor = &list.tensors[i];
+    if (ask.address(tensor, &address) || address != list.addresses[i]) return false;
+    if (ask.dtype(tensor, &dtype) || dtype != list.dtypes[i]) return false;
+    if (ask.numel(tensor, &numel) || numel != list.numels[i]) return false;
+    if (ask.is_contiguous(tensor, &contiguous) || !contiguous) return false;
     if (ask.layout(gradient, &layout) || layout != list.layout) return false;
     if (ask.dtype(gradient, &dtype) || dtype != list.grad_dtypes[i]) return false;
     if (ask.numel(gradient, &numel) || numel != list.numels[i]) return false;

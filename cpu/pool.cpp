@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -25,20 +26,6 @@ inline void pause() {
     _mm_pause();
 #endif
 }
-
-// Arithmetic is IEEE whatever the calling thread has set (torch.set_flush_denormal, a rounding mode).
-class IeeeArithmetic {
-#if defined(__x86_64__)
-    unsigned saved_ = _mm_getcsr();
-
-  public:
-    IeeeArithmetic() { _mm_setcsr(0x1F80); }
-    ~IeeeArithmetic() { _mm_setcsr(saved_); }
-#else
-  public:
-    IeeeArithmetic() {}
-#endif
-};
 
 struct Pool {
     std::mutex calls;  // one call at a time
@@ -122,6 +109,9 @@ void start_workers(Pool &p, int count) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    sigset_t all, before;  // signals are for the threads that expect them
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (p.started < count) {
         Start *start = static_cast<Start *>(std::malloc(sizeof(Start)));
         if (!start) break;
@@ -133,6 +123,7 @@ void start_workers(Pool &p, int count) {
         }
         ++p.started;
     }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_attr_destroy(&attributes);
 }
 

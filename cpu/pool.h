@@ -3,7 +3,25 @@
 
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace zk {
+
+// Arithmetic is IEEE whatever the calling thread has set (torch.set_flush_denormal, a rounding mode).
+class IeeeArithmetic {
+#if defined(__x86_64__)
+    unsigned saved_ = _mm_getcsr();
+
+  public:
+    IeeeArithmetic() { _mm_setcsr(0x1F80); }
+    ~IeeeArithmetic() { _mm_setcsr(saved_); }
+#else
+  public:
+    IeeeArithmetic() {}
+#endif
+};
 
 using Task = void (*)(void *context);
 

@@ -129,12 +129,13 @@ typedef struct zk_tensor_calls {
     int32_t (*is_contiguous)(const void *const *cell, bool *yes);
 } zk_tensor_calls;
 
-/* Tensors and what is expected of them: their addresses; the numels and dtypes of their gradients; one layout for all.
- */
+/* Tensors and what is expected of them and of their gradients: addresses of the tensors, numels of both, dtypes of
+ * each; contiguity of both, and one layout of all gradients. */
 typedef struct zk_tensor_list {
     const void *const *tensors;
     void *const *addresses;
     const int64_t *numels;
+    const int32_t *dtypes;
     const int32_t *grad_dtypes;
     int64_t count;
     int32_t layout;

@@ -67,6 +67,14 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def away_from_the_sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Children look for modules in the working folder first: they must find what is installed, not the sources."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("away"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory that the library asks for is full of NaN: an element that nobody wrote cannot pass for a result."""
     import torch

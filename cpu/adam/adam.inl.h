@@ -54,7 +54,12 @@ struct AdamRule {
         } else {
             for (int j = 0; j < Q; ++j) gap[j] = fms(g[j], g[j], v[j]);
             for (int j = 0; j < Q; ++j) gap[j] = at_least_lowest(gap[j]);  // an infinite v stays infinite
+            for (int j = 0; j < Q; ++j) root[j] = v[j];
             for (int j = 0; j < Q; ++j) v[j] = fma(w2, gap[j], v[j]);
+            if (any_infinite(gap)) {  // g g alone is too large, (1 - beta2) g g may not be
+                for (int j = 0; j < Q; ++j)
+                    v[j] = where_infinite(gap[j], fma(mul(w2, g[j]), g[j], mul(beta2, root[j])), v[j]);
+            }
         }
         for (int j = 0; j < Q; ++j) root[j] = sqrt(v[j]);
         for (int j = 0; j < Q; ++j) gap[j] = sub(g[j], m[j]);

@@ -61,14 +61,15 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
             char *place = reinterpret_cast<char *>(uintptr_t{64} * (1 + random.below(1000)));
             grads.push_back(std::make_unique<Tensor>(
                 Tensor{place + 8, nullptr, static_cast<int64_t>(random.below(9)), 0, 6, true, false}));
-            params.push_back(std::make_unique<Tensor>(Tensor{place, grads[t].get(), 0, 0, 6, true, false}));
+            params.push_back(
+                std::make_unique<Tensor>(Tensor{place, grads[t].get(), grads[t]->numel, 0, 6, true, false}));
             tensors.push_back(params[t].get());
             addresses.push_back(place);
             numels.push_back(grads[t]->numel);
             dtypes.push_back(6);
             if (!random.one_in(60)) continue;
             if (first_wrong == static_cast<int64_t>(count)) first_wrong = static_cast<int64_t>(t);
-            switch (random.below(7)) {
+            switch (random.below(10)) {
                 case 0:
                     params[t]->grad = nullptr;
                     break;
@@ -87,14 +88,28 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
                 case 5:
                     grads[t]->contiguous = false;
                     break;
+                case 6:
+                    params[t]->dtype = 15;
+                    break;
+                case 7:
+                    ++params[t]->numel;
+                    break;
+                case 8:
+                    params[t]->contiguous = false;
+                    break;
                 default:
                     grads[t]->refuses = true;
                     break;
             }
         }
         std::vector<void *> found(count + 1);  // never null
-        const zk_tensor_list list = {
-            tensors.data(), addresses.data(), numels.data(), dtypes.data(), static_cast<int64_t>(count), 0};
+        const zk_tensor_list list = {tensors.data(),
+                                     addresses.data(),
+                                     numels.data(),
+                                     dtypes.data(),
+                                     dtypes.data(),
+                                     static_cast<int64_t>(count),
+                                     0};
         const int64_t answer = zk_gradients(&CALLS, &list, found.data());
         if (answer != first_wrong) fail("zk_gradients", i, "stopped at the wrong tensor", answer);
         for (int64_t t = 0; t < answer; ++t)

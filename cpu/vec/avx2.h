@@ -31,6 +31,11 @@ inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 inline F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
 // -infinity becomes the lowest finite number; a NaN, the second operand, stays.
 inline F at_least_lowest(F a) { return _mm256_max_ps(_mm256_set1_ps(-FLT_MAX), a); }
+inline F is_infinite(F a) { return _mm256_cmp_ps(a, _mm256_set1_ps(INFINITY), _CMP_EQ_OQ); }
+inline bool any_infinite(const F (&a)[Q]) {
+    return _mm256_movemask_ps(_mm256_or_ps(is_infinite(a[0]), is_infinite(a[1]))) != 0;
+}
+inline F where_infinite(F test, F yes, F no) { return _mm256_blendv_ps(no, yes, is_infinite(test)); }
 inline F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
 inline F reciprocal(F a) { return _mm256_div_ps(_mm256_set1_ps(1.0f), a); }
 inline F sqrt(F a) { return _mm256_sqrt_ps(a); }

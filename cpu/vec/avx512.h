@@ -58,6 +58,11 @@ inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
 // -infinity becomes the lowest finite number; a NaN, the second operand, stays.
 inline F at_least_lowest(F a) { return _mm512_max_ps(_mm512_set1_ps(-FLT_MAX), a); }
+inline __mmask16 is_infinite(F a) { return _mm512_cmp_ps_mask(a, _mm512_set1_ps(INFINITY), _CMP_EQ_OQ); }
+inline bool any_infinite(const F (&a)[Q]) {
+    return (is_infinite(a[0]) | is_infinite(a[1]) | is_infinite(a[2]) | is_infinite(a[3])) != 0;
+}
+inline F where_infinite(F test, F yes, F no) { return _mm512_mask_mov_ps(no, is_infinite(test), yes); }
 inline F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 // Within 2^-14 of 1 / a, relative. Only for what is lossy anyway.
 inline F reciprocal(F a) { return _mm512_rcp14_ps(a); }

@@ -26,6 +26,8 @@ inline F fma(F a, F b, F c) { return std::fma(a, b, c); }
 inline F fms(F a, F b, F c) { return std::fma(a, b, -c); }
 // -infinity becomes the lowest finite number; a NaN stays.
 inline F at_least_lowest(F a) { return a < -FLT_MAX ? -FLT_MAX : a; }
+inline bool any_infinite(const F (&a)[Q]) { return a[0] == INFINITY; }
+inline F where_infinite(F test, F yes, F no) { return test == INFINITY ? yes : no; }
 inline F fnma(F a, F b, F c) { return std::fma(-a, b, c); }
 inline F reciprocal(F a) { return 1.0f / a; }
 inline F sqrt(F a) { return std::sqrt(a); }

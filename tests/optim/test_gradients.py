@@ -24,7 +24,11 @@ def make(dtype: torch.dtype = torch.float32) -> Params:
 
 def reader(params: Params) -> GradientReader:
     made = reader_of(
-        params, [p.data_ptr() for p in params], [p.numel() for p in params], [p.grad.dtype for p in params]
+        params,
+        [p.data_ptr() for p in params],
+        [p.numel() for p in params],
+        [p.dtype for p in params],
+        [p.grad.dtype for p in params],
     )
     assert made is not None, "this torch does not offer its C interface"
     return made
@@ -73,7 +77,23 @@ def swapped(param: torch.nn.Parameter) -> None:
     torch.utils.swap_tensors(param, other)
 
 
-@pytest.mark.parametrize("change", [no_grad, sparse, transposed, other_dtype, cut, moved, swapped])
+def half_the_parameter(param: torch.nn.Parameter) -> None:
+    param.data = param.data[:2]
+
+
+def parameter_transposed(param: torch.nn.Parameter) -> None:
+    param.data = param.data.t()
+
+
+def parameter_of_another_dtype(param: torch.nn.Parameter) -> None:
+    param.data = param.data.view(-1).view(torch.float16)[: param.numel()].view(param.shape)
+
+
+CHANGES = [no_grad, sparse, transposed, other_dtype, cut, moved, swapped]
+CHANGES += [half_the_parameter, parameter_transposed, parameter_of_another_dtype]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_any_change_gives_none(change: Callable[[torch.nn.Parameter], None]) -> None:
     params = make()
     read = reader(params).read
@@ -84,8 +104,8 @@ def test_any_change_gives_none(change: Callable[[torch.nn.Parameter], None]) -> 
 
 def test_parameters_that_never_had_a_gradient_give_none() -> None:
     params = [torch.ones(3), torch.nn.Parameter(torch.ones(3))]
-    made = GradientReader(params, [p.data_ptr() for p in params], [3, 3], [torch.float32] * 2)
-    assert made.read() is None
+    made = reader_of(params, [p.data_ptr() for p in params], [3, 3], [torch.float32] * 2, [torch.float32] * 2)
+    assert made is not None and made.read() is None
 
 
 def test_a_torch_that_lacks_a_function_is_told_once(
@@ -94,7 +114,7 @@ def test_a_torch_that_lacks_a_function_is_told_once(
     gradients._torch_calls.cache_clear()
     monkeypatch.setitem(gradients._IMPORTS, "grad", ("libc10.so", "no_such_symbol"))
     with caplog.at_level(logging.WARNING, "zerokern"):
-        assert [reader_of(make(), [], [], []), reader_of(make(), [], [], [])] == [None, None]
+        assert [reader_of(make(), [], [], [], []), reader_of(make(), [], [], [], [])] == [None, None]
     gradients._torch_calls.cache_clear()
     assert len(caplog.records) == 1
     assert "no_such_symbol" in caplog.text

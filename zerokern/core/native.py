@@ -94,7 +94,7 @@ class TensorList(Structure):
     """``zk_tensor_list``: tensors and what is expected of them."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("tensors", "addresses", "numels", "grad_dtypes")),
+        *((name, c_void_p) for name in ("tensors", "addresses", "numels", "dtypes", "grad_dtypes")),
         ("count", c_int64),
         ("layout", c_int32),
     ]

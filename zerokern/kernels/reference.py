@@ -72,8 +72,8 @@ def adam(
 
     g             where coupled: fma(F(weight_decay), p, g)
     m'            w1 = F(1 - beta1) < 0.5: fma(w1, g - m, m), else fma(-F(beta1), g - m, g), as torch.lerp does
-    v'            w2 = F(1 - beta2) < 0.5: fma(w2, max(fma(g, g, -v), lowest), v), so that an infinite v stays infinite,
-                  else fma(w2 * g, g, F(beta2) * v)
+    v'            w2 = F(1 - beta2) < 0.5: fma(w2, max(gap, lowest), v) with gap = fma(g, g, -v), so that an infinite v
+                  stays infinite; else, and where gap is infinite, fma(w2 * g, g, F(beta2) * v)
     p'            p - fma(F(lr * weight_decay), p, m' / fma(sqrt(v'), slope, floor))     [fma(0, p, ...) where coupled]
                   with slope and floor of `step_scalars`
     int8 states:  `reference_int8.adam_int8`
@@ -114,7 +114,9 @@ def adam(
     m = fma(w1, g - m, m) if w1 < 0.5 else fma(-to_fp32(beta1), g - m, g)
     if w2 < 0.5:
         gap = fma(g, g, -v)
+        late = fma(w2 * g, g, to_fp32(beta2) * v)
         v = fma(w2, torch.where(gap == -math.inf, torch.finfo(torch.float32).min, gap), v)
+        v = torch.where(gap == math.inf, late, v)
     else:
         v = fma(w2 * g, g, to_fp32(beta2) * v)
     slope, floor = step_scalars(lr, beta1, beta2, eps, step)

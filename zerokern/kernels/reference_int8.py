@@ -31,14 +31,14 @@ def step_scalars(lr: float, beta1: float, beta2: float, eps: float, step: int) -
     """(slope, floor): the step of a parameter is m' / (sqrt(v') * slope + floor).
 
     size = lr / (1 - beta1^step);  slope = F(1 / size / sqrt(1 - beta2^step));  floor = F(eps * (1 / size))
-    Where size is 0 in fp32, slope is 0 and floor infinite. The slope stays finite, since a root may be 0.
+    Where size is 0 in fp32, the floor is infinite. The slope stays finite and above 0: a root may be 0, or infinite.
 
     >>> step_scalars(0.5, 0.5, 0.75, 0.25, 1)
     (2.0, 0.25)
     """
     size = lr / (1.0 - beta1**step)
     if to_fp32(size) == 0.0:
-        return 0.0, math.inf
+        return torch.finfo(torch.float32).max, math.inf
     slope = min(1.0 / size / math.sqrt(1.0 - beta2**step), torch.finfo(torch.float32).max)
     return to_fp32(slope), to_fp32(eps * (1.0 / size))
 

@@ -136,10 +136,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         settings = [self._checked(group) for group in self.param_groups]
         formats = [self._format_key(group) for group in self.param_groups]
         binding = self._bound.binding if formats == self._bound.formats else None
+        held = binding.survey.hold() if binding is not None else []
         pointers = binding.survey.pointers(self.param_groups) if binding is not None else None
         if binding is None or pointers is None:
             survey, binding = Survey(self.param_groups, self._layout), None
-            pointers = survey.gradient_pointers
+            held = survey.hold()
+            pointers = survey.pointers(self.param_groups) or survey.gradient_pointers
         else:
             survey = binding.survey
         scale = self._scale(survey, pointers)
@@ -152,8 +154,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             elif not binding.intact(self.state):
                 binding = self._bind(survey, formats, None)
             else:
-                binding.witness.catch_up(self.state)
+                binding.witness.catch_up(self.state, in_place=True)
             self._run(binding, pointers, settings, scale)
+        del held  # until here no other thread could free a gradient under the native calls
         return loss
 
     def _scale(self, survey: Survey, pointers: array[int]) -> float | None:
@@ -278,4 +281,4 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = WatchedState(self.state)
-        self._bound = _Bound()
+        self._bound = _Bound(witness=Witness(tracked(self.state)))

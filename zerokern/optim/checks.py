@@ -112,6 +112,8 @@ def gradient(name: str, param: Tensor, grad: Tensor) -> None:
         raise ValueError(got(f"{name}.device", grad.device, "cpu"))
     if grad.shape != param.shape:
         raise ValueError(got(f"{name}.shape", tuple(grad.shape), f"{tuple(param.shape)}, the parameter's"))
+    if grad.is_neg():
+        raise ValueError(f"{name} is a lazily negated view; allowed: a gradient of its own ({name}.resolve_neg())")
     if not grad.is_contiguous():
         do = f"{name} = {name}.contiguous()"
         raise ValueError(got(f"{name}.stride()", tuple(grad.stride()), "a contiguous gradient", do))

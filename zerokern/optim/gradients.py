@@ -2,8 +2,8 @@
 
 Reading `p.grad`, its address, dtype and layout from Python takes a microsecond per parameter, nearly all of it in cache
 misses that wait for each other. The native loop lets them overlap. It asks torch itself, through its C interface
-(`aoti_torch_*`) and `c10::TensorImpl::grad`, found by name in the libraries that torch has loaded: nothing is linked,
-and no layout of an object is assumed.
+(`aoti_torch_*`) and `c10::TensorImpl::grad`, found by name in the libraries that torch has loaded: nothing is linked.
+One thing is assumed of an object, that an `at::Tensor` is the address of its `TensorImpl`; a trial shows it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _IMPORTS = {
 }
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
+Calls = tuple[native.TensorCalls, dict[torch.dtype, int], int]
 
 
 @functools.cache
-def _torch_calls() -> tuple[native.TensorCalls, dict[torch.dtype, int], int] | None:
+def _torch_calls() -> Calls | None:
     """torch's functions, its numbers for dtypes and for the strided layout; None where this torch lacks one of them."""
     folder = Path(torch.__file__).parent / "lib"
     try:
@@ -47,33 +48,54 @@ def _torch_calls() -> tuple[native.TensorCalls, dict[torch.dtype, int], int] | N
         }
         interface = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
         numbers = {dtype: int(getattr(interface, f"aoti_torch_dtype_{name}")()) for dtype, name in _DTYPES.items()}
-        return native.TensorCalls(**found), numbers, int(interface.aoti_torch_layout_strided())
+        calls = native.TensorCalls(**found), numbers, int(interface.aoti_torch_layout_strided())
+        why = "" if _works(calls) else "a trial found another address than torch's own"
     except (AttributeError, OSError) as error:
-        logging.getLogger("zerokern").warning("gradients are read one by one from Python, which is slower: %s", error)
+        why = str(error)
+    if why:
+        logging.getLogger("zerokern").warning("gradients are read one by one from Python, which is slower: %s", why)
         return None
+    return calls
+
+
+def _works(calls: Calls) -> bool:
+    """Whether a gradient is found where it is."""
+    weight = torch.nn.Parameter(torch.ones(3, device="cpu"))
+    weight.grad = torch.ones(3, device="cpu")
+    found = GradientReader(calls, [weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype]).read()
+    return found is not None and found.tolist() == [weight.grad.data_ptr()]
 
 
 def reader_of(
-    params: Sequence[Tensor], addresses: Sequence[int], numels: Sequence[int], dtypes: Sequence[torch.dtype]
+    params: Sequence[Tensor],
+    addresses: Sequence[int],
+    numels: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    grad_dtypes: Sequence[torch.dtype],
 ) -> GradientReader | None:
     """A reader for these parameters, or None where torch does not offer what it needs.
 
     >>> weight = torch.nn.Parameter(torch.ones(3)); weight.grad = torch.ones(3)
-    >>> reader = reader_of([weight], [weight.data_ptr()], [3], [torch.float32])
+    >>> reader = reader_of([weight], [weight.data_ptr()], [3], [torch.float32], [torch.float32])
     >>> reader is None or reader.read().tolist() == [weight.grad.data_ptr()]
     True
     """
-    return None if _torch_calls() is None else GradientReader(params, addresses, numels, dtypes)
+    calls = _torch_calls()
+    return None if calls is None else GradientReader(calls, params, addresses, numels, dtypes, grad_dtypes)
 
 
 class GradientReader:
     """Parameters and what was found of them and their gradients, which `read` compares with what is there now."""
 
     def __init__(
-        self, params: Sequence[Tensor], addresses: Sequence[int], numels: Sequence[int], dtypes: Sequence[torch.dtype]
+        self,
+        calls: Calls,
+        params: Sequence[Tensor],
+        addresses: Sequence[int],
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        grad_dtypes: Sequence[torch.dtype],
     ) -> None:
-        calls = _torch_calls()
-        assert calls is not None, "ask reader_of"
         self._calls, numbers, strided = calls
         self._tensors = list(map(_tensor_of, params))
         self._columns = (
@@ -81,6 +103,7 @@ class GradientReader:
             array("Q", addresses),
             array("q", numels),
             array("i", [numbers[dtype] for dtype in dtypes]),
+            array("i", [numbers[dtype] for dtype in grad_dtypes]),
         )
         self._list = native.TensorList(*(column.buffer_info()[0] for column in self._columns), len(params), strided)
         self._params = params

@@ -40,11 +40,17 @@ class Witness:
         self.versions = list(map(_version_of, self.params))
         self.loaded = False
 
-    def catch_up(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Begin the masters of parameters written from outside anew from these."""
+    def catch_up(self, state: Mapping[Tensor, dict[str, Any]], *, in_place: bool = False) -> None:
+        """Begin the masters of parameters written from outside, or whose memory was exchanged, anew from these.
+
+        `in_place`: the caller knows that nothing has moved, unless something was written as well.
+        """
         written = self.written()
-        if written:
-            follow([param for param in written if param in state], state, loaded=self.loaded)
+        if in_place and not written:
+            return
+        changed = {id(param): param for param in (*written, *self.moved())}
+        if changed:
+            follow([param for param in changed.values() if param in state], state, loaded=self.loaded)
             self.look()
 
     def written(self) -> list[Tensor]:

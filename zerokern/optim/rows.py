@@ -29,7 +29,7 @@ class Row:
         self.param, self.param_pointer, self.layout, self.first = param, param_pointer, layout, first
         slots = [slot for slot in layout.slots if slot.column]
         self.tensors = [entry[slot.key] for slot in slots]
-        self.storages = [tensor.untyped_storage() for tensor in self.tensors]
+        self.storages = [tensor.untyped_storage() for tensor in (param, *self.tensors)]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         words = dict(zip((slot.column for slot in slots), self.addresses, strict=True))
         words[layout.param_column] = param_pointer

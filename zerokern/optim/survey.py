@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, repeat
@@ -85,7 +86,9 @@ class Survey:
         self.gradient_pointers = array("Q", map(_pointer_of, dense_grads))
         self.grad_dtypes = list(map(_dtype_of, dense_grads))
         self.numels = list(map(_numel_of, dense_grads))
-        self._reader = reader_of(self.params, self.param_pointers, self.numels, self.grad_dtypes)
+        self.param_dtypes = list(map(_dtype_of, self.params))
+        dtypes = self.param_dtypes, self.grad_dtypes
+        self._reader = reader_of(self.params, self.param_pointers, self.numels, *dtypes)
         self._sums = [_SumsqColumns(dtype, self) for dtype in checks.DTYPES if dtype in self.grad_dtypes]
 
     def pointers(self, groups: Groups) -> array[int] | None:
@@ -116,8 +119,18 @@ class Survey:
             and list(map(_numel_of, grads)) == self.numels[begin:end]
             and all(map(_is_contiguous, grads))
             and list(map(_pointer_of, params)) == self.param_pointers[begin:end]
+            and list(map(_dtype_of, params)) == self.param_dtypes[begin:end]
+            and list(map(_numel_of, params)) == self.numels[begin:end]
+            and all(map(_is_contiguous, params))
         )
         return pointers if unchanged else None
+
+    def hold(self) -> list[Tensor | None]:
+        """The gradients, where another Python thread could drop them while the GIL is free; else nothing.
+
+        Asked for before their addresses are, and kept for as long as these are in use.
+        """
+        return list(map(_grad_of, self.params)) if len(sys._current_frames()) > 1 else []
 
     def sumsq(self, pointers: array[int]) -> float:
         """Sum of the squares of all gradients."""
@@ -159,6 +172,7 @@ def _plain(tensors: Sequence[Tensor]) -> bool:
         _PLAIN.issuperset(map(type, tensors))
         and {torch.strided}.issuperset(map(_layout_of, tensors))
         and all(map(_is_cpu, tensors))
+        and not any(map(torch.Tensor.is_neg, tensors))
         and set(checks.DTYPES).issuperset(map(_dtype_of, tensors))
         and all(map(_is_contiguous, tensors))
     )

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from zerokern.cli.demo.child import Spec
@@ -108,10 +109,13 @@ def ending(code: int, errors: str) -> str:
 def train_capped(spec: Spec, view: View) -> Outcome:
     """Trains in a child process under the cap; a failure becomes part of the outcome."""
     outcome = Outcome(spec.contender)
+    # -m puts the working folder first on the path: the child starts where the package of this process lies, else in a
+    # source tree it would find the sources, which have no native library
+    home = Path(__file__).resolve().parents[3]
     command = [sys.executable, "-m", "zerokern.cli.demo.child", spec.to_json()]
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=home) as process,
         view.rounds() as rounds,
     ):
         try:
