@@ -41,7 +41,6 @@ inline F reciprocal(F a) { return _mm256_div_ps(_mm256_set1_ps(1.0f), a); }
 inline F sqrt(F a) { return _mm256_sqrt_ps(a); }
 inline I ints(F a) { return _mm256_castps_si256(a); }
 inline F floats(I a) { return _mm256_castsi256_ps(a); }
-inline F negate(F a) { return floats(_mm256_xor_si256(ints(a), _mm256_set1_epi32(INT32_MIN))); }
 inline F abs(F a) { return floats(_mm256_and_si256(ints(a), _mm256_set1_epi32(0x7FFFFFFF))); }
 inline F sign_of(F a) {
     const F one =
@@ -102,7 +101,6 @@ inline I canonical_bits_of(F x) {
     return ints(
         _mm256_blendv_ps(x, floats(_mm256_set1_epi32(static_cast<int>(NAN_BITS))), _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
-inline I load_256(const void *p) { return _mm256_loadu_si256(static_cast<const I *>(p)); }
 inline void store_256(void *p, I x) { _mm256_storeu_si256(static_cast<I *>(p), x); }
 
 inline void load_bf16(const uint16_t *p, F (&x)[Q]) {

@@ -30,7 +30,6 @@ inline F div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F sqrt(F a) { return _mm512_sqrt_ps(a); }
 inline I ints(F a) { return _mm512_castps_si512(a); }
 inline F floats(I a) { return _mm512_castsi512_ps(a); }
-inline F negate(F a) { return floats(_mm512_xor_si512(ints(a), _mm512_set1_epi32(INT32_MIN))); }
 inline F abs(F a) { return floats(_mm512_and_si512(ints(a), _mm512_set1_epi32(0x7FFFFFFF))); }
 inline F sign_of(F a) {
     const F one =
@@ -173,11 +172,6 @@ inline I split8_words(F x, F y, I &low) {
                                 _mm512_and_si512(nudged, _mm512_set1_epi16(static_cast<int16_t>(0xFEFF))));
     return _mm512_mask_add_epi16(high, _mm512_cmpge_epu16_mask(word, _mm512_set1_epi16(0x7F80)), high,
                                  _mm512_set1_epi16(1));
-}
-
-inline int8_t *narrow_bytes(int8_t *p, I low) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi16_epi8(_mm512_srli_epi16(low, 8)));
-    return p + 32;
 }
 
 inline void load_codes(const int8_t *p, F (&x)[Q]) {

@@ -31,7 +31,6 @@ inline F where_infinite(F test, F yes, F no) { return test == INFINITY ? yes : n
 inline F fnma(F a, F b, F c) { return std::fma(-a, b, c); }
 inline F reciprocal(F a) { return 1.0f / a; }
 inline F sqrt(F a) { return std::sqrt(a); }
-inline F negate(F a) { return -a; }
 inline F abs(F a) { return float_of(bits_of(a) & 0x7FFFFFFFu); }
 inline F sign_of(F a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a == 0.0f ? 0.0f : a; }
 
