@@ -126,6 +126,8 @@ const char *zk_error_text(int code) {
             return "a thread count below 1 or above 1024";
         case ZK_E_MEMORY:
             return "the system refused memory";
+        case ZK_E_PROCESS:
+            return "made by the process that this one was forked from; make another one here";
         default:
             return "an unknown error code";
     }

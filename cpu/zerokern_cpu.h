@@ -18,7 +18,7 @@ extern "C" {
 #define ZK_API __attribute__((visibility("default")))
 
 /* Raised whenever a struct, an enum or the meaning of a call changes; the loader refuses any other number. */
-#define ZK_ABI 2
+#define ZK_ABI 3
 
 /* Elements that share one int8 scale, counted from each parameter's element 0. Every work split is a multiple of it. */
 #define ZK_BLOCK 128
@@ -33,7 +33,8 @@ typedef enum zk_error {
     ZK_E_VALUE = -4,   /* a hyperparameter that is NaN or out of range */
     ZK_E_ISA = -5,     /* an instruction set that this machine or this build lacks */
     ZK_E_THREADS = -6, /* a thread count below 1 or above 1024 */
-    ZK_E_MEMORY = -7   /* the system refused memory or a thread */
+    ZK_E_MEMORY = -7,  /* the system refused memory or a thread */
+    ZK_E_PROCESS = -8  /* made by the process that this one was forked from */
 } zk_error;
 
 typedef enum zk_dtype { ZK_NONE = 0, ZK_F32 = 1, ZK_BF16 = 2, ZK_F16 = 3, ZK_INT8 = 4 } zk_dtype;

@@ -23,20 +23,27 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
     import ctypes
 
-    compiler, header = shutil.which("cc"), Path(__file__).parents[2] / "cpu" / "zerokern_cpu.h"
+    compiler, header = shutil.which("cc"), Path(__file__).parents[2] / "cpu" / "zerokern_io.h"
     assert compiler and header.exists()
     source = tmp_path / "sizes.c"
-    numbers = "sizeof(zk_segment), sizeof(zk_group), (size_t)ZK_ABI, (size_t)ZK_BLOCK, (size_t)ZK_SUMSQ_CHUNK"
-    program = f'int main(void) {{ printf("%zu %zu %zu %zu %zu", {numbers}); return 0; }}'
-    source.write_text(f'#include "{header}"\n#include <stdio.h>\n{program}\n')
+    structs = ("segment", "group", "io_request", "io_faults", "io_options", "io_stats")
+    numbers = [f"sizeof(zk_{name})" for name in structs]
+    numbers += [f"offsetof(zk_io_request, {name})" for name in ("state", "after", "error_at")]
+    numbers += [f"(size_t){name}" for name in ("ZK_ABI", "ZK_BLOCK", "ZK_SUMSQ_CHUNK", "ZK_IO_DONE", "ZK_IO_THREADS")]
+    program = f'int main(void) {{ printf("{"%zu " * len(numbers)}", {", ".join(numbers)}); return 0; }}'
+    source.write_text(f'#include "{header}"\n#include <stddef.h>\n#include <stdio.h>\n{program}\n')
     subprocess.run([compiler, str(source), "-o", str(tmp_path / "sizes")], check=True)
     found = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, check=True).stdout.split()
+    request = native.IoRequest
+    classes = (native.Segment, native.Group, request, native.IoFaults, native.IoOptions, native.IoStats)
     expected = [
-        ctypes.sizeof(native.Segment),
-        ctypes.sizeof(native.Group),
+        *map(ctypes.sizeof, classes),
+        *(field.offset for field in (request.state, request.after, request.error_at)),
         native.ABI,
         native.BLOCK,
         native.SUMSQ_CHUNK,
+        native.IO_DONE,
+        native.IO_THREADS,
     ]
     assert [int(x) for x in found] == expected
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ENV", "EnvVar", "default_threads", "read", "usable_cpus"]
+__all__ = ["ENV", "EnvVar", "cache_folder", "default_threads", "read", "switched_on", "usable_cpus"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ ENV: dict[str, EnvVar] = {
         EnvVar(
             "ZEROKERN_LIBRARY", "beside the package", "path of another build of libzerokern_cpu.so, for development"
         ),
+        EnvVar("ZEROKERN_POISON", "0", "1 fills arena memory with 0xFF when it is leased and when it is released"),
+        EnvVar("XDG_CACHE_HOME", "~/.cache", "where what was measured of a disk is kept, in a folder zerokern"),
         EnvVar("LOCAL_WORLD_SIZE", "1", "set by torchrun: ranks that share this machine"),
     )
 }
@@ -42,6 +44,28 @@ def read(name: str) -> str | None:
     KeyError: 'ZEROKERN_NOT_IN_TABLE'
     """
     return os.environ.get(ENV[name].name) or None
+
+
+def switched_on(name: str) -> bool:
+    """Whether a variable of the table that is a switch is 1.
+
+    >>> switched_on("ZEROKERN_POISON") in (False, True)
+    True
+    """
+    text = read(name) or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}={text!r} is not possible; allowed: 0 or 1")
+    return text == "1"
+
+
+def cache_folder() -> Path:
+    """Where what was measured of this machine is kept between runs; it need not exist.
+
+    >>> cache_folder().name
+    'zerokern'
+    """
+    base = read("XDG_CACHE_HOME")
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "zerokern"
 
 
 def _positive(name: str, fallback: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BackendError", "KernelError", "StateError", "ZerokernError", "got"]
+__all__ = ["BackendError", "BudgetError", "IoError", "KernelError", "StateError", "ZerokernError", "got"]
 
 
 class ZerokernError(Exception):
@@ -41,6 +41,29 @@ class StateError(ZerokernError):
     >>> str(StateError("no state"))
     'no state'
     """
+
+
+class BudgetError(ZerokernError):
+    """Memory or disk that was asked for and is not there; nothing was taken. The message shows who holds what.
+
+    >>> issubclass(BudgetError, ZerokernError)
+    True
+    """
+
+
+class IoError(ZerokernError):
+    """A transfer that failed: which span of which file, for which key, and why. No other transfer is affected.
+
+    >>> error = IoError("no space", path="swap", offset=4096, nbytes=512, errno=28, key="layer.0")
+    >>> error.path, error.offset, error.nbytes, error.errno, error.key
+    ('swap', 4096, 512, 28, 'layer.0')
+    """
+
+    def __init__(
+        self, message: str, *, path: str = "", offset: int = 0, nbytes: int = 0, errno: int = 0, key: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.path, self.offset, self.nbytes, self.errno, self.key = path, offset, nbytes, errno, key
 
 
 def got(argument: str, value: object, allowed: str, advice: str = "") -> str:

@@ -24,7 +24,20 @@ from zerokern.core.errors import BackendError, KernelError
 
 __all__ = [
     "ABI",
+    "IO_DONE",
+    "IO_IDLE",
+    "IO_PADDED",
+    "IO_PENDING",
+    "IO_READ",
+    "IO_THREADS",
+    "IO_URING",
+    "IO_WAITED",
+    "IO_WRITE",
     "Group",
+    "IoFaults",
+    "IoOptions",
+    "IoRequest",
+    "IoStats",
     "Segment",
     "TensorCalls",
     "TensorList",
@@ -40,7 +53,7 @@ __all__ = [
     "threads",
 ]
 
-ABI = 2
+ABI = 3
 BLOCK = 128
 SUMSQ_CHUNK = 65536
 
@@ -100,6 +113,62 @@ class TensorList(Structure):
     ]
 
 
+class IoRequest(Structure):
+    """``zk_io_request``: one transfer between a file and memory."""
+
+
+IoRequest._fields_ = [
+    *((name, c_uint32) for name in ("op", "flags")),
+    *((name, c_int32) for name in ("file", "state")),
+    *((name, c_uint64) for name in ("offset", "address", "nbytes", "after")),
+    ("error", c_int32),
+    ("bounced", c_uint32),
+    *((name, c_uint64) for name in ("error_at", "error_nbytes", "next", "waiting", "issued")),
+    *((name, c_uint32) for name in ("blocks", "engine_flags")),
+]
+
+
+class IoFaults(Structure):
+    """``zk_io_faults``: what a test wants to go wrong."""
+
+    _fields_ = [
+        ("seed", c_uint64),
+        *((name, c_uint32) for name in ("delay", "delay_us", "shorten", "interrupt", "again", "full", "fail")),
+        ("fail_errno", c_int32),
+        ("fail_op", c_uint32),
+        *((name, c_int32) for name in ("fail_file", "fail_count")),
+        *((name, c_uint64) for name in ("fail_begin", "fail_end")),
+    ]
+
+
+class IoOptions(Structure):
+    """``zk_io_options``: which disk engine, how deep, in which blocks."""
+
+    _fields_ = [
+        *((name, c_uint32) for name in ("kind", "depth")),
+        ("block", c_uint64),
+        *((name, c_uint32) for name in ("threads", "bounces")),
+        ("faults", POINTER(IoFaults)),
+    ]
+
+
+class IoStats(Structure):
+    """``zk_io_stats``: what a disk engine has done and is made of."""
+
+    _fields_ = [
+        *(
+            (name, c_uint64)
+            for name in ("read_nbytes", "written_nbytes", "bounced_nbytes", "blocks", "retries", "calls", "pending")
+        ),
+        *((name, c_uint32) for name in ("fixed_buffers", "fixed_files", "ring_features", "ring_flags")),
+    ]
+
+
+IO_URING, IO_THREADS = 1, 2
+IO_READ, IO_WRITE = 1, 2
+IO_PADDED = 1
+IO_IDLE, IO_PENDING, IO_WAITED, IO_DONE = range(4)
+
 _POINTERS = POINTER(c_void_p)
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "zk_update": (c_int, [c_void_p, c_int64, c_void_p, c_int64, POINTER(c_float), POINTER(c_int64)]),
@@ -116,6 +185,20 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "zk_isa_active": (c_char_p, []),
     "zk_threads_set": (c_int, [c_int]),
     "zk_threads": (c_int, []),
+    "zk_io_open": (c_int, [POINTER(IoOptions), POINTER(c_void_p)]),
+    "zk_io_close": (c_int, [c_void_p]),
+    "zk_io_file": (c_int, [c_void_p, c_int, c_uint32, c_uint32, POINTER(c_int32)]),
+    "zk_io_forget_file": (c_int, [c_void_p, c_int32]),
+    "zk_io_memory": (c_int, [c_void_p, c_void_p, c_uint64]),
+    "zk_io_forget_memory": (c_int, [c_void_p, c_void_p]),
+    "zk_io_submit": (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_int64)]),
+    "zk_io_wait": (c_int, [c_void_p, c_int64]),
+    "zk_io_stats_of": (c_int, [c_void_p, POINTER(IoStats)]),
+    "zk_io_alignment": (c_int, [c_int, POINTER(c_uint32), POINTER(c_uint32)]),
+    "zk_crc32c": (c_uint32, [c_uint32, c_void_p, c_uint64]),
+    "zk_crc32c_name": (c_char_p, []),
+    "zk_memory_lock": (c_int, [c_void_p, c_uint64]),
+    "zk_memory_unlock": (c_int, [c_void_p, c_uint64]),
     "zk_abi": (c_int, []),
     "zk_error_text": (c_char_p, [c_int]),
     "zk_core_ghz": (c_double, []),
