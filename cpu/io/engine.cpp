@@ -55,8 +55,8 @@ void Engine::run() {
             {
                 std::lock_guard<std::mutex> guard(lock_);
                 sleep = !incoming_.head && !commands_;
-                // With a full queue a newcomer would have to wait all the same: it need not wake this thread.
-                sleep_ = sleep && inflight_ < depth_ ? IN_BACKEND : AWAKE;
+                // Many blocks in flight will soon wake this thread; a newcomer is worth a call only where few are.
+                sleep_ = sleep && inflight_ < few_ ? IN_BACKEND : AWAKE;
             }
             backend_->finish(sleep && again_.empty() ? least : 0, &ended);
         } else {

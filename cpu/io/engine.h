@@ -81,7 +81,7 @@ class Engine {
     bool wait_for(const zk_io_request &request) const;
     bool refused(const zk_io_request &request) const;
 
-    const uint32_t depth_, threads_, nbounce_;
+    const uint32_t depth_, threads_, nbounce_, few_;
     const uint64_t block_;
     const uint32_t kind_;
     const zk_io_faults *faults_;  // until begin() has returned

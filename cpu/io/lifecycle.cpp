@@ -16,6 +16,9 @@ Engine::Engine(const zk_io_options &options)
     : depth_(options.depth),
       threads_(options.threads),
       nbounce_(options.bounces < options.depth ? options.bounces : options.depth),
+      few_(options.depth < 4    ? options.depth
+           : options.depth < 16 ? 4
+                                : options.depth / 4),
       block_(options.block),
       kind_(options.kind),
       faults_(options.faults) {}

@@ -1,0 +1,295 @@
+"""The arena: exact leases of resident, unshared memory; what is wrong is refused, with a table of who holds what."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import random
+import threading
+from errno import EINVAL, ENOMEM
+
+import pytest
+import torch
+from memory_cases import mapping_at
+
+from zerokern.core.errors import BudgetError, ZerokernError
+from zerokern.memory import Arena, Lease, Ledger
+from zerokern.memory import arena as arena_module
+
+MIB = 1 << 20
+PAGE = 4096
+
+
+@pytest.fixture
+def arena():
+    arena = Arena(MIB, poison=False)
+    yield arena
+    arena.close(force=True)
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 4095, 4096, 4097, 3 * PAGE, 3 * PAGE + 1])
+def test_a_lease_is_exact(arena: Arena, nbytes: int) -> None:
+    first, second = arena.lease(nbytes, "a"), arena.lease(nbytes, "b")
+    reserved = -(-nbytes // PAGE) * PAGE
+    assert (first.ptr, first.nbytes, first.owner, first.align) == (arena.base, nbytes, "a", PAGE)
+    assert second.ptr == first.ptr + reserved
+    assert arena.free_nbytes == MIB - 2 * reserved
+    assert first.tensor().shape == (nbytes,) and first.tensor().data_ptr() == first.ptr
+    first.release()
+    assert arena.lease(reserved, "c").ptr == arena.base
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, MIB + 1, 5 * MIB + 12345])
+def test_an_arena_has_no_rounding_beyond_a_page(nbytes: int) -> None:
+    arena = Arena(nbytes)
+    assert arena.base % (2 * MIB) == 0
+    assert arena.nbytes == -(-nbytes // PAGE) * PAGE == arena.free_nbytes
+    found = mapping_at(arena.base)
+    assert found is not None and int(found["Rss"].split()[0]) * 1024 == arena.nbytes == int(found["nbytes"])
+    arena.close()
+
+
+def test_memory_is_resident_huge_locked_and_unshared() -> None:
+    arena = Arena(8 * MIB)
+    found = mapping_at(arena.base)
+    assert found is not None and found["Rss"].split()[0] == str(8 * 1024)
+    flags = set(found["VmFlags"].split())
+    assert {"dc", "hg"} <= flags  # MADV_DONTFORK, MADV_HUGEPAGE
+    assert ("lo" in flags) == arena.locked
+    arena.close()
+
+
+def test_tensors_are_views_of_the_lease(arena: Arena) -> None:
+    lease = arena.lease(1000, "a")
+    lease.tensor().fill_(0)
+    floats = lease.tensor(torch.float32, (3, 5), offset=8)
+    floats.copy_(torch.arange(15.0).view(3, 5))
+    assert floats.data_ptr() == lease.ptr + 8
+    assert lease.tensor(torch.float32, offset=8)[:15].tolist() == list(range(15))
+    assert lease.tensor(torch.bfloat16, (2, 2), offset=996 - 8).shape == (2, 2)
+    assert lease.tensor(torch.int64).numel() == 125
+    assert lease.tensor(torch.float32, (0, 7)).shape == (0, 7)
+    assert lease.tensor(torch.float64, (), offset=992).shape == ()
+    assert lease.tensor(offset=1000).numel() == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ((torch.float32, None, 2), "offset=2 is not possible; allowed: multiples of 4"),
+        ((torch.float32, None, -4), "offset=-4 is not possible"),
+        ((torch.uint8, None, 1001), "offset=1001 is not possible; allowed: multiples of 1 .* from 0 to 1000"),
+        ((torch.float32, (251,), 0), "shape=.251,. is not possible; allowed: shapes of at most 250 elements"),
+        ((torch.float32, (250,), 4), "at most 249 elements"),
+        ((torch.float32, (-1, 5), 0), "shape=.-1, 5. is not possible"),
+        ((torch.complex128, None, 0), "dtype=torch.complex128 is not possible; allowed: one whose elements fill 1000"),
+    ],
+)
+def test_a_tensor_beyond_the_lease_is_refused(arena: Arena, arguments: tuple, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        arena.lease(1000, "a").tensor(*arguments)
+
+
+def test_a_lease_ends_once(arena: Arena) -> None:
+    with arena.lease(100, "exp_avg") as lease:
+        view = lease.tensor()
+    assert arena.free_nbytes == MIB
+    with pytest.raises(ZerokernError, match="'exp_avg' was released already"):
+        lease.release()
+    with pytest.raises(ZerokernError, match="'exp_avg' was released: its memory may belong to another owner"):
+        lease.tensor()
+    assert arena.free_nbytes == MIB and view.numel() == 100
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_poison_when_a_lease_begins_and_ends(poison: bool) -> None:
+    arena = Arena(MIB, poison=poison)
+    whole = arena.lease(MIB, "whole")
+    everything = whole.tensor()
+    everything.fill_(1)
+    whole.release()
+    assert everything.eq(255 if poison else 1).all()
+    everything.fill_(2)
+    lease = arena.lease(100, "one")
+    assert lease.tensor().eq(255 if poison else 2).all()
+    assert everything[PAGE:].eq(2).all(), "poison beyond the lease"
+    assert lease.tensor(torch.float32).isnan().all() == poison
+    assert lease.tensor(torch.bfloat16).isnan().all() == poison
+    arena.close(force=True)
+
+
+def test_the_environment_decides_about_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, poison in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("ZEROKERN_POISON", value)
+        arena = Arena(MIB)
+        assert arena.poison is poison
+        arena.close()
+
+
+def test_a_lease_that_does_not_fit_names_the_holders(arena: Arena) -> None:
+    held = [arena.lease(100_000, "exp_avg") for _ in range(3)] + [arena.lease(500_000, "ring slot 0")]
+    held[1].release()
+    free = arena.free_nbytes
+    with pytest.raises(BudgetError) as caught:
+        arena.lease(240_000, "scales")
+    text = str(caught.value)
+    assert "240,000 bytes for 'scales' does not fit into the arena of 1.0 MiB" in text
+    assert f"the longest free span has {MIB - 3 * 102400 - 503808:,} bytes" in text
+    rows = [line.split() for line in text.splitlines()[1:]]
+    assert rows == [
+        ["owner", "leases", "bytes"],
+        ["ring", "slot", "0", "1", "500,000"],
+        ["exp_avg", "2", "200,000"],
+        ["free", f"{free:,}"],
+    ]
+    assert arena.free_nbytes == free and arena.table() == "\n".join(text.splitlines()[1:])
+
+
+def test_find_knows_live_leases_only(arena: Arena) -> None:
+    a, b, c = (arena.lease(5000, name) for name in "abc")
+    b.release()
+    assert arena.find(a.ptr, 5000) is a and arena.find(a.ptr + 4999, 1) is a
+    assert arena.find(a.ptr, 5001) is None and arena.find(a.ptr + 5000, 1) is None
+    assert arena.find(a.ptr - 1, 1) is None and arena.find(a.ptr - 1, 5001) is None
+    assert arena.find(b.ptr, 1) is None and arena.find(b.ptr, 3 * PAGE) is None
+    assert arena.find(c.ptr + 1, 4999) is c
+    a.release(), c.release()
+    assert arena.find(a.ptr, 1) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_leases_against_a_model(seed: int) -> None:
+    draw = random.Random(seed)
+    arena = Arena(64 * PAGE, poison=False)
+    live: list[Lease] = []
+    free = [True] * 64  # by page
+    for number in range(300):
+        if live and draw.random() < 0.5:
+            lease = live.pop(draw.randrange(len(live)))
+            assert lease.tensor().eq(lease.number).all(), "another lease wrote into this one"
+            lease.release()
+            pages = range((lease.ptr - arena.base) // PAGE, -(-(lease.ptr - arena.base + lease.nbytes) // PAGE))
+            free[pages.start : pages.stop] = [True] * len(pages)
+        else:
+            nbytes = draw.randint(1, 12 * PAGE)
+            pages = -(-nbytes // PAGE)
+            fits = [i for i in range(65 - pages) if all(free[i : i + pages])]
+            if not fits:
+                with pytest.raises(BudgetError):
+                    arena.lease(nbytes, "too much")
+                continue
+            lease = arena.lease(nbytes, "some")
+            assert lease.ptr == arena.base + fits[0] * PAGE
+            lease.number = number % 256
+            lease.tensor().fill_(lease.number)
+            free[fits[0] : fits[0] + pages] = [False] * pages
+            live.append(lease)
+        assert arena.free_nbytes == sum(free) * PAGE
+    for lease in live:
+        assert arena.find(lease.ptr, lease.nbytes) is lease
+        lease.release()
+    arena.lease(64 * PAGE, "all of it").release()
+    arena.close()
+
+
+def test_threads_share_an_arena(arena: Arena) -> None:
+    wrong: list[str] = []
+
+    def use(number: int) -> None:
+        for _ in range(300):
+            with arena.lease(3 * PAGE, str(number)) as lease:
+                lease.tensor().fill_(number)
+                if arena.find(lease.ptr, lease.nbytes) is not lease or not lease.tensor().eq(number).all():
+                    wrong.append(lease.owner)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and arena.free_nbytes == MIB
+
+
+def test_close_names_what_is_out() -> None:
+    arena = Arena(MIB)
+    lease = arena.lease(100, "exp_avg")
+    with pytest.raises(ZerokernError, match=r"cannot close: 1 leases are out(.|\n)*exp_avg +1 +100"):
+        arena.close()
+    assert lease.tensor().numel() == 100
+    arena.close(force=True)
+    arena.close()
+    assert lease.released
+    for use in (lease.release, lambda: arena.lease(1, "late"), arena.table):
+        with pytest.raises(ZerokernError, match="the arena is closed"):
+            use()
+    assert arena.find(lease.ptr, 1) is None
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_tensor_keeps_the_memory_and_its_end_unmaps_it(how: str) -> None:
+    arena = Arena(MIB, poison=False)
+    lease = arena.lease(MIB, "a")
+    base, view = arena.base, lease.tensor()
+    if how == "close":
+        lease.release()
+        arena.close()
+    del arena, lease
+    gc.collect()
+    assert view.fill_(7).eq(7).all()
+    del view
+    found = mapping_at(base)
+    assert found is None or "dc" not in found["VmFlags"].split()
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, True, None])
+def test_bad_sizes_are_refused(arena: Arena, nbytes: object) -> None:
+    for make in (Arena, lambda nbytes: arena.lease(nbytes, "a")):
+        with pytest.raises(ValueError, match=f"nbytes={nbytes} is not possible; allowed: a whole number from 1 on"):
+            make(nbytes)
+
+
+def test_what_the_arena_writes_is_in_the_ledger() -> None:
+    ledger = Ledger()
+    arena = Arena(MIB, poison=True, ledger=ledger)
+    arena.lease(5000, "a").release()
+    assert ledger.rows() == [("cpu", "arena", "write", MIB), ("cpu", "poison", "write", 4 * PAGE)]
+    arena.close()
+
+
+class Refusing(mmap.mmap):
+    """Memory whose pages the system refuses to make."""
+
+    refusal = ENOMEM
+
+    def madvise(self, option, *span):
+        if option == arena_module._MADV_POPULATE_WRITE:
+            raise OSError(self.refusal, "no")
+
+
+def test_memory_that_cannot_be_touched_is_a_budget_error() -> None:
+    with pytest.raises(BudgetError, match=r"an arena of 1.0 MiB does not fit: the system said no(.|\n)*free memory"):
+        arena_module._make_resident(Refusing(-1, MIB), 0, MIB)
+
+
+def test_old_kernels_touch_by_writing() -> None:
+    memory = Refusing(-1, MIB)
+    memory.refusal = EINVAL
+    memory[5] = 7
+    arena_module._make_resident(memory, 0, MIB)
+    assert memory[5] == 0
+
+
+def test_missing_huge_pages_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    class NoHugePages(mmap.mmap):
+        def madvise(self, option, *span):
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(EINVAL, "not in this kernel")
+
+    arena_module._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="zerokern.memory"):
+        for _ in range(3):
+            arena_module._make_resident(NoHugePages(-1, MIB), 0, MIB)
+    assert [record.message for record in caplog.records] == [
+        "arena memory has no huge pages (madvise: not in this kernel)"
+    ]

@@ -1,0 +1,299 @@
+"""One private mapping that state is staged in, and leases of it: huge pages, locked, exact sizes, not shared by a fork.
+
+Disks and GPUs write to this memory by its physical pages. So it is touched before it is used, kept out of children
+(after a fork, a write to a shared page would move the parent to another page, away from a transfer under way), and
+unmapped only when nothing refers to it any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import math
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from errno import EINVAL, errorcode
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zerokern.core import env, native
+from zerokern.core.errors import BudgetError, ZerokernError, got
+from zerokern.memory.ledger import Ledger
+from zerokern.memory.room import amount, refuse_beyond
+from zerokern.memory.spans import FreeSpans
+
+__all__ = ["PAGE", "Arena", "Lease"]
+
+PAGE = 4096  # leases begin and end on it: what O_DIRECT asks of memory, on any disk
+HUGE_PAGE = 2 << 20
+POISON = 0xFF  # NaN in every floating format, -1 in integers
+_STEP = 1 << 30  # bytes touched by one system call, so that Ctrl-C is heard in between
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
+_CUDA_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+log = logging.getLogger("zerokern.memory")
+
+
+@dataclass(eq=False)
+class Lease:
+    """A borrowed piece of an arena: exactly ``nbytes`` at ``ptr``. The owner releases it, once nothing moves there.
+
+    >>> arena = Arena(1 << 20)
+    >>> with arena.lease(100, "example") as lease:
+    ...     lease.tensor(torch.float32, (5, 5)).fill_(2.0).sum()
+    tensor(50.)
+    >>> arena.close()
+    """
+
+    ptr: int
+    nbytes: int
+    owner: str
+    arena: Arena = field(repr=False)
+    align: int = PAGE
+    released: bool = field(default=False, repr=False)
+
+    def tensor(self, dtype: torch.dtype = torch.uint8, shape: Sequence[int] | None = None, offset: int = 0) -> Tensor:
+        """A view of the bytes from ``offset`` on; without a shape, of all. It keeps the memory alive, not the lease."""
+        if self.released:
+            raise ZerokernError(f"the lease of {self.owner!r} was released: its memory may belong to another owner now")
+        width = dtype.itemsize
+        rest = self.nbytes - offset
+        if offset < 0 or rest < 0 or offset % width:
+            raise ValueError(got("offset", offset, f"multiples of {width} ({dtype}) from 0 to {self.nbytes}"))
+        if shape is None:
+            if rest % width:
+                raise ValueError(
+                    got("dtype", dtype, f"one whose elements fill {rest} bytes", "Pass the shape that is meant")
+                )
+            shape = (rest // width,)
+        numel = math.prod(shape)
+        if numel * width > rest or min(shape, default=0) < 0:
+            raise ValueError(
+                got("shape", tuple(shape), f"shapes of at most {rest // width} elements of {dtype}, as the lease has")
+            )
+        if numel == 0:  # which torch.frombuffer refuses
+            return torch.empty(tuple(shape), dtype=dtype)
+        return self.arena._view(self.ptr + offset, dtype, numel).view(tuple(shape))
+
+    def release(self) -> None:
+        """Gives the bytes back. Releasing twice is a bug of the owner, and raises."""
+        self.arena._take_back(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class Arena:
+    """A mapping of ``nbytes`` (rounded up to 4096), resident from the start, that leases are taken from.
+
+    Without ``poison``, ZEROKERN_POISON decides whether leases are filled with 0xFF when they begin and end. Asking for
+    more than there is raises BudgetError before anything is taken; the message shows who holds what.
+
+    >>> arena = Arena(1 << 20)
+    >>> one, two = arena.lease(5000, "exp_avg"), arena.lease(100, "scales")
+    >>> one.nbytes, two.ptr - one.ptr, arena.free_nbytes
+    (5000, 8192, 1036288)
+    >>> arena.find(one.ptr + 1000, 4000).owner
+    'exp_avg'
+    >>> one.release(); two.release(); arena.close()
+    """
+
+    def __init__(self, nbytes: int, *, poison: bool | None = None, ledger: Ledger | None = None) -> None:
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
+        self.nbytes = _round_up(nbytes)
+        self.poison = env.switched_on("ZEROKERN_POISON") if poison is None else poison
+        self.ledger = ledger
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._mapping: mmap.mmap | None = _map(self.nbytes + HUGE_PAGE, self.nbytes)
+        start = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        self._skip = -start % HUGE_PAGE
+        self.base = start + self._skip
+        os.register_at_fork(after_in_child=functools.partial(_never_unmap, weakref.ref(self._mapping)))
+        _make_resident(self._mapping, self._skip, self.nbytes)
+        refused = native.library().zk_memory_lock(self.base, self.nbytes)
+        self.locked = not refused
+        if refused:
+            _say_once(
+                f"arena memory is not locked (mlock: {_name(refused)}; see ulimit -l): the system may swap it out"
+            )
+        self._unregister: weakref.finalize | None = None
+        self.pinned = False
+        self._free = FreeSpans(self.nbytes)
+        self._leases: dict[int, Lease] = {}
+        self._ptrs: list[int] = []  # of the live leases, in order
+        if ledger is not None:
+            ledger.add("cpu", "arena", "write", self.nbytes)
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that are not leased, in however many spans."""
+        return self._free.total
+
+    def lease(self, nbytes: int, owner: str) -> Lease:
+        """Exactly nbytes at a multiple of 4096; what lies between its end and the next multiple belongs to it too."""
+        self._check()
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
+        if not self.pinned and torch.cuda.is_initialized():
+            self._register_with_cuda()
+        with self._lock:
+            offset = self._free.take(_round_up(nbytes))
+            if offset is None:
+                raise BudgetError(
+                    f"a lease of {nbytes:,} bytes for {owner!r} does not fit into the arena of {amount(self.nbytes)}; "
+                    f"the longest free span has {self._free.largest:,} bytes.\n{self._table()}"
+                )
+            lease = Lease(self.base + offset, nbytes, owner, self)
+            self._leases[lease.ptr] = lease
+            insort(self._ptrs, lease.ptr)
+        self._fill(lease)
+        return lease
+
+    def find(self, ptr: int, nbytes: int) -> Lease | None:
+        """The live lease that [ptr, ptr + nbytes) lies in, if one does."""
+        with self._lock:
+            i = bisect_right(self._ptrs, ptr)
+            lease = self._leases[self._ptrs[i - 1]] if i else None
+        return lease if lease is not None and ptr + nbytes <= lease.ptr + lease.nbytes else None
+
+    def table(self) -> str:
+        """Who holds how much: a line for each owner, the largest first."""
+        self._check()
+        with self._lock:
+            return self._table()
+
+    def close(self, force: bool = False) -> None:
+        """Gives the memory back, once the last tensor in it is gone. Leases still out are an error, unless forced."""
+        if self._mapping is None:
+            return
+        self._check()
+        with self._lock:
+            if self._leases and not force:
+                raise ZerokernError(
+                    f"the arena cannot close: {len(self._leases)} leases are out; release them, or pass force=True "
+                    f"if nothing moves there any more.\n{self._table()}"
+                )
+            for lease in self._leases.values():
+                lease.released = True
+            self._leases.clear()
+            self._ptrs.clear()
+            if self._unregister is not None:
+                self._unregister()
+            # Only the reference: torch.frombuffer keeps the mapping, but no buffer of it, so that mapping.close() would
+            # unmap below tensors that are still there.
+            self._mapping = None
+
+    def _table(self) -> str:
+        held: dict[str, list[int]] = {}
+        for lease in self._leases.values():
+            held.setdefault(lease.owner, []).append(lease.nbytes)
+        rows = sorted(((owner, len(sizes), sum(sizes)) for owner, sizes in held.items()), key=lambda row: -row[2])
+        width = max([len("owner"), len("free"), *(len(row[0]) for row in rows)])
+        lines = [f"{'owner':<{width}}{'leases':>9}{'bytes':>18}"]
+        lines += [f"{owner:<{width}}{count:>9,}{nbytes:>18,}" for owner, count, nbytes in rows]
+        return "\n".join([*lines, f"{'free':<{width}}{'':>9}{self._free.total:>18,}"])
+
+    def _view(self, ptr: int, dtype: torch.dtype, numel: int) -> Tensor:
+        self._check()
+        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=ptr - self.base + self._skip)
+
+    def _take_back(self, lease: Lease) -> None:
+        self._check()
+        with self._lock:
+            if lease.released:
+                raise ZerokernError(f"the lease of {lease.owner!r} was released already: two owners believe it theirs")
+            lease.released = True
+            self._fill(lease)  # before anyone else can lease it
+            del self._leases[lease.ptr]
+            del self._ptrs[bisect_right(self._ptrs, lease.ptr) - 1]
+            self._free.give(lease.ptr - self.base, _round_up(lease.nbytes))
+
+    def _fill(self, lease: Lease) -> None:
+        if self.poison:
+            ctypes.memset(lease.ptr, POISON, _round_up(lease.nbytes))
+            if self.ledger is not None:
+                self.ledger.add("cpu", "poison", "write", _round_up(lease.nbytes))
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise ZerokernError(
+                f"this arena belongs to process {self._pid}, and this is {os.getpid()}, forked from it: the memory is "
+                "not here (MADV_DONTFORK). Make an arena in the child, or start children with the 'spawn' method"
+            )
+        if self._mapping is None:
+            raise ZerokernError("the arena is closed; make another one")
+
+    def _register_with_cuda(self) -> None:
+        """Pins the arena for copies to and from GPUs; only once CUDA is in use, an arena alone makes no context."""
+        self.pinned = True
+        refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_PORTABLE)
+        if int(refused):
+            _say_once(f"arena memory is not registered with CUDA ({refused}): copies to and from GPUs take a detour")
+        else:
+            self._unregister = weakref.finalize(self, _unregister_from_cuda, self.base, self._pid)
+            self._unregister.atexit = False
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _map(nbytes: int, usable: int) -> mmap.mmap:
+    refuse_beyond(usable, "an arena")
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+    except OSError as error:
+        refuse_beyond(usable, "an arena", because=f"mmap said {error.strerror}")
+        raise
+
+
+def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
+    """Asks for huge pages, then touches every page: none is missing, or slow, once transfers run."""
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE, begin, nbytes)
+        if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+            _say_once("arena memory has no huge pages (/sys/kernel/mm/transparent_hugepage/enabled says never)")
+    except OSError as error:
+        _say_once(f"arena memory has no huge pages (madvise: {error.strerror})")
+    for at in range(begin, begin + nbytes, _STEP):
+        piece = min(_STEP, begin + nbytes - at)
+        try:
+            mapping.madvise(_MADV_POPULATE_WRITE, at, piece)
+        except OSError as error:
+            if error.errno != EINVAL:
+                refuse_beyond(nbytes, "an arena", because=f"the system said {error.strerror} while touching it")
+            torch.frombuffer(mapping, dtype=torch.uint8, count=piece, offset=at).zero_()  # before Linux 5.14
+
+
+def _never_unmap(mapping: weakref.ref[mmap.mmap]) -> None:
+    """In a forked child the memory is not there; by the time the object dies, its addresses may hold something else."""
+    found = mapping()
+    if found is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+
+
+def _unregister_from_cuda(base: int, pid: int) -> None:
+    if os.getpid() == pid:
+        torch.cuda.cudart().cudaHostUnregister(base)
+
+
+def _name(code: int) -> str:
+    return errorcode.get(code) or native.library().zk_error_text(code).decode()
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning(text)

@@ -1,0 +1,94 @@
+"""How much more memory this process may have, by everything that limits it; and the refusal of a budget beyond that."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from zerokern.core.errors import BudgetError
+
+__all__ = ["amount", "refuse_beyond", "room"]
+
+_GROUP_FILES = (  # version 2, then version 1: limit, usage, and the cache in it that the kernel gives back
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def amount(nbytes: int) -> str:
+    """A number of bytes as people read it.
+
+    >>> amount(1000), amount(5 * 2**20), amount(3 * 2**29)
+    ('1,000 B', '5.0 MiB', '1.5 GiB')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):,.1f} {unit}"
+    return f"{nbytes:,} B"
+
+
+def room() -> dict[str, int]:
+    """Bytes that are left under each limit that there is.
+
+    >>> room()["free memory and swap"] > 0
+    True
+    """
+    left = {}
+    machine, process = _kilobytes("/proc/meminfo"), _kilobytes("/proc/self/status")
+    if "MemAvailable" in machine:
+        left["free memory and swap"] = machine["MemAvailable"] + machine.get("SwapFree", 0)
+    for name, limit, used in (
+        ("RLIMIT_AS", resource.RLIMIT_AS, "VmSize"),
+        ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData"),
+    ):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY and used in process:
+            left[name] = max(0, most - process[used])
+    group = _group_room()
+    if group is not None:
+        left["control group"] = group
+    return left
+
+
+def refuse_beyond(nbytes: int, what: str, because: str = "") -> None:
+    """Raises where nbytes do not fit under every limit, or where the system already said so (``because``)."""
+    left = room()
+    most = min(left.values(), default=nbytes)
+    if nbytes <= most and not because:
+        return
+    lines = [f"{what} of {amount(nbytes)} does not fit{': ' + because if because else ''}. What is left:"]
+    lines += [f"  {name:<22}{amount(one):>12}" for name, one in left.items()]
+    raise BudgetError("\n".join([*lines, f"Ask for less than {amount(min(most, nbytes))}, or raise the limit"]))
+
+
+def _kilobytes(path: str) -> dict[str, int]:
+    """The lines "name:  123 kB" of a file of /proc, in bytes."""
+    try:
+        lines = [line.split() for line in Path(path).read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[2:] == ["kB"]}
+
+
+def _group_room() -> int | None:
+    """Bytes that the control group grants yet; None where it sets no limit."""
+    for mount, limit, usage, cache in _GROUP_FILES:
+        for folder in (Path(mount) / _own_group(mount), Path(mount)):
+            try:
+                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # no such file, or the limit is "max"
+                continue
+            if most < 1 << 60:  # version 1 writes "none" as the largest number of pages
+                return max(0, most - used + int(stat.get(cache, 0)))
+    return None
+
+
+def _own_group(mount: str) -> str:
+    """The path of this process's group below a mount of the memory controller."""
+    wanted = "memory" if mount.endswith("memory") else ""
+    try:
+        rows = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return ""
+    return next((path.lstrip("/") for _, controllers, path in rows if wanted in controllers.split(",")), "")

@@ -1,0 +1,191 @@
+"""The ring that spans of a slow tier pass through, and the one loop that keeps disk and cores busy at the same time.
+
+Item i lives in slot i % N. While it is computed, the items after it are on their way in and those before it on their
+way out. A slot is fetched into again after its store has ended (``after``), never earlier: the tier's engine keeps that
+order, so nobody waits here for a store that nobody needs yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from zerokern.core.errors import StateError, got
+from zerokern.memory.arena import Arena, Lease
+from zerokern.memory.signals import HeldSignals
+
+__all__ = ["Ring", "Slot", "Ticket", "flow"]
+
+
+class Ticket(Protocol):
+    """What fetch and store return: something that ends, well or not."""
+
+    def wait(self) -> None:
+        """Returns once it has ended; raises what went wrong."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One cell of a ring. ``drained``: the ticket of the last store from it, until that is known to have ended.
+
+    >>> arena = Arena(1 << 20)
+    >>> ring = Ring(arena, slots=2, nbytes=8192, owner="example")
+    >>> ring.slots[1].index, ring.slots[1].lease.nbytes, ring.slots[1].drained
+    (1, 8192, None)
+    >>> ring.close(); arena.close()
+    """
+
+    index: int
+    lease: Lease
+    drained: Ticket | None = None
+
+
+class Ring:
+    """``slots`` leases of ``nbytes`` each, used in turn.
+
+    >>> arena = Arena(1 << 20)
+    >>> ring = Ring(arena, slots=3, nbytes=8192, owner="example")
+    >>> len(ring.slots), arena.nbytes - arena.free_nbytes
+    (3, 24576)
+    >>> ring.close(); arena.close()
+    """
+
+    def __init__(self, arena: Arena, slots: int, nbytes: int, owner: str) -> None:
+        if slots < 1:
+            raise ValueError(got("slots", slots, "a whole number from 1 on"))
+        self.arena = arena
+        self.nbytes = nbytes
+        self.flowing = False
+        self.slots: list[Slot] = []
+        try:
+            for index in range(slots):
+                self.slots.append(Slot(index, arena.lease(nbytes, f"{owner} slot {index}")))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Releases the leases. Nothing moves in them: flow never leaves anything behind."""
+        if self.flowing:
+            raise StateError("the ring is in use by flow(), which is not over yet")
+        while self.slots:
+            self.slots.pop().lease.release()
+
+
+def flow(
+    ring: Ring,
+    count: int,
+    fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
+    compute: Callable[[int, Slot], object],
+    store: Callable[[int, Slot], Ticket | None],
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Runs items 0 to count - 1 through the ring: fetch, compute, store, each overlapped with those of other items.
+
+    ``fetch(i, slot, after)`` submits and returns a ticket, or None where there is nothing to fetch; the transfer may
+    begin only when ``after`` has ended (None: at once), which is for the engine to keep. It must not touch the slot
+    itself: ``compute(i, slot)`` may, and is called in order, when both have ended well. ``store(i, slot)`` submits and
+    returns a ticket or None. ``progress`` is told how many items are through.
+
+    Returns when everything has ended, and raises not before that: the first error, with the others in its notes.
+    Signals are heard between items.
+
+    >>> arena = Arena(1 << 20)
+    >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
+    >>> def compute(i, slot):
+    ...     print(f"item {i} in slot {slot.index}")
+    >>> flow(ring, 3, fetch=lambda i, slot, after: None, compute=compute, store=lambda i, slot: None)
+    item 0 in slot 0
+    item 1 in slot 1
+    item 2 in slot 0
+    >>> ring.close(); arena.close()
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(got("count", count, "a whole number from 0 on"))
+    if ring.flowing or not ring.slots:
+        raise StateError(
+            f"the ring is {'in use by another flow()' if ring.flowing else 'closed'}; make one for this flow"
+        )
+    with HeldSignals() as signals:
+        ring.flowing = True
+        try:
+            _run(ring.slots, count, fetch, compute, store, progress, signals)
+        finally:
+            ring.flowing = False
+
+
+def _run(
+    slots: list[Slot],
+    count: int,
+    fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
+    compute: Callable[[int, Slot], object],
+    store: Callable[[int, Slot], Ticket | None],
+    progress: Callable[[int], object] | None,
+    signals: HeldSignals,
+) -> None:
+    depth = len(slots)
+    fetched: list[Ticket | None] = [None] * depth
+    waiting: Ticket | None = None
+    try:
+        for i, slot in enumerate(slots[:count]):
+            fetched[i] = fetch(i, slot, None)
+        for i in range(count):
+            signals.deliver()
+            k = i % depth
+            slot = slots[k]
+            # The fetch first: it ends after the store before it, so one sleep serves both.
+            waiting = fetched[k]
+            if waiting is not None:
+                waiting.wait()
+                fetched[k] = None
+            waiting = slot.drained
+            if waiting is not None:
+                waiting.wait()
+                slot.drained = None
+            waiting = None
+            compute(i, slot)
+            slot.drained = store(i, slot)
+            if i + depth < count:
+                fetched[k] = fetch(i + depth, slot, slot.drained)
+            if progress is not None:
+                progress(i + 1)
+        for i in range(max(0, count - depth), count):
+            waiting = slots[i % depth].drained
+            if waiting is not None:
+                waiting.wait()
+    except BaseException as first:
+        raised_it = waiting if isinstance(first, Exception) else None
+        _drain([*fetched, *(slot.drained for slot in slots)], raised_it, first)
+        raise
+    finally:
+        for slot in slots:
+            slot.drained = None
+
+
+def _drain(tickets: list[Ticket | None], raised_it: Ticket | None, first: BaseException) -> None:
+    """Waits for all of them, whatever they raise: a transfer that outlives its flow would write to memory of others."""
+    for ticket in tickets:
+        if ticket is None or (ticket is raised_it and ticket.done()):
+            continue
+        noted = False
+        while True:
+            try:
+                ticket.wait()
+                break
+            except BaseException as error:
+                if error is not first and not noted:
+                    _note(first, error)
+                    noted = True
+            if ticket.done():
+                break
+            time.sleep(0.001)
+
+
+def _note(first: BaseException, other: BaseException) -> None:
+    """What ``first.add_note`` does from Python 3.11 on."""
+    vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), f"and then {type(other).__name__}: {other}"]
