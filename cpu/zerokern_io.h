@@ -27,7 +27,8 @@ typedef enum zk_io_kind {
 typedef enum zk_io_op { ZK_IO_READ = 1, ZK_IO_WRITE = 2 } zk_io_op;
 
 /* zk_io_request.flags */
-#define ZK_IO_PADDED 1u /* the memory goes on to the next multiple of the alignment: no bounce for an odd length */
+#define ZK_IO_PADDED \
+    1u /* aligned memory goes on to the next multiple of the alignment: an odd length needs no bounce */
 
 /* One transfer. The memory of the request and of its span is the caller's and stays until `state` is ZK_IO_DONE. */
 typedef struct zk_io_request {
@@ -112,7 +113,8 @@ ZK_API int zk_io_forget_memory(zk_io *engine, void *base);
 
 /* Queues n requests, all or none: *bad = the first one that is not possible, nothing was queued then. */
 ZK_API int zk_io_submit(zk_io *engine, zk_io_request *const *requests, int64_t n, int64_t *bad);
-/* Sleeps until the request has ended or the time is over (ns < 0: without end). ZK_OK, or ETIMEDOUT. */
+/* Sleeps until the request has ended or the time is over (ns < 0: without end). ZK_OK, or ETIMEDOUT. A forked child
+ * must not wait for what its parent submitted: it would sleep for good. */
 ZK_API int zk_io_wait(zk_io_request *request, int64_t ns);
 
 ZK_API int zk_io_stats_of(zk_io *engine, zk_io_stats *stats);

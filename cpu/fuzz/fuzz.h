@@ -185,5 +185,7 @@ Counts fuzz_convert(Random &random, uint64_t executions);
 Counts fuzz_stream(Random &random, uint64_t executions);
 Counts fuzz_gradients(Random &random, uint64_t executions);
 Counts fuzz_control(Random &random, uint64_t executions);
+Counts fuzz_crc32c(Random &random, uint64_t executions);
+Counts fuzz_io(Random &random, uint64_t executions);
 
 }  // namespace fuzz

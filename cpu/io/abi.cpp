@@ -44,10 +44,10 @@ int zk_io_open(const zk_io_options *options, zk_io **handle) {
     if (options->kind == ZK_IO_THREADS && (options->threads < 1 || options->threads > 256)) return ZK_E_THREADS;
     if (!options->block || options->block % 4096 || options->block > zk::io::PIECE_NBYTES) return ZK_E_VALUE;
     std::call_once(watching, [] { pthread_atfork(before_fork, after_fork_parent, after_fork_child); });
+    std::lock_guard<std::mutex> guard(engines_lock);  // a fork waits: the child must find what it inherits in the list
     Engine *engine = nullptr;
     const int error = Engine::open(*options, &engine);
     if (error) return error;
-    std::lock_guard<std::mutex> guard(engines_lock);
     engine->next_engine = engines;
     engines = engine;
     *handle = reinterpret_cast<zk_io *>(engine);

@@ -21,7 +21,16 @@ constexpr uint32_t MOST_TRIES = 2000;
 constexpr long PAUSE_NS = 500000;
 constexpr uint64_t MOST_NBYTES = 1ull << 61;
 
+// zk_io_request.engine_flags
+constexpr uint32_t WAITS = 1, WAS_DONE = 2;
+
 bool is_write(const zk_io_request &request) { return request.op == ZK_IO_WRITE; }
+
+// The request is its owner's from here on.
+void tell(zk_io_request *request, bool done) {
+    const int32_t state = done ? ZK_IO_DONE : ZK_IO_IDLE;
+    if (__atomic_exchange_n(&request->state, state, __ATOMIC_ACQ_REL) == ZK_IO_WAITED) futex_wake(&request->state);
+}
 
 }  // namespace
 
@@ -251,7 +260,7 @@ void Engine::settle(zk_io_request *request) {
     File &file = files_[request->file];
     --pending_;
     if (!--file.pending && file.leaving) quiet_.notify_all();
-    if (__atomic_exchange_n(&request->state, ZK_IO_DONE, __ATOMIC_ACQ_REL) == ZK_IO_WAITED) futex_wake(&request->state);
+    tell(request, true);
 }
 
 bool Engine::refused(const zk_io_request &request) const {
@@ -283,11 +292,11 @@ int Engine::submit(zk_io_request *const *requests, int64_t n, int64_t *bad) {
             zk_io_request *request = requests[*bad];
             error = !request ? ZK_E_NULL : refused(*request) ? ZK_E_VALUE : ZK_OK;
             if (error) break;
-            request->engine_flags = wait_for(*request);
+            request->engine_flags = (wait_for(*request) ? WAITS : 0) | (request->state == ZK_IO_DONE ? WAS_DONE : 0);
             __atomic_store_n(&request->state, ZK_IO_PENDING, __ATOMIC_RELEASE);
         }
         if (error) {
-            for (int64_t i = 0; i < *bad; ++i) __atomic_store_n(&requests[i]->state, ZK_IO_IDLE, __ATOMIC_RELEASE);
+            for (int64_t i = 0; i < *bad; ++i) tell(requests[i], requests[i]->engine_flags & WAS_DONE);
             return error;
         }
         for (int64_t i = 0; i < n; ++i) {
@@ -298,7 +307,7 @@ int Engine::submit(zk_io_request *const *requests, int64_t n, int64_t *bad) {
             request->waiting = nullptr;
             ++pending_;
             ++files_[request->file].pending;
-            if (request->engine_flags) {
+            if (request->engine_flags & WAITS) {
                 request->next = request->after->waiting;
                 request->after->waiting = request;
             } else {

@@ -24,6 +24,7 @@ Engine::Engine(const zk_io_options &options)
       faults_(options.faults) {}
 
 Engine::~Engine() {
+    delete backend_;  // not by its own thread: the kick() that ended it may come late
     delete[] ops_;
     delete[] files_;
     delete[] pieces_;
@@ -65,8 +66,6 @@ void *Engine::serve(void *self) {
         engine->answered_.notify_all();
     }
     if (!error) engine->run();
-    delete engine->backend_;
-    engine->backend_ = nullptr;
     return nullptr;
 }
 

@@ -130,12 +130,17 @@ class Arena:
                 f"arena memory is not locked (mlock: {_name(refused)}; see ulimit -l): the system may swap it out"
             )
         self._unregister: weakref.finalize | None = None
-        self.pinned = False
+        self._offered_to_cuda = False
         self._free = FreeSpans(self.nbytes)
         self._leases: dict[int, Lease] = {}
         self._ptrs: list[int] = []  # of the live leases, in order
         if ledger is not None:
             ledger.add("cpu", "arena", "write", self.nbytes)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether CUDA knows the memory; it is told when a lease is taken while CUDA is in use."""
+        return self._unregister is not None and self._unregister.alive
 
     @property
     def free_nbytes(self) -> int:
@@ -147,7 +152,7 @@ class Arena:
         self._check()
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
-        if not self.pinned and torch.cuda.is_initialized():
+        if not self._offered_to_cuda and torch.cuda.is_initialized():
             self._register_with_cuda()
         with self._lock:
             offset = self._free.take(_round_up(nbytes))
@@ -238,7 +243,7 @@ class Arena:
 
     def _register_with_cuda(self) -> None:
         """Pins the arena for copies to and from GPUs; only once CUDA is in use, an arena alone makes no context."""
-        self.pinned = True
+        self._offered_to_cuda = True
         refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_PORTABLE)
         if int(refused):
             _say_once(f"arena memory is not registered with CUDA ({refused}): copies to and from GPUs take a detour")
