@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerokern import kernels
-    from zerokern.core.errors import BackendError, KernelError, StateError, ZerokernError
+    from zerokern import io, kernels
+    from zerokern.core.errors import BackendError, BudgetError, IoError, KernelError, StateError, ZerokernError
+    from zerokern.io import Nvme
     from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, convert_state
     from zerokern.report import info
 
@@ -23,13 +24,17 @@ __all__ = [
     "Adam",
     "AdamW",
     "BackendError",
+    "BudgetError",
+    "IoError",
     "KernelError",
     "Lion",
+    "Nvme",
     "StateError",
     "ZerokernError",
     "__version__",
     "convert_state",
     "info",
+    "io",
     "kernels",
 ]
 
@@ -40,15 +45,18 @@ except PackageNotFoundError:  # a source tree on the path: only the installed pa
 
 _HOMES = {
     **dict.fromkeys(("SGD", "Adagrad", "Adam", "AdamW", "Lion", "convert_state"), "zerokern.optim"),
-    **dict.fromkeys(("BackendError", "KernelError", "StateError", "ZerokernError"), "zerokern.core.errors"),
+    **dict.fromkeys(
+        ("BackendError", "BudgetError", "IoError", "KernelError", "StateError", "ZerokernError"), "zerokern.core.errors"
+    ),
+    "Nvme": "zerokern.io",
     "info": "zerokern.report",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used, so that `import zerokern` stays light."""
-    if name == "kernels":
-        return importlib.import_module("zerokern.kernels")
+    if name in ("io", "kernels"):
+        return importlib.import_module(f"zerokern.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'zerokern' has no attribute {name!r}; it has {', '.join(__all__)}")

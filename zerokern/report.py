@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zerokern.core import env, native
 from zerokern.core.errors import BackendError
+from zerokern.io import probes, why_no_uring
 
 __all__ = ["Info", "info"]
 
@@ -52,8 +53,9 @@ def _grouped(facts: dict[str, object]) -> dict[str, list[str]]:
 
 
 def info() -> Info:
-    """Versions, instruction set, threads, implementation of each op, huge pages, the limit on locked memory, what is
-    lossy, and the environment variables in force. Printable; a dict for programs.
+    """Versions, instruction set, threads, implementation of each op, huge pages, the limit on locked memory, the disk
+    engine and what was measured of disks, what is lossy, and the environment variables in force. Nothing is measured
+    here. Printable; a dict for programs.
 
     >>> import zerokern as zk
     >>> zk.info()["instruction set"] in zk.info()["instruction sets here"]
@@ -65,6 +67,7 @@ def info() -> Info:
             **_native(),
             "huge pages": _huge_pages(),
             "locked memory": _locked_memory(),
+            **_disks(),
             "lossy": LOSSY,
             "environment": {name: value for name in env.ENV if (value := env.read(name)) is not None},
         }
@@ -100,6 +103,18 @@ def _native() -> dict[str, object]:
         "instruction sets compiled": native.isa_names(),
         "threads": native.threads(),
         "implementations": dict.fromkeys(OPS, f"cpu.{active}"),
+    }
+
+
+def _disks() -> dict[str, object]:
+    try:
+        refusal = why_no_uring()
+    except BackendError:
+        return {"disk engine": "none"}
+    known = {folder: found.line() for folder, found in probes().items()}
+    return {
+        "disk engine": f"threads; io_uring was refused: {refusal}" if refusal else "uring",
+        "disks": known or "none measured; zerokern info --path DIR does it",
     }
 
 

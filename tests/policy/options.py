@@ -18,9 +18,10 @@ class Captured(Exception):
 
 def public_modules() -> list[ModuleType]:
     import zerokern
+    import zerokern.io
     import zerokern.kernels
 
-    return [zerokern, zerokern.kernels]
+    return [zerokern, zerokern.io, zerokern.kernels]
 
 
 def public_callables() -> Iterator[tuple[str, Any]]:

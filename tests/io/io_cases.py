@@ -1,0 +1,124 @@
+"""What the tests of this folder share: the engines that each of them runs on, tensors, and child processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from zerokern.io import Faults, Store, files, why_no_uring
+
+BLOCK, DEPTH = 64 << 10, 8
+PAGE = 4096
+CHANCE = 65536
+# A bad day, on which everything still succeeds: 30 % late, 15 % short, 8 % interrupted, busy or without a place.
+BAD_DAY = {
+    "seed": 11,
+    "delay": 20000,
+    "delay_us": 300,
+    "shorten": 10000,
+    "interrupt": 5000,
+    "again": 5000,
+    "full": 5000,
+}
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """One way to move bytes. `open` makes a store that is proven to go that way."""
+
+    name: str
+    kind: str
+    direct: bool = True
+    faults: dict[str, int] = field(default_factory=dict)
+
+    def open(self, folder: Path | str, **settings: Any) -> Store:
+        given = settings.pop("faults", {})
+        settings.setdefault("depth", DEPTH)
+        settings.setdefault("block", BLOCK)
+        faults = {**self.faults, **given}
+        with self.as_if_buffered():
+            store = Store(folder, engine=self.kind, faults=Faults(**faults) if faults else None, **settings)
+        assert (store.engine, store.direct) == (self.kind, self.direct)
+        return store
+
+    @contextmanager
+    def as_if_buffered(self) -> Iterator[None]:
+        """The buffered case runs on any file system: as if the kernel had said that there is no O_DIRECT."""
+        with mock.patch.object(files, "alignment", (lambda fd, folder: (0, 0)) if not self.direct else files.alignment):
+            yield
+
+    def requirement(self) -> str:
+        """What this machine lacks for it, as a reason to skip; empty where it can run."""
+        if self.kind == "uring" and why_no_uring():
+            return f"needs io_uring ({why_no_uring()})"
+        if self.direct and not direct_here():
+            return "needs a file system with O_DIRECT"
+        return ""
+
+
+ENGINES = (
+    EngineCase("uring", "uring"),
+    EngineCase("threads", "threads"),
+    EngineCase("buffered", "threads", direct=False),
+    EngineCase("uring-faults", "uring", faults=BAD_DAY),
+    EngineCase("threads-faults", "threads", faults=BAD_DAY),
+)
+BY_NAME = {case.name: case for case in ENGINES}
+
+
+@cache
+def direct_here() -> bool:
+    """Whether the file system of the temporary folders has O_DIRECT."""
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(2 * PAGE))
+        file.flush()
+        return files.alignment(file.fileno(), Path(tempfile.gettempdir()))[1] > 1
+
+
+def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """Bytes that tell where they belong: no two spans of one tensor look alike, nor the same span of two tensors."""
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def at_offset(nbytes: int, offset: int, base: int = PAGE) -> torch.Tensor:
+    """A zeroed byte tensor whose address is `offset` modulo `base`."""
+    room = torch.zeros(nbytes + 2 * base, dtype=torch.uint8)
+    skip = (offset - room.data_ptr()) % base
+    view = room[skip : skip + nbytes]
+    assert nbytes == 0 or view.data_ptr() % base == offset % base
+    return view
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, NaN and all."""
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*flat)
+
+
+def read(store: Store, key: str, like: torch.Tensor) -> torch.Tensor:
+    """What a store gives for a key, into memory that was full of something else."""
+    out = torch.empty_like(like)
+    out.view(-1).view(torch.uint8).fill_(0xAA) if out.numel() else None
+    store.get(key, out).wait()
+    return out
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,96 @@
+"""What a ticket costs: microseconds, no memory, no descriptor."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from io_cases import ENGINES, PAGE, EngineCase, open_descriptors, pattern, read, resident_nbytes, same
+
+from zerokern.io import Store
+from zerokern.memory import Arena
+
+MOST_US = 20.0
+QUICK = [case for case in ENGINES if not case.faults]
+
+
+def opened(case: EngineCase, folder: Path, **settings: object) -> Store:
+    if case.requirement():
+        pytest.skip(case.requirement())
+    return case.open(folder, **settings)
+
+
+def churn(store: Store, tensors: list[torch.Tensor], count: int) -> None:
+    """Puts and gets by turns; every third ticket is kept and waited for, the others are dropped."""
+    kept: deque = deque()
+    for i in range(count // 2):
+        key = f"{i % len(tensors)}"
+        for ticket in (store.put(key, tensors[i % len(tensors)]), store.get(key, tensors[i % len(tensors)])):
+            if i % 3 == 0:
+                kept.append(ticket)
+        while len(kept) > 50:
+            kept.popleft().wait()
+    store.sync()
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_a_hundred_thousand_tickets_leak_nothing(case: EngineCase, folder: Path, arena: Arena) -> None:
+    """Descriptors stay as they are, and so does memory once the slots of the first round are there."""
+    tensors = [arena.lease(PAGE, "x").tensor() for _ in range(40)]
+    tensors += [pattern(600, i) for i in range(10)]
+    values = [tensor.clone() for tensor in tensors]
+    with opened(case, folder, arena=arena, depth=64, checksum=True) as store:
+        churn(store, tensors, 20_000)
+        gc.collect()
+        descriptors, resident, objects = open_descriptors(), resident_nbytes(), len(gc.get_objects())
+        churn(store, tensors, 100_000)
+        gc.collect()
+        assert open_descriptors() == descriptors
+        assert resident_nbytes() - resident < 4 << 20
+        assert len(gc.get_objects()) - objects < 500
+        assert len(store._transfers.pending) == 0 == store.stats()["pending"]
+        for i, value in enumerate(values):
+            assert same(read(store, f"{i}", value), value)
+
+
+def test_stores_leak_nothing(engine: EngineCase, folder: Path, arena: Arena) -> None:
+    def use() -> None:
+        with engine.open(folder, arena=arena) as store:
+            store.put("x", pattern(5000)).wait()
+
+    for _ in range(3):
+        use()
+    gc.collect()
+    descriptors, resident = open_descriptors(), resident_nbytes()
+    for _ in range(30):
+        use()
+    gc.collect()
+    assert open_descriptors() == descriptors
+    assert resident_nbytes() - resident < 4 << 20
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_microseconds_of_python_per_ticket(case: EngineCase, folder: Path, arena: Arena) -> None:
+    """CPU time of the calling thread, all of put and wait included; the device is another thread's business."""
+    tensors = [arena.lease(PAGE, "x").tensor() for _ in range(64)]
+    keys = [f"{i}" for i in range(64)]
+    with opened(case, folder, arena=arena, depth=64, budget="1M") as store:
+        for key, tensor in zip(keys, tensors, strict=True):
+            store.put(key, tensor)
+        store.sync()
+        costs = []
+        for _ in range(5):
+            tickets = deque()
+            begun = time.thread_time()
+            for i in range(4000):
+                tickets.append((store.put if i & 64 else store.get)(keys[i & 63], tensors[i & 63]))
+                if len(tickets) > 500:
+                    tickets.popleft().wait()
+            for ticket in tickets:
+                ticket.wait()
+            costs.append((time.thread_time() - begun) / 4000 * 1e6)
+        assert min(costs) <= MOST_US, f"{min(costs):.1f} us"

@@ -1,0 +1,169 @@
+"""A folder belongs to one store at a time; the lock dies with its owner, and no child inherits it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from children import Nursery
+from io_cases import EngineCase, files_of, pattern, read, same
+
+from zerokern import IoError
+from zerokern.io import Store, why_no_uring
+from zerokern.io.lock import FolderLock
+
+HOLD = """
+store = case.open(folder)
+store.put("x", pattern(5000)).wait()
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_job_is_refused_with_the_pid_of_the_first(nursery: Nursery, engine: EngineCase, folder: Path) -> None:
+    child = nursery.start(HOLD, engine.name, folder)
+    child.wait_for("open")
+    with pytest.raises(IoError, match=f"in use by the process with pid {child.pid} on .*its own folder") as caught:
+        engine.open(folder)
+    assert (caught.value.errno, caught.value.path) == (errno.EWOULDBLOCK, str(folder / "zerokern.lock"))
+    assert files_of(folder) == ["zerokern.0.data", "zerokern.lock"]
+    child.kill()
+    with engine.open(folder) as store:
+        assert store.keys() == []
+
+
+def test_the_same_process_is_refused_too(engine: EngineCase, folder: Path) -> None:
+    with engine.open(folder) as store:
+        with pytest.raises(IoError, match=f"in use by this process \\(pid {os.getpid()}\\) itself"):
+            engine.open(folder)
+        store.put("x", torch.ones(3)).wait()
+    engine.open(folder).close()
+
+
+def test_files_are_private_and_gone_afterwards(engine: EngineCase, tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "here"
+    with engine.open(folder):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+        assert modes == {"zerokern.0.data": 0o600, "zerokern.lock": 0o600}
+        for name in os.listdir("/proc/self/fd"):
+            path = Path("/proc/self/fd") / name
+            if path.exists() and str(folder) in os.readlink(path):
+                flags = (Path("/proc/self/fdinfo") / name).read_text().split("flags:")[1].split()[0]
+                assert int(flags, 8) & os.O_CLOEXEC
+    assert files_of(folder) == []
+
+
+def test_files_of_others_are_left_alone(engine: EngineCase, folder: Path) -> None:
+    folder.mkdir()
+    names = ["mine.data", "zerokern.0.data.bak", "zerokern.txt", "zerokern.data", "zerokern.00x.data"]
+    for name in names:
+        (folder / name).write_text("mine")
+    (folder / "zerokern.7.data").write_text("left by a store that was killed")
+    with engine.open(folder) as store:
+        store.put("x", torch.ones(3))
+    assert files_of(folder) == sorted(names)
+
+
+def test_a_link_is_not_followed(engine: EngineCase, folder: Path, tmp_path: Path) -> None:
+    """Somebody else's folder could lead a store to write into another file."""
+    folder.mkdir()
+    (tmp_path / "victim").write_text("precious")
+    (folder / "zerokern.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(IoError) as caught:
+        engine.open(folder)
+    assert caught.value.errno == errno.ELOOP
+    (folder / "zerokern.lock").unlink()
+    (folder / "zerokern.0.data").symlink_to(tmp_path / "victim")
+    engine.open(folder).close()  # the name is one of a store: the link is removed, not what it leads to
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_lock_file_that_is_replaced_is_not_the_lock(folder: Path) -> None:
+    """The one before may remove its file between our opening and our locking it."""
+    folder.mkdir()
+    first = FolderLock(folder)
+    first.release()
+    second = FolderLock(folder)
+    assert second._still_there()
+    second.path.unlink()
+    second.path.write_text("another")
+    assert not second._still_there()
+    second.release()
+
+
+def test_the_ring_holds_the_lock_too(folder: Path) -> None:
+    """A write of a process that was killed may land later than the process ends: until then nobody else may come."""
+    if why_no_uring():
+        pytest.skip(f"needs io_uring ({why_no_uring()})")
+    store = Store(folder, engine="uring", depth=4, block=1 << 20)
+    lock = store._home.lock
+    fd, lock.fd = lock.fd, os.open(os.devnull, os.O_RDONLY)
+    os.close(fd)
+    with pytest.raises(IoError, match="in use by this process"):
+        FolderLock(folder)
+    store.close()
+    assert files_of(folder) == []
+    FolderLock(folder).release()
+
+
+def test_waits_for_what_a_killed_owner_left_behind(nursery: Nursery, folder: Path) -> None:
+    """The owner is gone, its lock is not yet: as when the kernel still ends its transfers."""
+    parent = nursery.start(
+        """
+from zerokern.io import lock
+lock._inherited.clear()
+os.mkdir(folder)
+held = lock.FolderLock(folder)
+lock._inherited.clear()
+if os.fork() == 0:
+    time.sleep(0.4)
+    os._exit(0)
+print("forked", flush=True)
+time.sleep(60)
+""",
+        "threads",
+        folder,
+    )
+    parent.wait_for("forked")
+    with pytest.raises(IoError, match=f"pid {parent.pid}"):
+        FolderLock(folder)
+    parent.kill()
+    begun = time.monotonic()
+    FolderLock(folder).release()
+    assert 0.05 < time.monotonic() - begun < 5
+
+
+def test_a_child_lets_go_of_the_lock(nursery: Nursery, engine: EngineCase, folder: Path) -> None:
+    """The parent dies, its child lives on: the folder is free."""
+    parent = nursery.start(
+        """
+store = case.open(folder)
+store.put("x", pattern(5000)).wait()
+child = os.fork()
+if child == 0:
+    print(f"child {os.getpid()} lives", flush=True)
+    time.sleep(60)
+    os._exit(0)
+print("forked", flush=True)
+time.sleep(60)
+""",
+        engine.name,
+        folder,
+    )
+    parent.wait_for("forked")
+    parent.wait_for(" lives")
+    child = int(parent.said().partition("child ")[2].split()[0])
+    try:
+        parent.kill()
+        os.kill(child, 0)  # alive
+        with engine.open(folder) as store:
+            store.put("x", pattern(100))
+            assert same(read(store, "x", pattern(100)), pattern(100))
+    finally:
+        os.kill(child, 9)

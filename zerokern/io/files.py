@@ -1,0 +1,265 @@
+"""The large files of one store: made, allocated, opened again, synced and removed; with O_DIRECT where there is any."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokern.core import native
+from zerokern.core.errors import BudgetError, IoError
+from zerokern.io.engine import Engine, say_once
+from zerokern.memory.room import amount
+
+__all__ = [
+    "File",
+    "Files",
+    "alignment",
+    "fallocate",
+    "go_direct",
+    "refuse_beyond_free",
+    "refused",
+    "remains",
+    "sync_folder",
+]
+
+OURS = re.compile(r"zerokern\.\d+\.data|zerokern\.index\.new")
+MOST_ALIGN = 1 << 16  # of the engine
+TRIED = (1, 512, 4096)
+NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass
+class File:
+    """One open file. `number` is the engine's."""
+
+    path: Path
+    fd: int
+    nbytes: int
+    number: int = -1
+    direct: bool = False
+
+
+def remains(folder: Path) -> list[Path]:
+    """Files of a store that nobody may have asked to keep: data, and an index that was never published."""
+    return sorted(path for path in folder.iterdir() if OURS.fullmatch(path.name))
+
+
+def sync_folder(folder: Path) -> None:
+    """Names of files are part of the folder, and last only when it does."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def alignment(fd: int, folder: Path) -> tuple[int, int]:
+    """What O_DIRECT asks of memory and of offsets in this file of the folder; (0, 0) where there is no O_DIRECT.
+
+    Asked of the kernel; where it cannot tell (before Linux 6.1, on tmpfs) tried out on another file.
+    """
+    memory, offset = ctypes.c_uint32(), ctypes.c_uint32()
+    refusal = native.library().zk_io_alignment(fd, ctypes.byref(memory), ctypes.byref(offset))
+    if refusal == errno.ENOTSUP:
+        with unnamed_file(folder) as other:
+            return _tried_alignment(other)
+    if refusal or max(memory.value, offset.value) > MOST_ALIGN:
+        return 0, 0
+    return memory.value, offset.value
+
+
+def _tried_alignment(fd: int) -> tuple[int, int]:
+    os.pwrite(fd, bytes(2 * max(TRIED)), 0)
+    os.fsync(fd)  # of what was never written any part can be read
+    if not _switch_direct(fd, True):
+        return 0, 0
+    with mmap.mmap(-1, max(TRIED)) as page, memoryview(page) as memory:
+        for align in TRIED:
+            try:
+                with memory[:align] as part:
+                    os.preadv(fd, [part], align)
+            except OSError:
+                continue
+            # tmpfs takes the flag and goes through memory all the same: it has no rules to break
+            return (align, align) if align > 1 else (0, 0)
+    return 0, 0
+
+
+@contextmanager
+def unnamed_file(folder: Path) -> Iterator[int]:
+    """An empty file that is gone when it is closed, however this process ends."""
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+        path = folder / f"zerokern.{os.getpid()}.data"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        path.unlink()
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def go_direct(fd: int, folder: Path) -> tuple[int, int]:
+    """Switches O_DIRECT on; what it asks of memory and offsets. (1, 1): there is none, transfers are buffered."""
+    memory_align, offset_align = alignment(fd, folder)
+    if offset_align and _switch_direct(fd, True):
+        return memory_align, offset_align
+    _switch_direct(fd, False)
+    return 1, 1
+
+
+def _switch_direct(fd: int, on: bool) -> bool:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def fallocate(fd: int, offset: int, nbytes: int) -> None:
+    """The system call. Where there is none, posix_fallocate of the C library would write to every block instead."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    while call(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
+        if ctypes.get_errno() != errno.EINTR:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class Files:
+    """Files by number, from 0. Allocation comes before use: what was granted here does not run out later."""
+
+    def __init__(self, folder: Path, engine: Engine) -> None:
+        self.folder = folder
+        self._engine = engine
+        self.all: list[File] = []
+        self.paths: dict[int, str] = {}  # by the engine's number
+        self.memory_align = self.offset_align = 1
+        self._reserves = True
+
+    @property
+    def direct(self) -> bool:
+        """Whether all of them bypass the page cache."""
+        return all(file.direct for file in self.all)
+
+    def make(self, nbytes: int) -> File:
+        """A new file of that length, nothing of it promised to anybody."""
+        path = self.folder / f"zerokern.{len(self.all)}.data"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self._allocate(fd, 0, nbytes)
+            return self._enter(File(path, fd, nbytes))
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+
+    def reopen(self, name: str) -> File:
+        """A file of a durable store."""
+        path = self.folder / name
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return self._enter(File(path, fd, os.fstat(fd).st_size))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def lengthen(self, file: File, nbytes: int) -> None:
+        """Makes a file longer; on failure it is as it was."""
+        found = os.fstat(file.fd).st_size
+        if found < file.nbytes:  # what would be added now reads as zeros where somebody's data were
+            raise IoError(
+                f"{file.path} has {found} bytes, {file.nbytes} were there: something has truncated it. "
+                "Keys in the part that is gone are lost; put them into another store",
+                path=str(file.path), offset=found, nbytes=file.nbytes - found, errno=errno.ENODATA,
+            )  # fmt: skip
+        self._allocate(file.fd, file.nbytes, nbytes - file.nbytes)
+        file.nbytes = nbytes
+
+    def _allocate(self, fd: int, offset: int, nbytes: int) -> None:
+        if self._reserves and nbytes:
+            try:
+                fallocate(fd, offset, nbytes)
+                return
+            except OSError as error:
+                # Not all of it may have been granted; what was is given back with the length.
+                os.ftruncate(fd, offset)
+                if error.errno not in NO_FALLOCATE:
+                    raise
+                self._reserves = False
+                say_once(
+                    f"{self.folder}: this file system has no fallocate; that it is full shows when it is written to"
+                )
+        os.ftruncate(fd, offset + nbytes)
+
+    def _enter(self, file: File) -> File:
+        memory_align, offset_align = go_direct(file.fd, self.folder)
+        file.direct = offset_align > 1
+        if not file.direct:
+            say_once(f"{self.folder}: this file system has no O_DIRECT; transfers go through the page cache")
+        file.number = self._engine.file(file.fd, memory_align, offset_align)
+        self.paths[file.number] = str(file.path)
+        self.memory_align = max(self.memory_align, memory_align)
+        self.offset_align = max(self.offset_align, offset_align)
+        self.all.append(file)
+        return file
+
+    def sync(self) -> None:
+        """Everything that was written lasts."""
+        for file in self.all:
+            os.fdatasync(file.fd)
+
+    def close(self, keep: list[str] | None) -> None:
+        """Lets go of the files and removes all but those to keep. None: they belong to another process."""
+        files, self.all = self.all, []
+        for file in files:
+            if keep is not None:
+                self._engine.forget_file(file.number)
+            os.close(file.fd)
+            if keep is not None and file.path.name not in keep:
+                file.path.unlink(missing_ok=True)
+
+
+def refuse_beyond_free(folder: Path, nbytes: int, budget: int, used: int) -> None:
+    """Raises where a file system cannot give nbytes more, before any of it is taken."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if nbytes > free:
+        raise BudgetError(
+            f"budget={amount(budget)} does not fit on the file system of {folder}:\n"
+            f"  {'asked for':<22}{amount(budget):>12}\n"
+            f"  {'held by this store':<22}{amount(used):>12}\n"
+            f"  {'free':<22}{amount(free):>12}\n"
+            f"Ask for at most {amount(free + used)}, or free space"
+        )
+
+
+def refused(error: OSError, folder: Path, what: str) -> IoError:
+    """What the system refused about a folder, as an error of this library."""
+    number = error.errno or 0
+    advice = {
+        errno.EROFS: "The file system is read-only: choose another folder",
+        errno.EACCES: "This user may not write there: choose another folder or change its mode",
+        errno.EPERM: "This user may not write there: choose another folder or change its mode",
+        errno.ENOSPC: "The file system is full: free space or choose another folder",
+        errno.EDQUOT: "The quota is used up: free space or choose another folder",
+        errno.EFBIG: "The limit on file lengths (`ulimit -f`) is too low",
+        errno.ENOTDIR: "A part of the path is a file: choose another folder",
+        errno.ENOENT: "The system makes no files there: choose another folder",
+    }.get(number, "Choose another folder")
+    path = error.filename if isinstance(error.filename, str) else str(error.filename or folder)
+    return IoError(
+        f"{what} in {folder} is not possible: {os.strerror(number)} ({errno.errorcode.get(number, number)}). {advice}",
+        path=path,
+        errno=number,
+    )

@@ -1,0 +1,354 @@
+"""`Store`: tensors by key on a disk. Every request has a ticket, and every ticket an end that somebody is told of."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import increment_version
+
+from zerokern.core import native
+from zerokern.core.errors import IoError, got
+from zerokern.io.budget import parse_nbytes
+from zerokern.io.engine import Faults, check_settings
+from zerokern.io.entry import Entry, lost, mismatch, span_of, unknown
+from zerokern.io.home import Home
+from zerokern.io.index import Row
+from zerokern.io.ticket import Ticket, again
+from zerokern.memory.room import amount
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zerokern.memory import Arena, Ledger
+
+__all__ = ["Store"]
+
+DONE, READ, WRITE, PADDED = native.IO_DONE, native.IO_READ, native.IO_WRITE, native.IO_PADDED
+PAGE = 4096
+MOST_SHOWN = 8
+
+
+class Store:
+    """Tensors by key in a folder that belongs to this store alone; the files are removed when it is closed.
+
+    ``budget``: bytes, or text as ``"8G"``, allocated at once; none: files grow. ``engine``: ``"uring"``, ``"threads"``
+    or ``"auto"``. ``depth`` blocks of ``block`` bytes are in flight; what is not given comes from a probe of the disk,
+    once. ``checksum``: CRC32C of each tensor, checked when a get is waited for. ``durable``: files are kept, and a kill
+    at any moment leaves the state of the last ``sync()``; a key that is put again takes its room twice until then.
+    Spans of ``arena`` move without a copy, any other tensor with one, which ``ledger`` counts.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder, Store(folder, depth=8, block=1 << 20) as store:
+    ...     written = store.put("layer.0", torch.arange(6.0))
+    ...     out = torch.empty(6)
+    ...     store.get("layer.0", out).wait()   # ordered behind the put
+    ...     out.tolist(), "layer.0" in store
+    ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], True)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        budget: int | str | None = None,
+        engine: str = "auto",
+        depth: int | None = None,
+        block: int | None = None,
+        checksum: bool = False,
+        durable: bool = False,
+        arena: Arena | None = None,
+        ledger: Ledger | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        check_settings(engine, 1 if depth is None else depth, PAGE if block is None else block)
+        self.folder = Path(os.path.abspath(folder))
+        self.checksum, self.durable, self.arena, self.ledger = checksum, durable, arena, ledger
+        self._home = home = Home(
+            self.folder,
+            durable=durable,
+            budget=None if budget is None else parse_nbytes("budget", budget),
+            engine=engine,
+            depth=depth,
+            block=block,
+            faults=faults,
+            arena=arena,
+            ledger=ledger,
+        )
+        self._transfers, self._slots = home.transfers, home.transfers.slots
+        self._files, self._space = home.files, home.space
+        self._crc32c = native.library().zk_crc32c
+        self._entries: dict[str, Entry] = {}
+        self._replaced: list[Entry] = []  # on the disk until an index without them is published
+        for row in home.rows:
+            entry = self._entries[row.key] = Entry(row.key, row.extent, row.nbytes, row.dtype, row.shape)
+            entry.crc, entry.published = row.crc, True
+            entry.put = Ticket(self._transfers, None, WRITE, row.key, row.nbytes, 0, 0)
+            if row.lost:
+                entry.put._failure = IoError(row.lost, path=str(self.folder), errno=errno.ENODATA, key=row.key)
+        self._finalizer = weakref.finalize(self, home.abandon)
+
+    def put(self, key: str, tensor: torch.Tensor, after: Ticket | None = None) -> Ticket:
+        """Writes a tensor, whose memory must not change until the ticket has ended.
+
+        What the key held is gone once this returns. ``after``: a ticket of this store that must have ended first.
+        """
+        address, nbytes = span_of("tensor", tensor)
+        if after is not None:
+            self._check_after(after)
+        crc = self._crc32c(0, address, nbytes) if self.checksum else None
+        with self._transfers.lock:
+            entry = self._entries.get(key)
+            if not self._home.open:
+                raise self._home.refuse()
+            if entry is None or entry.nbytes != nbytes or entry.published:
+                entry = self._place(key, entry, nbytes, tensor.dtype, tensor.shape)
+            entry.dtype, entry.shape, entry.crc = tensor.dtype, tensor.shape, crc
+            self._home.unpublished = True
+            return self._start(WRITE, entry, address, nbytes, tensor, after)
+
+    def get(self, key: str, out: torch.Tensor, after: Ticket | None = None) -> Ticket:
+        """Reads a tensor into ``out`` of its dtype and shape, which is undefined until the ticket has ended."""
+        address, nbytes = span_of("out", out)
+        if after is not None:
+            self._check_after(after)
+        with self._transfers.lock:
+            if not self._home.open:
+                raise self._home.refuse()
+            entry = self._entries.get(key)
+            if entry is None:
+                raise unknown(key, len(self._entries), self.folder)
+            put = entry.put
+            if put is None:
+                raise KeyError(f"key {key!r} was reserved and never put: there is nothing to read yet")
+            if out.dtype is not entry.dtype or out.shape != entry.shape:
+                raise mismatch(entry, out)
+            slot = put._slot
+            if slot is not None and slot.words[slot.state] == DONE:
+                self._transfers.settle(put)
+                slot = None
+            if put._failure is not None:
+                raise lost(entry, put._failure)
+            ticket = self._start(READ, entry, address, nbytes, out, after)
+            if slot is not None:
+                ticket._source = put
+            if self.checksum:
+                ticket._crc = entry.crc
+            increment_version(out)
+            return ticket
+
+    def _start(
+        self, op: int, entry: Entry, address: int, nbytes: int, tensor: torch.Tensor, after: Ticket | None
+    ) -> Ticket:
+        """Queues one transfer behind the last one of its key, and behind `after`."""
+        extent = entry.extent
+        if extent is None:
+            ticket = Ticket(self._transfers, None, op, entry.key, 0, 0, 0)
+            if op == WRITE:
+                entry.put = ticket
+            return ticket
+        before = 0
+        last = entry.last
+        if last is not None:
+            slot = last._slot
+            if slot is not None and slot.words[slot.state] != DONE:
+                before = slot.address
+        if after is not None:
+            before = self._behind(after, last, before)
+        flags = PADDED if nbytes % PAGE and self.arena is not None and self._owns_padding(address, nbytes) else 0
+        slot = self._slots.take()
+        file = self._files.all[extent.file].number
+        ticket = Ticket(self._transfers, slot, op, entry.key, nbytes, file, extent.offset)
+        ticket._tensor = tensor
+        entry.last = ticket
+        if op == WRITE:
+            entry.put = ticket
+        self._transfers.start(ticket, slot, address, flags, before)
+        if self.ledger is not None:
+            self.ledger.add("nvme", "tensor", "read" if op == READ else "write", nbytes)
+        return ticket
+
+    def _check_after(self, after: Ticket) -> None:
+        if not isinstance(after, Ticket):
+            raise TypeError(got("after", type(after).__name__, "a ticket of this store, or None"))
+        if after._transfers is not self._transfers:
+            raise ValueError("after= is a ticket of another store; allowed: tickets of this one. Wait for it first")
+
+    def _behind(self, after: Ticket, last: Ticket | None, before: int) -> int:
+        """The request to come after, where there may be two. The engine knows one: the other is waited for here."""
+        slot = self._transfers.pending_slot(after)
+        if slot is None:
+            return before
+        if before and last is not None and last is not after:
+            self._transfers.await_ticket(last)
+        return slot.address
+
+    def _owns_padding(self, address: int, nbytes: int) -> bool:
+        """Whether what lies behind the span, up to the disk's alignment, is the unused end of its own lease."""
+        lease = self.arena.find(address, nbytes) if self.arena is not None else None
+        return lease is not None and lease.ptr + lease.nbytes == address + nbytes and self._files.offset_align <= PAGE
+
+    def _place(self, key: str, entry: Entry | None, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
+        """An entry whose extent may be written to, in place of the one there is."""
+        if not isinstance(key, str):
+            raise TypeError(got("key", key, "a string"))
+        old = None if entry is None or entry.published else entry.extent
+        if entry is not None and old is not None and self._space.extents.capacity(nbytes) == old.nbytes:
+            entry.nbytes = nbytes
+            return entry
+        extent = self._space.take(nbytes, self._table) if nbytes else None
+        if entry is not None:
+            self._leave(entry)
+        made = self._entries[key] = Entry(key, extent, nbytes, dtype, shape)
+        return made
+
+    def _leave(self, entry: Entry) -> None:
+        """Frees an extent: at once, or when no published index speaks of it any more."""
+        if entry.extent is None:
+            return
+        if entry.published:
+            self._replaced.append(entry)
+        else:
+            self._space.give(entry.extent, entry.last)
+
+    def _table(self) -> str:
+        """Who holds what, the largest first."""
+        held = sorted(self._entries.values(), key=lambda one: -one.nbytes)
+        rows = [f"  {one.key[:40]:<40}{amount(one.nbytes):>12}" for one in held[:MOST_SHOWN]]
+        rest = sum(one.nbytes for one in held[MOST_SHOWN:])
+        more = [f"  {f'{len(held) - MOST_SHOWN} more keys':<40}{amount(rest):>12}"] if held[MOST_SHOWN:] else []
+        return "\n".join([*rows, *more]) or "  no key yet"
+
+    def reserve(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Takes the room for a tensor that will be put later: a full disk shows now. Until then a get raises."""
+        with self._transfers.lock:
+            if not self._home.open:
+                raise self._home.refuse()
+            if key in self._entries:
+                raise ValueError(got("key", key, "keys that are not there yet", "Delete it first"))
+            size = torch.Size(shape)
+            if min(size, default=0) < 0:
+                raise ValueError(got("shape", tuple(shape), "lengths from 0 on"))
+            self._place(key, None, size.numel() * dtype.itemsize, dtype, size)
+
+    def delete(self, key: str) -> None:
+        """Forgets a key; its room is used again when the last transfer in it has ended."""
+        with self._transfers.lock:
+            if not self._home.open:
+                raise self._home.refuse()
+            entry = self._entries.pop(key, None)
+            if entry is None:
+                raise unknown(key, len(self._entries), self.folder)
+            self._home.unpublished = True
+            self._leave(entry)
+
+    def keys(self) -> list[str]:
+        """Keys that were put, in order of their first put."""
+        with self._transfers.lock:
+            return [key for key, entry in self._entries.items() if entry.put is not None]
+
+    def __contains__(self, key: object) -> bool:
+        entry = self._entries.get(key)  # type: ignore[call-overload]
+        return entry is not None and entry.put is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that were put or reserved; what they take on the disk is ``stats()["taken_nbytes"]``."""
+        with self._transfers.lock:
+            return sum(entry.nbytes for entry in self._entries.values())
+
+    @property
+    def engine(self) -> str:
+        """The engine that runs: ``"uring"`` or ``"threads"``."""
+        return self._home.engine.kind
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers bypass the page cache."""
+        return self._files.direct
+
+    def stats(self) -> dict[str, object]:
+        """What runs, what is held, and what the engine has done since it was opened."""
+        with self._transfers.lock:
+            if not self._home.open:
+                raise self._home.refuse()
+            engine, extents = self._home.engine, self._space.extents
+            return {
+                "engine": engine.kind,
+                "why": engine.why,
+                "direct": self._files.direct,
+                "depth": engine.depth,
+                "block": engine.block,
+                "keys": len(self._entries),
+                "file_nbytes": extents.nbytes,
+                "taken_nbytes": extents.nbytes - extents.free_nbytes,
+                **engine.stats(),
+            }
+
+    def sync(self) -> None:
+        """Returns when everything has ended; raises failures that no ``wait()`` has told.
+
+        A durable store is now what will be found after a kill; where this raises, that is what the last one left.
+        """
+        with self._transfers.lock:
+            if not self._home.open:
+                raise self._home.refuse()
+            self._transfers.drain()
+            self._transfers.raise_untold()
+            if self.durable:
+                self._publish()
+
+    def _publish(self) -> None:
+        kept: list[Entry] = []
+        rows: list[Row] = []
+        for one in self._entries.values():
+            if one.put is None:
+                continue
+            failure = one.put._failure
+            if failure is not None and not one.published:
+                raise again(
+                    f"sync is not possible: the last put of {one.key!r} failed. Put it again or delete it. "
+                    f"That put said: {failure}",
+                    failure,
+                )
+            kept.append(one)
+            lost = None if failure is None else str(failure)
+            rows.append(Row(one.key, one.extent, one.nbytes, one.dtype, tuple(one.shape), one.crc, lost))
+        if not self._home.unpublished:
+            return
+        self._home.publish(rows)
+        for one in kept:
+            one.published = True
+        replaced, self._replaced = self._replaced, []
+        for entry in replaced:
+            if entry.extent is not None:
+                self._space.give(entry.extent, None)
+
+    def close(self) -> None:
+        """``sync()``, then lets go of the folder: without ``durable`` its files are removed. Twice is no error."""
+        if not self._home.open:
+            return
+        try:
+            self.sync()
+        finally:
+            self._finalizer.detach()
+            self._home.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an exception a durable store is not published: half of a change is no state."""
+        if kind is None:
+            self.close()
+        elif self._home.open:
+            self._finalizer.detach()
+            self._home.close()
+
+    def __repr__(self) -> str:
+        state = f"{self.engine}, {len(self._entries)} keys" if self._home.open else "closed"
+        return f"Store({str(self.folder)!r}, {state})"
