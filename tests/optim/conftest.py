@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from zerokern.io import Faults, Nvme, Store
 from zerokern.kernels.cpu import UpdateTable
+from zerokern.optim import disk
+
+RING_NBYTES = 1 << 20  # 8 slots of 128 KiB: 16,000 parameters of fp32 Adam each
 
 
 @pytest.fixture
@@ -18,9 +24,27 @@ def native_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     run = UpdateTable.run
 
-    def counted(self: UpdateTable, scale: float = 1.0) -> None:
-        calls.append(self.nseg)
-        run(self, scale)
+    def counted(self: UpdateTable, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
+        calls.append((self.nseg if end is None else end) - begin)
+        run(self, scale, begin, end)
 
     monkeypatch.setattr(UpdateTable, "run", counted)
     return calls
+
+
+@pytest.fixture
+def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nvme]:
+    """Makes tiers, each with a folder of its own and a small ring. No test waits for a probe of the disk.
+
+    `faults` are of the device; `engine` is one of the Store's.
+    """
+    numbers = itertools.count()
+
+    def make(*, faults: Faults | None = None, **settings: object) -> Nvme:
+        def open_store(*arguments: object, **keywords: object) -> Store:
+            return Store(*arguments, depth=8, block=1 << 16, faults=faults, **keywords)
+
+        monkeypatch.setattr(disk, "Store", open_store)
+        return Nvme(tmp_path / f"tier{next(numbers)}", **{"ring_nbytes": RING_NBYTES, **settings})
+
+    return make

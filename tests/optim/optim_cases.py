@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -64,6 +66,17 @@ def train(optimizer: Any, params: Sequence[Tensor], steps: int, *, start: int = 
         optimizer.step()
 
 
+def python_calls(work: Callable[[], Any]) -> int:
+    """Python functions entered, and C functions called from Python."""
+    counts: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: counts.update([event]))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return counts["call"] + counts["c_call"]
+
+
 def contents(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
     """Copies of all parameters and of all their state."""
     state = [optimizer.state[param] for param in params if param in optimizer.state]
@@ -77,4 +90,51 @@ def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
         and a.shape == b.shape
         and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
         for a, b in zip(left, right, strict=True)
+    )
+
+
+# A parameter that is cut, one that fills pieces with others, small ones, and an empty one.
+SPREAD = (70_000, 1, 300, 128, 40_000, 0, 129)
+
+
+class Twins:
+    """The same optimizer with state on disk and in memory, over equal parameters."""
+
+    def __init__(
+        self,
+        name: str,
+        tier: Any,
+        sizes: Sequence[int] = SPREAD,
+        dtype: torch.dtype = FP32,
+        **settings: Any,
+    ) -> None:
+        self.params, self.straight = make_params(sizes, dtype), make_params(sizes, dtype)
+        self.ours = MAKERS[name](self.params, tier=tier, **settings)
+        self.reference = MAKERS[name](self.straight, **settings)
+
+    @property
+    def pairs(self) -> list[tuple[Any, list[torch.nn.Parameter]]]:
+        return [(self.ours, self.params), (self.reference, self.straight)]
+
+    def train(self, steps: int, start: int = 0, *, idle: Sequence[int] = (), scale: float = 1.0) -> None:
+        """Steps with equal gradients, none for the parameters numbered in `idle`."""
+        for step in range(start, start + steps):
+            for optimizer, params in self.pairs:
+                set_grads(params, seed=step, scale=scale)
+                for number in idle:
+                    params[number].grad = None
+                optimizer.step()
+
+    def agree(self) -> bool:
+        """The same bits in all parameters and in all of state_dict."""
+        return same_bits(self.params, self.straight) and same_state(self.ours.state_dict(), self.reference.state_dict())
+
+
+def same_state(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two state_dicts hold the same bits under the same keys."""
+    mine, theirs = left["state"], right["state"]
+    return mine.keys() == theirs.keys() and all(
+        mine[number].keys() == theirs[number].keys()
+        and same_bits([mine[number][key] for key in theirs[number]], list(theirs[number].values()))
+        for number in mine
     )

@@ -248,7 +248,7 @@ def test_a_native_refusal_leaves_everything_as_it_was(name: str, monkeypatch: py
     train(optimizer, params, 1)
     before = contents(optimizer, params)
     with monkeypatch.context() as patch:
-        patch.setattr(UpdateTable, "run", lambda self, scale=1.0: (_ for _ in ()).throw(KernelError("refused")))
+        patch.setattr(UpdateTable, "run", lambda *arguments: (_ for _ in ()).throw(KernelError("refused")))
         set_grads(params)
         with pytest.raises(KernelError):
             optimizer.step()
@@ -263,11 +263,11 @@ def test_an_interrupt_is_before_or_after_and_never_between(monkeypatch: pytest.M
     train(reference, twins, 2)
     run = UpdateTable.run
 
-    def after(self: UpdateTable, scale: float = 1.0) -> None:
-        run(self, scale)
+    def after(self: UpdateTable, *arguments: float) -> None:
+        run(self, *arguments)
         raise KeyboardInterrupt
 
-    def before(self: UpdateTable, scale: float = 1.0) -> None:
+    def before(self: UpdateTable, *arguments: float) -> None:
         raise KeyboardInterrupt
 
     kept = contents(optimizer, params)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-
 import pytest
 import torch
-from optim_cases import BF16, make_params, same_bits, set_grads, train
+from optim_cases import BF16, make_params, python_calls, same_bits, set_grads, train
 
 from zerokern.kernels import cpu
 from zerokern.optim import AdamW, survey
 from zerokern.optim.binding import Binding
-
-
-def python_calls(work) -> int:
-    """Python functions entered, and C functions called from Python."""
-    counts: Counter[str] = Counter()
-    sys.setprofile(lambda frame, event, argument: counts.update([event]))
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return counts["call"] + counts["c_call"]
 
 
 def test_ten_thousand_parameters_take_one_native_call(native_calls: list[int]) -> None:

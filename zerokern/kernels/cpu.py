@@ -16,7 +16,8 @@ from zerokern.kernels import formats
 
 __all__ = ["UpdateTable", "accumulate", "convert", "stream", "sumsq_pointers"]
 
-_SEGMENT_WORDS = ctypes.sizeof(native.Segment) // 8
+_SEGMENT_NBYTES = ctypes.sizeof(native.Segment)
+_SEGMENT_WORDS = _SEGMENT_NBYTES // 8
 _NEITHER = 2**63 - 1  # what zk_update names where no row and no group is at fault
 _COLUMNS = tuple(field[0] for field in native.Segment._fields_)
 
@@ -40,6 +41,7 @@ class UpdateTable:
         self.nseg = nseg
         self.ngroups = ngroups
         self._segments = (native.Segment * max(nseg, 1))()
+        self._address = ctypes.addressof(self._segments)
         self._groups = (native.Group * max(ngroups, 1))()
         words = memoryview(self._segments).cast("B").cast("Q")
         self.columns = {name: words[i : nseg * _SEGMENT_WORDS : _SEGMENT_WORDS] for i, name in enumerate(_COLUMNS)}
@@ -100,13 +102,15 @@ class UpdateTable:
         for name, value in pointers.items():
             self.columns[name][index] = value
 
-    def run(self, scale: float = 1.0) -> None:
-        """The native call; the GIL is free meanwhile. ``scale`` multiplies the gradients."""
+    def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
+        """The native call on rows ``begin`` to ``end``; the GIL is free meanwhile. ``scale`` multiplies gradients."""
         self._scale.value = scale
-        code = self._run(self._segments, self.nseg, self._groups, self.ngroups, byref(self._scale), byref(self._bad))
+        count = (self.nseg if end is None else end) - begin
+        first = self._address + begin * _SEGMENT_NBYTES
+        code = self._run(first, count, self._groups, self.ngroups, byref(self._scale), byref(self._bad))
         if code:
             bad = self._bad.value
-            where = "the counts" if bad == _NEITHER else f"row {bad}" if bad >= 0 else f"group {-1 - bad}"
+            where = "the counts" if bad == _NEITHER else f"row {begin + bad}" if bad >= 0 else f"group {-1 - bad}"
             native.check(code, context=f"zk_update refused {where} of {self.nseg} rows and {self.ngroups} groups")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from zerokern.io import Nvme
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
@@ -23,7 +24,8 @@ class Adam(FusedOptimizer):
         for fp16 ones; an fp32 parameter is its own master.
     max_grad_norm: clips the global norm within the update, and skips a step whose norm is not finite.
     stochastic_seed: rounds stochastically where master_format is "none": same seed, same bits.
-    tier: "device" or "cpu": where the state rests, which is the same for CPU parameters.
+    tier: where the state rests. "device" or "cpu" is the same for CPU parameters; `zk.Nvme(path)` is a folder on disk,
+        through which it passes at each step with the same bits, and which is private to this optimizer.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -54,7 +56,7 @@ class Adam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        tier: str = "device",
+        tier: str | Nvme = "device",
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,
@@ -120,7 +122,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: str = "device",
+        tier: str | Nvme = "device",
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,

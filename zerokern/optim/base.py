@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from zerokern.core.errors import KernelError, StateError, got
-from zerokern.optim import checks, loading
+from zerokern.core.errors import StateError, got
+from zerokern.io import Nvme
+from zerokern.optim import checks, disk_state, loading
 from zerokern.optim.binding import Binding
+from zerokern.optim.disk import Disk
+from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import Algorithm, Layout, check_formats, layout_of
 from zerokern.optim.masters import Witness, follow, tracked
+from zerokern.optim.state import copied
 from zerokern.optim.survey import Survey
 from zerokern.optim.watched import WatchedState, plain, watched
 
@@ -27,7 +31,7 @@ FormatKey = tuple[bool, str, str | None, int | None]
 class _Bound:
     """What earlier steps learned; all of it can be learned anew from parameters, groups and state."""
 
-    binding: Binding | None = None
+    binding: Binding | DiskBinding | None = None
     witness: Witness | None = None
     formats: list[FormatKey] = field(default_factory=list)
 
@@ -51,14 +55,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        tier: str,
+        tier: str | Nvme,
         state_format: str,
         master_format: str | None,
         stochastic_seed: int | None,
         max_grad_norm: float | None,
     ) -> None:
-        checks.choice("tier", tier, ("device", "cpu"))
+        checks.tier(tier)
         self.tier = tier
+        self._disk = Disk(tier) if isinstance(tier, Nvme) else None
         self.max_grad_norm = max_grad_norm
         self._grad_norm: float | None = None
         self._skipped_steps = 0
@@ -173,33 +178,33 @@ class FusedOptimizer(torch.optim.Optimizer):
             return None
         return scale * min(1.0, self._max_grad_norm / (self._grad_norm + 1e-6))
 
-    def _bind(self, survey: Survey, formats: list[FormatKey], previous: Binding | None) -> Binding:
+    def _bind(
+        self, survey: Survey, formats: list[FormatKey], previous: Binding | DiskBinding | None
+    ) -> Binding | DiskBinding:
         self.state = watched(self.state)
         self._bound.binding = None
-        binding = Binding(
-            self._algorithm,
-            survey,
-            self.param_groups,
-            self.state,
-            initial=[self._initial_moment(group) for group in self.param_groups],
-            previous=previous,
-            witness=self._bound.witness,
-        )
+        initial, witness = [self._initial_moment(group) for group in self.param_groups], self._bound.witness
+        subject = self._algorithm, survey, self.param_groups, self.state
+        binding: Binding | DiskBinding
+        if self._disk is None:
+            last = previous if isinstance(previous, Binding) else None
+            binding = Binding(*subject, initial=initial, previous=last, witness=witness)
+        else:
+            binding = DiskBinding(*subject, self._disk, initial=initial, witness=witness)
         self._bound = _Bound(binding, binding.witness, formats)
         return binding
 
-    def _run(self, binding: Binding, pointers: array[int], settings: list[dict[str, Any]], scale: float) -> None:
+    def _run(
+        self, binding: Binding | DiskBinding, pointers: array[int], settings: list[dict[str, Any]], scale: float
+    ) -> None:
         binding.prepare(settings, pointers)
         self._torn = True
         try:
-            binding.table.run(scale)
-        except KernelError:  # refused before anything was written
-            self._torn = False
-            raise
-        except BaseException:  # Ctrl-C, which Python delivers before the native call or after it
-            if binding.table.carried_out:
+            binding.run(scale)
+        except BaseException:  # refused, or Ctrl-C, which Python delivers before a native call or after it
+            if binding.carried_out:
                 binding.stepped()
-            self._torn = False
+            self._torn = binding.torn
             raise
         binding.stepped()
         self._torn = False
@@ -215,8 +220,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _refuse_if_torn(self) -> None:
         if self._torn:
             raise StateError(
-                "a step was broken off while parameters and state were being written, so that they may be of different "
-                "steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
+                "a step or a load was broken off while parameters and state were being written, so that they may be of "
+                "different steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
             )
 
     @torch._disable_dynamo
@@ -242,10 +247,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._bound.witness.catch_up(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: the same keys, so that fp32 state goes into torch.optim's optimizers and back."""
+        """As torch's: the same keys, so that fp32 state goes into torch.optim's optimizers and back.
+
+        State on disk is read into memory, all of it.
+        """
         self._refuse_if_torn()
         self._catch_up()
-        state_dict = super().state_dict()
+        held = self.state
+        try:
+            if self._disk is not None:
+                self.state = WatchedState(disk_state.in_memory(self._disk, held))
+            state_dict = super().state_dict()
+        finally:
+            self.state = held
         return {**state_dict, "state": plain(state_dict["state"])}
 
     @torch._disable_dynamo
@@ -261,7 +275,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._adopt_group(group)
             self._checked(group)
-        state = loading.loaded_state(self._algorithm, self._layout, self.param_groups, groups, state_dict)
+        state = loading.loaded_state(self._algorithm, self._layout, self.param_groups, groups, state_dict, self._kept)
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.update(group)
         self.state = WatchedState(state)
@@ -270,10 +284,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _kept(self, entries: Sequence[loading.Checked]) -> list[dict[str, Any]]:
+        """Loaded entries as this optimizer holds them."""
+        if self._disk is None:
+            return copied(entries)
+        owners = disk_state.housed(self._disk, entries, self.state)
+        self._torn = True  # from here on a failure leaves neither the old state nor the new one
+        return disk_state.put_down(self._disk, owners, entries, self._algorithm)
+
     def _adopt_group(self, group: dict[str, Any]) -> None:
         """What a subclass decides about a loaded group."""
 
     def __getstate__(self) -> dict[str, Any]:
+        disk_state.refuse_copy(self.state)
         self._catch_up()
         own = {name: getattr(self, name) for name in _OWN_ATTRIBUTES}
         return {**super().__getstate__(), "state": plain(self.state), **own}
@@ -281,4 +304,5 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = WatchedState(self.state)
+        self._disk = Disk(self.tier) if isinstance(self.tier, Nvme) else None
         self._bound = _Bound(witness=Witness(tracked(self.state)))

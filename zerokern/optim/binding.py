@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError
 from zerokern.optim.formats import Algorithm, Slot
 from zerokern.optim.masters import Witness
-from zerokern.optim.rows import Row, table_of
-from zerokern.optim.state import Entry, check_entry, make, pull
+from zerokern.optim.rows import Row, set_groups, table_of
+from zerokern.optim.state import Entry, check_entries, make, pull
 from zerokern.optim.steps import StepBook
-from zerokern.optim.survey import Groups, Survey, names_of, same_objects
+from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.optim.watched import WatchedState
 
 _SAMPLES = 16
@@ -73,8 +72,8 @@ class Binding:
         self, algorithm: Algorithm, groups: Groups, state: WatchedState, initial: Sequence[float], new: Sequence[int]
     ) -> None:
         survey = self.survey
-        optional = frozenset(key for key, _ in algorithm.moments if algorithm.starts_from_gradient)
-        _check_state(survey, groups, state, new, optional)
+        optional = algorithm.optional
+        check_entries(survey, groups, state, new, [state.get(survey.params[i]) for i in new], optional)
         made: list[tuple[int, Tensor, Entry, Slot]] = []
         entries: list[Entry] = []
         for i in new:
@@ -120,10 +119,22 @@ class Binding:
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Everything that the native call reads: hyperparameters, step counts, where the gradients are."""
-        for number, group in enumerate(self.groups):
-            values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
-            self.table.set_group(number, **values)
+        set_groups(self.table, self.groups, settings)
         self.table.columns["grad"][:] = pointers
+
+    def run(self, scale: float) -> None:
+        """The update: one native call."""
+        self.table.run(scale)
+
+    @property
+    def carried_out(self) -> bool:
+        """Whether the update was made, even if an interrupt hid that it was."""
+        return self.table.carried_out
+
+    @property
+    def torn(self) -> bool:
+        """Whether an update that raised may have been made in part: never, for it is one call."""
+        return False
 
     def stepped(self) -> None:
         """Account for an update that was made."""
@@ -136,24 +147,3 @@ class Binding:
         self.book.advance()
         torch.autograd.graph.increment_version(self.survey.params)
         self.witness.stepped()
-
-
-def _check_state(
-    survey: Survey, groups: Groups, state: WatchedState, new: Sequence[int], optional: frozenset[str]
-) -> None:
-    known = set(map(id, survey.everyone))
-    orphans = sum(isinstance(param, Tensor) and id(param) not in known for param in state)
-    names: list[str] = []
-    for i in new:
-        param, layout = survey.params[i], survey.layouts[i]
-        entry = state.get(param)
-        if not layout.slots or not (entry or orphans):
-            continue
-        names = names or names_of(groups)
-        name = names[survey.numbers[i]]
-        if not entry:
-            raise StateError(
-                f"{name} has no state, and {orphans} parameters that are in no param_group have: it was replaced after "
-                "a step. Move the state (opt.state[new] = opt.state.pop(old)) or drop it (del opt.state[old])"
-            )
-        check_entry(name, param, entry, layout, optional=optional)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
+from zerokern.io import Nvme
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES_TEXT = "torch.float32, torch.bfloat16 or torch.float16"
@@ -54,6 +56,13 @@ def choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
     options = list(allowed)
     if not any(value is option or (type(value) is type(option) and value == option) for option in options):
         raise ValueError(got(name, value, ", ".join(map(repr, options))))
+
+
+def tier(value: Any) -> None:
+    """Refuse what is no place for state."""
+    if not isinstance(value, Nvme) and value not in ("device", "cpu"):
+        do = "a folder becomes a tier with zk.Nvme(path)" if isinstance(value, (str, Path)) else ""
+        raise ValueError(got("tier", value, "'device', 'cpu' or zk.Nvme(path)", do))
 
 
 def flag(name: str, value: Any) -> bool:

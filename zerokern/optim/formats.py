@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ class Algorithm:
     counts_steps: bool
     starts_from_gradient: bool = False  # the moment of the first step is the gradient itself
 
+    @property
+    def optional(self) -> frozenset[str]:
+        """The keys of state that need not be there before the first step that uses them."""
+        return frozenset(key for key, _ in self.moments if self.starts_from_gradient)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -66,6 +71,16 @@ class Layout:
             "state_format": self.state_format,
             "out_dtype": self.param_dtype if publishes else None,
         }
+
+    @cached_property
+    def columns(self) -> tuple[Slot, ...]:
+        """The tensors that the update reads and writes."""
+        return tuple(slot for slot in self.slots if slot.column)
+
+    @cached_property
+    def counter(self) -> tuple[Slot, ...]:
+        """The step counter, if there is one."""
+        return tuple(slot for slot in self.slots if not slot.column)
 
     @property
     def param_column(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from zerokern.io import Nvme
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
@@ -39,7 +40,7 @@ class Lion(FusedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: str = "device",
+        tier: str | Nvme = "device",
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,

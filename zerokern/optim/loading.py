@@ -12,10 +12,11 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.formats import Algorithm, Layout
-from zerokern.optim.state import Entry, check_entry, copied
+from zerokern.optim.state import Entry, check_entry
 from zerokern.optim.survey import names_of
 
 Groups = Sequence[dict[str, Any]]
+Checked = tuple[Tensor, Entry, Layout]
 
 # A checkpoint decides hyperparameters. It does not decide how the optimizer is implemented, nor in which formats: state
 # in other formats is refused parameter by parameter.
@@ -50,14 +51,14 @@ def loaded_state(
     groups: Groups,
     merged: Groups,
     state_dict: dict[str, Any],
+    keep: Callable[[Sequence[Checked]], list[Entry]],
 ) -> dict[Any, Any]:
-    """The state_dict's state by parameter, in memory of our own."""
+    """The state_dict's state by parameter, as `keep` keeps it: a copy in memory of our own, or on disk."""
     saved_ids = chain.from_iterable(saved["params"] for saved in state_dict["param_groups"])
     owned = [(param, group) for group in merged for param in group["params"]]
     places = dict(zip(saved_ids, zip(owned, names_of(groups), strict=True), strict=True))
     moments = {key for key, _ in algorithm.moments}
-    optional = frozenset(moments if algorithm.starts_from_gradient else ())
-    entries: list[tuple[Tensor, Entry, Layout]] = []
+    entries: list[Checked] = []
     others: dict[Any, Any] = {}
     for key, entry in state_dict["state"].items():
         if key not in places:
@@ -67,11 +68,11 @@ def loaded_state(
         if not entry:
             continue
         layout = layout_of(group, param.dtype, any(entry.get(moment) is not None for moment in moments))
-        check_entry(name, param, entry, layout, optional=optional)
+        check_entry(name, param, entry, layout, optional=algorithm.optional)
         _refuse_extra(name, entry, layout)
         entries.append((param, entry, layout))
     with torch.no_grad():
-        loaded = copied(entries)
+        loaded = keep(entries)
     return {**{param: mine for (param, _, _), mine in zip(entries, loaded, strict=True)}, **others}
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.optim.records import on_disk_of
+
 _version_of = operator.attrgetter("_version")
 _pointer_of = torch.Tensor.data_ptr
 
@@ -69,18 +71,27 @@ class Witness:
 def tracked(state: Mapping[Any, Any]) -> list[Tensor]:
     """The parameters that have a master or a remainder."""
     entries = [(param, entry) for param, entry in state.items() if isinstance(param, Tensor)]
-    return [param for param, entry in entries if "master" in entry or "remainder" in entry]
+    return [param for param, entry in entries if "master" in entry or "remainder" in entry or _on_disk(entry)]
+
+
+def _on_disk(entry: Any) -> bool:
+    owner = on_disk_of(entry)
+    return owner is not None and owner.has_master
 
 
 def follow(params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]], *, loaded: bool = False) -> None:
     """Let masters and remainders begin anew from what the parameters hold now.
 
-    A master that still rounds to its parameter is kept: then nothing, or the same value, was written.
+    A master that still rounds to its parameter is kept: then nothing, or the same value, was written. Those on disk
+    follow when they are next fetched.
     """
     lost = 0
     with torch.no_grad():
         for param in params:
             entry = state[param]
+            owner = on_disk_of(entry)
+            if owner is not None:
+                lost += owner.begin_anew(loaded=loaded)
             if "remainder" in entry:
                 lost += loaded and bool(entry["remainder"].any())
                 entry["remainder"].zero_()

@@ -5,14 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import UpdateTable
 from zerokern.optim.formats import Layout
 from zerokern.optim.state import Entry
-from zerokern.optim.survey import Groups, Survey
+from zerokern.optim.survey import Groups
 
 _POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out")
 
@@ -33,10 +35,32 @@ class Row:
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         words = dict(zip((slot.column for slot in slots), self.addresses, strict=True))
         words[layout.param_column] = param_pointer
-        self.words = tuple(words.get(name, 0) for name in _POINTERS)
+        self.words = pointer_words(words)
 
     def fits(self, param: Tensor, param_pointer: int, layout: Layout) -> bool:
         return self.param is param and self.param_pointer == param_pointer and self.layout is layout
+
+
+class Pointed(Protocol):
+    """What the table reads of a row. `words`: addresses in the order of `pointer_words`."""
+
+    layout: Layout
+    first: bool
+    words: tuple[int, ...]
+
+
+class Columns(Protocol):
+    """Rows as columns. A `Survey` is one, whose rows are whole parameters."""
+
+    owners: list[int]
+    numbers: list[int]
+    numels: list[int]
+    grad_dtypes: list[torch.dtype]
+
+
+def pointer_words(pointers: dict[str, int]) -> tuple[int, ...]:
+    """Addresses by column as the table orders them, 0 where a format needs none."""
+    return tuple(pointers.get(name, 0) for name in _POINTERS)
 
 
 @dataclass
@@ -54,9 +78,13 @@ class StepTable(UpdateTable):
 
     _NOT_RUN = -(2**63)  # no row or group has this number, and the native call always writes one
 
-    def run(self, scale: float = 1.0) -> None:
+    def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
         self._bad.value = self._NOT_RUN
-        super().run(scale)
+        try:
+            super().run(scale, begin, end)
+        except KernelError:  # refused before anything was written
+            self._bad.value = self._NOT_RUN
+            raise
 
     @property
     def carried_out(self) -> bool:
@@ -64,13 +92,13 @@ class StepTable(UpdateTable):
 
 
 def table_of(
-    survey: Survey, groups: Groups, rows: Sequence[Row], steps: Sequence[int]
+    columns: Columns, groups: Groups, rows: Sequence[Pointed], steps: Sequence[int]
 ) -> tuple[StepTable, list[TableGroup]]:
     """The table of all rows; those that differ in format, owner or step count are in different groups of it."""
     made: list[TableGroup] = []
     numbers: dict[tuple[Any, ...], int] = {}
     members = array("Q")
-    for row, owner, grad_dtype, step in zip(rows, survey.owners, survey.grad_dtypes, steps, strict=True):
+    for row, owner, grad_dtype, step in zip(rows, columns.owners, columns.grad_dtypes, steps, strict=True):
         key = (owner, id(row.layout), grad_dtype, step, row.first)
         number = numbers.get(key)
         if number is None:
@@ -80,8 +108,15 @@ def table_of(
         members.append(number)
     table = StepTable(len(rows), len(made))
     table.columns["group"][:] = members
-    table.columns["numel"][:] = array("Q", survey.numels)
-    table.columns["key"][:] = array("Q", survey.numbers)
-    for name, words in zip(_POINTERS, zip(*(row.words for row in rows), strict=True), strict=True):
+    table.columns["numel"][:] = array("Q", columns.numels)
+    table.columns["key"][:] = array("Q", columns.numbers)
+    for name, words in zip(_POINTERS, zip(*(row.words for row in rows), strict=True), strict=bool(rows)):
         table.columns[name][:] = array("Q", words)
     return table, made
+
+
+def set_groups(table: UpdateTable, groups: Sequence[TableGroup], settings: Sequence[dict[str, Any]]) -> None:
+    """Give the table's groups the hyperparameters and step counts of the update to come."""
+    for number, group in enumerate(groups):
+        values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
+        table.set_group(number, **values)

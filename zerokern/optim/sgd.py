@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.core.errors import got
+from zerokern.io import Nvme
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
@@ -45,7 +46,7 @@ class SGD(FusedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: str = "device",
+        tier: str | Nvme = "device",
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,35 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.optim.formats import Layout, Slot, format_name
 from zerokern.optim.memory import zeros
+from zerokern.optim.survey import Groups, Survey, names_of
 
 Entry = dict[str, Any]
+
+
+def check_entries(
+    survey: Survey,
+    groups: Groups,
+    state: Mapping[Any, Any],
+    new: Sequence[int],
+    entries: Sequence[Entry | None],
+    optional: frozenset[str],
+) -> None:
+    """Check the entries of the survey's parameters `new`; one without may not stand for a parameter that had state."""
+    known = set(map(id, survey.everyone))
+    orphans = sum(isinstance(param, Tensor) and id(param) not in known for param in state)
+    names: list[str] = []
+    for i, entry in zip(new, entries, strict=True):
+        layout = survey.layouts[i]
+        if not layout.slots or not (entry or orphans):
+            continue
+        names = names or names_of(groups)
+        name = names[survey.numbers[i]]
+        if not entry:
+            raise StateError(
+                f"{name} has no state, and {orphans} parameters that are in no param_group have: it was replaced after "
+                "a step. Move the state (opt.state[new] = opt.state.pop(old)) or drop it (del opt.state[old])"
+            )
+        check_entry(name, survey.params[i], entry, layout, optional=optional)
 
 
 def check_entry(name: str, param: Tensor, entry: Entry, layout: Layout, *, optional: frozenset[str]) -> None:

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk
+
 
 def plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """The same in ordinary dicts, which any unpickler knows."""
@@ -50,6 +52,9 @@ class WatchedEntry(dict[str, Any]):
     def __init__(self, items: Any = (), mark: Mark | None = None) -> None:
         super().__init__(items)
         self._mark = mark or Mark()
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"{key!r} is not in this state entry{f'; {self[ON_DISK]!r}' if ON_DISK in self else ''}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

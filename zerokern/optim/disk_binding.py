@@ -1,0 +1,274 @@
+"""A survey joined to state on disk: an update that reads records, updates them and writes them back, all at once."""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import ZerokernError
+from zerokern.memory import Slot, flow
+from zerokern.optim.disk import Disk
+from zerokern.optim.disk_state import described, moved_in, stand_ins
+from zerokern.optim.formats import Algorithm, Layout
+from zerokern.optim.interrupts import whole
+from zerokern.optim.masters import Witness
+from zerokern.optim.records import Place, Record, on_disk_of, settle
+from zerokern.optim.rows import pointer_words, set_groups, table_of
+from zerokern.optim.state import Entry, check_entries, make
+from zerokern.optim.steps import StepBook
+from zerokern.optim.survey import Groups, Survey, names_of
+from zerokern.optim.watched import ON_DISK, WatchedState
+
+_WHOLE = "Nothing was changed: parameters and state are as they were before the step, which may be tried again"
+_TORN = "The step was broken off, so that parameters and state are of different steps: load a checkpoint to go on"
+
+
+@dataclass
+class SpanRow:
+    """A row of the update table: a span of a parameter, and where its state lies in a slot."""
+
+    layout: Layout
+    first: bool
+    words: tuple[int, ...]
+
+
+class Item(NamedTuple):
+    """A record on its way through the ring, and the rows of the table that it has; it always has the same slot."""
+
+    record: Record
+    view: Tensor
+    begin: int
+    end: int
+    visits: list[tuple[int, Place]]  # (number in the survey, place)
+
+
+class DiskBinding:
+    """What `Binding` is to state in memory: valid as long as the survey is and `intact` says so."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        survey: Survey,
+        groups: Groups,
+        state: WatchedState,
+        disk: Disk,
+        *,
+        initial: Sequence[float],
+        witness: Witness | None,
+    ) -> None:
+        """Check all state, make room for what is missing (moments start at `initial[owner]`, or zero), plan the update.
+
+        Nothing is written to the state before there is room on disk for all of it.
+        """
+        self.survey, self._disk, self._state = survey, disk, state
+        unknown = [i for i in range(len(survey.params)) if state.mark.changed or not self._knows(i)]
+        if unknown:
+            self._add(algorithm, groups, initial, unknown)
+        self._owners = [on_disk_of(state.get(param)) for param in survey.params]
+        self.book = StepBook([state.get(param, {}) for param in survey.everyone])
+        self.witness = Witness.renewed(witness, state)
+        if state.mark.changed:
+            disk.sweep(stand_ins(state))
+            state.watch_all()
+        self._steps = self.book.choose(survey.numbers)
+        self._plan(groups)
+        self._computing = -1
+        self.carried_out = False
+
+    def _knows(self, i: int) -> bool:
+        param, layout = self.survey.params[i], self.survey.layouts[i]
+        entry = self._state.get(param)
+        owner = on_disk_of(entry)
+        if owner is None:
+            return not layout.columns and (not layout.counter or (entry is not None and "step" in entry))
+        return owner.fits(self._disk, param, layout)
+
+    def _add(self, algorithm: Algorithm, groups: Groups, initial: Sequence[float], unknown: Sequence[int]) -> None:
+        survey, disk, state = self.survey, self._disk, self._state
+        entries = [state.get(survey.params[i]) or {} for i in unknown]
+        seen = []
+        for i, entry in zip(unknown, entries, strict=True):
+            seen.append(described(disk, lambda i=i: names_of(groups)[survey.numbers[i]], entry))  # type: ignore[misc]
+        check_entries(survey, groups, state, unknown, seen, algorithm.optional)
+        fresh: list[int] = []
+        moving: list[tuple[int, Entry]] = []
+        for i, entry in zip(unknown, entries, strict=True):
+            layout, owner = survey.layouts[i], on_disk_of(entry)
+            if owner is not None and {*layout.columns} <= {*owner.slots}:
+                owner.param, owner.layout = survey.params[i], layout
+            elif owner is not None or any(entry.get(slot.key) is not None for slot in layout.columns):
+                moving.append((i, entry))
+            elif not entry.keys() >= {slot.key for slot in layout.slots}:
+                fresh.append(i)
+        if moving:
+            wanted = [(survey.params[i], entry, survey.layouts[i]) for i, entry in moving]
+            self._put(moving, moved_in(disk, wanted, algorithm))
+        if fresh:
+            self._put([(i, state.get(survey.params[i]) or {}) for i in fresh], self._begun(algorithm, initial, fresh))
+
+    def _begun(self, algorithm: Algorithm, initial: Sequence[float], fresh: Sequence[int]) -> list[Entry]:
+        """Entries for parameters without state, with room on disk for all of it."""
+        survey = self.survey
+        stored = [i for i in fresh if survey.layouts[i].columns]
+        wanted = [
+            (
+                survey.params[i],
+                layout,
+                initial[survey.owners[i]],
+                any(s.key in algorithm.optional for s in layout.columns),
+            )
+            for i in stored
+            for layout in (survey.layouts[i],)
+        ]
+        owners = dict(zip(stored, self._disk.make(wanted) if wanted else (), strict=True))
+        entries: list[Entry] = [{ON_DISK: owners[i]} if i in owners else {} for i in fresh]
+        pairs = zip(fresh, entries, strict=True)
+        make([(survey.params[i], entry, slot) for i, entry in pairs for slot in survey.layouts[i].counter])
+        return entries
+
+    def _put(self, old: Sequence[tuple[int, Entry]], new: Sequence[Entry]) -> None:
+        """Entries take the place of others; what an entry holds beside our own keys stays in it."""
+        for (i, was), entry in zip(old, new, strict=True):
+            ours = {ON_DISK, *(slot.key for slot in self.survey.layouts[i].slots)}
+            others = {key: value for key, value in was.items() if key not in ours}
+            self._state[self.survey.params[i]] = {**entry, **others}
+
+    def _plan(self, groups: Groups) -> None:
+        """The rows of the table, record by record, with their state at the addresses that it will have in the ring."""
+        survey, slots = self.survey, self._disk.ring.slots if self._disk.is_open else []
+        visits: dict[Record, list[tuple[int, Place]]] = {}
+        loose: list[int] = []
+        for i, owner in enumerate(self._owners):
+            if owner is None:
+                loose.append(i)
+                continue
+            for place in owner.places:
+                visits.setdefault(place.record, []).append((i, place))
+        self._items: list[Item] = []
+        rows: list[SpanRow] = []
+        self._index: list[int] = []
+        starts: list[int] = []
+        self.numels: list[int] = []
+        for number, (record, some) in enumerate(visits.items()):
+            slot = slots[number % len(slots)]
+            begin = len(rows)
+            for i, place in some:
+                rows.append(self._row(i, place, slot))
+                self._index.append(i)
+                starts.append(place.start)
+                self.numels.append(place.numel)
+            self._items.append(Item(record, self._disk.view(slot, record), begin, len(rows), some))
+        self._loose = len(rows)
+        for i in loose:
+            rows.append(self._row(i, None, None))
+            self._index.append(i)
+            starts.append(0)
+            self.numels.append(survey.numels[i])
+        chosen = self._index
+        self.owners = [survey.owners[i] for i in chosen]
+        self.numbers = [survey.numbers[i] for i in chosen]
+        self.grad_dtypes = [survey.grad_dtypes[i] for i in chosen]
+        self._shifts = [start * dtype.itemsize for start, dtype in zip(starts, self.grad_dtypes, strict=True)]
+        self.table, self.groups = table_of(self, groups, rows, [self._steps[i] for i in chosen])
+        self.table.columns["first"][:] = array("Q", starts)
+
+    def _row(self, i: int, place: Place | None, slot: Slot | None) -> SpanRow:
+        survey, owner = self.survey, self._owners[i]
+        layout = survey.layouts[i]
+        start = 0 if place is None else place.start
+        pointers = {layout.param_column: survey.param_pointers[i] + start * survey.param_dtypes[i].itemsize}
+        if owner is not None and place is not None and slot is not None:
+            for column, inside, _, _ in owner.spans(place):
+                pointers.setdefault(column.column, slot.lease.ptr + inside)
+        return SpanRow(layout, owner is not None and owner.first, pointer_words(pointers))
+
+    def intact(self, state: WatchedState) -> bool:
+        """Whether the state is as this knows it: nothing was assigned, no step counter was written."""
+        return state is self._state and not state.mark.changed and self.book.untouched(slice(None))
+
+    def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
+        """Everything that the native calls read: hyperparameters, step counts, where the gradients are."""
+        set_groups(self.table, self.groups, settings)
+        starts = map(pointers.__getitem__, self._index)
+        self.table.columns["grad"][:] = array("Q", map(operator.add, starts, self._shifts))
+
+    def run(self, scale: float) -> None:
+        """The update, record by record. An error before the first of them is updated leaves everything as it was."""
+        self._scale, self._computing, self.carried_out = scale, -1, False
+        try:
+            with whole("the step"):
+                if self._items:
+                    flow(self._disk.ring, len(self._items), self._fetch, self._compute, self._store)
+                if self._loose < self.table.nseg:
+                    self._computing = len(self._items)
+                    self.table.run(scale, self._loose)
+                self.carried_out = True
+        except BaseException as error:
+            if self.torn:
+                torch.autograd.graph.increment_version(self.survey.params)
+            if isinstance(error, ZerokernError):
+                error.args = (f"{error}. {_TORN if self.torn else _WHOLE}",)
+            raise
+
+    @property
+    def torn(self) -> bool:
+        """Whether the last update was broken off when a part of the parameters had been updated."""
+        begun = self._computing > 0 or (self._computing == 0 and self.table.carried_out)
+        return begun and not self.carried_out
+
+    def _fetch(self, i: int, slot: Slot, after: Any) -> Any:
+        item = self._items[i]
+        return self._disk.store.get(item.record.key, item.view, after=after) if item.record.stored else None
+
+    def _compute(self, i: int, slot: Slot) -> None:
+        item = self._items[i]
+        if item.record.unsettled:
+            self._settle(item, slot)
+        self._computing = i
+        self.table.run(self._scale, item.begin, item.end)
+
+    def _settle(self, item: Item, slot: Slot) -> None:
+        """Begin what is new in the record, and masters of parameters that were written from outside."""
+        if not item.record.stored:
+            item.view.zero_()
+        for i, place in item.visits:
+            owner = self._owners[i]
+            if owner is not None and place in item.record.unsettled:
+                parts = zip(owner.slots, owner.spans(place), strict=True)
+                settle(
+                    owner,
+                    place,
+                    [
+                        slot.lease.tensor(column.dtype, (nbytes // column.dtype.itemsize,), offset=inside)
+                        for column, (_, inside, _, nbytes) in parts
+                    ],
+                )
+
+    def _store(self, i: int, slot: Slot) -> Any:
+        item = self._items[i]
+        return self._disk.store.put(item.record.key, item.view)
+
+    def stepped(self) -> None:
+        """Account for an update that was made."""
+        for item in self._items:
+            if item.record.unsettled or not item.record.stored:
+                item.record.stored = True
+                for _, place in item.visits:
+                    place.begun = True
+                    item.record.unsettled.discard(place)
+        if any(group.first for group in self.groups):
+            for owner in self._owners:
+                if owner is not None:
+                    owner.first = False
+        for group in self.groups:
+            group.step += 1
+            group.first = False
+        self.book.advance()
+        torch.autograd.graph.increment_version(self.survey.params)
+        self.witness.stepped()

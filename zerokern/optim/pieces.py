@@ -1,0 +1,102 @@
+"""How state is cut for the disk: spans of parameters, packed into records that each fit a slot of the ring.
+
+Arithmetic alone, without torch: which spans lie in which record, and where in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from zerokern.core.native import BLOCK
+
+__all__ = ["ALIGNMENT", "PAGE", "Piece", "Segment", "Width", "columns", "plan"]
+
+ALIGNMENT = 64
+PAGE = 4096
+_LEAST_SHARE = 8  # a parameter is cut only where at least this fraction of a slot is filled by what is cut off
+
+
+class Width(NamedTuple):
+    """What a column of state takes: `nbytes` for every `per` elements, and for a last part of these."""
+
+    nbytes: int
+    per: int
+
+
+class Segment(NamedTuple):
+    """`numel` elements of a parameter from `start` on, a multiple of 128; their state lies at `offset` of a record."""
+
+    param: int
+    start: int
+    numel: int
+    offset: int
+
+
+class Piece(NamedTuple):
+    """What one record holds."""
+
+    segments: tuple[Segment, ...]
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def columns(widths: tuple[Width, ...], numel: int) -> tuple[tuple[int, ...], int]:
+    """Where each column of a span begins, counted from the span's own beginning, and the bytes of all of them.
+
+    >>> columns((Width(4, 1), Width(4, 128)), 300)
+    ((0, 1216), 1280)
+    """
+    offsets, end = [], 0
+    for width in widths:
+        offsets.append(end)
+        end += _rounded_up(-(-numel // width.per) * width.nbytes, ALIGNMENT)
+    return tuple(offsets), end
+
+
+def plan(numels: Sequence[int], widths: Sequence[tuple[Width, ...]], slot_nbytes: int) -> list[Piece]:
+    """Pieces of at most `slot_nbytes` each that hold the state of all parameters, in order.
+
+    Small parameters lie side by side in one piece, large ones in several. Records are whole pages, so that they move
+    without a bounce.
+
+    >>> plan([100, 1000], [(Width(4, 1),)] * 2, 4096)[0]
+    Piece(segments=(Segment(param=0, start=0, numel=100, offset=0), Segment(param=1, start=0, numel=896, offset=448)),\
+ nbytes=4096)
+    """
+    pieces: list[Piece] = []
+    segments: list[Segment] = []
+    used = 0
+    for param, (numel, mine) in enumerate(zip(numels, widths, strict=True)):
+        start = 0
+        while mine and start < numel:
+            count = _within(mine, numel - start, slot_nbytes - used)
+            worthwhile = count == numel - start or (count and columns(mine, count)[1] * _LEAST_SHARE >= slot_nbytes)
+            if segments and not worthwhile:
+                pieces.append(_closed(segments, used))
+                segments, used = [], 0
+                continue
+            if not count:
+                raise ValueError(f"a slot of {slot_nbytes} B cannot hold the state of {BLOCK} elements")
+            segments.append(Segment(param, start, count, used))
+            used += columns(mine, count)[1]
+            start += count
+    return [*pieces, _closed(segments, used)] if segments else pieces
+
+
+def _closed(segments: list[Segment], used: int) -> Piece:
+    return Piece(tuple(segments), _rounded_up(used, PAGE))
+
+
+def _within(widths: tuple[Width, ...], numel: int, nbytes: int) -> int:
+    """As many of `numel` elements as have room in `nbytes`: all, or a multiple of 128."""
+    if columns(widths, numel)[1] <= nbytes:
+        return numel
+    block = sum(BLOCK // width.per * width.nbytes for width in widths)
+    slack = sum(ALIGNMENT for width in widths if width.per > 1)
+    return min(max(nbytes - slack, 0) // block, (numel - 1) // BLOCK) * BLOCK
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
