@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -16,12 +17,13 @@ import torch
 from rich.console import Console
 
 from zerokern.cli import demo
-from zerokern.cli.demo import child, memory, plot, race
+from zerokern.cli.demo import child, memory, place, plot, race
 from zerokern.cli.demo.view import View
-from zerokern.examples.contenders import CONTENDERS, state_nbytes
+from zerokern.examples.contenders import CONTENDERS, ON_DISK, state_nbytes
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.text import Batches, read_text, source_files
 from zerokern.examples.widen import WideLinear
+from zerokern.io import Nvme
 
 TINY = Shape(layers=2, width=128, context=32)
 SPEC = child.Spec("torch", 64_000_000, TINY.layers, TINY.width, TINY.context, rows=2, steps=2, lr=1e-3, seconds=30.0)
@@ -156,6 +158,63 @@ def test_torch_runs_out_where_zerokern_trains() -> None:
     assert "16.0 B" in stream.getvalue() and "7.1 B" in stream.getvalue()
 
 
+def test_predicted_bytes_on_disk_are_held_bytes(tmp_path: Path) -> None:
+    contender = CONTENDERS["exact"]
+    model = GPT(TINY).to(contender.dtype)
+    tier = Nvme(tmp_path / "state", ring_nbytes=1 << 20)
+    optimizer = contender.optimizer(model.parameters(), 1e-3, tier)
+    model(*Batches(read_text(), 2, TINY.context, 0).next()).backward()
+    contender.step(optimizer)
+    predicted = {role: n for role, n in contender.bytes_by_role(TINY.numel).items() if role in ON_DISK}
+    assert state_nbytes(optimizer) == {}
+    assert state_nbytes(optimizer, on_disk=True) == pytest.approx(predicted, rel=1e-3)
+
+
+def test_disk_trains_where_memory_does_not_suffice() -> None:
+    view, stream = heard()
+    names = ("int8-split8", f"exact{memory.DISK}")
+    act = memory.Act(Shape(8, 512, 32), names, 170_000_000, rows=2, steps=2, lr=1e-3, seconds=30.0, ring_nbytes=4 << 20)
+    capped, ours = memory.perform(act, view)
+    assert capped.verdict == "OUT OF MEMORY (step 1, optimizer)"
+    assert ours.label == "zk.AdamW exact on disk"
+    assert ours.verdict == "trained 2 steps" and ours.trained
+    assert ours.peak - ours.resident < act.cap
+    assert ours.held.keys() == {"parameters", "gradients"}
+    assert sum(ours.stored.values()) == pytest.approx(10 * act.shape.numel, rel=1e-3)
+    folder = Path(re.search(r"rests in (\S+) \((\w+)", stream.getvalue())[1])
+    assert not folder.exists()
+    assert "disk: " in stream.getvalue()
+
+
+def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, stream = heard()
+    monkeypatch.setattr(memory, "DISK_MARGIN", 1e9)
+    act = memory.Act(TINY, (f"exact{memory.DISK}",), 1 << 30, rows=1, steps=1, lr=1e-3, seconds=30.0)
+    assert memory.perform(act, view) == []
+    assert "left out, because no folder for temporary files has" in stream.getvalue()
+
+
+def test_a_disk_comes_before_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow, missing = tmp_path / "fast", tmp_path / "slow", tmp_path / "missing"
+    fast.mkdir()
+    slow.mkdir()
+    monkeypatch.setattr(place, "filesystem_of", lambda folder: "tmpfs" if folder == fast else "ext4")
+    assert [one.folder for one in place.places([missing, fast, slow], 1)] == [slow, fast]
+    with place.temporary(1, [fast, slow]) as found:
+        assert found.folder.parent == slow and str(found).endswith("(ext4)")
+    assert list(slow.iterdir()) == []
+    with place.temporary(1, [fast]) as found:
+        assert "which is memory and no disk" in str(found)
+    with place.temporary(1, [missing]) as found:
+        assert found is None
+
+
+def test_mounts_are_read() -> None:
+    mounts = "a / ext4 rw 0 0\nb /mnt xfs rw 0 0\nc /mnt/my\\040disk btrfs rw 0 0\nd /mnt/my\\040disk f2fs rw 0 0"
+    found = [place.filesystem_of(Path(at), mounts) for at in ("/mnt/x", "/mnt/my disk/x", "/mntx", "/")]
+    assert found == ["xfs", "f2fs", "ext4", "ext4"]
+
+
 def test_a_model_that_does_not_fit_is_named() -> None:
     view, _ = heard()
     outcome = memory.train_capped(child.Spec("torch", 8_000_000, 4, 384, 32, 2, 2, 1e-3, 30.0), view)
@@ -214,10 +273,11 @@ def test_picture_has_a_panel_for_each_act(tmp_path: Path) -> None:
     outcomes = [memory.Outcome("torch", out_of_memory="no"), memory.Outcome("int8-split8", losses=[5.0, 3.0], peak=1)]
     lane = race.build("torch", TINY, lr=1e-3, seed=0)
     lane.losses = [5.0, 4.0]
-    plot.draw(tmp_path / "both.png", memory.QUICK, outcomes, [lane])
-    plot.draw(tmp_path / "one.png", memory.QUICK, outcomes, [])
-    (width, height), (half, same) = picture_size(tmp_path / "both.png"), picture_size(tmp_path / "one.png")
-    assert height == same and width == 2 * half
+    lower = [memory.Outcome(f"exact{memory.DISK}", losses=[5.0, 3.0], peak=1)]
+    plot.draw(tmp_path / "all.png", [(memory.QUICK, outcomes), (memory.QUICK_LOWER, lower)], [lane])
+    plot.draw(tmp_path / "one.png", [(memory.QUICK, outcomes), (memory.QUICK_LOWER, [])], [])
+    (width, height), (third, same) = picture_size(tmp_path / "all.png"), picture_size(tmp_path / "one.png")
+    assert height == same and width == 3 * third
 
 
 def test_the_quick_demo_runs(tmp_path: Path) -> None:
@@ -225,9 +285,10 @@ def test_the_quick_demo_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zerokern", "demo", "--quick", "--out", str(tmp_path / "demo.png")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    for words in ("OUT OF MEMORY (step 1, optimizer)", "zk.AdamW int8: trained", "Act 2", "demo.png written"):
+    said = ("OUT OF MEMORY (step 1, optimizer)", "zk.AdamW int8: trained", "exact on disk: trained", "Act 2")
+    for words in (*said, "demo.png written"):
         assert words in ran.stdout
-    assert picture_size(tmp_path / "demo.png") == (1920, 864)
+    assert picture_size(tmp_path / "demo.png") == (2880, 864)
 
 
 def test_a_spec_survives_the_command_line() -> None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zerokern.io import Nvme
 from zerokern.optim import AdamW
+from zerokern.optim.records import on_disk_of
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -29,7 +31,9 @@ class Contender:
     lossy: str = ""
     is_torch: bool = False
 
-    def optimizer(self, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], lr: float, tier: str | Nvme = "device"
+    ) -> torch.optim.Optimizer:
         if self.is_torch:
             return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         return AdamW(
@@ -40,6 +44,7 @@ class Contender:
             state_format=self.state_format,
             master_format=self.master_format,
             max_grad_norm=MAX_GRAD_NORM,
+            tier=tier,
         )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -50,7 +55,7 @@ class Contender:
         optimizer.step()
 
     def bytes_by_role(self, numel: int) -> dict[str, int]:
-        """What training holds at once besides activations.
+        """What training holds at once besides activations, in memory or on disk.
 
         >>> sum(CONTENDERS["torch"].bytes_by_role(1000).values())
         16000
@@ -77,12 +82,17 @@ CONTENDERS = {
 }
 
 
-def state_nbytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes that an optimizer holds now, by name of the state (scales count with what they scale)."""
+ON_DISK = frozenset({"remainder", "exp_avg", "exp_avg_sq"})  # the roles that `tier=zk.Nvme(path)` keeps there
+
+
+def state_nbytes(optimizer: torch.optim.Optimizer, *, on_disk: bool = False) -> dict[str, int]:
+    """Bytes that an optimizer holds now, in memory or on disk, by name of the state (scales with what they scale)."""
     held: dict[str, int] = {}
     for state in optimizer.state.values():
-        for name, value in state.items():
+        owner = on_disk_of(state)
+        stored = {} if owner is None else owner.described()
+        for name, value in (stored if on_disk else state).items():
             if isinstance(value, Tensor) and value.ndim:
                 role = name.removesuffix("_scale")
-                held[role] = held.get(role, 0) + value.nbytes
+                held[role] = held.get(role, 0) + value.numel() * value.dtype.itemsize
     return held

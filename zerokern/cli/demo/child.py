@@ -8,6 +8,7 @@ bounds the training alone. Each event is one line of JSON on stdout.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import resource
 import sys
@@ -20,10 +21,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from zerokern.core.errors import BudgetError
 from zerokern.examples.contenders import CONTENDERS, Contender, state_nbytes
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.text import Batches, read_text
 from zerokern.examples.widen import bf16_is_slow
+from zerokern.io import Nvme
 
 WARMUP_STEPS = 8
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -42,6 +45,12 @@ class Spec:
     steps: int
     lr: float
     seconds: float
+    folder: str = ""  # where optimizer state rests; empty: in memory
+    ring_nbytes: int = 0
+
+    def tier(self, name: str) -> str | Nvme:
+        """Where the state of an optimizer rests: on disk each has a folder of its own."""
+        return Nvme(f"{self.folder}/{name}", ring_nbytes=self.ring_nbytes) if self.folder else "device"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -60,7 +69,7 @@ def status_nbytes(field: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+    return isinstance(error, (MemoryError, BudgetError)) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def set_cap(nbytes: int) -> None:
@@ -115,7 +124,7 @@ class Run:
             skeleton = GPT(Shape(self.spec.layers, self.spec.width, self.spec.context), widen)
         self.model = skeleton.to(self.contender.dtype).to_empty(device="cpu")
         self.model.initialize()
-        self.optimizer = self.contender.optimizer(self.model.parameters(), self.spec.lr)
+        self.optimizer = self.contender.optimizer(self.model.parameters(), self.spec.lr, self.spec.tier("state"))
         return self.model, self.optimizer
 
     def step(self, model: GPT, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -155,17 +164,19 @@ class Run:
         return held | (state_nbytes(self.optimizer) if self.optimizer is not None else {})
 
 
-def warm_up(contender: Contender) -> bool:
+def warm_up(contender: Contender, spec: Spec) -> bool:
     """Loads what is loaded lazily and starts the threads, on a tiny model; tells whether bf16 products are slow."""
     widen = contender.dtype == torch.bfloat16 and bf16_is_slow()
     shape = Shape(layers=1, width=128, context=32)
     model = GPT(shape, widen).to(contender.dtype)
-    optimizer = contender.optimizer(model.parameters(), lr=0.0)
+    optimizer = contender.optimizer(model.parameters(), 0.0, spec.tier("warm-up"))
     for _ in range(2):
         tokens = torch.zeros(4, shape.context, dtype=torch.long)
         model(tokens, tokens).backward()
         contender.step(optimizer)
         optimizer.zero_grad()
+    del model, optimizer, tokens
+    gc.collect()  # what is freed later would count for the training
     return widen
 
 
@@ -173,7 +184,7 @@ def guarded(train: Callable[[], None]) -> str | None:
     """Runs; returns the message of an out-of-memory error, and lets any other error out."""
     try:
         train()
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, BudgetError) as error:
         lift_cap()
         if not is_out_of_memory(error):
             raise
@@ -186,14 +197,16 @@ def main(text: str) -> int:
     contender = CONTENDERS[spec.contender]
     batches = Batches(read_text(), spec.rows, spec.context, seed=0)
     return_freed_memory()
-    widen = warm_up(contender)
+    widen = warm_up(contender, spec)
     resident = status_nbytes("VmRSS")
     set_cap(spec.cap)
     emit("ready", resident=resident, widen=widen, threads=torch.get_num_threads())
     run = Run(spec, contender, batches)
     message = guarded(lambda: run.train(widen))
     lift_cap()
-    emit("end", message=message, phase=run.phase, peak=status_nbytes("VmHWM"), held=run.held_nbytes())
+    stored = {} if run.optimizer is None else state_nbytes(run.optimizer, on_disk=True)
+    peak, held = status_nbytes("VmHWM"), run.held_nbytes()
+    emit("end", message=message, phase=run.phase, peak=peak, held=held, stored=stored)
     return 0
 
 

@@ -13,18 +13,19 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from zerokern.cli.demo import memory, race
-from zerokern.examples.contenders import Contender
 
 INK = "#1f2430"
 GRID = "#e4e6eb"
 ALARM = "#b3261e"
 BAR_WIDTH = 0.62
+LEAST_NAMED = 0.03  # of the tallest bar: what is less has no name in it
 ROLE_COLOURS = {
     "parameters": "#2f5d8a",
     "remainder": "#7fa8d1",
     "gradients": "#9aa1ad",
     "exp_avg": "#e08e45",
     "exp_avg_sq": "#f2c38f",
+    "ring": "#5b6472",
 }
 LANE_STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#b9bec8", "linewidth": 6.0, "solid_capstyle": "round"},
@@ -35,10 +36,10 @@ FONT: dict[Any, Any] = {"font.size": 13, "font.family": "DejaVu Sans", "text.col
 TICKS: dict[Any, Any] = {"xtick.color": INK, "ytick.color": INK, "axes.edgecolor": "#9aa1ad"}
 
 
-def name_of(contender: Contender) -> str:
+def name_of(outcome: memory.Outcome) -> str:
     """The label in two lines, and below them what is lossy."""
-    name = contender.label.replace(" ", "\n", 1)
-    return f"{name}\nlossy: " + contender.lossy.replace(", ", ",\n") if contender.lossy else name
+    name, lossy = outcome.label.replace(" ", "\n", 1), outcome.contender.lossy
+    return f"{name}\nlossy: " + lossy.replace(", ", ",\n") if lossy else name
 
 
 def clean(axes: Axes, title: str) -> None:
@@ -48,28 +49,46 @@ def clean(axes: Axes, title: str) -> None:
     axes.set_axisbelow(True)
 
 
+def stack(axes: Axes, x: int, bottom: float, needs: dict[str, int], least: float, on_disk: bool) -> float:
+    """Bars on top of each other, named where there is room; what lies on disk is only hatched. Returns their top."""
+    for role, nbytes in needs.items():
+        height = nbytes / 1e6
+        colour = ROLE_COLOURS[role]
+        fill: dict[str, Any] = (
+            {"facecolor": "white", "edgecolor": colour, "hatch": "//"} if on_disk else {"color": colour}
+        )
+        axes.bar(x, height, BAR_WIDTH, bottom, **fill)
+        if nbytes > least:
+            ink = "white" if role == "parameters" else INK
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1} if on_disk else None
+            name = f"{role}, on disk" if on_disk else role
+            axes.text(x, bottom + height / 2, name, ha="center", va="center", fontsize=11, color=ink, bbox=box)
+        bottom += height
+    return bottom
+
+
 def draw_memory(axes: Axes, act: memory.Act, outcomes: list[memory.Outcome]) -> None:
     """Stacked bytes per role, and the cap."""
-    for x, outcome in enumerate(outcomes):
-        bottom = 0.0
-        for role, nbytes in outcome.contender.bytes_by_role(act.shape.numel).items():
-            height = nbytes / 1e6
-            axes.bar(x, height, BAR_WIDTH, bottom, color=ROLE_COLOURS[role])
-            if nbytes > 0.05 * act.cap:
-                colour = "white" if role == "parameters" else INK
-                axes.text(x, bottom + height / 2, role, ha="center", va="center", fontsize=11, color=colour)
-            bottom += height
+    needs = [act.needs(outcome.name) for outcome in outcomes]
+    least = LEAST_NAMED * max(sum(held.values()) + sum(stored.values()) for held, stored in needs)
+    for x, (outcome, (held, stored)) in enumerate(zip(outcomes, needs, strict=True)):
+        bottom = stack(axes, x, 0.0, held, least, on_disk=False)
+        needed = f"{bottom:,.0f} MB"
+        bottom = stack(axes, x, bottom, stored, least, on_disk=True)
+        if stored:
+            needed += f" + {sum(stored.values()) / 1e6:,.0f} on disk"
         colour = INK if outcome.trained else ALARM
         verdict = f"trains, loss {outcome.loss_span.replace(' to ', ' → ')}" if outcome.trained else "out of memory"
         label = axes.annotate(
-            f"{bottom:,.0f} MB\n{verdict}", (x, bottom), (0, 7), textcoords="offset points", ha="center", color=colour
+            f"{needed}\n{verdict}", (x, bottom), (0, 7), textcoords="offset points", ha="center", color=colour
         )
         label.set(fontweight="bold", fontsize=12, bbox={"facecolor": "white", "edgecolor": "none", "pad": 2})
     cap = act.cap / 1e6
     axes.axhline(cap, color=ALARM, linewidth=1.8, linestyle=(0, (5, 3)))
     end = (len(outcomes) - 0.42, cap)
-    axes.annotate(f"cap {cap:,.0f} MB", end, (0, 5), textcoords="offset points", ha="right", color=ALARM)
-    axes.set_xticks(range(len(outcomes)), [name_of(outcome.contender) for outcome in outcomes])
+    label = axes.annotate(f"cap {cap:,.0f} MB", end, (0, 7), textcoords="offset points", ha="right", color=ALARM)
+    label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
+    axes.set_xticks(range(len(outcomes)), [name_of(outcome) for outcome in outcomes])
     axes.set_xlim(-0.6, len(outcomes) - 0.4)
     axes.margins(y=0.16)
     axes.set_ylabel("MB that training holds, besides activations")
@@ -99,13 +118,14 @@ def draw_losses(axes: Axes, gaps: Axes, lanes: list[race.Lane]) -> None:
     gaps.set_xlabel("step")
 
 
-def draw(path: Path, act: memory.Act, outcomes: list[memory.Outcome], lanes: list[race.Lane]) -> None:
-    """Writes the picture of the acts that ran."""
-    panels = bool(outcomes) + bool(lanes)
+def draw(path: Path, capped: list[tuple[memory.Act, list[memory.Outcome]]], lanes: list[race.Lane]) -> None:
+    """Writes the picture of the acts that ran, a panel for each cap and one for the losses."""
+    capped = [(act, outcomes) for act, outcomes in capped if outcomes]
+    panels = len(capped) + bool(lanes)
     with plt.rc_context(FONT | TICKS):
         figure = plt.figure(figsize=(8.0 * panels, 7.2), layout="constrained", dpi=120)
         columns = iter(figure.subfigures(1, panels, squeeze=False, wspace=0.04)[0])
-        if outcomes:
+        for act, outcomes in capped:
             draw_memory(next(columns).subplots(), act, outcomes)
         if lanes:
             losses, gaps = next(columns).subplots(2, 1, sharex=True, height_ratios=(4, 1))
