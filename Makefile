@@ -69,9 +69,11 @@ format: $(installed) ## let ruff and clang-format rewrite the sources
 bench: $(installed) ## a smoke run of each benchmark: does it work, not how fast it is
 	rm -rf build/bench
 	mkdir -p build/bench
-	for op in $(filter-out __init__,$(basename $(notdir $(wildcard bench/ops/*.py)))); do \
+	for op in $(filter-out __init__ io,$(basename $(notdir $(wildcard bench/ops/*.py)))); do \
 	    zerokern bench $$op --smoke --json build/bench/$$op.json; \
 	done
+	zerokern bench io --path build/bench --smoke --json build/bench/io.json
+	zerokern bench adam --tier nvme --path build/bench --smoke --json build/bench/adam-nvme.json
 	$(pytest) bench --benchmark-min-rounds=1 --benchmark-max-time=0.1 --benchmark-warmup=off
 
 wheel: $(installed) ## the wheel, in dist/

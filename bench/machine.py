@@ -59,19 +59,27 @@ def versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {**found, "torch": torch.__version__}
+    fio = _output("fio", "--version")
+    return {**found, "torch": torch.__version__, **({"fio": fio.removeprefix("fio-")} if fio else {})}
+
+
+def birth(op: str, command: str) -> dict[str, object]:
+    """When, where and of what a result was made."""
+    return {
+        "op": op,
+        "date": today(),
+        "commit": commit(),
+        "command": command,
+        "machine": machine(),
+        "versions": versions(),
+    }
 
 
 def context(measurement: Measurement, command: str) -> dict[str, object]:
     """What a result file says beside its rows."""
     shape = measurement.request.shape
     return {
-        "op": measurement.request.op,
-        "date": today(),
-        "commit": commit(),
-        "command": command,
-        "machine": machine(),
-        "versions": versions(),
+        **birth(measurement.request.op, command),
         "shape": {"name": shape.name, "numel": shape.numel, "tensors": len(shape.numels)},
         "threads": measurement.threads,
         "cycles_per_16_in_l2": measurement.cycles_in_l2,
@@ -106,8 +114,13 @@ def _described(folder: Path) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
+    return _output("git", *arguments, folder=folder)
+
+
+def _output(*command: str, folder: Path | None = None) -> str:
+    """What a command says; "" where it fails or is not there."""
     try:
-        ran = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ran.stdout.strip() if ran.returncode == 0 else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .contest import Request
 from .in_cache import cycles_per_16
-from .ops import NAMES
+from .ops import KERNELS
 from .run import Effort, Outcome, Say, run
 
 
@@ -26,8 +26,8 @@ def measure(
     request: Request, threads: int, effort: Effort, say: Say, advance: Callable[[str, int, int], None]
 ) -> Measurement:
     """Run the contests of `request.op`; `advance(contest, done, of)` is called after every round."""
-    if request.op not in NAMES:
-        raise ValueError(f"op={request.op!r}; allowed: {', '.join(NAMES)}")
+    if request.op not in KERNELS:
+        raise ValueError(f"op={request.op!r}; allowed: {', '.join(KERNELS)}")
     op = importlib.import_module(f"{__package__}.ops.{request.op}")
     outcomes = []
     for contest in op.contests(request):

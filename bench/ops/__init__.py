@@ -1,5 +1,9 @@
-"""The benchmarks: one file per op. Each says what it updates, what its truth is and who does the same."""
+"""The benchmarks: one file per op. Each says what it updates, what its truth is and who does the same.
+
+KERNELS work on memory, in contests that `bench.measure` runs; the others bring a measurement of their own.
+"""
 
 from __future__ import annotations
 
-NAMES = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
+KERNELS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
+NAMES = (*KERNELS, "io")

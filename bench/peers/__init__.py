@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from ..contest import Missing, Provider
 
 MODULES = {
-    "torch": ("torch_fused", "torch_eager"),
+    "torch": ("torch_fused", "torch_eager", "torch_file"),
     "torch-optim": ("torch_optim",),
     "torch-tiled": ("torch_tiled",),
     "foreach": ("torch_foreach",),
     "for": ("torch_for",),
     "compile": ("torch_compile",),
-    "deepspeed": ("deepspeed",),
+    "deepspeed": ("deepspeed", "deepspeed_aio"),
     "torchao": ("torchao",),
     "bitsandbytes": ("bitsandbytes",),
     "avx2": ("kernels_avx2",),
+    "fio": ("fio",),
 }
 
 

@@ -237,8 +237,8 @@ class TestRun:
 
 
 class TestCommand:
-    @pytest.mark.parametrize("op", bench.OPS)
-    def test_smoke_of_every_op(self, op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    @pytest.mark.parametrize("op", bench.suite("ops").KERNELS)
+    def test_smoke_of_every_kernel(self, op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file, chart = tmp_path / "result.json", tmp_path / "chart.png"
         assert main(["bench", op, "--smoke", "--numel", "20K", "--json", str(file), "--plot", str(chart)]) == 0
         content = json.loads(file.read_text())

@@ -16,10 +16,13 @@ from zerokern.core.errors import got
 if TYPE_CHECKING:
     from rich.console import Console
 
-OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
+OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream", "io")
 PEERS = (
-    "torch", "torch-optim", "torch-tiled", "foreach", "for", "compile", "deepspeed", "torchao", "bitsandbytes", "avx2"
+    "torch", "torch-optim", "torch-tiled", "foreach", "for", "compile", "deepspeed", "torchao", "bitsandbytes", "avx2",
+    "fio",
 )  # fmt: skip
+DEFAULT_PEERS = {"io": ("fio",)}
+TIERS = ("cpu", "nvme")
 SHAPES = ("flat", "llama", "small")
 PICTURES = (".png", ".svg", ".pdf")
 FULL_NUMEL, SMOKE_NUMEL = 64 << 20, 1 << 18
@@ -73,17 +76,28 @@ def picture(text: str) -> Path:
     return path
 
 
+def folder(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(got("path", text, "a folder that exists, on the disk to measure"))
+    return path
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zerokern bench`."""
     parser.add_argument("op", choices=OPS, metavar="op", help=", ".join(OPS))
     parser.add_argument("--numel", type=parse_numel, help="elements: 64M (default), 1.5G, 4096")
     parser.add_argument("--shape", choices=SHAPES, default="flat", help="one tensor, those of a Llama, 10,000 small")
-    parser.add_argument("--vs", type=parse_peers, default=("torch",), metavar="PEERS", help=",".join(PEERS))
+    parser.add_argument("--vs", type=parse_peers, metavar="PEERS", help=",".join(PEERS))
+    parser.add_argument("--tier", choices=TIERS, default="cpu", help="adam: where the optimizer's state lies")
+    parser.add_argument(
+        "--path", type=folder, metavar="FOLDER", help="io and --tier nvme: where on the disk to measure"
+    )
     parser.add_argument("--threads", type=parse_count, help="threads for everyone (all usable CPUs)")
-    parser.add_argument("--pairs", type=parse_count, help="rounds in which everyone runs once (60)")
+    parser.add_argument("--pairs", type=parse_count, help="rounds in which everyone runs once (60; disks 15)")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the result, to a new file")
     parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw the result")
-    parser.add_argument("--smoke", action="store_true", help="a few rounds on 256K elements: does it work")
+    parser.add_argument("--smoke", action="store_true", help="a few rounds on little data: does it work")
 
 
 def suite(module: str) -> ModuleType:
@@ -100,23 +114,80 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints; returns 1 when a result of ours is wrong, and then no time is told."""
     from rich.console import Console
 
+    says = mismatch(args)
+    if says:
+        print(f"zerokern bench: {says}", file=sys.stderr)
+        return 2
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        if args.path is not None:
+            _measure_disk(args, console)
+        else:
+            _measure(args, console)
+    except suite("contest").WrongResult as error:
+        print(f"zerokern bench: {error}; no speed is told of a wrong result", file=sys.stderr)
+        return 1
+    return 0
+
+
+def mismatch(args: argparse.Namespace) -> str:
+    """What of the options does not fit together, or nothing."""
+    on_disk = args.op == "io" or args.tier == "nvme"
+    if args.tier == "nvme" and args.op != "adam":
+        return got("tier", "nvme", "cpu with any other op than adam")
+    if on_disk != (args.path is not None):
+        allowed = "a folder with io and with --tier nvme, and nothing else"
+        return got("path", args.path, allowed, "Name a folder on the disk to measure: --path FOLDER" if on_disk else "")
+    unused = ["numel", "threads"] if args.op == "io" else ["vs", "threads"] if on_disk else []
+    given = [f"--{name}" for name in unused if getattr(args, name) is not None]
+    return f"{', '.join(given)} has no meaning in this benchmark; leave it out" if given else ""
+
+
+def _peers(args: argparse.Namespace) -> tuple[str, ...]:
+    return DEFAULT_PEERS.get(args.op, ("torch",)) if args.vs is None else args.vs
+
+
+def _shape(args: argparse.Namespace) -> Any:
+    return suite("shapes").shape(args.shape, args.numel or (SMOKE_NUMEL if args.smoke else FULL_NUMEL))
+
+
+def _measure(args: argparse.Namespace, console: Console) -> None:
     from zerokern.cli.progress import Rounds
     from zerokern.core import env
 
-    contest, measuring, shapes = suite("contest"), suite("measure"), suite("shapes")
-    console = Console(highlight=False, soft_wrap=True)
-    shape = shapes.shape(args.shape, args.numel or (SMOKE_NUMEL if args.smoke else FULL_NUMEL))
-    request = contest.Request(args.op, shape, args.vs)
+    request = suite("contest").Request(args.op, _shape(args), _peers(args))
     threads = args.threads or env.default_threads()
-    try:
-        with Rounds(console) as rounds:
-            measurement = measuring.measure(request, threads, _effort(args), rounds.say, rounds.at)
-    except contest.WrongResult as error:
-        print(f"zerokern bench: {error}; no speed is told of a wrong result", file=sys.stderr)
-        return 1
+    with Rounds(console) as rounds:
+        measurement = suite("measure").measure(request, threads, _effort(args), rounds.say, rounds.at)
     _show(console, measurement)
-    _keep(args, measurement)
-    return 0
+    context = suite("machine").context(measurement, _command())
+    _keep(args, suite("report").document(measurement.outcomes, context), suite("plot"))
+
+
+def _measure_disk(args: argparse.Namespace, console: Console) -> None:
+    from zerokern.cli.progress import Rounds
+
+    more = {}
+    with Rounds(console) as rounds:
+        if args.op == "io":
+            io = suite("ops.io")
+            request = io.DiskRequest(args.path, _peers(args), args.smoke, args.pairs or 0)
+            outcomes = io.measure(request, rounds.say, rounds.at)
+        else:
+            adam, shape = suite("disk.adam"), _shape(args)
+            pairs = args.pairs or (adam.SMOKE_PAIRS if args.smoke else adam.PAIRS)
+            outcomes = [adam.measure(args.path, shape, pairs, rounds.say, rounds.at)]
+            more = {"shape": {"name": shape.name, "numel": shape.numel, "tensors": len(shape.numels)}}
+    report = suite("disk.report")
+    for outcome in outcomes:
+        console.print(f"\n{outcome.name}\n", markup=False)
+        for line in report.outcome_lines(outcome):
+            console.print(line, markup=False)
+    _keep(args, report.document(outcomes, args.op, _command(), args.path, **more), suite("disk.plot"))
+
+
+def _command() -> str:
+    return shlex.join(["zerokern", *sys.argv[1:]])
 
 
 def _effort(args: argparse.Namespace) -> Any:
@@ -142,11 +213,8 @@ def _show(console: Console, measurement: Any) -> None:
             console.print(f"  {name:30} {cycles:6.1f}", markup=False)
 
 
-def _keep(args: argparse.Namespace, measurement: Any) -> None:
-    report = suite("report")
-    command = shlex.join(["zerokern", *sys.argv[1:]])
-    content = report.document(measurement.outcomes, suite("machine").context(measurement, command))
+def _keep(args: argparse.Namespace, content: dict[str, Any], plot: ModuleType) -> None:
     if args.json:
-        report.write_json(args.json, content)
+        suite("report").write_json(args.json, content)
     if args.plot:
-        suite("plot").draw(content, args.plot)
+        plot.draw(content, args.plot)

@@ -1,0 +1,138 @@
+"""fio, DeepSpeed and torch on disks: what they are asked, how they are tuned, how they are named where missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from zerokern.cli import bench
+
+contest, deepspeed, fio, pattern, peers, torch_file, workfile = (
+    bench.suite(name)
+    for name in (
+        "disk.contest", "peers.deepspeed_aio", "peers.fio", "disk.pattern", "peers", "peers.torch_file", "disk.workfile"
+    )
+)  # fmt: skip
+Missing, WrongResult = bench.suite("contest").Missing, bench.suite("contest").WrongResult
+MIB = 1 << 20
+READ, WRITE, MIXED, *RANDOM = pattern.patterns(smoke=True)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    with workfile.Workfile(tmp_path_factory.mktemp("disk"), 64 * MIB) as made:
+        yield made
+
+
+def task(file, wanted=READ, **more):
+    values = {"trial_nbytes": MIB, "tune": False, "say": lambda text: None, **more}
+    return contest.Task(wanted, file, **values)
+
+
+class TestFio:
+    TOLD = {  # noqa: RUF012
+        "jobs": [
+            {
+                "error": 0, "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 500,
+                "read": {"io_bytes": 3 << 20, "runtime": 400}, "write": {"io_bytes": 1 << 20, "runtime": 500},
+            },
+            {
+                "error": 0, "usr_cpu": 0.0, "sys_cpu": 50.0, "job_runtime": 400,
+                "read": {"io_bytes": 2 << 20, "runtime": 400}, "write": {"io_bytes": 0, "runtime": 0},
+            },
+        ]
+    }  # fmt: skip
+
+    def test_the_slowest_job_is_the_time_and_cpu_adds_up(self) -> None:
+        found = fio.reported(self.TOLD, 6 << 20)
+        assert (found.ns, found.nbytes, found.disk_nbytes) == (500e6, 6 << 20, 6 << 20)
+        assert found.cpu_s == pytest.approx(0.4 * 0.5 + 0.5 * 0.4)
+
+    def test_a_failed_job_has_no_time(self) -> None:
+        told = {"jobs": [{**self.TOLD["jobs"][0], "error": 5}]}
+        with pytest.raises(WrongResult, match="error 5"):
+            fio.reported(told, 0)
+
+    def test_jobs_share_a_sequential_pass(self, file) -> None:
+        said = fio.command(task(file, WRITE), fio.Setting("libaio", MIB, 8, jobs=2), 64 * MIB)
+        assert {"--rw=write", f"--size={32 * MIB}", f"--io_size={32 * MIB}", f"--offset_increment={32 * MIB}"} <= set(
+            said
+        )
+        assert {"--scramble_buffers=0", "--norandommap=1", f"--filename={file.path}"} <= set(said)
+
+    def test_the_grid_is_that_of_the_protocol(self) -> None:
+        grid = fio.coarse(READ)
+        assert {setting.engine for setting in grid} == {"libaio", "io_uring, registered"}
+        near = {one for setting in grid for one in fio.neighbours(setting)} | set(grid)
+        assert {one.engine for one in near} == set(fio.ENGINES)
+        assert {one.block for one in near} == {256 << 10, 512 << 10, MIB, 2 * MIB, 4 * MIB, 8 * MIB}
+        assert {one.depth for one in near} == {8, 16, 32, 64, 128}
+        assert {one.jobs for one in near} == {1, 2}
+
+    @pytest.mark.parametrize("wanted", RANDOM, ids=lambda one: one.name)
+    def test_small_blocks_have_the_same_depth_and_one_thread(self, wanted) -> None:
+        grid = fio.coarse(wanted)
+        assert {(one.block, one.depth, one.jobs) for one in grid} == {(wanted.block, wanted.depth, 1)}
+        assert {one.batch for one in grid} == {1, 8, 16}
+
+    def test_missing_is_named(self, file, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        with pytest.raises(Missing, match="fio is not installed"):
+            peers.candidates("fio", "io", task(file))()
+
+    def test_an_engine_that_cannot_run_is_left_out(self, file, monkeypatch: pytest.MonkeyPatch) -> None:
+        def execute(arguments: list[str]) -> dict[str, object]:
+            if "--ioengine=io_uring" in arguments:
+                raise WrongResult("fio ended with 1: io_uring is forbidden")
+            return {"jobs": [{**self.TOLD["jobs"][1]}]}
+
+        monkeypatch.setattr(shutil, "which", lambda name: "fio")
+        monkeypatch.setattr(fio, "execute", execute)
+        (mover,) = fio.io(task(file, tune=True))
+        assert mover.settings["engine"] == "libaio"
+
+    def test_registered_buffers_take_part_for_their_cpu(self, file, monkeypatch: pytest.MonkeyPatch) -> None:
+        def execute(arguments: list[str]) -> dict[str, object]:
+            job = self.TOLD["jobs"][1]
+            runtime = 100 if "--ioengine=libaio" in arguments else 400
+            return {"jobs": [{**job, "read": {**job["read"], "runtime": runtime}}]}
+
+        monkeypatch.setattr(shutil, "which", lambda name: "fio")
+        monkeypatch.setattr(fio, "execute", execute)
+        movers = fio.io(task(file, tune=True))
+        assert [(mover.name, mover.settings["engine"]) for mover in movers] == [
+            ("fio", "libaio"),
+            ("fio-registered", "io_uring, registered"),
+        ]
+
+
+class TestOtherPeers:
+    def test_deepspeed_is_named_where_it_is_missing(self, file, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(Missing, match=r"needs O_DIRECT|not installed"):
+            peers.candidates("deepspeed", "io", task(file))()
+
+    def test_deepspeed_takes_no_part_in_small_blocks(self, file) -> None:
+        with pytest.raises(Missing, match="no request smaller than an operation"):
+            peers.candidates("deepspeed", "io", task(file, RANDOM[0]))()
+
+    def test_deepspeed_search_changes_one_thing_at_a_time(self) -> None:
+        start = deepspeed.Setting(MIB, 32, 1)
+        for near in deepspeed.neighbours(start):
+            changed = [f.name for f in dataclasses.fields(start) if getattr(near, f.name) != getattr(start, f.name)]
+            assert len(changed) == 1
+
+    @pytest.mark.parametrize("wanted", [READ, WRITE], ids=lambda one: one.name)
+    def test_torch_is_labelled_buffered(self, file, wanted) -> None:
+        (mover,) = torch_file.io(task(file, wanted))
+        assert "buffered" in mover.note
+        mover.check()
+        assert mover.run().nbytes == wanted.nbytes
+
+    def test_a_peer_without_disks_is_named(self, file) -> None:
+        with pytest.raises(Missing, match="foreach has no io"):
+            peers.candidates("foreach", "io", task(file))()

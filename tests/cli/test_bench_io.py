@@ -1,0 +1,317 @@
+"""`zerokern bench io`: one file that all share, contents before speed, bytes as the kernel counts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerokern as zk
+from zerokern.cli import bench
+from zerokern.cli.main import main
+from zerokern.core.errors import BudgetError
+from zerokern.memory import Arena
+
+contest, deepspeed, fio, io, ours, pattern, peers, report, search, tickets, timers, torch_file, usage, workfile = (
+    bench.suite(name)
+    for name in (
+        "disk.contest", "peers.deepspeed_aio", "peers.fio", "ops.io", "disk.ours", "disk.pattern", "peers",
+        "disk.report", "disk.search", "disk.tickets", "timers", "peers.torch_file", "disk.usage", "disk.workfile",
+    )
+)  # fmt: skip
+MIB = 1 << 20
+PATTERNS = pattern.patterns(smoke=True)
+READ, WRITE, MIXED, *RANDOM = PATTERNS
+PROBE = zk.io.Probe(4, MIB, "auto", True, memory_align=4096, offset_align=4096)
+ENGINES = ["threads", *([] if zk.io.why_no_uring() else ["uring"])]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The disk is probed once for this file, and not into anybody's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    with workfile.Workfile(tmp_path_factory.mktemp("disk"), 64 * MIB) as made:
+        yield made
+
+
+def task(file, wanted=READ, **more):
+    values = {"trial_nbytes": MIB, "tune": False, "say": lambda text: None, **more}
+    return contest.Task(wanted, file, **values)
+
+
+def passes(*seconds: float, cpu_s: float = 0.01, disk: float = 1.0) -> list[object]:
+    return [contest.Pass(s * 1e9, 1 << 30, cpu_s, int(disk * (1 << 30))) for s in seconds]
+
+
+class TestFile:
+    def test_every_byte_is_written_before_anything_is_read(self, file) -> None:
+        """An extent that was only allocated is read without the disk."""
+        assert os.stat(file.path).st_blocks * 512 >= file.nbytes
+        first = file.path.read_bytes()[:MIB]
+        assert len(set(first)) == 256
+        assert len({first[at : at + 512] for at in range(0, MIB, 512)}) == 2048
+
+    @pytest.mark.parametrize("at", [0, 4096 * 700 + 17, 3 * MIB - 1])
+    def test_one_wrong_byte_is_found(self, file, at: int) -> None:
+        generation = file.renew()
+        memory = file.content(5 * MIB, torch.empty(3 * MIB, dtype=torch.uint8), generation)
+        file.check_memory("someone", memory, 5 * MIB, generation)
+        memory[at] ^= 1
+        with pytest.raises(io_wrong(), match=f"someone: byte {5 * MIB + at} of the file"):
+            file.check_memory("someone", memory, 5 * MIB, generation)
+
+    def test_a_block_in_the_wrong_place_says_where_it_belongs(self, file) -> None:
+        memory = file.content(0, torch.empty(MIB, dtype=torch.uint8), file.renew())
+        memory[4096:8192] = memory[8192:12288].clone()
+        with pytest.raises(io_wrong(), match=f"is block 2 of generation {file.generation}, and should be 1"):
+            file.check_memory("someone", memory, 0, file.generation)
+
+    def test_a_block_that_was_not_moved_is_stale(self, file) -> None:
+        old = file.fill(0, 2 * MIB)
+        with pytest.raises(io_wrong(), match=f"generation {old}, and should be 0 of {old + 1}"):
+            file.check_file("someone", 0, 2 * MIB, file.renew())
+
+    def test_content_does_not_depend_on_how_it_is_cut(self, file) -> None:
+        at = workfile.PIECE_NBYTES - 8192
+        whole = file.content(at, torch.empty(16384, dtype=torch.uint8), 1)
+        halves = [file.content(at + i * 8192, torch.empty(8192, dtype=torch.uint8), 1) for i in range(2)]
+        assert torch.equal(whole, torch.cat(halves))
+
+    def test_it_is_gone_afterwards(self, tmp_path: Path) -> None:
+        with workfile.Workfile(tmp_path, MIB) as made:
+            assert made.path.stat().st_size == MIB
+        assert list(tmp_path.iterdir()) == []
+
+    def test_too_little_space_is_told_before_anything_is_written(self, tmp_path: Path) -> None:
+        with pytest.raises(BudgetError, match="free and this needs"):
+            workfile.Workfile(tmp_path, 1 << 60)
+        assert list(tmp_path.iterdir()) == []
+
+
+def io_wrong() -> type[Exception]:
+    return bench.suite("contest").WrongResult
+
+
+class TestUsage:
+    def test_direct_writes_are_counted_as_asked(self, file) -> None:
+        """The kernel's own count, of this process."""
+        if not file.direct:
+            assert usage.of_process().disk_nbytes >= 0
+            return
+        found = contest.measured(8 * MIB, lambda: file.fill(0, 8 * MIB))
+        assert 8 * MIB <= found.disk_nbytes <= 8 * MIB * 1.02
+        assert found.cpu_s > 0
+
+    def test_children_count_apart(self) -> None:
+        before = usage.of_children()
+        os.waitpid(os.spawnlp(os.P_NOWAIT, "true", "true"), 0)
+        assert (usage.of_children() - before).cpu_s >= 0
+
+
+class TestRounds:
+    def test_ratios_are_formed_within_rounds(self) -> None:
+        """The disk is three times slower in the last round, for both: the ratio does not see it."""
+        mover = contest.Mover("ours", "", lambda: None, lambda: None)
+        found = contest.row(mover, passes(1.0, 1.0, 3.0), passes(1.0, 1.0, 3.0), {"peer": passes(2.0, 2.0, 6.0)})
+        assert found.ratio["peer"] == timers.Estimate(2.0, 2.0, 2.0)
+
+    def test_cpu_and_bytes_at_the_disk(self) -> None:
+        mover = contest.Mover("ours", "", lambda: None, lambda: None)
+        own, theirs = passes(1.0, 1.0, cpu_s=0.02, disk=1.0005), passes(1.0, 1.0, cpu_s=0.05)
+        found = contest.row(mover, own, own, {"peer": theirs})
+        assert found.cpu_s_per_gib.median == 0.02
+        assert found.cpu_ratio["peer"].median == pytest.approx(2.5)
+        assert found.disk_share == pytest.approx(1.0005)
+
+    def test_everyone_runs_once_a_round(self) -> None:
+        ran: list[str] = []
+
+        def one(name: str):
+            return contest.Mover(name, "", lambda: ran.append(name) or passes(1.0)[0], lambda: None)
+
+        found = contest.rounds([one("a"), one("b"), one("c")], 4, lambda done: None)
+        assert all(sorted(ran[at : at + 3]) == ["a", "b", "c"] for at in range(0, 12, 3))
+        assert {name: len(all_of) for name, all_of in found.items()} == {"a": 4, "b": 4, "c": 4}
+
+    def test_wrong_contents_get_no_time(self, file) -> None:
+        def wrong() -> None:
+            raise io_wrong()("byte 3")
+
+        mover = contest.Mover("ours", "", pytest.fail, wrong)
+        with pytest.raises(io_wrong(), match="byte 3"):
+            contest.run(task(file), [mover], {}, 1, lambda done, of: None)
+
+
+class TestSearch:
+    def test_the_best_is_found_by_steps_from_a_coarse_grid(self) -> None:
+        def near(setting: tuple[int, int]) -> list[tuple[int, int]]:
+            return [(setting[0] + dx, setting[1] + dy) for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1))]
+
+        grid = [(x, y) for x in (0, 4, 8) for y in (0, 4, 8)]
+        order = search.ranked(grid, near, lambda s: 100.0 - abs(s[0] - 5) - abs(s[1] - 4))
+        assert order[0] == (5, 4)
+        assert set(grid) <= set(order)
+        assert len(order) == len(set(order))
+
+    def test_a_drifting_disk_does_not_choose(self) -> None:
+        """Every trial is a little slower than the one before it, down to a fifth; the settings differ by 8 %."""
+        speed = iter(range(1000, 200, -1))
+        order = search.ranked(list(range(6)), lambda s: (), lambda s: next(speed) * (1.0 + 0.08 * s))
+        assert order[0] == 5
+
+    def test_it_ends_when_its_time_is_over(self) -> None:
+        tried: list[int] = []
+        search.ranked([1, 2], lambda s: (), lambda s: tried.append(s) or 1.0, limit_s=0.0)
+        assert sorted(tried) == [1, 1, 1, 2, 2, 2]  # every stage takes one turn
+
+
+class TestOurs:
+    @pytest.fixture
+    def mover(self, file, request: pytest.FixtureRequest) -> Iterator[object]:
+        kind, wanted = request.param
+        arena = Arena(ours.RING_NBYTES)
+        made = ours.EngineMover(task(file, wanted), zk.io.Engine(kind, depth=4, block=MIB), PROBE, arena)
+        yield made
+        made.close()
+        arena.close()
+
+    @pytest.mark.parametrize(
+        "mover",
+        [(kind, one) for kind in ENGINES for one in PATTERNS],
+        ids=lambda p: f"{p[0]}, {p[1].name}",
+        indirect=True,
+    )
+    def test_passes_move_the_right_bytes(self, mover) -> None:
+        mover.check()
+        found = mover.run()
+        assert (found.nbytes, found.ns > 0) == (mover.task.pattern.nbytes, True)
+        assert not mover.task.file.direct or found.nbytes <= found.disk_nbytes <= found.nbytes * 1.001
+
+    @pytest.mark.parametrize("mover", [("threads", one) for one in PATTERNS], ids=lambda p: p[1].name, indirect=True)
+    def test_an_engine_that_moves_nothing_is_found(self, mover, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ours.Batch, "run", lambda self, engine: None)
+        with pytest.raises(io_wrong()):
+            mover.check()
+
+    @pytest.mark.parametrize("mover", [("threads", RANDOM[0])], ids=["random"], indirect=True)
+    def test_blocks_are_requests_of_their_own_all_over_the_file(self, mover) -> None:
+        transfers = mover.transfers(READ.nbytes)
+        assert len({one.offset for one in transfers}) == mover.task.file.nbytes // RANDOM[0].block
+        assert [one.offset for one in transfers] != sorted(one.offset for one in transfers)
+        assert all(one.after == -1 for one in transfers)
+
+    @pytest.mark.parametrize("mover", [("threads", MIXED)], ids=["mixed"], indirect=True)
+    def test_a_slot_is_read_into_only_when_it_has_been_written_out(self, mover) -> None:
+        mover.slots = 2
+        transfers = mover.transfers(8 * mover.request_nbytes)
+        assert [(one.op, one.slot, one.after) for one in transfers] == [
+            ("read", 0, -1), ("write", 0, 0), ("read", 1, -1), ("write", 1, 2),
+            ("read", 0, 1), ("write", 0, 4), ("read", 1, 3), ("write", 1, 6),
+        ]  # fmt: skip
+        half = 4 * mover.request_nbytes
+        assert {one.offset for one in transfers if one.op == "write"} == {
+            half + one.offset for one in transfers if one.op == "read"
+        }
+
+    @pytest.mark.parametrize("wanted", [READ, WRITE, MIXED], ids=lambda one: one.name)
+    def test_the_store_moves_the_same(self, file, wanted) -> None:
+        arena = Arena(ours.RING_NBYTES)
+        made = ours.StoreMover(task(file, wanted), PROBE, arena)
+        try:
+            made.check()
+            found = made.run()
+            assert not file.direct or found.nbytes <= found.disk_nbytes <= found.nbytes * 1.001
+        finally:
+            made.close()
+            arena.close()
+
+    def test_a_ticket_costs_little_python(self, tmp_path: Path) -> None:
+        """The limit is 20 us; a shared machine gets room."""
+        found = tickets.outcome(tmp_path, PROBE, 3)
+        assert [row.name for row in found.rows] == ["zk.io.Store.put", "zk.io.Store.get"]
+        assert all(0.5e3 < row.ns.median < 60e3 for row in found.rows)
+
+
+class TestCommand:
+    def test_smoke(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        place, chart, result = tmp_path / "disk", tmp_path / "chart.png", tmp_path / "result.json"
+        place.mkdir()
+        arguments = ["--smoke", "--pairs", "1", "--vs", "fio,torch", "--json", str(result), "--plot", str(chart)]
+        assert main(["bench", "io", "--path", str(place), *arguments]) == 0
+        content = json.loads(result.read_text())
+        assert {"machine", "versions", "date", "commit", "command", "disk"} <= content.keys()
+        assert [one["name"] for one in content["contests"]] == [one.name for one in PATTERNS] + [tickets.NAME]
+        for row in content["rows"]:
+            assert {"name", "ns", "bytes", "gb_s", "roof_share", "ratio", "cpu_s_per_gib", "disk_share"} <= row.keys()
+            assert row["gb_s"] == pytest.approx(row["bytes"] / row["ns"], abs=0.001)
+            for peer, ratio in row["ratio"].items():
+                low, high = row["ratio_interval"][peer]
+                assert low <= ratio <= high
+        named = {row["name"] for row in content["rows"]} | set(content["contests"][0]["missing"])
+        assert {"zk.io.Engine", "zk.io.Store", "fio", "torch"} <= named
+        assert chart.read_bytes().startswith(b"\x89PNG")
+        assert "requests/s" in capsys.readouterr().out
+        assert list(place.iterdir()) == []
+
+    def test_wrong_contents_get_no_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(ours.Batch, "run", lambda self, engine: None)
+        assert main(["bench", "io", "--smoke", "--path", str(tmp_path)]) == 1
+        shown = capsys.readouterr()
+        assert "no speed is told of a wrong result" in shown.err
+        assert "GB/s" not in shown.out.partition("sequential read")[2]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_full_disk_is_told_with_what_is_needed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": MIB}))
+        assert main(["bench", "io", "--smoke", "--path", str(tmp_path)]) == 1
+        assert "has 1 MiB free and this needs 256 MiB" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "arguments, says",
+        [
+            (["io"], "Name a folder on the disk to measure: --path"),
+            (["io", "--path", ".", "--numel", "1M"], "--numel has no meaning"),
+            (["io", "--path", ".", "--threads", "1"], "--threads has no meaning"),
+            (["adam", "--path", "."], "a folder with io and with --tier nvme"),
+            (["adam", "--tier", "nvme"], "Name a folder on the disk"),
+            (["adam", "--tier", "nvme", "--path", ".", "--vs", "torch"], "--vs has no meaning"),
+            (["lion", "--tier", "nvme", "--path", "."], "cpu with any other op than adam"),
+        ],
+    )
+    def test_options_that_do_not_fit_are_taught(
+        self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["bench", *arguments]) == 2
+        assert says in capsys.readouterr().err
+
+    def test_a_folder_that_is_not_there_is_taught(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["bench", "io", "--path", "no-such-folder"])
+        assert "a folder that exists, on the disk to measure" in capsys.readouterr().err
+
+
+def test_lines_show_time_and_cpu_against_each_peer() -> None:
+    mover = contest.Mover("zk.io.Engine", "uring", lambda: None, lambda: None)
+    peer = contest.Mover("fio", "libaio, 1 MiB", lambda: None, lambda: None, note="no O_DIRECT here")
+    own, theirs = passes(1.0, cpu_s=0.01), passes(1.2, cpu_s=0.03)
+    rows = [contest.row(mover, own, own, {"fio": theirs}, (100, "requests")), contest.row(peer, theirs, own, None)]
+    lines = report.outcome_lines(contest.Outcome("read", rows, {"torch": "not here"}, "zk.io.Engine", 1.07))
+    assert lines[1].split("  ")[1:3] == ["zk.io.Engine", "1.00 s"]
+    assert lines[1].endswith("1.20x [1.20 1.20], CPU 3.00x")
+    assert "  fio: libaio, 1 MiB (no O_DIRECT here)" in lines
+    assert "  torch: missing, not here" in lines
