@@ -65,6 +65,8 @@ class Backend {
     virtual void drop_memory(int32_t) {}
     // From any thread.
     virtual void count(zk_io_stats *stats) = 0;
+    // The last call: the kernel lets go of files and memory now, not some time after the ring is closed.
+    virtual void retire() {}
     // In a forked child: closes descriptors, and nothing else.
     virtual void let_go() = 0;
 };

@@ -61,6 +61,7 @@ class Faulty final : public Backend {
     }
     void drop_memory(int32_t number) override { inner_->drop_memory(number); }
     void count(zk_io_stats *stats) override { inner_->count(stats); }
+    void retire() override { inner_->retire(); }
     void let_go() override { inner_->let_go(); }
 
   private:

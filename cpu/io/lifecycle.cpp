@@ -65,7 +65,10 @@ void *Engine::serve(void *self) {
         engine->began_ = error;
         engine->answered_.notify_all();
     }
-    if (!error) engine->run();
+    if (!error) {
+        engine->run();
+        engine->backend_->retire();
+    }
     return nullptr;
 }
 

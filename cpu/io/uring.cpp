@@ -164,6 +164,11 @@ class Uring final : public Backend {
         stats->ring_flags = flags_;
     }
 
+    void retire() override {
+        if (fixed_files_) tell(ring_, UNREGISTER_FILES, nullptr, 0);
+        if (fixed_memory_) tell(ring_, UNREGISTER_BUFFERS, nullptr, 0);
+    }
+
     void let_go() override {
         if (ring_ >= 0) close(ring_);
         if (kick_fd_ >= 0) close(kick_fd_);

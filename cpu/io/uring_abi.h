@@ -17,6 +17,7 @@ constexpr uint32_t SETUP_CQSIZE = 1u << 3, SETUP_CLAMP = 1u << 4, SETUP_COOP_TAS
                    SETUP_SINGLE_ISSUER = 1u << 12, SETUP_DEFER_TASKRUN = 1u << 13;
 constexpr uint32_t FEATURE_SINGLE_MMAP = 1u << 0, FEATURE_NODROP = 1u << 1;
 constexpr uint32_t ENTER_GETEVENTS = 1u << 0;
+constexpr uint32_t UNREGISTER_BUFFERS = 1, UNREGISTER_FILES = 3;
 constexpr uint32_t REGISTER_FILES2 = 13, REGISTER_FILES_UPDATE2 = 14, REGISTER_BUFFERS2 = 15,
                    REGISTER_BUFFERS_UPDATE = 16;
 constexpr uint32_t REGISTER_SPARSE = 1u << 0;

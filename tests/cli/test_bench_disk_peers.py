@@ -47,6 +47,11 @@ class TestFio:
         ]
     }  # fmt: skip
 
+    @pytest.fixture(autouse=True)
+    def asks_again(self) -> None:
+        """Which engines run is asked once in a process."""
+        fio.refusal.cache_clear()
+
     def test_the_slowest_job_is_the_time_and_cpu_adds_up(self) -> None:
         found = fio.reported(self.TOLD, 6 << 20)
         assert (found.ns, found.nbytes, found.disk_nbytes) == (500e6, 6 << 20, 6 << 20)

@@ -43,8 +43,9 @@ def test_path_says_the_same_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_path_without_o_direct(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Probe(16, 1 << 20, "threads", False, why="EPERM: forbidden")
+    found = Probe(16, 1 << 20, "uring", False)  # made where io_uring was allowed
     monkeypatch.setattr("zerokern.io.probe", lambda path: found)
+    monkeypatch.setattr("zerokern.io.why_no_uring", lambda: "EPERM: forbidden")
     assert main(["info", "--path", "somewhere"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "path      somewhere",

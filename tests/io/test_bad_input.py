@@ -70,6 +70,7 @@ BAD = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", BAD)
 def test_memory_that_is_not_the_value(store: Store, name: str) -> None:
     make, error, says = BAD[name]

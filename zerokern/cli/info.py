@@ -21,12 +21,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _disk(path: str) -> dict[str, object]:
     """What a probe of the disk found, now or earlier."""
-    from zerokern.io import probe
+    from zerokern.io import probe, why_no_uring
 
     found = probe(path)
+    why = why_no_uring()  # asked now: the probe may have been made where other rules hold
     facts: dict[str, object] = {
         "path": path,
-        "engine": f"threads; io_uring was refused: {found.why}" if found.why else found.engine,
+        "engine": f"threads; io_uring was refused: {why}" if why else "uring",
         "O_DIRECT": f"memory at {found.memory_align}, offsets at {found.offset_align}" if found.direct else "none",
         "depth": found.depth,
         "block": f"{found.block >> 10} KiB",

@@ -43,6 +43,7 @@ def span_of(argument: str, tensor: torch.Tensor) -> tuple[int, int]:
         or tensor.is_neg()
         or tensor.is_conj()
         or tensor.is_quantized
+        or tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + tensor.nbytes
     ):
         _refuse(argument, tensor)
     return tensor.data_ptr(), tensor.nbytes
@@ -68,6 +69,12 @@ def _refuse(argument: str, tensor: object) -> None:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
             f"{argument} is a {type(tensor).__name__} without memory of its own; allowed: tensors that have some"
+        )
+    held = tensor.untyped_storage().nbytes()
+    if held < tensor.storage_offset() * tensor.itemsize + tensor.nbytes:
+        raise ValueError(
+            f"{asked} has a storage of {held} bytes, less than it needs; allowed: tensors whose memory is there "
+            "(that of a sharded parameter at rest is not)"
         )
 
 

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def unnamed_file(folder: Path) -> Iterator[int]:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
             raise
-        path = folder / f"zerokern.{os.getpid()}.data"
+        path = folder / f"zerokern.unnamed-{os.getpid()}-{time.monotonic_ns()}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         path.unlink()
     try:
@@ -217,17 +218,26 @@ class Files:
     def sync(self) -> None:
         """Everything that was written lasts."""
         for file in self.all:
-            os.fdatasync(file.fd)
+            try:
+                os.fdatasync(file.fd)
+            except OSError as error:
+                raise refused(error, self.folder, "Syncing", path=file.path, nbytes=file.nbytes) from error
 
     def close(self, keep: list[str] | None) -> None:
         """Lets go of the files and removes all but those to keep. None: they belong to another process."""
         files, self.all = self.all, []
+        failed: OSError | None = None
         for file in files:
             if keep is not None:
                 self._engine.forget_file(file.number)
             os.close(file.fd)
             if keep is not None and file.path.name not in keep:
-                file.path.unlink(missing_ok=True)
+                try:
+                    file.path.unlink(missing_ok=True)
+                except OSError as error:
+                    failed = failed or error
+        if failed is not None:
+            raise refused(failed, self.folder, "Removing the store's files")
 
 
 def refuse_beyond_free(folder: Path, nbytes: int, budget: int, used: int) -> None:
@@ -244,8 +254,10 @@ def refuse_beyond_free(folder: Path, nbytes: int, budget: int, used: int) -> Non
         )
 
 
-def refused(error: OSError, folder: Path, what: str) -> IoError:
-    """What the system refused about a folder, as an error of this library."""
+def refused(
+    error: OSError, folder: Path, what: str, *, path: Path | None = None, offset: int = 0, nbytes: int = 0
+) -> IoError:
+    """What the system refused about a folder, or about a span of a file in it, as an error of this library."""
     number = error.errno or 0
     advice = {
         errno.EROFS: "The file system is read-only: choose another folder",
@@ -257,9 +269,11 @@ def refused(error: OSError, folder: Path, what: str) -> IoError:
         errno.ENOTDIR: "A part of the path is a file: choose another folder",
         errno.ENOENT: "The system makes no files there: choose another folder",
     }.get(number, "Choose another folder")
-    path = error.filename if isinstance(error.filename, str) else str(error.filename or folder)
+    where = f"{folder}" if path is None else f"{path} at offset {offset}, {nbytes} bytes,"
     return IoError(
-        f"{what} in {folder} is not possible: {os.strerror(number)} ({errno.errorcode.get(number, number)}). {advice}",
-        path=path,
+        f"{what} in {where} is not possible: {os.strerror(number)} ({errno.errorcode.get(number, number)}). {advice}",
+        path=str(path or error.filename or folder),
+        offset=offset,
+        nbytes=nbytes,
         errno=number,
     )

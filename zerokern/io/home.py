@@ -151,9 +151,9 @@ class Home:
             )
         try:
             self.files.sync()
-        except OSError as error:
-            self._sync_failure = refused(error, self.folder, "Syncing the files")
-            raise self._sync_failure from error
+        except IoError as error:
+            self._sync_failure = error
+            raise
         # From the rename on the index names these files, also where what follows it fails.
         self._names = [file.path.name for file in self.files.all]
         try:

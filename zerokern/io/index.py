@@ -43,6 +43,7 @@ def publish(folder: Path, files: list[str], rows: list[Row]) -> None:
         file.write(b"%s %08x\n%s\n" % (FORMAT.encode(), _crc(body), body))
         file.flush()
         os.fsync(file.fileno())
+    sync_folder(folder)  # the names of new data files, before an index that speaks of them
     new.rename(folder / NAME)
     sync_folder(folder)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import socket
 import time
@@ -65,19 +66,21 @@ class Holder(NamedTuple):
         return " ".join(self) + "\n"
 
     def lives(self) -> bool:
-        """False only where its process was on this host and is gone."""
+        """False only where its process was on this host and is gone, if perhaps nobody has asked for its end yet."""
         if self.host != socket.gethostname() or not self.pid.isdigit():
             return True
         try:
-            os.kill(int(self.pid), 0)
-        except ProcessLookupError:
-            return False
+            state = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
         except OSError:
-            pass
-        return True
+            return False
+        return state not in (b"Z", b"X")
+
+    def is_here(self) -> bool:
+        """Whether it is this very process."""
+        return self.pid == str(os.getpid()) and self.host == socket.gethostname()
 
     def __str__(self) -> str:
-        if self.pid == str(os.getpid()) and self.host == socket.gethostname():
+        if self.is_here():
             return f"this process (pid {self.pid}) itself, since {self.since}"
         return f"the process with pid {self.pid} on {self.host}, since {self.since}"
 
@@ -96,6 +99,8 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
+        self.folder_fd = -1
+        collected = False
         until = time.monotonic() + LINGER_S
         while True:
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -106,6 +111,11 @@ class FolderLock:
                     break
             except OSError as error:
                 holder = Holder.of(self.fd)
+                if holder.is_here() and not collected:  # perhaps by a store in a cycle that nobody refers to any more
+                    os.close(self.fd)
+                    gc.collect()
+                    collected = True
+                    continue
                 if error.errno != errno.EWOULDBLOCK:
                     os.close(self.fd)
                     raise
@@ -115,9 +125,24 @@ class FolderLock:
                     raise self._refusal(holder) from None
                 time.sleep(LOOK_S)
             os.close(self.fd)
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, Holder.here().words().encode(), 0)
+        try:
+            self._lock_folder(folder)
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, Holder.here().words().encode(), 0)
+        except BaseException:
+            self.release()
+            raise
         let_go_in_child(self)
+
+    def _lock_folder(self, folder: Path) -> None:
+        """Locks the folder itself too: nobody removes it under a store, as a cleaner may remove the file."""
+        self.folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self.folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Some network file systems lock no folders: then there is the file's lock alone.
+            if error.errno == errno.EWOULDBLOCK:
+                raise self._refusal("a store whose zerokern.lock somebody has removed") from None
 
     def _still_there(self) -> bool:
         ours = os.fstat(self.fd)
@@ -127,7 +152,7 @@ class FolderLock:
             return False
         return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
-    def _refusal(self, holder: Holder) -> IoError:
+    def _refusal(self, holder: Holder | str) -> IoError:
         return IoError(
             f"the folder {self.path.parent} is in use by {holder}. A folder belongs to one store at a time: "
             "close that one, or give each its own folder (one per rank: f'{path}/rank{rank}')",
@@ -137,15 +162,16 @@ class FolderLock:
 
     def release(self) -> None:
         """Removes the file while it is locked, then lets go."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
+        if self.fd >= 0:
             try:
-                self.path.unlink(missing_ok=True)
+                if self._still_there():
+                    self.path.unlink(missing_ok=True)
             finally:
-                os.close(fd)
+                self.let_go()
 
     def let_go(self) -> None:
         """In a child: the lock stays the parent's."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        fds, self.fd, self.folder_fd = (self.folder_fd, self.fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)

@@ -30,10 +30,10 @@ class Space:
         have = sum(file.nbytes for file in files.all)
         if budget is not None:
             budget = -(-budget // LEAST_ALIGN) * LEAST_ALIGN
-            used = sum(one.nbytes for one in taken)
-            if used > budget:
+            if have > budget:
                 raise BudgetError(
-                    f"budget={amount(budget)} is less than what {files.folder} holds already, {amount(used)}"
+                    f"budget={amount(budget)} is less than what {files.folder} holds already, {amount(have)} in files; "
+                    "ask for at least that"
                 )
             if budget > have:
                 refuse_beyond_free(files.folder, budget - have, budget, have)
@@ -101,4 +101,7 @@ class Space:
             else:
                 files.make(nbytes)
         except OSError as error:
-            raise refused(error, files.folder, f"Taking {amount(nbytes)} more") from error
+            path = last.path if last is not None else files.folder
+            offset = last.nbytes if last is not None else 0
+            what = f"Taking {amount(nbytes)} more"
+            raise refused(error, files.folder, what, path=path, offset=offset, nbytes=nbytes) from error

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from zerokern.core import native
-from zerokern.core.errors import IoError, got
+from zerokern.core.errors import IoError, KernelError, got
 from zerokern.io.budget import parse_nbytes
 from zerokern.io.engine import Faults, check_settings
 from zerokern.io.entry import Entry, lost, mismatch, span_of, unknown
@@ -105,11 +105,11 @@ class Store:
             entry = self._entries.get(key)
             if not self._home.open:
                 raise self._home.refuse()
+            before = self._before(entry, after)  # it may wait, and be interrupted: nothing has changed yet
             if entry is None or entry.nbytes != nbytes or entry.published:
                 entry = self._place(key, entry, nbytes, tensor.dtype, tensor.shape)
-            entry.dtype, entry.shape, entry.crc = tensor.dtype, tensor.shape, crc
             self._home.unpublished = True
-            return self._start(WRITE, entry, address, nbytes, tensor, after)
+            return self._start(WRITE, entry, address, nbytes, tensor, before, crc)
 
     def get(self, key: str, out: torch.Tensor, after: Ticket | None = None) -> Ticket:
         """Reads a tensor into ``out`` of its dtype and shape, which is undefined until the ticket has ended."""
@@ -133,7 +133,7 @@ class Store:
                 slot = None
             if put._failure is not None:
                 raise lost(entry, put._failure)
-            ticket = self._start(READ, entry, address, nbytes, out, after)
+            ticket = self._start(READ, entry, address, nbytes, out, self._before(entry, after), None)
             if slot is not None:
                 ticket._source = put
             if self.checksum:
@@ -142,32 +142,29 @@ class Store:
             return ticket
 
     def _start(
-        self, op: int, entry: Entry, address: int, nbytes: int, tensor: torch.Tensor, after: Ticket | None
+        self, op: int, entry: Entry, address: int, nbytes: int, tensor: torch.Tensor, before: int, crc: int | None
     ) -> Ticket:
-        """Queues one transfer behind the last one of its key, and behind `after`."""
+        """Queues one transfer behind the request at `before`."""
         extent = entry.extent
         if extent is None:
             ticket = Ticket(self._transfers, None, op, entry.key, 0, 0, 0)
             if op == WRITE:
-                entry.put = ticket
+                entry.put, entry.dtype, entry.shape, entry.crc = ticket, tensor.dtype, tensor.shape, crc
             return ticket
-        before = 0
-        last = entry.last
-        if last is not None:
-            slot = last._slot
-            if slot is not None and slot.words[slot.state] != DONE:
-                before = slot.address
-        if after is not None:
-            before = self._behind(after, last, before)
         flags = PADDED if nbytes % PAGE and self.arena is not None and self._owns_padding(address, nbytes) else 0
         slot = self._slots.take()
         file = self._files.all[extent.file].number
         ticket = Ticket(self._transfers, slot, op, entry.key, nbytes, file, extent.offset)
         ticket._tensor = tensor
+        was = entry.last, entry.put, entry.dtype, entry.shape, entry.crc
         entry.last = ticket
         if op == WRITE:
-            entry.put = ticket
-        self._transfers.start(ticket, slot, address, flags, before)
+            entry.put, entry.dtype, entry.shape, entry.crc = ticket, tensor.dtype, tensor.shape, crc
+        try:
+            self._transfers.start(ticket, slot, address, flags, before)
+        except KernelError:  # refused: the key holds what it held
+            entry.last, entry.put, entry.dtype, entry.shape, entry.crc = was
+            raise
         if self.ledger is not None:
             self.ledger.add("nvme", "tensor", "read" if op == READ else "write", nbytes)
         return ticket
@@ -178,8 +175,16 @@ class Store:
         if after._transfers is not self._transfers:
             raise ValueError("after= is a ticket of another store; allowed: tickets of this one. Wait for it first")
 
-    def _behind(self, after: Ticket, last: Ticket | None, before: int) -> int:
-        """The request to come after, where there may be two. The engine knows one: the other is waited for here."""
+    def _before(self, entry: Entry | None, after: Ticket | None) -> int:
+        """The request to come after: the last of the key, and `after`. The engine knows one; of two one is awaited."""
+        before = 0
+        last = None if entry is None else entry.last
+        if last is not None:
+            slot = last._slot
+            if slot is not None and slot.words[slot.state] != DONE:
+                before = slot.address
+        if after is None:
+            return before
         slot = self._transfers.pending_slot(after)
         if slot is None:
             return before
@@ -200,7 +205,11 @@ class Store:
         if entry is not None and old is not None and self._space.extents.capacity(nbytes) == old.nbytes:
             entry.nbytes = nbytes
             return entry
-        extent = self._space.take(nbytes, self._table) if nbytes else None
+        try:
+            extent = self._space.take(nbytes, self._table) if nbytes else None
+        except IoError as error:
+            error.key = key
+            raise
         if entry is not None:
             self._leave(entry)
         made = self._entries[key] = Entry(key, extent, nbytes, dtype, shape)
@@ -298,9 +307,9 @@ class Store:
             if not self._home.open:
                 raise self._home.refuse()
             self._transfers.drain()
+            if self.durable and not any(ticket.op == WRITE for ticket in self._transfers.untold):
+                self._publish()  # a get that failed takes nothing from what was put
             self._transfers.raise_untold()
-            if self.durable:
-                self._publish()
 
     def _publish(self) -> None:
         kept: list[Entry] = []
@@ -320,9 +329,9 @@ class Store:
             rows.append(Row(one.key, one.extent, one.nbytes, one.dtype, tuple(one.shape), one.crc, lost))
         if not self._home.unpublished:
             return
-        self._home.publish(rows)
-        for one in kept:
+        for one in kept:  # from the rename on the index names these extents, also where what follows it fails
             one.published = True
+        self._home.publish(rows)
         replaced, self._replaced = self._replaced, []
         for entry in replaced:
             if entry.extent is not None:

@@ -62,6 +62,11 @@ class Disk:
             self.ring = ring
             weakref.finalize(self, _give_back, ring).atexit = False
 
+    def refuse_in_child(self) -> None:
+        """In a forked child the ring's memory is not there, and an update would write to it all the same."""
+        if self.is_open:
+            self.ring.slots[0].lease.tensor(torch.uint8, (1,))
+
     def view(self, slot: Slot, record: Record) -> Tensor:
         """The bytes that a record has in a slot."""
         return slot.lease.tensor(torch.uint8, (record.nbytes,))
