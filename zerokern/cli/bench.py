@@ -187,7 +187,8 @@ def _measure_disk(args: argparse.Namespace, console: Console) -> None:
 
 
 def _command() -> str:
-    return shlex.join(["zerokern", *sys.argv[1:]])
+    """As it was given, but that a result names no folder of the machine that it was made on."""
+    return shlex.join(["zerokern", *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])])
 
 
 def _effort(args: argparse.Namespace) -> Any:
