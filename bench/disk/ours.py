@@ -99,23 +99,23 @@ class EngineMover:
     def _batch(self, transfers: Sequence[Transfer]) -> Batch:
         return Batch(transfers, self.lease.ptr, self.request_nbytes, self._file)
 
-    def transfers(self, nbytes: int) -> list[Transfer]:
-        """The requests of one pass, in order."""
+    def transfers(self, nbytes: int, *, shift: int = 0) -> list[Transfer]:
+        """The requests of one pass, in order; a mixed pass writes `shift` bytes behind where it has read."""
         pattern, size = self.task.pattern, self.request_nbytes
         if pattern.kind == "mixed":
-            return list(self._mixed(nbytes // 2))
+            return list(self._mixed(nbytes // 2, shift))
         if not pattern.block:
             return [Transfer(pattern.kind, at, at // size % self.slots) for at in range(0, nbytes, size)]
         blocks = self.task.file.nbytes // size
         places = self._places.sample(range(blocks), min(blocks, nbytes // size))
         return [Transfer(pattern.kind, place * size, i % self.slots) for i, place in enumerate(places)]
 
-    def _mixed(self, half: int) -> Iterator[Transfer]:
-        """As an optimizer moves its state: a slot is read, then written elsewhere, then read into again."""
+    def _mixed(self, half: int, shift: int) -> Iterator[Transfer]:
+        """As an optimizer moves its state: a slot is read into, then written from, then read into again."""
         for i, at in enumerate(range(0, half, self.request_nbytes)):
             slot, before = i % self.slots, 2 * (i - self.slots) + 1
             yield Transfer("read", at, slot, max(before, -1))
-            yield Transfer("write", half + at, slot, 2 * i)
+            yield Transfer("write", shift + at, slot, 2 * i)
 
     def run(self) -> Pass:
         batch = self._batch(self.transfers(self.task.pattern.nbytes))
@@ -126,7 +126,7 @@ class EngineMover:
         size = self.slots * self.request_nbytes
         rounds = min(CHECKED_ROUNDS, self.task.pattern.nbytes // size) if self.task.pattern.block else 1
         for _ in range(rounds):
-            self._check_slots(self.transfers(size))
+            self._check_slots(self.transfers(size, shift=size // 2))
 
     def _check_slots(self, transfers: Sequence[Transfer]) -> None:
         kind, file, memory = self.task.pattern.kind, self.task.file, self.lease.tensor()

@@ -13,7 +13,7 @@ class Pattern:
     """One pass over a file. `block` 0 is sequential: each contestant cuts as it likes, as deep as it likes.
 
     Otherwise every request has `block` bytes at a random place, `depth` of them in flight from one submitting thread.
-    A mixed pass reads the first half of its bytes and writes as many, both at once.
+    A mixed pass reads half of its bytes and writes as many over the same span, both at once.
     """
 
     name: str

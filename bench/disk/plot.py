@@ -14,6 +14,7 @@ NAMES = {
     "fio": "fio",
     "fio-registered": "fio, io_uring with registered buffers",
     "deepspeed": "DeepSpeed aio",
+    "deepspeed-huge": "DeepSpeed aio, moved to huge pages",
     "torch": "torch.save / torch.load",
 }
 SECOND = re.compile(r"zk\.io\.Store$|alone$")  # ours too, in the lighter colour
@@ -61,7 +62,7 @@ def _panel(axis: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
         tick.set_fontweight("normal" if row["peer"] else "bold")
         tick.set_color(FAINT if row["peer"] else INK)
     axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.set_xlim(0, widest * 1.5)
+    axis.set_xlim(0, widest * 1.6)
     axis.tick_params(axis="both", length=0)
     axis.tick_params(axis="x", labelsize=8, labelcolor=FAINT)
     axis.spines[:].set_visible(False)

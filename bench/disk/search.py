@@ -22,14 +22,15 @@ class Stages:
     """Scores of the settings that took part in a stage; a turn is one trial of each, in a fresh order."""
 
     def __init__(self, rate: Callable[[Setting], float], limit_s: float) -> None:
-        self._rate, self._deadline = rate, time.monotonic() + limit_s
+        self._rate, self._limit_s = rate, limit_s
         self._order = random.Random(0)
 
     def scores(self, settings: Sequence[Setting], turns: int) -> dict[Setting, float]:
-        """When the time is over, no further turn begins."""
+        """When the time of a stage is over, no further turn begins."""
+        deadline = time.monotonic() + self._limit_s
         shares: dict[Setting, list[float]] = {setting: [] for setting in settings}
         for turn in range(turns):
-            if turn and time.monotonic() > self._deadline:
+            if turn and time.monotonic() > deadline:
                 break
             rates = {setting: self._rate(setting) for setting in self._order.sample(settings, len(settings))}
             middle = statistics.median(rates.values())
@@ -43,7 +44,7 @@ def ranked(
     neighbours: Callable[[Setting], Iterable[Setting]],
     rate: Callable[[Setting], float],
     *,
-    limit_s: float = 30.0,
+    limit_s: float = 10.0,
 ) -> list[Setting]:
     """All settings that were tried, the fastest first: a stage decides about its own, those before it about the rest.
 
@@ -53,7 +54,7 @@ def ranked(
     stages = Stages(rate, limit_s)
     first = best(stages.scores(coarse, COARSE_TURNS))
     near = dict.fromkeys(setting for parent in first[:PARENTS] for setting in (parent, *neighbours(parent)))
-    second = best(stages.scores(list(near), NEAR_TURNS))
+    second = best(stages.scores(list(near), NEAR_TURNS)) if near.keys() - set(first) else first
     last = best(stages.scores(second[:FINALISTS], FINAL_TURNS))
     return list(dict.fromkeys([*last, *second, *first]))
 

@@ -58,7 +58,8 @@ def _contest(
     advance: Callable[[str, int, int], None],
 ) -> Outcome:
     say(f"{pattern.name}:")
-    task = Task(pattern, file, max(MIB, pattern.nbytes // TRIALS_PER_PASS), not request.smoke, say)
+    trial_nbytes = max(MIB, pattern.nbytes // TRIALS_PER_PASS)
+    task = Task(pattern, file, trial_nbytes, not request.smoke, say)
     peers = {peer: candidates(peer, "io", task) for peer in request.peers}
     with ours(task, probe) as movers:
         return run(task, movers, peers, request.rounds, functools.partial(advance, pattern.name))

@@ -179,8 +179,8 @@ class Wired:
         tensors = [transfer.tensors(share) for transfer in self._transfers]
 
         def move() -> None:
-            for place, transfer in enumerate(self._transfers):
-                transfer.begin(place * share, tensors[place])
+            for transfer, own in zip(self._transfers, tensors, strict=True):
+                transfer.begin(0, own)
             for transfer in self._transfers:
                 transfer.wait()
 
