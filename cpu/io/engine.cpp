@@ -1,9 +1,6 @@
 #include "engine.h"
 
 #include <errno.h>
-#include <signal.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
 #include <time.h>
 
 #include <cstring>

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerokern.optim.formats import Algorithm, Slot
 from zerokern.optim.masters import Witness
-from zerokern.optim.rows import Row, set_groups, table_of
+from zerokern.optim.rows import Row, count_step, set_groups, table_of
 from zerokern.optim.state import Entry, check_entries, make, pull
 from zerokern.optim.steps import StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
@@ -141,9 +141,7 @@ class Binding:
         if any(group.first for group in self.groups):
             for row in self._rows:
                 row.first = False
-        for group in self.groups:
-            group.step += 1
-            group.first = False
+        count_step(self.groups)
         self.book.advance()
         torch.autograd.graph.increment_version(self.survey.params)
         self.witness.stepped()

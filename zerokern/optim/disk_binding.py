@@ -19,7 +19,7 @@ from zerokern.optim.formats import Algorithm, Layout
 from zerokern.optim.interrupts import whole
 from zerokern.optim.masters import Witness
 from zerokern.optim.records import Place, Record, on_disk_of, settle
-from zerokern.optim.rows import pointer_words, set_groups, table_of
+from zerokern.optim.rows import count_step, pointer_words, set_groups, table_of
 from zerokern.optim.state import Entry, check_entries, make
 from zerokern.optim.steps import StepBook
 from zerokern.optim.survey import Groups, Survey, names_of
@@ -267,9 +267,7 @@ class DiskBinding:
             for owner in self._owners:
                 if owner is not None:
                     owner.first = False
-        for group in self.groups:
-            group.step += 1
-            group.first = False
+        count_step(self.groups)
         self.book.advance()
         torch.autograd.graph.increment_version(self.survey.params)
         self.witness.stepped()

@@ -120,3 +120,10 @@ def set_groups(table: UpdateTable, groups: Sequence[TableGroup], settings: Seque
     for number, group in enumerate(groups):
         values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
         table.set_group(number, **values)
+
+
+def count_step(groups: Sequence[TableGroup]) -> None:
+    """The update that `set_groups` prepared was made."""
+    for group in groups:
+        group.step += 1
+        group.first = False
