@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import shutil
-from collections.abc import Iterator
 
 import pytest
+from disk_cases import MIB, RANDOM, READ, WRITE, task
 
 from zerokern.cli import bench
 
@@ -18,19 +18,6 @@ contest, deepspeed, fio, pattern, peers, torch_file, workfile = (
     )
 )  # fmt: skip
 Missing, WrongResult = bench.suite("contest").Missing, bench.suite("contest").WrongResult
-MIB = 1 << 20
-READ, WRITE, MIXED, *RANDOM = pattern.patterns(smoke=True)
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    with workfile.Workfile(tmp_path_factory.mktemp("disk"), 64 * MIB) as made:
-        yield made
-
-
-def task(file, wanted=READ, **more):
-    values = {"trial_nbytes": MIB, "tune": False, "say": lambda text: None, **more}
-    return contest.Task(wanted, file, **values)
 
 
 class TestFio:

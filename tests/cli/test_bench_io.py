@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disk_cases import MIB, MIXED, PATTERNS, RANDOM, READ, WRITE, task
 
 import zerokern as zk
 from zerokern.cli import bench
@@ -24,9 +25,6 @@ contest, deepspeed, fio, io, ours, pattern, peers, report, search, tickets, time
         "disk.report", "disk.search", "disk.tickets", "timers", "peers.torch_file", "disk.usage", "disk.workfile",
     )
 )  # fmt: skip
-MIB = 1 << 20
-PATTERNS = pattern.patterns(smoke=True)
-READ, WRITE, MIXED, *RANDOM = PATTERNS
 PROBE = zk.io.Probe(4, MIB, "auto", True, memory_align=4096, offset_align=4096)
 ENGINES = ["threads", *([] if zk.io.why_no_uring() else ["uring"])]
 
@@ -37,17 +35,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    with workfile.Workfile(tmp_path_factory.mktemp("disk"), 64 * MIB) as made:
-        yield made
-
-
-def task(file, wanted=READ, **more):
-    values = {"trial_nbytes": MIB, "tune": False, "say": lambda text: None, **more}
-    return contest.Task(wanted, file, **values)
 
 
 def passes(*seconds: float, cpu_s: float = 0.01, disk: float = 1.0) -> list[object]:

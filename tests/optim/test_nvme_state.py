@@ -23,6 +23,7 @@ from optim_cases import (
     same_state,
     set_grads,
     train,
+    write_from_outside,
 )
 
 from zerokern import StateError
@@ -170,16 +171,7 @@ def test_a_write_from_outside_becomes_the_master(
     twins.train(3)
     value = (torch.randn(40_000) + 100).to(BF16)
     for optimizer, params in twins.pairs:
-        if how == "copy_":
-            with torch.no_grad():
-                params[4].copy_(value)
-        elif how == "load_state_dict":
-            torch.nn.ParameterList(params).load_state_dict({"4": value}, strict=False)
-        elif how == "new data":
-            params[4].data = value.clone()
-        else:
-            params[4].data.copy_(value)
-            optimizer.refresh_masters()
+        write_from_outside(how, optimizer, params, value)
     if idle:
         twins.train(2, 3, idle=(4,))
         assert twins.agree()

@@ -6,7 +6,18 @@ import warnings
 
 import pytest
 import torch
-from optim_cases import BF16, FP32, MAKERS, contents, copies, make_params, same_bits, set_grads, train
+from optim_cases import (
+    BF16,
+    FP32,
+    MAKERS,
+    contents,
+    copies,
+    make_params,
+    same_bits,
+    set_grads,
+    train,
+    write_from_outside,
+)
 
 from zerokern import StateError
 from zerokern.optim import SGD, AdamW
@@ -28,16 +39,7 @@ def trained(
 def test_a_write_from_outside_becomes_the_master(master_format: str, key: str, how: str) -> None:
     optimizer, params = trained(master_format)
     value = (torch.randn(1000) + 100).to(BF16)
-    if how == "copy_":
-        with torch.no_grad():
-            params[4].copy_(value)
-    elif how == "load_state_dict":
-        torch.nn.ParameterList(params).load_state_dict({"4": value}, strict=False)
-    elif how == "new data":
-        params[4].data = value.clone()
-    else:
-        params[4].data.copy_(value)
-        optimizer.refresh_masters()
+    write_from_outside(how, optimizer, params, value)
     expected = value.float() if key == "master" else torch.zeros(1000, dtype=optimizer.state[params[4]][key].dtype)
     others = [optimizer.state[param][key].clone() for param in params[:4]]
     optimizer.param_groups[0].update(lr=0.0)
