@@ -66,11 +66,19 @@ int check_segment(const zk_segment &s, const zk_group *groups, int64_t ngroups) 
     return ZK_OK;
 }
 
+// By repeated squaring, as reference.py and the GPU have it: pow() may round otherwise in another libm.
+double power(double base, int64_t exponent) {
+    double result = 1.0;
+    for (; exponent > 0; exponent >>= 1, base *= base)
+        if (exponent & 1) result *= base;
+    return result;
+}
+
 zk::Scalars scalars_of(const zk_group &g, float scale) {
     zk::Scalars k{};
     const double t = static_cast<double>(g.step);
     const bool adam = g.algorithm == ZK_ADAM, decoupled = (g.flags & ZK_DECOUPLED) != 0 || g.algorithm == ZK_LION;
-    const double step_size = adam                        ? g.lr / (1.0 - std::pow(g.beta1, t))
+    const double step_size = adam                        ? g.lr / (1.0 - power(g.beta1, g.step))
                              : g.algorithm == ZK_ADAGRAD ? g.lr / (1.0 + (t - 1.0) * g.lr_decay)
                                                          : g.lr;
     k.scale = (g.flags & ZK_MAXIMIZE) ? -scale : scale;
@@ -93,7 +101,7 @@ zk::Scalars scalars_of(const zk_group &g, float scale) {
     // be 0, or infinite.
     const double per_step = k.step_size != 0.0f ? 1.0 / step_size : FLT_MAX;
     k.root_slope =
-        adam ? static_cast<float>(std::fmin(per_step / std::sqrt(1.0 - std::pow(g.beta2, t)), FLT_MAX)) : 0.0f;
+        adam ? static_cast<float>(std::fmin(per_step / std::sqrt(1.0 - power(g.beta2, g.step)), FLT_MAX)) : 0.0f;
     k.root_floor = k.step_size != 0.0f ? static_cast<float>(g.eps * per_step) : INFINITY;
     k.lrd = g.lr;
     k.momentumd = g.momentum;

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerokern.kernels.reference_codecs import code_values, encode_values, spread_scale, sqrt
 
-__all__ = ["adam_int8", "fma", "step_scalars", "to_fp32"]
+__all__ = ["adam_int8", "fma", "power", "step_scalars", "to_fp32"]
 
 
 def to_fp32(x: float) -> float:
@@ -27,6 +27,21 @@ def to_fp32(x: float) -> float:
     return torch.tensor(x, dtype=torch.float32).item()
 
 
+def power(base: float, exponent: int) -> float:
+    """base^exponent in double, by repeated squaring: the same bits on every machine, which `**` does not promise.
+
+    >>> power(0.5, 3), power(0.9, 0)
+    (0.125, 1.0)
+    """
+    result = 1.0
+    while exponent > 0:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
 def step_scalars(lr: float, beta1: float, beta2: float, eps: float, step: int) -> tuple[float, float]:
     """(slope, floor): the step of a parameter is m' / (sqrt(v') * slope + floor).
 
@@ -36,10 +51,10 @@ def step_scalars(lr: float, beta1: float, beta2: float, eps: float, step: int) -
     >>> step_scalars(0.5, 0.5, 0.75, 0.25, 1)
     (2.0, 0.25)
     """
-    size = lr / (1.0 - beta1**step)
+    size = lr / (1.0 - power(beta1, step))
     if to_fp32(size) == 0.0:
         return torch.finfo(torch.float32).max, math.inf
-    slope = min(1.0 / size / math.sqrt(1.0 - beta2**step), torch.finfo(torch.float32).max)
+    slope = min(1.0 / size / math.sqrt(1.0 - power(beta2, step)), torch.finfo(torch.float32).max)
     return to_fp32(slope), to_fp32(eps * (1.0 / size))
 
 
