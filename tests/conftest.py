@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import sys
 import zlib
@@ -22,7 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    interpret_triton_without_a_gpu()
     config.pluginmanager.register(SkipAccount(read_skips(SKIPS)), "skip-account")
+
+
+def interpret_triton_without_a_gpu() -> None:
+    """Triton decides when a kernel is defined whether it is compiled or interpreted: before anything imports one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -10,12 +10,13 @@ from pathlib import Path
 from zerokern.core import env, native
 from zerokern.core.errors import BackendError
 from zerokern.io import probes, why_no_uring
+from zerokern.kernels.triton import backend
 
 __all__ = ["Info", "info"]
 
 OPS = (
     "adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream",
-    "encode_int8", "decode_int8", "split", "join",
+    "flatten", "unflatten", "encode_int8", "decode_int8", "split", "join",
 )  # fmt: skip
 OPTIONAL = ("triton", "cupy")
 LOSSY = (
@@ -53,9 +54,9 @@ def _grouped(facts: dict[str, object]) -> dict[str, list[str]]:
 
 
 def info() -> Info:
-    """Versions, instruction set, threads, implementation of each op, huge pages, the limit on locked memory, the disk
-    engine and what was measured of disks, what is lossy, and the environment variables in force. Nothing is measured
-    here. Printable; a dict for programs.
+    """Versions, instruction set, threads, implementation of each op, GPUs and what runs on them, huge pages, the limit
+    on locked memory, the disk engine and what was measured of disks, what is lossy, and the environment variables in
+    force. Nothing is measured here. Printable; a dict for programs.
 
     >>> import zerokern as zk
     >>> zk.info()["instruction set"] in zk.info()["instruction sets here"]
@@ -65,6 +66,7 @@ def info() -> Info:
         {
             **_versions(),
             **_native(),
+            **_gpus(),
             "huge pages": _huge_pages(),
             "locked memory": _locked_memory(),
             **_disks(),
@@ -104,6 +106,24 @@ def _native() -> dict[str, object]:
         "threads": native.threads(),
         "implementations": dict.fromkeys(OPS, f"cpu.{active}"),
     }
+
+
+def _gpus() -> dict[str, object]:
+    """GPUs by name, and what runs on them; no context is made for it."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return {"gpus": "none"}
+    names = [
+        "{} (sm_{}{})".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)) for i in range(count)
+    ]
+    try:
+        for i in range(count):
+            backend.check_device(torch.device("cuda", i))
+    except BackendError as error:
+        return {"gpus": names, "gpu kernels": str(error)}
+    return {"gpus": names, "gpu kernels": "triton"}
 
 
 def _disks() -> dict[str, object]:

@@ -12,9 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import ALL_SIZES, SIZES, cases
+from kernel_cases import ALL_SIZES, INTERPRETED_SIZES, SIZES, cases
 
 from zerokern.core import native
+from zerokern.kernels.dispatch import available
 
 STATES = {
     "adam": ("fp32", "bf16", "int8"),
@@ -27,7 +28,9 @@ STATES = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = metafunc.config.getoption("--all", default=False)
     if "impl" in metafunc.fixturenames:
-        metafunc.parametrize("impl", [f"cpu.{name}" for name in native.isa_usable()])
+        metafunc.parametrize("impl", [name for name in available() if name != "reference"])
+    if "native_impl" in metafunc.fixturenames:  # tests of many steps, too long for the interpreter
+        metafunc.parametrize("native_impl", [f"cpu.{name}" for name in native.isa_usable()])
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", cases(STATES[algorithm_of(metafunc.module)], every), ids=str)
 
@@ -46,6 +49,8 @@ def every(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def sizes(request: pytest.FixtureRequest, every: bool) -> tuple[int, ...]:
     """A few sizes around everything that a kernel cuts at; under --all, every size for the representative formats."""
+    if "impl" in request.fixturenames and request.getfixturevalue("impl") == "triton":
+        return INTERPRETED_SIZES
     if not every:
         return SIZES
     if "case" not in request.fixturenames:

@@ -161,25 +161,25 @@ class Int8Run:
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-30, 1e-15, 1.0, 1e10, 1e18, 1e25, 3e38])
-def test_int8_states_survive_every_magnitude(impl: str, magnitude: float) -> None:
+def test_int8_states_survive_every_magnitude(native_impl: str, magnitude: float) -> None:
     """A constant gradient moves a parameter as far as with fp32 states; where its square overflows, neither moves."""
     grad = torch.full((2 * BLOCK + 1,), magnitude)
     grad[::2] *= -1
-    int8 = Int8Run(grad.numel(), impl)
+    int8 = Int8Run(grad.numel(), native_impl)
     exact = torch.zeros(grad.numel()), torch.zeros(grad.numel()), torch.zeros(grad.numel())
     for step in range(1, 51):
         int8.update(grad, lr=0.1)
-        ops.adam(exact[0], grad, *exact[1:], lr=0.1, step=step, impl=impl)
+        ops.adam(exact[0], grad, *exact[1:], lr=0.1, step=step, impl=native_impl)
     torch.testing.assert_close(int8.master, exact[0], rtol=1e-3, atol=0)
     assert int8.master[0].abs().item() == pytest.approx(5.0 if 1e-15 < magnitude < 1e19 else 0.0, abs=1e-4)
 
 
 @pytest.mark.parametrize("silence", [20, 1000])
-def test_sparse_gradients_never_enlarge_an_int8_update(impl: str, silence: int) -> None:
+def test_sparse_gradients_never_enlarge_an_int8_update(native_impl: str, silence: int) -> None:
     """Most gradients are zero for many steps; no update passes 4x the bound that exact Adam keeps."""
     numel = 64 * BLOCK
     generator = torch.Generator().manual_seed(silence)
-    run = Int8Run(numel, impl)
+    run = Int8Run(numel, native_impl)
     magnitude = 10.0 ** (torch.rand(numel, generator=generator) * 8 - 6)
     for step in range(1, 1201):
         speaks = torch.rand(numel, generator=generator) < 1 / silence
@@ -188,10 +188,10 @@ def test_sparse_gradients_never_enlarge_an_int8_update(impl: str, silence: int) 
 
 
 @pytest.mark.parametrize("quiet", [0.3, 0.02, 0.001])
-def test_a_loud_neighbour_never_enlarges_an_int8_update(impl: str, quiet: float) -> None:
+def test_a_loud_neighbour_never_enlarges_an_int8_update(native_impl: str, quiet: float) -> None:
     """One element of each block keeps the scales up while small ones fall silent and wait at the lowest codes."""
     numel = 64 * BLOCK
-    run = Int8Run(numel, impl)
+    run = Int8Run(numel, native_impl)
     for step in range(1, 601):
         grad = torch.zeros(numel)
         grad[::BLOCK] = 100.0 if step % 50 == 7 else 1.0

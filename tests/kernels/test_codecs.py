@@ -141,26 +141,26 @@ def test_split16_is_exact_for_every_pattern(every: bool) -> None:
             assert torch.equal(ops.join(hi, remainder, impl=f"cpu.{name}").view(torch.int32), kept), name
 
 
-def test_split16_survives_an_update_that_changes_nothing(impl: str) -> None:
+def test_split16_survives_an_update_that_changes_nothing(native_impl: str) -> None:
     for bits in pattern_chunks(every=False):
-        hi, remainder = ops.split(bits.view(torch.float32), "split16", impl=impl)
+        hi, remainder = ops.split(bits.view(torch.float32), "split16", impl=native_impl)
         before = hi.clone(), remainder.clone()
-        ops.sgd(hi, torch.zeros_like(hi), None, lr=0.0, remainder=remainder, impl=impl)
+        ops.sgd(hi, torch.zeros_like(hi), None, lr=0.0, remainder=remainder, impl=native_impl)
         assert torch.equal(hi.view(torch.int16), before[0].view(torch.int16))
         assert torch.equal(remainder, before[1])
 
 
-def test_split8_rounds_to_24_bits_and_is_then_exact(impl: str) -> None:
+def test_split8_rounds_to_24_bits_and_is_then_exact(native_impl: str) -> None:
     for bits in pattern_chunks(every=False):
         x = bits.view(torch.float32)
-        hi, remainder = ops.split(x, "split8", impl=impl)
+        hi, remainder = ops.split(x, "split8", impl=native_impl)
         kept = torch.where(x.isnan(), NAN_BITS, bits)
         # To nearest even in the upper 24 bits; the sum wraps for no pattern that is left.
         rounded = (kept + 0x7F + ((kept >> 8) & 1)) & ~0xFF
-        value = ops.join(hi, remainder, impl=impl)
+        value = ops.join(hi, remainder, impl=native_impl)
         assert torch.equal(value.view(torch.int32), rounded)
         assert torch.equal(hi.view(torch.int16), ((rounded + 0x8000) >> 16).to(torch.int16))
-        again = ops.split(value, "split8", impl=impl)
+        again = ops.split(value, "split8", impl=native_impl)
         assert torch.equal(again[0].view(torch.int16), hi.view(torch.int16))
         assert torch.equal(again[1], remainder)
 

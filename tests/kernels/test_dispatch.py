@@ -49,13 +49,13 @@ def test_the_environment_forces_a_set(name: str) -> None:
     assert (done.stdout.strip(), done.returncode) == (name, 0), done.stderr
 
 
-def test_an_op_forces_a_set_for_its_own_call_only(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_forces_a_set_for_its_own_call_only(native_impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     real = native.library().zk_convert
     monkeypatch.setattr(native.library(), "zk_convert", lambda *a: seen.append(native.isa_active()) or real(*a))
     before = native.isa_active()
-    ops.split(torch.ones(3), "split16", impl=impl)
-    assert seen == [impl.removeprefix("cpu.")]
+    ops.split(torch.ones(3), "split16", impl=native_impl)
+    assert seen == [native_impl.removeprefix("cpu.")]
     assert native.isa_active() == before
 
 
@@ -104,23 +104,23 @@ def test_the_reference_is_an_implementation(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
-def test_threads_do_not_show(impl: str, state: str) -> None:
+def test_threads_do_not_show(native_impl: str, state: str) -> None:
     results = []
     for threads in (1, 2, 3, 8):
         native.set_threads(threads)
         rows = make_rows("adam", Case("bf16", state, "split16", "bf16"), (300_001, 5, 70_000, 129))
-        run_op("adam", rows, HYPER, impl)
+        run_op("adam", rows, HYPER, native_impl)
         results.append(rows)
     for rows in results[1:]:
         assert_same(rows, results[0])
 
 
-def test_stochastic_rounding_does_not_show_threads(impl: str) -> None:
+def test_stochastic_rounding_does_not_show_threads(native_impl: str) -> None:
     results = []
     for threads in (1, 3):
         native.set_threads(threads)
         rows = make_rows("sgd", Case("fp32", "none", "none.bf16.random", "none"), (300_001,))
-        run_op("sgd", rows, {"lr": 0.1, "stochastic_seed": 3, "step": 2}, impl)
+        run_op("sgd", rows, {"lr": 0.1, "stochastic_seed": 3, "step": 2}, native_impl)
         results.append(rows)
     assert_same(results[1], results[0])
 
@@ -149,25 +149,25 @@ def test_rows_of_different_formats_share_a_call(impl: str) -> None:
     assert_same(rows, expected)
 
 
-def test_flush_to_zero_of_the_caller_does_not_reach_the_kernels(impl: str) -> None:
+def test_flush_to_zero_of_the_caller_does_not_reach_the_kernels(native_impl: str) -> None:
     tiny = torch.full((40_000,), 1e-40)
     if not torch.set_flush_denormal(True):
         pytest.skip("needs a CPU that can flush denormals")
     try:
-        total = ops.sumsq(tiny, impl=impl)
+        total = ops.sumsq(tiny, impl=native_impl)
         halves = torch.empty_like(tiny)
-        ops.cast(tiny, halves, scale=0.5, impl=impl)
+        ops.cast(tiny, halves, scale=0.5, impl=native_impl)
     finally:
         torch.set_flush_denormal(False)
     assert total > 0
     assert same_bits(halves, tiny * 0.5)
 
 
-def test_the_caller_keeps_its_own_flush_to_zero(impl: str) -> None:
+def test_the_caller_keeps_its_own_flush_to_zero(native_impl: str) -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("needs a CPU that can flush denormals")
     try:
-        ops.sumsq(torch.ones(40_000), impl=impl)
+        ops.sumsq(torch.ones(40_000), impl=native_impl)
         assert (torch.tensor([1e-40]) * 0.5).item() == 0.0
     finally:
         torch.set_flush_denormal(False)

@@ -104,7 +104,7 @@ def assert_no_further_off(ours: np.ndarray, theirs: np.ndarray, name: str, measu
 
 
 @pytest.mark.parametrize("misaligned", [False, True], ids=["aligned", "misaligned"])
-def test_every_size_is_no_further_off_than_torch_fused(impl: str, misaligned: bool, every: bool) -> None:
+def test_every_size_is_no_further_off_than_torch_fused(native_impl: str, misaligned: bool, every: bool) -> None:
     """Element by element at every small size and block edge, pooled: one tensor of 7 elements says little by itself."""
     generator = torch.Generator().manual_seed(0)
     h = Hyper()
@@ -119,7 +119,7 @@ def test_every_size_is_no_further_off_than_torch_fused(impl: str, misaligned: bo
             place(row, name, value, misaligned)
         rows.append(row)
         states.append(state)
-    run_op("adam", rows, vars(h), impl)
+    run_op("adam", rows, vars(h), native_impl)
     for state in states:
         if state["param"].numel():
             theirs(state, h)
@@ -152,7 +152,7 @@ HYPERS = [
 
 
 @pytest.mark.parametrize("misaligned", [False, True], ids=["aligned", "misaligned"])
-def test_nothing_is_further_off_than_torch_fused(impl: str, misaligned: bool) -> None:
+def test_nothing_is_further_off_than_torch_fused(native_impl: str, misaligned: bool) -> None:
     """One step from the middle of a run, pooled over hyperparameters."""
     pooled: dict[str, list[list[np.ndarray]]] = {name: [] for name in RESULTS}
     for number, h in enumerate(HYPERS):
@@ -163,7 +163,7 @@ def test_nothing_is_further_off_than_torch_fused(impl: str, misaligned: bool) ->
         row = Row({})
         for name, value in state.items():
             place(row, name, value, misaligned)
-        ours(row.tensors, h, impl)
+        ours(row.tensors, h, native_impl)
         theirs(state, h)
         for name in RESULTS:
             which = (row[name], state[name])
@@ -185,7 +185,7 @@ def schedule(step: int) -> Hyper:
     )
 
 
-def test_a_thousand_steps_stay_no_further_from_float64_than_torch_fused(impl: str) -> None:
+def test_a_thousand_steps_stay_no_further_from_float64_than_torch_fused(native_impl: str) -> None:
     generator = torch.Generator().manual_seed(0)
     numel = 1 << 13
     start = {
@@ -201,7 +201,7 @@ def test_a_thousand_steps_stay_no_further_from_float64_than_torch_fused(impl: st
         grad = torch.randn(numel, generator=generator) * scale
         h = schedule(step)
         truth.step(grad, h)
-        ours(our_state | {"grad": grad}, h, impl)
+        ours(our_state | {"grad": grad}, h, native_impl)
         theirs(their_state | {"grad": grad}, h)
     for name in ("exp_avg", "exp_avg_sq", "param"):
         our_error = errors(our_state[name], getattr(truth, name))

@@ -21,10 +21,10 @@ def values(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_as_the_reference(impl: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+def test_same_bits_as_the_reference(native_impl: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     for numel in (*sizes, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77):
         tensor = values(numel, dtype)
-        assert ops.sumsq([tensor], impl=impl) == reference.sumsq([tensor]), numel
+        assert ops.sumsq([tensor], impl=native_impl) == reference.sumsq([tensor]), numel
 
 
 def test_the_order_of_additions_shows_in_the_bits() -> None:
@@ -33,41 +33,41 @@ def test_the_order_of_additions_shows_in_the_bits() -> None:
     assert reference.sumsq([tensor]) == pytest.approx(tensor.double().square().sum().item(), rel=1e-13)
 
 
-def test_tensors_are_added_in_order(impl: str) -> None:
+def test_tensors_are_added_in_order(native_impl: str) -> None:
     tensors = [values(numel) for numel in SIZES]
     total = 0.0
     for tensor in tensors:
-        total += ops.sumsq([tensor], impl=impl)
-    assert ops.sumsq(tensors, impl=impl) == total
+        total += ops.sumsq([tensor], impl=native_impl)
+    assert ops.sumsq(tensors, impl=native_impl) == total
 
 
-def test_dtypes_may_be_mixed_in_one_list(impl: str) -> None:
+def test_dtypes_may_be_mixed_in_one_list(native_impl: str) -> None:
     tensors = [values(1000, dtype) for dtype in DTYPES * 2]
-    assert ops.sumsq(tensors, impl=impl) == reference.sumsq(tensors)
+    assert ops.sumsq(tensors, impl=native_impl) == reference.sumsq(tensors)
 
 
-def test_threads_and_alignment_do_not_show(impl: str) -> None:
+def test_threads_and_alignment_do_not_show(native_impl: str) -> None:
     tensor = values(40 * CHUNK + 5)
     shifted = torch.empty(tensor.numel() + 1)[1:].copy_(tensor)
     results = set()
     for threads in (1, 2, 3):
         native.set_threads(threads)
-        results |= {ops.sumsq([tensor], impl=impl), ops.sumsq([shifted], impl=impl)}
+        results |= {ops.sumsq([tensor], impl=native_impl), ops.sumsq([shifted], impl=native_impl)}
     assert results == {reference.sumsq([tensor])}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_element_that_is_not_finite_shows(impl: str, dtype: torch.dtype, bad: float) -> None:
+def test_one_element_that_is_not_finite_shows(native_impl: str, dtype: torch.dtype, bad: float) -> None:
     for numel in (1, 17, 129, 70_000):
         for place in {0, numel // 2, numel - 1}:
             tensor = torch.ones(numel, dtype=dtype)
             tensor[place] = bad
-            assert not math.isfinite(ops.sumsq([tensor], impl=impl)), (numel, place)
+            assert not math.isfinite(ops.sumsq([tensor], impl=native_impl)), (numel, place)
 
 
-def test_large_and_denormal_values_neither_overflow_nor_vanish(impl: str) -> None:
-    assert ops.sumsq([torch.full((100,), 3e38)], impl=impl) == pytest.approx(9e78, rel=1e-6)
+def test_large_and_denormal_values_neither_overflow_nor_vanish(native_impl: str) -> None:
+    assert ops.sumsq([torch.full((100,), 3e38)], impl=native_impl) == pytest.approx(9e78, rel=1e-6)
     smallest = torch.tensor([1e-45])
-    assert ops.sumsq([smallest], impl=impl) == (2.0**-149) ** 2
-    assert ops.sumsq([smallest.new_empty(0)], impl=impl) == 0.0
+    assert ops.sumsq([smallest], impl=native_impl) == (2.0**-149) ** 2
+    assert ops.sumsq([smallest.new_empty(0)], impl=native_impl) == 0.0

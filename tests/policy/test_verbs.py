@@ -21,7 +21,7 @@ HOOKS = frozenset(
     "register_full_backward_pre_hook register_hook register_module_forward_hook register_module_forward_pre_hook "
     "register_multi_grad_hook register_post_accumulate_grad_hook".split()
 )
-WAITS = frozenset("Event Stream current_stream stream synchronize".split())
+WAITS = frozenset("Event Stream stream synchronize".split())
 OPTIONAL = frozenset(
     "accelerate bitsandbytes cupy deepspeed lightning numpy peft safetensors scipy torchao transformers triton".split()
 )
@@ -54,8 +54,9 @@ VERBS = (
     ),
     Verb("module and autograd hooks are registered", ("zerokern/zero/hooks.py",), attributes=HOOKS),
     Verb(
+        # layer 0 stages the words of a launch in torch's own pinned cache; what is large is leased from the arena
         "host memory is pinned",
-        ("zerokern/memory/arena.py",),
+        ("zerokern/memory/arena.py", "zerokern/kernels/triton/upload.py"),
         attributes=frozenset({"pin_memory", "cudaHostRegister", "cudaHostAlloc", "zk_host_register"}),
     ),
     Verb(
@@ -63,6 +64,12 @@ VERBS = (
         ("zerokern/schedule/executor.py", "zerokern/memory/staging.py"),
         full=frozenset(f"torch.cuda.{name}" for name in WAITS),
         attributes=frozenset({"wait_event", "wait_stream"}),
+    ),
+    Verb(
+        # Triton asks torch itself
+        "the launcher of a kernel alone asks for the stream",
+        ("zerokern/schedule/executor.py", "zerokern/memory/staging.py", "zerokern/kernels/cuda.py"),
+        full=frozenset({"torch.cuda.current_stream"}),
     ),
     Verb("nothing calls record_stream: a release event orders memory", (), attributes=frozenset({"record_stream"})),
     Verb(

@@ -29,7 +29,11 @@ ENV: dict[str, EnvVar] = {
             "ZEROKERN_LIBRARY", "beside the package", "path of another build of libzerokern_cpu.so, for development"
         ),
         EnvVar("ZEROKERN_POISON", "0", "1 fills arena memory with 0xFF when it is leased and when it is released"),
-        EnvVar("XDG_CACHE_HOME", "~/.cache", "where what was measured of a disk is kept, in a folder zerokern"),
+        EnvVar(
+            "XDG_CACHE_HOME",
+            "~/.cache",
+            "where measurements of disks and compiled kernels are kept, in a folder zerokern",
+        ),
         EnvVar("LOCAL_WORLD_SIZE", "1", "set by torchrun: ranks that share this machine"),
     )
 }
@@ -59,7 +63,7 @@ def switched_on(name: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where what was measured of this machine is kept between runs; it need not exist.
+    """Where what was measured of this machine or compiled for it is kept between runs; it need not exist.
 
     >>> cache_folder().name
     'zerokern'

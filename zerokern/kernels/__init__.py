@@ -6,6 +6,7 @@
 38.0
 """
 
+from zerokern.kernels.flat import Flattener, flatten, unflatten
 from zerokern.kernels.ops import (
     accumulate,
     adagrad,
@@ -22,16 +23,19 @@ from zerokern.kernels.ops import (
 )
 
 __all__ = [
+    "Flattener",
     "accumulate",
     "adagrad",
     "adam",
     "cast",
     "decode_int8",
     "encode_int8",
+    "flatten",
     "join",
     "lion",
     "sgd",
     "split",
     "stream",
     "sumsq",
+    "unflatten",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels.formats import DTYPES
 
-__all__ = ["as_list", "count", "flag", "fraction", "no_overlap", "number", "tensor"]
+__all__ = ["as_list", "count", "flag", "fraction", "no_overlap", "number", "one_device", "tensor"]
 
 _FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
 
@@ -63,7 +63,7 @@ def as_list(name: str, value: Tensor | Sequence[Tensor] | None, like: int | None
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None, numel: int | None = None) -> Tensor:
-    """A dense contiguous CPU tensor of one of the dtypes and of that many elements."""
+    """A dense contiguous tensor of one of the dtypes and of that many elements, on the CPU or a CUDA device."""
     allowed = _FLOATS if dtypes is None else " or ".join(str(d) for d in dtypes)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; allowed: a tensor of {allowed}")
@@ -71,8 +71,8 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None
         raise TypeError(f"{name} has layout {value.layout}; allowed: dense tensors (call .to_dense())")
     if value.dtype not in (DTYPES if dtypes is None else dtypes):
         raise TypeError(f"{name} has dtype {value.dtype}; allowed: {allowed}")
-    if value.device.type != "cpu":
-        raise ValueError(f"{name} is on device {value.device}; allowed: cpu")
+    if value.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on device {value.device}; allowed: cpu, cuda")
     if value.is_neg():
         raise ValueError(f"{name} is a lazily negated view; allowed: tensors of their own (call .resolve_neg())")
     if not value.is_contiguous():
@@ -85,6 +85,17 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None
             f"{name} has {value.numel()} elements (shape {tuple(value.shape)}); allowed: {numel}, as its parameter has"
         )
     return value
+
+
+def one_device(tensors: Sequence[tuple[str, Tensor]]) -> torch.device:
+    """The device that all of them are on; the CPU for none."""
+    for name, tensor in tensors:
+        if tensor.device != tensors[0][1].device:
+            raise ValueError(
+                f"{name} is on device {tensor.device} and {tensors[0][0]} on {tensors[0][1].device}; "
+                f"allowed: all on one device ({name}.to({str(tensors[0][1].device)!r}))"
+            )
+    return tensors[0][1].device if tensors else torch.device("cpu")
 
 
 def no_overlap(written: Sequence[tuple[str, Tensor]], read: Sequence[tuple[str, Tensor]] = ()) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.kernels import checks, cpu, formats, reference_codecs
-from zerokern.kernels.dispatch import implementation
+from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 
 __all__ = ["decode_int8", "encode_int8", "join", "split"]
 
@@ -18,6 +18,17 @@ def _kind(kind: str) -> str:
     return kind
 
 
+def _convert(family: str, verb: str, kind: str, x: Tensor, codes: Tensor, aux: Tensor) -> None:
+    if not x.numel():
+        return
+    if family == TRITON:
+        from zerokern.kernels.triton.convert import convert
+
+        convert(verb, kind, x, codes, aux)
+    else:
+        cpu.convert(formats.CODECS[verb, kind], x, codes, aux)
+
+
 def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """Codes and block scales of fp32 values; ``exp_avg_sq`` codes the square root of x. Returns new tensors.
 
@@ -25,13 +36,12 @@ def encode_int8(x: Tensor, kind: str = "exp_avg", *, impl: str | None = None) ->
     (tensor([127, -85], dtype=torch.int8), tensor([1.]))
     """
     checks.tensor("x", x, (torch.float32,))
-    with implementation(impl) as is_native:
-        if not is_native:
+    with implementation(impl, x.device) as family:
+        if family == REFERENCE:
             return reference_codecs.encode_int8(x, _kind(kind))
         codes = torch.empty_like(x, dtype=torch.int8 if _kind(kind) == "exp_avg" else torch.uint8)
-        scale = torch.empty(formats.blocks(x.numel()))
-        if x.numel():
-            cpu.convert(formats.CODECS["encode", kind], x, codes, scale)
+        scale = torch.empty(formats.blocks(x.numel()), device=x.device)
+        _convert(family, "encode", kind, x, codes, scale)
         return codes, scale
 
 
@@ -43,12 +53,11 @@ def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: st
     """
     checks.tensor("codes", codes, (torch.int8 if _kind(kind) == "exp_avg" else torch.uint8,))
     checks.tensor("scale", scale, (torch.float32,), formats.blocks(codes.numel()))
-    with implementation(impl) as is_native:
-        if not is_native:
+    with implementation(impl, checks.one_device([("codes", codes), ("scale", scale)])) as family:
+        if family == REFERENCE:
             return reference_codecs.decode_int8(codes, scale, kind)
         x = torch.empty_like(codes, dtype=torch.float32)
-        if x.numel():
-            cpu.convert(formats.CODECS["decode", kind], x, codes, scale)
+        _convert(family, "decode", kind, x, codes, scale)
         return x
 
 
@@ -61,13 +70,12 @@ def split(x: Tensor, master_format: str, *, impl: str | None = None) -> tuple[Te
     checks.tensor("x", x, (torch.float32,))
     if master_format not in ("split16", "split8"):
         raise ValueError(got("master_format", master_format, "'split16' or 'split8'"))
-    with implementation(impl) as is_native:
-        if not is_native:
+    with implementation(impl, x.device) as family:
+        if family == REFERENCE:
             return reference_codecs.split(x, master_format)
         hi = torch.empty_like(x, dtype=torch.bfloat16)
         remainder = torch.empty_like(x, dtype=torch.int16 if master_format == "split16" else torch.int8)
-        if x.numel():
-            cpu.convert(formats.CODECS["split", master_format], x, hi, remainder)
+        _convert(family, "split", master_format, x, hi, remainder)
         return hi, remainder
 
 
@@ -79,12 +87,9 @@ def join(hi: Tensor, remainder: Tensor, *, impl: str | None = None) -> Tensor:
     """
     checks.tensor("hi", hi, (torch.bfloat16,))
     checks.tensor("remainder", remainder, (torch.int16, torch.int8), hi.numel())
-    with implementation(impl) as is_native:
-        if not is_native:
+    with implementation(impl, checks.one_device([("hi", hi), ("remainder", remainder)])) as family:
+        if family == REFERENCE:
             return reference_codecs.join(hi, remainder)
         x = torch.empty_like(hi, dtype=torch.float32)
-        if x.numel():
-            cpu.convert(
-                formats.CODECS["join", "split16" if remainder.dtype == torch.int16 else "split8"], x, hi, remainder
-            )
+        _convert(family, "join", "split16" if remainder.dtype == torch.int16 else "split8", x, hi, remainder)
         return x

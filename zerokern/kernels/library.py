@@ -51,7 +51,7 @@ _ADAM = ("params", "exp_avgs", "exp_avg_sqs")
 @torch.library.custom_op(
     "zerokern::adam_",
     mutates_args=(*_ADAM, *_ADAM_SCALES, *_MASTERS),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema=_schema(
         _ADAM,
         tuple(_ADAM_SCALES),
@@ -71,7 +71,7 @@ _LION_SCALES = {"exp_avg_scales": "exp_avg_scale"}
 @torch.library.custom_op(
     "zerokern::lion_",
     mutates_args=("params", "exp_avgs", *_LION_SCALES, *_MASTERS),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema=_schema(
         ("params", "exp_avgs"),
         tuple(_LION_SCALES),
@@ -87,7 +87,7 @@ def lion_(params: Tensors, grads: Tensors, exp_avgs: Tensors, *lists: Any, **giv
 @torch.library.custom_op(
     "zerokern::adagrad_",
     mutates_args=("params", "state_sums", *_MASTERS),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema=_schema(
         ("params", "state_sums"),
         (),
@@ -102,7 +102,7 @@ def adagrad_(params: Tensors, grads: Tensors, state_sums: Tensors, *lists: Any, 
 @torch.library.custom_op(
     "zerokern::sgd_",
     mutates_args=("params", "momentum_buffers", *_MASTERS),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema=_schema(
         ("params",),
         ("momentum_buffers",),
@@ -118,7 +118,7 @@ def sgd_(params: Tensors, grads: Tensors, momentum_buffers: Tensors | None = Non
 @torch.library.custom_op(
     "zerokern::accumulate_",
     mutates_args=("dst",),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema="(Tensor(a!) dst, Tensor[] srcs, *, bool add=True, float scale=1.0) -> ()",
 )
 def accumulate_(dst: Tensor, srcs: Tensors, **given: Any) -> None:
@@ -130,30 +130,39 @@ for _op in (adam_, lion_, adagrad_, sgd_, accumulate_):
     _op.register_fake(_nothing)
 
 
-@torch.library.custom_op("zerokern::sumsq", mutates_args=(), device_types="cpu", schema="(Tensor[] tensors) -> Tensor")
+@torch.library.custom_op(
+    "zerokern::sumsq", mutates_args=(), device_types=("cpu", "cuda"), schema="(Tensor[] tensors) -> Tensor"
+)
 def sumsq(tensors: Tensors) -> Tensor:
-    """`kernels.ops.sumsq`, as a 0-dim float64 tensor."""
-    return torch.tensor(ops.sumsq(tensors), dtype=torch.float64)
+    """`kernels.ops.sumsq`, as a 0-dim float64 tensor where the tensors are; nothing waits for a GPU."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "cpu":
+        return torch.tensor(ops.sumsq(tensors), dtype=torch.float64)
+    from zerokern.kernels.triton import sumsq as device_sumsq
+
+    out = torch.zeros(1, dtype=torch.float64, device=device)
+    device_sumsq.sumsq(tensors, out)
+    return out.view(())
 
 
 @sumsq.register_fake
 def _(tensors: Tensors) -> Tensor:
-    return torch.empty((), dtype=torch.float64)
+    return torch.empty((), dtype=torch.float64, device=tensors[0].device if tensors else None)
 
 
 @torch.library.custom_op(
     "zerokern::cast",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema="(Tensor src, ScalarType dtype, *, float scale=1.0) -> Tensor",
 )
 def cast(src: Tensor, dtype: torch.dtype, *, scale: float = 1.0) -> Tensor:
     """`kernels.ops.cast` into a new tensor."""
-    dst = torch.empty(src.shape, dtype=dtype)
+    dst = torch.empty(src.shape, dtype=dtype, device=src.device)
     ops.cast(src, dst, scale=scale)
     return dst
 
 
 @cast.register_fake
 def _(src: Tensor, dtype: torch.dtype, *, scale: float = 1.0) -> Tensor:
-    return torch.empty(src.shape, dtype=dtype)
+    return torch.empty(src.shape, dtype=dtype, device=src.device)

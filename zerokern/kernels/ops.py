@@ -1,8 +1,9 @@
 """Public ops: check everything, pick an implementation, launch once. In place unless said otherwise.
 
-Every op takes one tensor or a list of tensors and makes one native call for all of them. ``impl`` forces an
-implementation (``"reference"``, ``"cpu.scalar"``, ``"cpu.avx2"``, ``"cpu.avx512"``, ``"cpu.avx512vbmi"``); None takes
-the best.
+Every op takes one tensor or a list of tensors and makes one native call for all of them; tensors on a CUDA device take
+one launch, on the current stream, and nothing waits for it. ``impl`` forces an implementation (``"reference"``,
+``"cpu.scalar"``, ``"cpu.avx2"``, ``"cpu.avx512"``, ``"cpu.avx512vbmi"``, ``"triton"``); None takes the best for where
+the tensors are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels import checks, cpu, reference
 from zerokern.kernels.codecs import decode_int8, encode_int8, join, split
-from zerokern.kernels.dispatch import implementation
+from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 from zerokern.kernels.update import Tensors, update
 
 __all__ = [
@@ -231,9 +232,16 @@ def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:
     25.0
     """
     sources = [checks.tensor(f"tensors[{i}]", t) for i, t in enumerate(checks.as_list("tensors", tensors) or [])]
-    with implementation(impl) as is_native:
-        if not is_native:
+    device = checks.one_device([(f"tensors[{i}]", t) for i, t in enumerate(sources)])
+    with implementation(impl, device) as family:
+        if family == REFERENCE:
             return reference.sumsq(sources)
+        if family == TRITON:
+            from zerokern.kernels.triton import sumsq as device_sumsq
+
+            out = torch.zeros(1, dtype=torch.float64, device=device)
+            device_sumsq.sumsq(sources, out)
+            return float(out)
         sums: dict[int, float] = {}
         for dtype in {t.dtype for t in sources}:
             chosen = [i for i, t in enumerate(sources) if t.dtype == dtype]
@@ -280,11 +288,15 @@ def accumulate(dst: Tensor, srcs: Tensors, *, add: bool = True, scale: float = 1
     in_place = [t for t in sources if t.data_ptr() == dst.data_ptr() and t.dtype == dst.dtype]
     others = [(f"srcs[{i}]", t) for i, t in enumerate(sources) if not any(t is u for u in in_place)]
     checks.no_overlap([("dst", dst)], others)
-    with implementation(impl) as is_native:
-        if is_native:
-            cpu.accumulate(dst, sources, add, factor)
-        else:
+    with implementation(impl, checks.one_device([("dst", dst), *others])) as family:
+        if family == REFERENCE:
             reference.accumulate(dst, sources, add=add, scale=factor)
+        elif family == TRITON:
+            from zerokern.kernels.triton import accumulate as device_accumulate
+
+            device_accumulate.accumulate(dst, sources, add, factor)
+        else:
+            cpu.accumulate(dst, sources, add, factor)
 
 
 def stream(
@@ -330,6 +342,11 @@ def stream(
     checks.no_overlap(named[len(reads) :], named[: len(reads)])
     if impl == "reference":
         raise ValueError(got("impl", impl, "native implementations: the roof has no arithmetic to refer to"))
-    with implementation(impl):
-        if nbytes := sizes.pop():
+    nbytes = sizes.pop()
+    with implementation(impl, checks.one_device(named)) as family:
+        if nbytes and family == TRITON:
+            from zerokern.kernels.triton import stream as device_stream
+
+            device_stream.stream(reads, updates, writes)
+        elif nbytes:
             cpu.stream(reads, updates, writes, nbytes)

@@ -1,8 +1,9 @@
-"""The one path of every update op: formats from tensors, checks, then the native table or the reference."""
+"""The one path of every update op: formats from tensors, checks, then the table of CPU or GPU, or the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels import checks, formats, reference
 from zerokern.kernels.cpu import UpdateTable
-from zerokern.kernels.dispatch import implementation
+from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 
 __all__ = ["Tensors", "update"]
 
@@ -136,7 +137,9 @@ def update(
         _Row(algorithm, "" if single else f"[{i}]", {"param": params[i], **{k: v[i] for k, v in lists.items()}}, hyper)
         for i in range(n)
     ]
-    checks.no_overlap([w for row in rows for w in row.written], [row.read for row in rows])
+    named = [w for row in rows for w in row.written]
+    checks.no_overlap(named, [row.read for row in rows])
+    device = checks.one_device([*named, *(row.read for row in rows)])
     factor = checks.number("scale", scale)
     keys, firsts = _numbers("key", key, n, 0), _numbers("first", first, n, 0)
     if stochastic_seed is not None:
@@ -145,14 +148,24 @@ def update(
             raise ValueError(
                 got("stochastic_seed", stochastic_seed, "None where a master or remainder keeps the rounded bits")
             )
-    with implementation(impl) as is_native:
-        if is_native:
-            _run_native(algorithm, rows, hyper, factor, stochastic_seed, keys, firsts)
-        else:
+    with implementation(impl, device) as family:
+        if family == REFERENCE:
             _run_reference(algorithm, rows, hyper, factor, stochastic_seed, keys, firsts)
+        else:
+            table = _table_of(family, device)
+            _run_table(table, algorithm, rows, hyper, factor, stochastic_seed, keys, firsts)
 
 
-def _run_native(
+def _table_of(family: str, device: torch.device) -> Callable[[int, int], Any]:
+    if family != TRITON:
+        return UpdateTable
+    from zerokern.kernels.triton.table import DeviceTable
+
+    return partial(DeviceTable, device)
+
+
+def _run_table(
+    make_table: Callable[[int, int], Any],
     algorithm: str,
     rows: list[_Row],
     hyper: Mapping[str, Any],
@@ -164,7 +177,7 @@ def _run_native(
     numbers: dict[tuple[Any, ...], int] = {}
     for row in rows:
         numbers.setdefault(row.group(), len(numbers))
-    table = UpdateTable(len(rows), len(numbers))
+    table = make_table(len(rows), len(numbers))
     for (grad, param, master, state, out), index in numbers.items():
         table.set_group(
             index,

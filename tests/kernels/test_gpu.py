@@ -1,0 +1,155 @@
+"""The update kernels and codecs on a real GPU: random inputs, poisoned outputs, margins, against the reference on the
+CPU bit for bit and against float64. What the interpreter cannot show is shown here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import (
+    BLOCK,
+    DTYPES,
+    SIZES,
+    Case,
+    Row,
+    assert_close_parameters,
+    assert_margins_intact,
+    assert_published,
+    assert_same,
+    cases,
+    hyperparameters,
+    make_rows,
+    run_op,
+    run_reference,
+    same_bits,
+)
+from test_exactness import Float64, Hyper, errors, theirs, training_state
+
+from zerokern.kernels import ops
+
+pytestmark = pytest.mark.gpu
+
+ALGORITHMS = {"adam": ("fp32", "bf16", "int8"), "lion": ("fp32", "bf16", "int8"), "adagrad": ("fp32", "bf16")}
+ALGORITHMS["sgd"] = ("none", "fp32", "bf16")
+GPU_SIZES = (*SIZES, (1 << 20) | 3, 1 << 20)
+# On a GPU the root and the reciprocal of an int8 update are approximate, each within two units in the last place.
+APPROXIMATE = 2.0**-21
+
+
+def on_gpu(rows: list[Row]) -> list[Row]:
+    """The same rows in device memory, with their margins and their misalignment."""
+    moved = []
+    for row in rows:
+        one = Row({})
+        for name, buffer, _ in row.buffers:
+            there, start = buffer.cuda(), row[name].storage_offset()
+            one.tensors[name] = there[start : start + row[name].numel()]
+            one.buffers.append((name, there, there.clone()))
+        moved.append(one)
+    return moved
+
+
+def on_cpu(rows: list[Row]) -> list[Row]:
+    return [Row({name: tensor.cpu() for name, tensor in row.tensors.items()}) for row in rows]
+
+
+def every_case(algorithm: str) -> list[Case]:
+    return cases(ALGORITHMS[algorithm], every=True)
+
+
+@pytest.mark.parametrize("misaligned", [False, True], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_format_has_the_bits_of_the_reference(algorithm: str, misaligned: bool, every: bool) -> None:
+    chosen = every_case(algorithm) if every else cases(ALGORITHMS[algorithm], every=False)
+    for case in chosen:
+        before = make_rows(algorithm, case, GPU_SIZES, seed=7, misaligned=misaligned)
+        rows, hyper = on_gpu(before), hyperparameters(algorithm, case)
+        expected = [row.clone() for row in before]
+        run_reference(algorithm, expected, hyper)
+        run_op(algorithm, rows, hyper)
+        assert_margins_intact(rows)
+        if algorithm == "adam" and case.state == "int8":
+            assert_close(on_cpu(rows), expected, before, case, hyper)
+        else:
+            assert_same(on_cpu(rows), expected)
+
+
+def assert_close(rows: list[Row], expected: list[Row], before: list[Row], case: Case, hyper: dict[str, object]) -> None:
+    """Codes within one, scales and parameters within what two approximate instructions explain."""
+    assert_published(rows)
+    assert_close_parameters(rows, expected, before, case, hyper)
+    for row, want in zip(rows, expected, strict=True):
+        for name in ("exp_avg", "exp_avg_scale"):  # nothing in it is approximate
+            assert same_bits(row[name], want[name]), name
+        scale, right_scale = row["exp_avg_sq_scale"], want["exp_avg_sq_scale"]
+        assert ((scale - right_scale).abs() <= APPROXIMATE * right_scale).all()
+        assert ((row["exp_avg_sq"].int() - want["exp_avg_sq"].int()).abs() <= 1).all()
+        positive = want["exp_avg_sq"] > 0
+        assert (row["exp_avg_sq"][positive] > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+def test_codecs_have_the_bits_of_the_reference(kind: str) -> None:
+    for exponent in range(-38, 38, 4):
+        x = torch.randn(BLOCK * 40 + 5) * 10.0**exponent
+        x = x.abs() if kind == "exp_avg_sq" else x
+        codes, scale = ops.encode_int8(x.cuda(), kind)
+        for got, want in zip((codes, scale), ops.encode_int8(x, kind, impl="reference"), strict=True):
+            assert same_bits(got.cpu(), want)
+        assert same_bits(ops.decode_int8(codes, scale, kind).cpu(), ops.decode_int8(codes.cpu(), scale.cpu(), kind))
+
+
+def test_every_code_decodes_as_the_reference_has_it() -> None:
+    codes = torch.arange(-128, 128, dtype=torch.int8).repeat(64)
+    scale = torch.rand(codes.numel() // BLOCK) + 0.5
+    assert same_bits(ops.decode_int8(codes.cuda(), scale.cuda()).cpu(), ops.decode_int8(codes, scale, impl="reference"))
+
+
+@pytest.mark.parametrize("master_format", ["split16", "split8"])
+def test_splits_have_the_bits_of_the_reference(master_format: str) -> None:
+    bits = torch.randint(-(2**31), 2**31, (1 << 20,), dtype=torch.int64).to(torch.int32)
+    x = bits.view(torch.float32)
+    pair = ops.split(x.cuda(), master_format)
+    for got, want in zip(pair, ops.split(x, master_format, impl="reference"), strict=True):
+        assert same_bits(got.cpu(), want)
+    assert same_bits(ops.join(*pair).cpu(), ops.join(*(part.cpu() for part in pair), impl="reference"))
+
+
+def test_fp32_adam_is_no_further_from_float64_than_torch_fused() -> None:
+    state, h = training_state(1 << 20, torch.Generator().manual_seed(3)), Hyper()
+    truth = Float64(state)
+    start = {name: getattr(truth, name) for name in ("param", "exp_avg", "exp_avg_sq")}
+    truth.step(state["grad"], h)
+    row = Row({name: value.cuda() for name, value in state.items()})
+    run_op("adam", [row], vars(h))
+    theirs_state = {name: value.clone() for name, value in state.items()}
+    theirs(theirs_state, h)
+    for name in start:
+        ours, other = (errors(one, getattr(truth, name), start[name]) for one in (row[name].cpu(), theirs_state[name]))
+        assert ours.mean() <= other.mean(), name
+
+
+def test_addresses_beyond_32_bits() -> None:
+    """Elements on both sides of 2^32 bytes and of 2^31 elements are where they belong."""
+    numel = (1 << 31) + 4096 + 5
+    if torch.cuda.mem_get_info()[0] < 4 * numel * DTYPES["bf16"].itemsize:
+        pytest.skip("needs a CUDA GPU with 20 GB free")
+    param = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
+    grad = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
+    ops.sgd(param, grad, lr=0.5)
+    assert (param == 0.5).all()
+
+
+def test_a_launch_waits_for_nothing() -> None:
+    param, grad = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
+    ops.sgd(param, grad, lr=0.5)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.sgd(param, grad, lr=0.25)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (param == 0.25).all()
+
+
+def test_tensors_on_two_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"grad is on device cpu and param on cuda:0; allowed: all on one device"):
+        ops.sgd(torch.ones(3, device="cuda"), torch.ones(3), lr=0.5)

@@ -1,0 +1,1 @@
+"""The kernels for GPUs, in Triton. Nothing here is imported before a tensor on a GPU asks for it."""

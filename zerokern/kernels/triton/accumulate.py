@@ -1,0 +1,126 @@
+"""dst = cast((dst) + scale * s0 + scale * s1 ...), in fp32 from left to right, for any number of sources in one launch.
+
+Every source is read once, `dst` is read where it is a term and written once. Reference: `reference.accumulate`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zerokern.kernels.triton.ahead import Promises, make_job
+from zerokern.kernels.triton.cast import cast
+from zerokern.kernels.triton.codecs import rounded
+from zerokern.kernels.triton.rows import NUM_WARPS, row_width
+from zerokern.kernels.triton.types import POINTERS, TYPES, widened
+from zerokern.kernels.triton.upload import upload
+
+__all__ = ["accumulate", "accumulate_tile", "aot_jobs"]
+
+ROWS = 4  # of a tile, `row_width` elements each
+REGISTERS = 120
+TAIL_SHARED = 4096  # a last tile that is not whole is loaded as the whole ones are and stored one by one
+
+
+@triton.jit
+def _term(words, i, base, at, mask, scale, TYPE: tl.constexpr, VEC: tl.constexpr):
+    src = tl.load(words + i).to(tl.pointer_type(TYPE)) + base
+    if VEC > 1:
+        src = tl.multiple_of(src, VEC * TYPE.primitive_bitwidth // 8)
+    return widened(tl.load(src + at, mask=mask)) * scale
+
+
+@triton.jit
+def _sum(
+    dst, words, count, base, left, scale, TYPE: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr
+):
+    """One tile, `left` elements of it. With VEC > 1 it is whole: so many elements are 16 bytes of the wider dtype."""
+    at = tl.arange(0, TILE)
+    dst += base
+    if VEC > 1:
+        mask = None
+        dst = tl.multiple_of(dst, VEC * dst.dtype.element_ty.primitive_bitwidth // 8)
+    else:
+        mask = at < left
+    if ADD:
+        total = widened(tl.load(dst + at, mask=mask)) + _term(words, 0, base, at, mask, scale, TYPE, VEC)
+    else:
+        total = _term(words, 0, base, at, mask, scale, TYPE, VEC)
+    for i in range(1, count):
+        total += _term(words, i, base, at, mask, scale, TYPE, VEC)
+    tl.store(dst + at, rounded(total, dst.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count", "numel", "scale"], do_not_specialize_on_alignment=["dst", "words"])
+def accumulate_tile(
+    dst, words, count, numel: tl.int64, scale,
+    TYPE: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Program i adds up tile i of the `count` sources at the addresses `words`. VEC is 1 unless all are aligned."""
+    base = tl.program_id(0).to(tl.int64) * TILE
+    left = tl.minimum(numel - base, TILE).to(tl.int32)
+    if VEC > 1 and left == TILE:
+        _sum(dst, words, count, base, left, scale, TYPE, ADD, TILE, VEC)
+    else:
+        _sum(dst, words, count, base, left, scale, TYPE, ADD, TILE, 1)
+
+
+def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> None:
+    """One launch for any number of sources of one dtype."""
+    if len(srcs) == 1 and not add:
+        cast(dst, srcs[0], scale)
+        return
+    kind = srcs[0].dtype
+    vec = 16 // max(kind.itemsize, dst.itemsize)
+    shape = _shape(kind, dst.dtype, all(t.data_ptr() % (vec * t.itemsize) == 0 for t in (dst, *srcs)))
+    if numel := dst.numel():
+        accumulate_tile[(triton.cdiv(numel, shape["TILE"]),)](
+            dst,
+            upload(array("Q", [t.data_ptr() for t in srcs]), dst.device),
+            len(srcs),
+            numel,
+            scale,
+            TYPE=TYPES[kind],
+            ADD=add,
+            **shape,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def _shape(src: torch.dtype, dst: torch.dtype, aligned: bool) -> dict[str, int]:
+    """Tile and vector: what is not aligned takes half the elements at once, each of them a load of its own."""
+    wider = max(src.itemsize, dst.itemsize)
+    tile = ROWS * row_width(wider)
+    return {"TILE": tile, "VEC": 16 // wider} if aligned else {"TILE": tile // 2, "VEC": 1}
+
+
+def aot_jobs(every: bool) -> list[dict[str, Any]]:
+    """Jobs of `ahead`: from and to each dtype, with and without the old value."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    if not every:
+        return [_job(fp32, bf16, True, True), _job(bf16, fp32, False, True), _job(bf16, fp32, True, False)]
+    pairs = list(product(TYPES, TYPES))
+    return [_job(*pair, add, True) for pair in pairs for add in (True, False)] + [
+        _job(*pair, True, False) for pair in pairs
+    ]
+
+
+def _job(src: torch.dtype, dst: torch.dtype, add: bool, aligned: bool) -> dict[str, Any]:
+    wider = max(src.itemsize, dst.itemsize)
+    widest = {"load": src.itemsize == wider or (add and dst.itemsize == wider), "store": dst.itemsize == wider}
+    return make_job(
+        accumulate_tile,
+        f"{src}-{dst}-{'add' if add else 'set'}{'' if aligned else '-ragged'}".replace("torch.", ""),
+        {"dst": POINTERS[dst], "words": "*i64", "count": "i32", "numel": "i64", "scale": "fp32"},
+        {"TYPE": TYPES[src], "ADD": add, **_shape(src, dst, aligned)},
+        Promises(REGISTERS, wide=tuple(way for way, yes in widest.items() if yes and aligned), shared=TAIL_SHARED),
+        num_warps=NUM_WARPS,
+    )

@@ -1,0 +1,139 @@
+"""What flatten and unflatten share: tiles of contiguous rows moved with cast, scale and sum of squares in one pass.
+
+Every byte moves once: the itemsize of the source and that of the target per element. A tile whose source and target
+are both aligned moves 128 bits at a time; any other one element at a time, in accesses that are contiguous across a
+warp, so that it costs instructions but no bytes.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from zerokern.kernels.triton.ahead import Promises, make_job
+from zerokern.kernels.triton.codecs import rounded
+from zerokern.kernels.triton.reduce import add_squares, is_last_program, sum_columns, sum_pairs
+from zerokern.kernels.triton.types import POINTERS, TYPES, widened
+
+__all__ = ["NUM_WARPS", "TILE_ROWS", "finish_stats", "move_tile", "row_jobs", "row_width"]
+
+NUM_WARPS = 4
+REGISTERS = 104
+TILE_ROWS = tl.constexpr(16)  # of `row_width` elements each
+ROWS = tl.constexpr(8)  # of these in flight at once
+SOME_ROWS = tl.constexpr(2)  # where each element is an access of its own
+LAST_ROWS = tl.constexpr(1)  # of what is left, under a mask
+
+
+def row_width(itemsize: int) -> int:
+    """Elements of a row of a tile: 16 bytes of the wider dtype for each thread."""
+    return 32 * NUM_WARPS * 16 // itemsize
+
+
+@triton.jit
+def _whole_rows(
+    sums, source, target, base, scale,
+    COUNT: tl.constexpr, VEC: tl.constexpr, WIDTH: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, COUNT)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    source = tl.multiple_of(source + base, VEC * source.dtype.element_ty.primitive_bitwidth // 8)
+    target = tl.multiple_of(target + base, VEC * target.dtype.element_ty.primitive_bitwidth // 8)
+    y = rounded(widened(tl.load(source + at)) * scale, target.dtype.element_ty)
+    tl.store(target + at, y)
+    return add_squares(sums, y, COUNT) if STATS else sums
+
+
+@triton.jit
+def _other_rows(sums, source, target, base, left, scale, WIDTH: tl.constexpr, STATS: tl.constexpr):
+    at = tl.arange(0, LAST_ROWS)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    mask = at < left
+    x = widened(tl.load(source + base + at, mask=mask, other=0.0))
+    y = rounded(x * scale, target.dtype.element_ty)
+    tl.store(target + base + at, y, mask=mask)
+    return add_squares(sums, tl.where(mask, y, 0.0), LAST_ROWS) if STATS else sums
+
+
+@triton.jit
+def move_tile(source, target, base, left, scale, VEC: tl.constexpr, WIDTH: tl.constexpr, STATS: tl.constexpr):
+    """target[i] = cast(scale * source[i]) for i from `base` on, `left` and at most TILE_ROWS * WIDTH of them.
+
+    Returns the sum of squares of what was written, 0 without STATS: position j of WIDTH adds its squares of each row in
+    order, then pairs are added.
+    """
+    ragged = (source.to(tl.int64) % (VEC * source.dtype.element_ty.primitive_bitwidth // 8)) | (
+        target.to(tl.int64) % (VEC * target.dtype.element_ty.primitive_bitwidth // 8)
+    )
+    blocks = left // (SOME_ROWS * WIDTH)
+    wide = tl.where(ragged == 0, left // (ROWS * WIDTH), 0)
+    sums = tl.zeros((1, WIDTH), tl.float64)
+    for block in range(wide):
+        sums = _whole_rows(sums, source, target, base + block * (ROWS * WIDTH), scale, ROWS, VEC, WIDTH, STATS)
+    source += base
+    target += base
+    for block in range(wide * (ROWS // SOME_ROWS), blocks):
+        sums = _whole_rows(sums, source, target, block * (SOME_ROWS * WIDTH), scale, SOME_ROWS, 1, WIDTH, STATS)
+    whole = blocks * (SOME_ROWS * WIDTH)
+    for start in range(whole, left, LAST_ROWS * WIDTH):
+        sums = _other_rows(sums, source, target, start, left - start, scale, WIDTH, STATS)
+    return sum_pairs(tl.reshape(sums, (WIDTH,)), WIDTH) if STATS else 0.0
+
+
+@triton.jit
+def finish_stats(stats, partials, counter, total, follows):
+    """Program i hands in its sum; the last one to do so writes [sum of all, 1.0 if it is not finite else 0.0].
+
+    `follows`: the launch continues one that wrote `stats` before it.
+    """
+    tl.store(partials + tl.program_id(0), total)
+    if is_last_program(counter):
+        total = sum_columns(partials, tl.num_programs(0))
+        if follows != 0:
+            total += tl.load(stats)
+        tl.store(stats, total)
+        tl.store(stats + 1, tl.where(tl.abs(total) < float("inf"), 0.0, 1.0).to(tl.float64))
+
+
+def row_jobs(kernel: Any, every: bool, into: bool) -> list[dict[str, Any]]:
+    """Jobs of `ahead` for flatten and unflatten."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    choices = (
+        [(*pair, stats, stats) for pair in product(TYPES, TYPES) for stats in (True, False)]
+        if every
+        else (
+            (bf16, bf16, True, False),
+            (fp32, bf16, True, True),
+            (bf16, fp32, True, False),
+            (bf16, bf16, False, False),
+        )
+    )
+    return [_row_job(kernel, into, *choice) for choice in choices]
+
+
+def _row_job(
+    kernel: Any, into: bool, tensor: torch.dtype, bucket: torch.dtype, stats: bool, factor: bool
+) -> dict[str, Any]:
+    wider = max(tensor.itemsize, bucket.itemsize)
+    source, target = (tensor, bucket) if into else (bucket, tensor)
+    signature = {"bucket": POINTERS[bucket], "tiles": "*i32", "pointers": "*i64", "offsets": "*i64", "numels": "*i64"}
+    signature |= {"scale": "fp32", "follows": "i32"}
+    optional = {"stats": "*fp64", "partials": "*fp64", "counter": "*i32"} if stats else {}
+    optional |= {"factor": "*fp32"} if factor else {}
+    absent = {name: None for name in ("stats", "partials", "counter", "factor") if name not in optional}
+    return make_job(
+        kernel,
+        f"{source}-{target}{'-stats' * stats}{'-factor' * factor}".replace("torch.", ""),
+        signature | optional,
+        absent | {"TYPE": TYPES[tensor], "VEC": 16 // wider, "WIDTH": row_width(wider), "STATS": stats},
+        Promises(
+            REGISTERS,
+            fma={"f64": (ROWS.value + SOME_ROWS.value + LAST_ROWS.value) * 16 // wider} if stats else {},
+            wide=tuple(way for way, dtype in (("load", source), ("store", target)) if dtype.itemsize == wider),
+            shared=8 * row_width(wider) if stats else 0,
+        ),
+        num_warps=NUM_WARPS,
+        aligned=[name for name in ("partials", "counter", "tiles", "pointers") if name not in absent],
+    )

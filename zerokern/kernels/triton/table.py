@@ -1,0 +1,227 @@
+"""Rows and groups of one optimizer step in device memory: the twin of `kernels.cpu.UpdateTable`.
+
+A step is two launches and at most one copy: `prepare` computes every scalar on the device, `update` does all rows that
+share formats. What the host sends each time is an order: numbers, and where the gradients are; it is sent again only
+when it differs from the last one. Nothing waits for the device, so all of it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from zerokern.kernels import formats
+from zerokern.kernels.reference_codecs import splitmix64
+from zerokern.kernels.triton import prepare as preparing
+from zerokern.kernels.triton import update as updating
+from zerokern.kernels.triton.backend import check_device, launching
+from zerokern.kernels.triton.configs import DEFAULT, Config
+from zerokern.kernels.triton.tiles import tile_map
+from zerokern.kernels.triton.upload import upload
+from zerokern.kernels.triton.variants import Formats
+
+__all__ = ["Control", "DeviceTable"]
+
+_HEADER_WORDS, _GROUP_WORDS = preparing.HEADER_WORDS.value, preparing.GROUP_WORDS.value
+_ROW_WORDS = updating.ROW_WORDS.value
+_POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "out")
+_FLAG_NAMES = ("decoupled", "maximize", "nesterov", "first_step")
+
+
+@dataclass
+class Control:
+    """An optimizer's truth on the device: what `prepare` reads and writes beside the table.
+
+    steps, increments: fp32, by parameter: updates made, and what a step that is not skipped adds to them.
+    witnesses: for each group of the table a parameter whose count is the group's.
+    max_norm, sums: clip to this norm, given sums of squares (float64, added in order); None does not clip.
+    grad_scale, found_inf: what torch.amp.GradScaler hands over, fp32 of one element.
+    outcome: float64 [4]: the norm before clipping, steps skipped so far, 1 if the last one was, 0.
+    """
+
+    steps: Tensor
+    increments: Tensor
+    witnesses: Sequence[int]
+    outcome: Tensor
+    max_norm: float | None = None
+    sums: Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+def _bits(number: float) -> int:
+    """A double as the word that the device reads it from."""
+    return int(struct.unpack("<Q", struct.pack("<d", number))[0])
+
+
+class DeviceTable:
+    """Rows and groups of one optimizer step on one device; `run` launches it.
+
+    >>> from zerokern.kernels.triton.backend import interpreted
+    >>> p, g = torch.ones(3), torch.ones(3)
+    >>> if interpreted():
+    ...     table = DeviceTable(p.device, 1, 1)
+    ...     table.set_group(0, algorithm="sgd", grad_dtype=torch.float32, param_dtype=torch.float32,
+    ...                     master_format="fp32", state_format="none", lr=0.5)
+    ...     table.set_row(0, group=0, numel=3, master=p.data_ptr(), grad=g.data_ptr())
+    ...     table.run()
+    """
+
+    def __init__(self, device: torch.device, nseg: int, ngroups: int, config: Config = DEFAULT) -> None:
+        check_device(device)
+        self.device = device
+        self.config = config
+        self.nseg = nseg
+        self.ngroups = ngroups
+        self._rows = array("Q", bytes(8 * nseg * _ROW_WORDS))
+        self._order = array("Q", bytes(8 * (_HEADER_WORDS + ngroups * _GROUP_WORDS + nseg)))
+        words = memoryview(self._rows)
+        self.columns = {name: words[i::_ROW_WORDS] for name, i in updating.WORDS.items()}
+        self.columns["grad"] = memoryview(self._order)[_HEADER_WORDS + ngroups * _GROUP_WORDS :]
+        self._formats: list[Formats | None] = [None] * ngroups
+        self._rates: list[Tensor | None] = [None] * ngroups
+        self._launches: list[tuple[Formats, Tensor, int]] | None = None
+        self._sent = b""
+        self._captured: list[Any] = []
+        self.begun = False
+        self._device_rows = self._device_order = torch.empty(0, device=device)
+        self._constants = torch.empty(ngroups * preparing.CONSTANTS.value, dtype=torch.float32, device=device)
+        self._wides = torch.empty(ngroups * preparing.WIDE.value, dtype=torch.float64, device=device)
+        self._marks = torch.empty(2 * ngroups, dtype=torch.int64, device=device)
+        self._outcome = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def set_group(
+        self,
+        index: int,
+        *,
+        algorithm: str,
+        grad_dtype: torch.dtype,
+        param_dtype: torch.dtype,
+        master_format: str,
+        state_format: str,
+        out_dtype: torch.dtype | None = None,
+        lr: float | Tensor,
+        step: int = 1,
+        stochastic_seed: int | None = None,
+        **numbers: Any,
+    ) -> None:
+        """Fills one group: formats by name, hyperparameters as numbers; `lr` may be a 0-dim tensor on the device."""
+        random = stochastic_seed is not None
+        made = Formats(algorithm, grad_dtype, param_dtype, master_format, state_format, out_dtype, random)
+        if made != self._formats[index]:
+            self._formats[index] = made
+            self._launches = None
+        rate = lr if isinstance(lr, Tensor) else None
+        self._rates[index] = rate
+        flags = sum(formats.FLAGS[name] for name in _FLAG_NAMES if numbers.get(name))
+        values = {
+            "lr": _bits(0.0 if rate is not None else float(lr)),
+            "lr_address": 0 if rate is None else rate.data_ptr(),
+            "lr_is_wide": int(rate is not None and rate.dtype == torch.float64),
+            "flags": flags,
+            "algorithm": formats.ALGORITHMS[algorithm],
+            "step": step,
+            "witness": 2**64 - 1,
+            "seed": splitmix64((stochastic_seed or 0) & 0xFFFFFFFFFFFFFFFF),
+        }
+        for name in ("beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "lr_decay"):
+            values[name] = _bits(float(numbers.get(name, 0.0)))
+        start = _HEADER_WORDS + index * _GROUP_WORDS
+        for name, value in values.items():
+            self._order[start + preparing.GROUP[name]] = value
+
+    def changed(self) -> None:
+        """Rows were changed after a run: they are sent again. Gradients' addresses are looked at in every run."""
+        self._launches = None
+
+    def set_row(self, index: int, *, group: int, numel: int, **pointers: int) -> None:
+        """Fills one row: pointers by the names of the columns, 0 where a format needs none."""
+        self.columns["group"][index] = group
+        self.columns["numel"][index] = numel
+        self._launches = None
+        for name, value in pointers.items():
+            self.columns[name][index] = value
+
+    def run(self, scale: float = 1.0, control: Control | None = None) -> None:
+        """The launches, on the current stream. `scale` multiplies gradients.
+
+        What a captured run reads stays as it is for as long as the table lives, whatever later runs send. `begun` says
+        of a run that raised whether anything had been launched.
+        """
+        self.begun = False
+        with launching(self.device):
+            outcome = self._outcome if control is None else control.outcome
+            self._address(scale, control)
+            self._send()
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._captured.append((self._device_rows, self._device_order, self._launches))
+            self.begun = True
+            groups = triton.next_power_of_2(max(self.ngroups, 1))
+            preparing.prepare[(1,)](
+                outcome, self._constants, self._wides, self._marks, self._device_order, self.ngroups,
+                GROUPS=groups, num_warps=1, enable_fp_fusion=False,
+            )  # fmt: skip
+            grads = self._device_order[_HEADER_WORDS + self.ngroups * _GROUP_WORDS :]
+            for made, tiles, ntiles in self._launches or ():
+                updating.update[(ntiles,)](
+                    outcome, self._constants, self._wides, self._marks, self._device_rows, grads, tiles,
+                    **made.constants(self.config), num_warps=self.config.num_warps, enable_fp_fusion=False,
+                )  # fmt: skip
+
+    def _address(self, scale: float, control: Control | None) -> None:
+        """The header of the order."""
+        header = dict.fromkeys(preparing.HEADER, 0)
+        header["scale"] = _bits(scale)
+        if control is not None:
+            header["steps"], header["increments"] = control.steps.data_ptr(), control.increments.data_ptr()
+            header["nparams"] = control.steps.numel()
+            if control.max_norm is not None and control.sums is not None:
+                header["max_norm"], header["nsums"] = _bits(control.max_norm), control.sums.numel()
+                header["sums"] = control.sums.data_ptr()
+            for name, tensor in (("grad_scale", control.grad_scale), ("found_inf", control.found_inf)):
+                header[name] = 0 if tensor is None else tensor.data_ptr()
+            for index, witness in enumerate(control.witnesses):
+                self._order[_HEADER_WORDS + index * _GROUP_WORDS + preparing.GROUP["witness"]] = witness
+        for name, value in header.items():
+            self._order[preparing.HEADER[name]] = value
+
+    def _send(self) -> None:
+        """Uploads what the device does not have yet."""
+        if self._launches is None:
+            self._launches = self._plan()
+        order = self._order.tobytes()
+        if order != self._sent:
+            self._device_order = upload(self._order, self.device)
+            self._sent = order
+
+    def _plan(self) -> list[tuple[Formats, Tensor, int]]:
+        """Cuts the rows of each combination of formats into tiles, and marks those whose addresses are aligned."""
+        members: dict[Formats, list[int]] = {}
+        for row, group in enumerate(self.columns["group"]):
+            made = self._formats[group]
+            assert made is not None, f"group {group} has no formats"
+            members.setdefault(made, []).append(row)
+        numels = self.columns["numel"]
+        launches = []
+        for made, rows in members.items():
+            for row in rows:
+                self.columns["aligned"][row] = self._is_aligned(row, made.vector)
+            tiles = tile_map([numels[row] for row in rows], self.config.rows * formats.BLOCK)
+            if len(tiles):
+                tiles[:, 0] = torch.tensor(rows, dtype=torch.int32, device="cpu")[tiles[:, 0].long()]
+                launches.append((made, upload(tiles, self.device), len(tiles)))
+        self._device_rows = upload(self._rows, self.device)
+        return launches
+
+    def _is_aligned(self, row: int, vector: int) -> bool:
+        """Whether vectors fit the row's length and, whatever the widths, its addresses."""
+        if self.columns["numel"][row] % vector:
+            return False
+        return not any(self.columns[name][row] % 16 for name in _POINTERS)

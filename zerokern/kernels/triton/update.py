@@ -1,0 +1,239 @@
+"""The one update kernel: a tile of a row is loaded, its rule applied, and stored, whatever the formats. Each byte moves
+once.
+
+Every array of a kernel is read and written with the same number of elements per thread, as many as fill 16 bytes of
+the widest of them. So no value changes threads between a load and a store: no shared memory, no barrier, and the
+accesses of a warp are contiguous. Rows that are not aligned that way take the same path one element at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zerokern.kernels.triton.adagrad import adagrad
+from zerokern.kernels.triton.adam import adam, adam_int8
+from zerokern.kernels.triton.codecs import (
+    block_scale,
+    encode_root,
+    encode_signed,
+    join8,
+    join16,
+    random_bits,
+    round_random_bf16,
+    round_random_fp16,
+    rounded,
+    split8,
+    split16,
+    splitmix64,
+    value_of_code,
+)
+from zerokern.kernels.triton.lion import lion
+from zerokern.kernels.triton.prepare import CONSTANTS, WIDE
+from zerokern.kernels.triton.sgd import sgd
+from zerokern.kernels.triton.types import widened
+
+__all__ = ["BLOCK", "ROW_WORDS", "WORDS", "update"]
+
+# Words of a row: addresses and counts, 128 bytes.
+WORDS = {
+    name: i
+    for i, name in enumerate(
+        (
+            "param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out",
+            "numel", "group", "key", "first", "aligned",
+        )
+    )
+}  # fmt: skip
+ROW_WORDS = tl.constexpr(16)
+BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def _at(words, word, base, TYPE: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr):
+    """The place of element `base` of the array whose address is in a word; WIDTH is the bytes of an element."""
+    pointer = tl.load(words + word).to(tl.pointer_type(TYPE)) + base
+    if VEC > 1:
+        pointer = tl.multiple_of(pointer, VEC * WIDTH)
+    return pointer
+
+
+@triton.jit
+def _load_param(words, base, at, mask, PARAM: tl.constexpr, MASTER: tl.constexpr, VEC: tl.constexpr):
+    """The parameter's most precise value, in fp32."""
+    if MASTER == "fp32":
+        p = tl.load(_at(words, 2, base, tl.float32, 4, VEC) + at, mask=mask, other=0.0)
+    elif MASTER == "none":
+        p = widened(tl.load(_at(words, 0, base, PARAM, 2, VEC) + at, mask=mask, other=0.0))
+    else:
+        hi = tl.load(_at(words, 0, base, tl.int16, 2, VEC) + at, mask=mask, other=0)
+        if MASTER == "split16":
+            p = join16(hi, tl.load(_at(words, 1, base, tl.int16, 2, VEC) + at, mask=mask, other=0))
+        else:
+            p = join8(hi, tl.load(_at(words, 1, base, tl.int8, 1, VEC) + at, mask=mask, other=0))
+    return p
+
+
+@triton.jit
+def _publish(
+    words, base, at, mask, p, marks, PARAM: tl.constexpr, MASTER: tl.constexpr, OUT: tl.constexpr,
+    RANDOM: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Stores the new value in its formats; `out` has the parameter's own rounding where it has its dtype."""
+    if MASTER == "fp32":
+        tl.store(_at(words, 2, base, tl.float32, 4, VEC) + at, p, mask=mask)
+        if OUT is not None:
+            tl.store(_at(words, 7, base, OUT, 2, VEC) + at, rounded(p, OUT), mask=mask)
+    elif MASTER == "none":
+        if RANDOM:
+            key = splitmix64(tl.load(marks).to(tl.uint64) + tl.load(words + 10).to(tl.uint64))
+            key = splitmix64(key + tl.load(marks + 1).to(tl.uint64))
+            random = random_bits(key, tl.load(words + 11) + base + at)
+            kept = round_random_bf16(p, random) if PARAM == tl.bfloat16 else round_random_fp16(p, random)
+        else:
+            kept = rounded(p, PARAM)
+        tl.store(_at(words, 0, base, PARAM, 2, VEC) + at, kept, mask=mask)
+        if OUT is not None:
+            out = _at(words, 7, base, OUT, 2, VEC) + at
+            tl.store(out, kept if OUT == PARAM else rounded(p, OUT), mask=mask)
+    else:
+        if MASTER == "split16":
+            hi, low = split16(p)
+            tl.store(_at(words, 1, base, tl.int16, 2, VEC) + at, low, mask=mask)
+        else:
+            hi, low = split8(p)
+            tl.store(_at(words, 1, base, tl.int8, 1, VEC) + at, low, mask=mask)
+        tl.store(_at(words, 0, base, tl.int16, 2, VEC) + at, hi, mask=mask)
+        if OUT is not None:
+            out = _at(words, 7, base, OUT, 2, VEC) + at
+            tl.store(out, hi.to(tl.bfloat16, bitcast=True) if OUT == tl.bfloat16 else rounded(p, OUT), mask=mask)
+
+
+@triton.jit
+def _coded(
+    words, base, at, block, mask, some, g, p, c,
+    ALGORITHM: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """The rules on int8 states: decoded, applied and coded anew, a block to a row of the tile."""
+    scale_at = _at(words, 5, base // BLOCK, tl.float32, 4, 1) + block
+    m_at = _at(words, 3, base, tl.uint8, 1, VEC) + at
+    codes = tl.load(m_at, mask=mask, other=0)
+    scale = tl.load(scale_at, mask=some, other=0.0)
+    factor, coupled = tl.load(c), tl.load(c + 16) != 0.0
+    if ALGORITHM == "adam":
+        root_at = _at(words, 4, base, tl.uint8, 1, VEC) + at
+        root_scale_at = _at(words, 6, base // BLOCK, tl.float32, 4, 1) + block
+        p, m, root = adam_int8(
+            p, g, codes, tl.load(root_at, mask=mask, other=0), scale, tl.load(root_scale_at, mask=some, other=0.0),
+            factor, tl.load(c + 6), tl.load(c + 10), tl.load(c + 8), tl.load(c + 11), tl.load(c + 4), coupled,
+            tl.load(c + 12), tl.load(c + 13), tl.load(c + 2),
+        )  # fmt: skip
+        root_scale = block_scale(root)
+        tl.store(root_scale_at, root_scale, mask=some)
+        tl.store(root_at, encode_root(root, root_scale), mask=mask)
+    else:
+        p, m = lion(
+            p, g * factor, value_of_code(codes) * scale, tl.load(c + 6), tl.load(c + 7), 0.0, 0.0, tl.load(c + 1),
+            tl.load(c + 2), False,
+        )  # fmt: skip
+    scale = block_scale(m)
+    tl.store(scale_at, scale, mask=some)
+    tl.store(m_at, encode_signed(m, scale), mask=mask)
+    return p
+
+
+@triton.jit
+def _plain(
+    words, base, at, mask, g, p, c, d,
+    ALGORITHM: tl.constexpr, STATE: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """The rules on states that are numbers. The update uses them as they are before they are rounded to bf16."""
+    g = g * tl.load(c)
+    coupled = tl.load(c + 16) != 0.0
+    EXACT: tl.constexpr = STATE != tl.bfloat16
+    if STATE is not None:
+        m_at = _at(words, 3, base, STATE, WIDTH, VEC) + at
+        m = widened(tl.load(m_at, mask=mask, other=0.0))
+    else:
+        m = g
+    if ALGORITHM == "adam":
+        v_at = _at(words, 4, base, STATE, WIDTH, VEC) + at
+        v = widened(tl.load(v_at, mask=mask, other=0.0))
+        p, m, v = adam(
+            p, g, m, v, tl.load(c + 6), tl.load(c + 7), tl.load(c + 8), tl.load(c + 9), tl.load(c + 4), coupled,
+            tl.load(c + 12), tl.load(c + 13), tl.load(c + 2),
+        )  # fmt: skip
+        tl.store(v_at, rounded(v, STATE), mask=mask)
+    elif ALGORITHM == "lion":
+        p, m = lion(
+            p, g, m, tl.load(c + 6), tl.load(c + 7), tl.load(d), tl.load(d + 1), tl.load(c + 1), tl.load(c + 2), EXACT
+        )
+    elif ALGORITHM == "adagrad":
+        p, m = adagrad(p, g, m, tl.load(c + 5), tl.load(c + 3), tl.load(c + 4), tl.load(d + 2), coupled, EXACT)
+    else:
+        p, m = sgd(
+            p, g, m, tl.load(c + 1), tl.load(d + 3), tl.load(c + 4), tl.load(d + 2), tl.load(c + 14), tl.load(d + 4),
+            tl.load(c + 15), tl.load(d + 5), coupled, tl.load(c + 17) != 0.0, tl.load(c + 18) != 0.0,
+            EXACT, STATE is not None,
+        )  # fmt: skip
+    if STATE is not None:
+        tl.store(m_at, rounded(m, STATE), mask=mask)
+    return p
+
+
+@triton.jit
+def _tile(
+    words, grad, base, left, c, d, marks,
+    ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
+    STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    block = tl.arange(0, ROWS)[:, None]
+    at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = at < left
+    some = block * BLOCK < left
+    if VEC > 1:
+        mask = tl.max_constancy(mask, [1, VEC])
+    g = tl.load(_at(grad, 0, base, GRAD, GRAD_WIDTH, VEC) + at, mask=mask, other=0.0)
+    g = widened(g)
+    p = _load_param(words, base, at, mask, PARAM, MASTER, VEC)
+    if STATE == tl.int8:
+        p = _coded(words, base, at, block, mask, some, g, p, c, ALGORITHM, VEC)
+    else:
+        p = _plain(words, base, at, mask, g, p, c, d, ALGORITHM, STATE, STATE_WIDTH, VEC)
+    _publish(words, base, at, mask, p, marks, PARAM, MASTER, OUT, RANDOM, VEC)
+
+
+@triton.jit
+def update(
+    outcome, constants, wides, marks, rows, grads, tiles,
+    ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
+    STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """Program i updates tile `tiles[i]` = (row, tile within the row). A step that `prepare` skips writes nothing.
+
+    STATE and OUT are None where there is none. `aligned` of a row: its length and its fixed addresses fit VEC.
+    """
+    if tl.load(outcome + 2) != 0.0:
+        return
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(tiles + 2 * program).to(tl.int64)
+    base = tl.load(tiles + 2 * program + 1).to(tl.int64) * (ROWS * BLOCK)
+    words = rows + row * ROW_WORDS
+    left = tl.minimum(tl.load(words + 8) - base, ROWS * BLOCK).to(tl.int32)
+    group = tl.load(words + 9)
+    c = constants + group * CONSTANTS
+    d = wides + group * WIDE
+    m = marks + group * 2
+    aligned = (tl.load(words + 12) != 0) & (tl.load(grads + row) % (VEC * GRAD_WIDTH) == 0)
+    if aligned:
+        _tile(
+            words, grads + row, base, left, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE, STATE_WIDTH,
+            OUT, RANDOM, ROWS, VEC,
+        )  # fmt: skip
+    else:
+        _tile(
+            words, grads + row, base, left, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE, STATE_WIDTH,
+            OUT, RANDOM, ROWS, 1,
+        )  # fmt: skip

@@ -1,0 +1,45 @@
+"""Words of the host in device memory, without waiting for the device.
+
+The copy reads pinned memory of torch's caching host allocator, which gives such memory out again only when the stream
+has passed the copy. A CUDA graph reads it at every replay: what is staged during a capture is kept for good.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+__all__ = ["staged", "upload"]
+
+_DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
+_kept_for_graphs: list[Tensor] = []
+
+
+def staged(values: Tensor | array[int] | array[float]) -> Tensor:
+    """The words as a CPU tensor; the memory of an array is shared, not copied.
+
+    >>> staged(array("Q", [1, 2]))
+    tensor([1, 2])
+    """
+    if isinstance(values, Tensor):
+        return values
+    if not values:
+        return torch.zeros(0, dtype=_DTYPES[values.typecode], device="cpu")
+    return torch.frombuffer(values, dtype=_DTYPES[values.typecode])
+
+
+def upload(values: Tensor | array[int] | array[float], device: torch.device) -> Tensor:
+    """A tensor on the device with these words. Unsigned addresses become int64 with the same bits.
+
+    >>> upload(array("d", [0.5]), torch.device("cpu"))
+    tensor([0.5000], dtype=torch.float64)
+    """
+    words = staged(values)
+    if device.type != "cuda":
+        return words.clone().to(device)
+    pinned = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words)
+    if torch.cuda.is_current_stream_capturing():
+        _kept_for_graphs.append(pinned)
+    return pinned.to(device, non_blocking=True)

@@ -1,0 +1,134 @@
+"""Which update kernels there are: one for each combination of formats of a table, compiled when it is met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from zerokern.kernels.formats import BLOCK, MOMENTS
+from zerokern.kernels.triton.ahead import Promises, make_job
+from zerokern.kernels.triton.configs import DEFAULT, Config
+from zerokern.kernels.triton.types import TYPES
+from zerokern.kernels.triton.update import update
+
+__all__ = ["Formats", "aot_jobs", "every_format"]
+
+_STATES = {"none": None, "fp32": tl.float32, "bf16": tl.bfloat16, "int8": tl.int8}
+_STATE_NBYTES = {"none": 0, "fp32": 4, "bf16": 2, "int8": 1}
+_MASTER_NBYTES = {"fp32": 4, "split16": 2, "split8": 2, "none": 2}
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What a compiled update kernel is for."""
+
+    algorithm: str
+    grad: torch.dtype
+    param: torch.dtype
+    master: str
+    state: str
+    out: torch.dtype | None
+    random: bool
+
+    @property
+    def written_nbytes(self) -> int:
+        """Of an element of the widest array that is written."""
+        wide = self.out.itemsize if self.out else 0
+        return max(_MASTER_NBYTES[self.master], _STATE_NBYTES[self.state], wide)
+
+    @property
+    def vector(self) -> int:
+        """Elements per thread and access: as many as fill 16 bytes of the widest array."""
+        return 16 // max(self.grad.itemsize, self.written_nbytes)
+
+    def constants(self, config: Config) -> dict[str, Any]:
+        """The kernel's compile-time arguments."""
+        return {
+            "ALGORITHM": self.algorithm,
+            "GRAD": TYPES[self.grad],
+            "GRAD_WIDTH": self.grad.itemsize,
+            "PARAM": TYPES[self.param],
+            "MASTER": self.master,
+            "STATE": _STATES[self.state],
+            "STATE_WIDTH": _STATE_NBYTES[self.state],
+            "OUT": TYPES[self.out] if self.out else None,
+            "RANDOM": self.random,
+            "ROWS": config.rows,
+            "VEC": self.vector,
+        }
+
+    def __str__(self) -> str:
+        names = [str(one).removeprefix("torch.") for one in (self.grad, self.param, self.out)]
+        random = ["random"] if self.random else []
+        return "-".join([self.algorithm, names[0], self.state, names[1], self.master, f"out.{names[2]}", *random])
+
+
+SIGNATURE = {
+    "outcome": "*fp64",
+    "constants": "*fp32",
+    "wides": "*fp64",
+    "marks": "*i64",
+    "rows": "*i64",
+    "grads": "*i64",
+    "tiles": "*i32",
+}
+# Fused multiply-adds by name, per element.
+FMAS = {"adam": 7}
+REGISTERS = {False: 96, True: 104}
+SHARED = 4096  # the scales of blocks, and rows that are not aligned, change threads
+
+
+def every_format() -> Iterator[Formats]:
+    """All that a table can hold."""
+    fp32, bf16, fp16 = TYPES
+    averages, sums = ("fp32", "bf16", "int8"), ("fp32", "bf16")
+    states = {"adam": averages, "lion": averages, "adagrad": sums, "sgd": ("none", *sums)}
+    masters = [(fp32, "fp32", False), (bf16, "split16", False), (bf16, "split8", False)]
+    masters += [(dtype, "none", random) for dtype in (bf16, fp16) for random in (False, True)]
+    for algorithm in MOMENTS:
+        for grad, state, (param, master, random) in product(TYPES, states[algorithm], masters):
+            for out in (None, bf16, fp16):
+                yield Formats(algorithm, grad, param, master, state, out, random)
+            if master == "fp32":
+                for published in (bf16, fp16):
+                    yield Formats(algorithm, grad, published, master, state, published, random)
+
+
+def aot_jobs(every: bool) -> list[dict[str, Any]]:
+    """Jobs of `ahead`: what training runs on, or every combination."""
+    bf16 = torch.bfloat16
+    usual = [
+        Formats("adam", torch.float32, torch.float32, "fp32", "fp32", None, False),
+        Formats("adam", bf16, bf16, "split16", "fp32", None, False),
+        Formats("adam", bf16, bf16, "fp32", "fp32", bf16, False),
+        Formats("adam", bf16, bf16, "split16", "bf16", None, False),
+        Formats("adam", bf16, bf16, "split8", "int8", None, False),
+        Formats("lion", bf16, bf16, "split8", "int8", None, False),
+        Formats("lion", bf16, bf16, "split16", "fp32", None, False),
+        Formats("adagrad", bf16, bf16, "split16", "fp32", None, False),
+        Formats("sgd", bf16, bf16, "none", "fp32", None, True),
+    ]
+    return [_job(made, DEFAULT) for made in (every_format() if every else usual)]
+
+
+def _job(made: Formats, config: Config) -> dict[str, Any]:
+    coded = made.state == "int8"
+    per_thread = config.rows * BLOCK // (32 * config.num_warps)
+    bodies = 2  # for rows that are aligned, and for others
+    fmas = FMAS.get(made.algorithm, 0) * per_thread * bodies
+    promises = Promises(
+        REGISTERS[coded],
+        fma=None if coded else {"f32": fmas} if fmas else {},  # coded: sm_100 fuses two at a time, one of them idle
+        exact=not coded,
+        wide=("load", "store") if made.written_nbytes * made.vector == 16 else ("load",),
+        shared=SHARED,
+    )
+    aligned = [name for name in SIGNATURE if name != "grads"]  # these lie where the order happens to end
+    return make_job(
+        update, str(made), SIGNATURE, made.constants(config), promises, num_warps=config.num_warps, aligned=aligned
+    )
