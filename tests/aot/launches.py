@@ -1,0 +1,90 @@
+"""Runs launchers as they run on a GPU, without one, and prints what they ask Triton to compile.
+
+A process of its own, in which Triton compiles. Its driver is a stand-in, and a hook ends each launch where the compiler
+would start: what remains is the launcher's Python and Triton's own reading of the arguments. Prints a JSON list.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from zerokern.kernels.spans import SpanList
+from zerokern.kernels.triton import accumulate, ahead, bucket, stream, sumsq
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class StandInDriver:
+    """As much of a driver as a launch looks at before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def recorder(launches: list[dict[str, Any]]) -> Callable[..., bool]:
+    def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        names = list(compile["signature"])
+        (attributes,) = compile["configs"]
+        launches.append(
+            {
+                "kernel": f"{fn.module}:{fn.name}",
+                "signature": compile["signature"],
+                "constexprs": {names[path[0]]: ahead.plain(value) for path, value in compile["constants"].items()},
+                "aligned": [names[path[0]] for path, value in attributes.items() if value],
+                "num_warps": compile["num_warps"],
+                "enable_fp_fusion": compile["enable_fp_fusion"],
+            }
+        )
+        return True  # as if another had compiled it: there is no kernel, and nothing is launched
+
+    return hook
+
+
+def everything() -> None:
+    """Each launcher with each of its formats."""
+    stats = torch.zeros(2, dtype=torch.float64)
+    for tensor, other in itertools.product(DTYPES, DTYPES):
+        x, y = torch.ones(5000, dtype=tensor), torch.ones(5000, dtype=other)
+        for add in (True, False):
+            accumulate.accumulate(y, [x, x], add, 0.5)
+        accumulate.accumulate(y[1:], [x[1:]], True, 0.5)
+        accumulate.accumulate(y, [x], False, 0.5)
+        members = SpanList([x, torch.ones(40, 50, dtype=tensor).t()], None).members
+        for into in (True, False):
+            table = bucket.BucketTable(torch.device("cpu"), members, other)
+            table.run(into, [x.data_ptr()] * 2, torch.ones(7000, dtype=other), 0.5, torch.ones(1), stats)
+            table.run(into, [x.data_ptr()] * 2, torch.ones(7001, dtype=other)[1:], 0.5)
+    for dtype in DTYPES:
+        x = torch.ones(70_000, dtype=dtype)
+        for numel in (1, 16, 70_000):
+            sumsq.sumsq([x[:numel]], stats[1:])
+    for reads, updates, writes in ((1, 4, 0), (1, 4, 1), (1, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 1)):
+        streams = iter(torch.ones(10, 1024).unbind())
+        stream.stream(*([next(streams) for _ in range(count)] for count in (reads, updates, writes)))
+
+
+def main() -> None:
+    launches: list[dict[str, Any]] = []
+    triton.runtime.driver.set_active(StandInDriver())
+    triton.knobs.runtime.jit_cache_hook = recorder(launches)
+    for module in (bucket, sumsq):
+        module.check_device = lambda device: None
+    everything()
+    print(json.dumps(launches))
+
+
+if __name__ == "__main__":
+    main()
