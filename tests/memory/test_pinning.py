@@ -44,7 +44,7 @@ def test_registered_with_the_first_lease_and_unregistered_at_the_end(runtime: Fa
     assert runtime.calls == [] and not arena.pinned
     for _ in range(3):
         arena.lease(100, "a").release()
-    assert runtime.calls == [("register", base, nbytes, 1)] and arena.pinned
+    assert runtime.calls == [("register", base, nbytes, 3)] and arena.pinned
     if end == "close":
         arena.close()
         arena.close()

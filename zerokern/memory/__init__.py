@@ -1,4 +1,5 @@
-"""Memory that state passes through: an arena, leases of it, the ring that slow tiers are staged in, a ledger of bytes.
+"""Memory that state passes through: an arena, leases of it, the ring that slow tiers are staged in, copies to and from
+a GPU, a ledger of bytes.
 
 >>> from zerokern import memory
 >>> ledger = memory.Ledger()
@@ -8,8 +9,9 @@
 """
 
 from zerokern.memory.arena import Arena, Lease
+from zerokern.memory.copies import Copies, exchange
 from zerokern.memory.ledger import Ledger
 from zerokern.memory.spans import FreeSpans
-from zerokern.memory.staging import Ring, Slot, flow
+from zerokern.memory.staging import CudaDriver, Ring, Slot, flow
 
-__all__ = ["Arena", "FreeSpans", "Lease", "Ledger", "Ring", "Slot", "flow"]
+__all__ = ["Arena", "Copies", "CudaDriver", "FreeSpans", "Lease", "Ledger", "Ring", "Slot", "exchange", "flow"]

@@ -37,7 +37,7 @@ HUGE_PAGE = 2 << 20
 POISON = 0xFF  # NaN in every floating format, -1 in integers
 _STEP = 1 << 30  # bytes touched by one system call, so that Ctrl-C is heard in between
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
-_CUDA_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_CUDA_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every device of the process, and Mapped, for kernels to reach it
 
 log = logging.getLogger("zerokern.memory")
 
@@ -244,7 +244,7 @@ class Arena:
     def _register_with_cuda(self) -> None:
         """Pins the arena for copies to and from GPUs; only once CUDA is in use, an arena alone makes no context."""
         self._offered_to_cuda = True
-        refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_PORTABLE)
+        refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_FLAGS)
         if int(refused):
             _say_once(f"arena memory is not registered with CUDA ({refused}): copies to and from GPUs take a detour")
         else:

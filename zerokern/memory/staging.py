@@ -1,4 +1,5 @@
-"""The ring that spans of a slow tier pass through, and the one loop that keeps disk and cores busy at the same time.
+"""The ring that spans of a slow tier pass through, and the one loop that keeps disk and cores busy at the same time;
+CUDA streams and events, where copies to and from a GPU are put in order.
 
 Item i lives in slot i % N. While it is computed, the items after it are on their way in and those before it on their
 way out. A slot is fetched into again after its store has ended (``after``), never earlier: the tier's engine keeps that
@@ -8,15 +9,20 @@ order, so nobody waits here for a store that nobody needs yet.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from zerokern.core.errors import StateError, got
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import BackendError, StateError, got
 from zerokern.memory.arena import Arena, Lease
+from zerokern.memory.batches import runtime_library
 from zerokern.memory.signals import HeldSignals
 
-__all__ = ["Ring", "Slot", "Ticket", "flow"]
+__all__ = ["CudaDriver", "CudaMark", "Ring", "Slot", "Ticket", "flow"]
 
 
 class Ticket(Protocol):
@@ -189,3 +195,75 @@ def _drain(tickets: list[Ticket | None], raised_it: Ticket | None, first: BaseEx
 def _note(first: BaseException, other: BaseException) -> None:
     """What ``first.add_note`` does from Python 3.11 on."""
     vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), f"and then {type(other).__name__}: {other}"]
+
+
+class CudaMark:
+    """An event: a point in what a CUDA stream has been given.
+
+    >>> CudaMark.done.__doc__
+    'Whether the stream has passed it.'
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # who waits sleeps: the cores have an optimizer step to do
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        """Returns once the stream has passed it; raises if the device failed."""
+        self.event.synchronize()
+
+    def done(self) -> bool:
+        """Whether the stream has passed it."""
+        return bool(self.event.query())
+
+
+class CudaDriver:
+    """Streams, events and copies of one GPU, for `zerokern.memory.Copies`.
+
+    >>> CudaDriver("cpu")
+    Traceback (most recent call last):
+    ...
+    ValueError: device=device(type='cpu') is not possible; allowed: a cuda device
+    """
+
+    def __init__(self, device: torch.device | str | int) -> None:
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(got("device", device, "a cuda device"))
+        if not torch.cuda.is_available():
+            raise BackendError(f"{device} was asked for, and torch {torch.__version__} finds no GPU on this machine")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._batches = runtime_library()
+
+    def stream(self) -> torch.cuda.Stream:
+        """A new stream; it does not wait for the legacy default stream."""
+        return torch.cuda.Stream(self.device)
+
+    def mark(self, stream: torch.cuda.Stream | None) -> CudaMark:
+        """An event behind everything that the stream has been given; None: torch's current stream."""
+        return CudaMark(self._this_or_current(stream))
+
+    def follow(self, stream: torch.cuda.Stream | None, mark: CudaMark) -> None:
+        """What the stream is given from now on begins when the mark has been passed."""
+        self._this_or_current(stream).wait_event(mark.event)
+
+    def copy(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Queues copies (dst, src), in any order among themselves."""
+        if self._batches is None:
+            with torch.cuda.stream(stream):
+                for dst, src in pairs:
+                    dst.view(-1).copy_(src.view(-1), non_blocking=True)
+            return
+        dsts = array("Q", [dst.data_ptr() for dst, _ in pairs])
+        srcs = array("Q", [src.data_ptr() for _, src in pairs])
+        sizes = array("Q", [src.numel() * src.itemsize for _, src in pairs])
+        with torch.cuda.device(self.device):
+            self._batches.copy(stream.cuda_stream, dsts, srcs, sizes)
+
+    def pinned(self, tensor: Tensor) -> bool:
+        """Whether CUDA knows the memory: only then does a copy run beside the program."""
+        return tensor.is_pinned()
+
+    def _this_or_current(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device) if stream is None else stream

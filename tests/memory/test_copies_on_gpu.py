@@ -1,0 +1,117 @@
+"""Copies on a GPU: ordered by events alone, batched by the driver, through memory of an arena."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from zerokern.memory import Arena, Copies, CudaDriver, Ring, exchange
+
+pytestmark = pytest.mark.gpu
+LATE = 50_000_000  # cycles: tens of milliseconds, so that whoever does not wait is too early
+
+
+@pytest.fixture
+def arena():
+    torch.cuda.init()
+    arena = Arena(64 << 20, poison=True)
+    yield arena
+    gc.collect()
+    arena.close(force=True)
+
+
+@pytest.fixture
+def copies():
+    copies = Copies(CudaDriver("cuda"))
+    yield copies
+    copies.close()
+
+
+def pinned(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, pin_memory=True).fill_(-1)
+
+
+def test_there_and_back(copies: Copies) -> None:
+    """Kernel, out, in, kernel, with late kernels: the host waits once, at the end."""
+    grad, host = torch.zeros(1 << 20, device="cuda"), pinned(1 << 20)
+    param, result = torch.zeros_like(grad), torch.zeros_like(grad)
+    for step in range(5):
+        torch.cuda._sleep(LATE)
+        grad.fill_(step)
+        out = copies.to_host(grad, host)
+        back = copies.to_device(host, param, after=out)
+        back.gate()
+        torch.add(param, 1, out=result)
+        copies.here().wait()
+        assert result.eq(step + 1).all() and out.done() and back.done()
+
+
+def test_ready_frees_a_copy_of_the_current_stream(copies: Copies) -> None:
+    source, host = torch.ones(1000, device="cuda"), pinned(1000)
+    early = copies.here()
+    torch.cuda._sleep(20 * LATE)
+    last = copies.here()
+    copies.to_host(source, host, ready=early).wait()
+    assert host.eq(1.0).all() and not last.done()
+    last.wait()
+
+
+def test_the_driver_batches(copies: Copies) -> None:
+    """CUDA 13 has the call, and so has any driver that runs it."""
+    batches = copies.driver._batches
+    assert batches is not None, "torch's runtime library was not found"
+    if int(torch.version.cuda.split(".")[0]) >= 13:
+        assert batches.batched
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_list_of_small_tensors(copies: Copies, one_by_one: bool) -> None:
+    if one_by_one:
+        copies.driver._batches.batched = False
+    sources = [torch.randn(n % 777 + 1, device="cuda") for n in range(2000)]
+    bucket = pinned(sum(one.numel() for one in sources))
+    hosts = list(bucket.split([one.numel() for one in sources]))
+    copies.to_host(sources, hosts).wait()
+    assert torch.equal(bucket, torch.cat(sources).cpu())
+    back = [torch.zeros_like(one) for one in sources]
+    copies.to_device(hosts, back).wait()
+    assert torch.equal(torch.cat(back), torch.cat(sources))
+
+
+def test_without_a_runtime_library(copies: Copies) -> None:
+    copies.driver._batches = None
+    source, host = torch.randn(1000, device="cuda"), pinned(1000)
+    copies.to_host([source[:10], source[10:]], [host[:10], host[10:]]).wait()
+    assert torch.equal(host, source.cpu())
+
+
+def test_tensors_live_until_their_copy_has_ended(copies: Copies) -> None:
+    """The source is dropped while its copy waits; what is allocated meanwhile gets other memory."""
+    host = pinned(1 << 20)
+    torch.cuda._sleep(LATE)
+    copies.to_host(torch.full((1 << 20,), 5.0, device="cuda"), host)
+    other = [torch.full((1 << 20,), 9.0, device="cuda") for _ in range(4)]
+    copies.close()
+    assert host.eq(5.0).all() and len(other) == 4
+
+
+@pytest.mark.parametrize("numel", [1, 1 << 20, (1 << 22) + 12345])
+def test_a_span_passes_through_the_ring(copies: Copies, arena: Arena, numel: int) -> None:
+    ring = Ring(arena, 3, 6 << 20, "test")
+    grads, params = torch.randn(numel, device="cuda").bfloat16(), torch.zeros(numel, device="cuda")
+    expected = grads.float() * 2
+
+    def compute(first: int, grad: torch.Tensor, param: torch.Tensor) -> None:
+        assert grad.is_pinned() and param.is_pinned()
+        param.copy_(grad).mul_(2)
+
+    exchange(copies, ring, compute, out=grads, back=params)
+    assert torch.equal(params, expected)
+    ring.close()
+
+
+def test_pageable_memory_is_refused(copies: Copies) -> None:
+    with pytest.raises(ValueError, match="the host side of copy 0 is not pinned"):
+        copies.to_host(torch.ones(4, device="cuda"), torch.zeros(4))

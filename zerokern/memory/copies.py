@@ -1,0 +1,343 @@
+"""Copies between a device and host memory: one stream out, one stream in, made once; a ticket for each call.
+
+A copy keeps its tensors until it has ended, so no memory is given to somebody else below it, and nothing needs
+`record_stream`. No copy changes a dtype: bytes cross the link as they are, and casts run where memory is fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import StateError, got
+from zerokern.memory.staging import Ring, Slot, Ticket, flow
+
+__all__ = ["Copies", "Copy", "Driver", "Mark", "exchange"]
+
+LINE = 128  # bytes of the link that move together; and elements of an int8 block
+
+
+class Mark(Protocol):
+    """A point in what a stream has been given."""
+
+    def wait(self) -> None:
+        """Returns once the stream has passed it; raises if the device failed."""
+
+    def done(self) -> bool:
+        """Whether the stream has passed it."""
+
+
+class Driver(Protocol):
+    """What copies need of a device. `zerokern.memory.staging.CudaDriver` is CUDA; tests play streams with threads."""
+
+    device: torch.device
+
+    def stream(self) -> Any:
+        """A new stream."""
+
+    def mark(self, stream: Any | None) -> Mark:
+        """A mark behind everything that the stream has been given; None: the caller's current stream."""
+
+    def follow(self, stream: Any | None, mark: Mark) -> None:
+        """What the stream is given from now on begins when the mark has been passed."""
+
+    def copy(self, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Queues copies (dst, src), in any order among themselves. Nobody waits."""
+
+    def pinned(self, tensor: Tensor) -> bool:
+        """Whether copies to and from this host tensor run beside the program."""
+
+
+class Copy:
+    """The ticket of copies that were asked for together.
+
+    >>> from zerokern.memory import Copies
+    >>> Copies.to_host.__annotations__["return"]
+    'Copy'
+    """
+
+    def __init__(self, owner: Copies, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._owner, self._stream = owner, stream
+        self._pairs: Sequence[tuple[Tensor, Tensor]] = pairs
+        self._mark: Mark | None = None
+        self._failure: Exception | None = None
+        self._ended = self._told = False
+
+    def done(self) -> bool:
+        """Whether the copies have ended, well or not; ``wait()`` says which."""
+        if self._ended or self._mark is None:
+            return self._ended
+        try:
+            return self._mark.done()
+        except Exception:  # a device that has failed: wait() tells
+            return True
+
+    def wait(self) -> None:
+        """The host waits until they have ended; raises what went wrong, each time."""
+        self._settle()
+        if self._failure is not None:
+            self._told = True
+            raise self._failure
+
+    def gate(self) -> None:
+        """What the current stream is given from now on begins when they have ended; the host does not wait."""
+        if not self._ended:
+            self._owner.driver.follow(None, self._marked())
+
+    def _marked(self) -> Mark:
+        """The mark behind the copies. Where an interrupt came before it was set, a later one serves as well."""
+        if self._mark is None:
+            self._mark = self._owner.driver.mark(self._stream)
+        return self._mark
+
+    def _settle(self) -> None:
+        """Waits and keeps the result; the tensors are let go."""
+        if self._ended:
+            return
+        try:
+            self._marked().wait()
+        except Exception as error:
+            self._failure = error
+        self._ended = True
+        self._pairs = ()
+
+
+class Copies:
+    """The two streams of a device, and what is under way on them.
+
+    ``ready`` says when the tensors may be touched: a ticket, or, without one, the point that the current stream has
+    reached. ``after`` is one more ticket to come after, as `flow` passes it; one of another engine is waited for by the
+    host. Methods may be called from any thread.
+
+    >>> class NoDevice:
+    ...     device = torch.device("cuda", 0)
+    ...     def stream(self):
+    ...         return object()
+    >>> copies = Copies(NoDevice())
+    >>> copies.to_host(torch.ones(2), torch.ones(2, dtype=torch.bfloat16))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    TypeError: copy 0 goes from torch.float32 to torch.bfloat16; allowed: one dtype (cast on the device, ...)
+    >>> copies.close()
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._out, self._in = driver.stream(), driver.stream()
+        self._pending: deque[Copy] = deque()
+        self._untold: list[Copy] = []  # failed, and let go of before anybody had asked
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def here(self) -> Copy:
+        """A ticket for the point that the current stream has reached: kernels that were launched before it."""
+        copy = Copy(self, None, ())
+        copy._mark = self.driver.mark(None)
+        return copy
+
+    def to_host(
+        self,
+        src: Tensor | Sequence[Tensor],
+        dst: Tensor | Sequence[Tensor],
+        *,
+        ready: Ticket | None = None,
+        after: Ticket | None = None,
+    ) -> Copy:
+        """Device tensors to pinned host tensors of the same dtypes and lengths, as one batch.
+
+        The copies of a batch run in any order, so no two of them may touch the same memory.
+        """
+        return self._submit(self._out, _pairs(src, dst), ready, after)
+
+    def to_device(
+        self,
+        src: Tensor | Sequence[Tensor],
+        dst: Tensor | Sequence[Tensor],
+        *,
+        ready: Ticket | None = None,
+        after: Ticket | None = None,
+    ) -> Copy:
+        """Pinned host tensors to device tensors of the same dtypes and lengths, as one batch, as `to_host`."""
+        return self._submit(self._in, _pairs(src, dst), ready, after)
+
+    def close(self) -> None:
+        """Waits for everything that is under way; raises the first failure that nobody has been told of."""
+        with self._lock:
+            self._closed = True
+            while self._pending:
+                self._let_go(self._pending[0])
+            untold = [copy for copy in self._untold if not copy._told]
+            self._untold.clear()
+        if untold:
+            untold[0].wait()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # what it could raise has nobody to hear it; what it keeps has moved
+            self.close()
+
+    def __enter__(self) -> Copies:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _submit(
+        self,
+        stream: Any,
+        pairs: list[tuple[Tensor, Tensor]],
+        ready: Ticket | None,
+        after: Ticket | None,
+    ) -> Copy:
+        pinned: dict[int, bool] = {}
+        for i, (dst, src) in enumerate(pairs):
+            self._check(i, dst, src, leaves=stream is self._out)
+            self._check_pinned(i, dst if stream is self._out else src, pinned)
+        pairs = [(dst, src) for dst, src in pairs if src.numel()]
+        for ticket in (ready, after):
+            if ticket is not None and not isinstance(ticket, Copy):
+                ticket.wait()
+        with self._lock:
+            if self._closed:
+                raise StateError("these copies are closed; make others")
+            self._sweep()
+            before = [ticket for ticket in (ready, after) if isinstance(ticket, Copy)]
+            if ready is None:
+                before.append(self.here())
+            copy = Copy(self, stream, pairs)
+            self._pending.append(copy)  # first: an interrupt from here on finds it there, with its tensors
+            for ticket in before:
+                if not ticket._ended:
+                    self.driver.follow(stream, ticket._marked())
+            try:
+                self.driver.copy(stream, pairs)
+            finally:
+                copy._marked()
+            return copy
+
+    def _check(self, i: int, dst: Tensor, src: Tensor, leaves: bool) -> None:
+        if dst.dtype != src.dtype:
+            raise TypeError(
+                f"copy {i} goes from {src.dtype} to {dst.dtype}; allowed: one dtype (cast on the device, or use "
+                "zerokern.kernels.cuda.gather)"
+            )
+        if dst.numel() != src.numel():
+            raise ValueError(
+                f"copy {i} goes from {src.numel()} elements to {dst.numel()}; allowed: as many on both sides"
+            )
+        host = torch.device("cpu")
+        source, target = (self.driver.device, host) if leaves else (host, self.driver.device)
+        for name, tensor, device in (("source", src, source), ("destination", dst, target)):
+            if tensor.device != device:
+                raise ValueError(f"the {name} of copy {i} is on {tensor.device}; allowed: {device}")
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"the {name} of copy {i} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; allowed: "
+                    "contiguous tensors"
+                )
+
+    def _check_pinned(self, i: int, host: Tensor, known: dict[int, bool]) -> None:
+        """Asks once for each memory that a list of views lies in."""
+        memory = host.untyped_storage().data_ptr()
+        if memory not in known:
+            known[memory] = host.numel() == 0 or self.driver.pinned(host)
+        if not known[memory]:
+            raise ValueError(
+                f"the host side of copy {i} is not pinned; allowed: leases of a zerokern.memory.Arena taken while CUDA "
+                "is in use, or tensors made with pin_memory=True"
+            )
+
+    def _sweep(self) -> None:
+        """Lets go of what has ended; a slow copy in one direction does not keep those of the other."""
+        for copy in [one for one in self._pending if one.done()]:
+            self._let_go(copy)
+
+    def _let_go(self, copy: Copy) -> None:
+        copy._settle()
+        if copy._failure is not None and not copy._told:
+            self._untold.append(copy)
+        self._pending.remove(copy)
+
+
+def _pairs(src: Tensor | Sequence[Tensor], dst: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    sources = [src] if isinstance(src, Tensor) else list(src)
+    targets = [dst] if isinstance(dst, Tensor) else list(dst)
+    if len(sources) != len(targets):
+        raise ValueError(f"{len(sources)} sources for {len(targets)} destinations; allowed: as many of each")
+    return list(zip(targets, sources, strict=True))
+
+
+def exchange(
+    copies: Copies,
+    ring: Ring,
+    compute: Callable[[int, Tensor | None, Tensor | None], object],
+    *,
+    out: Tensor | None = None,
+    back: Tensor | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Runs a span through host memory: ``out`` leaves the device, ``compute`` fills what returns to it as ``back``.
+
+    Both are flat tensors on the device with as many elements; one of them may be missing. They are cut into pieces that
+    fit into a slot of the ring together. ``compute(first, out_piece, back_piece)`` sees host tensors: the piece that
+    begins with element ``first``, and where to put the result. While it works, the pieces after it are on their way out
+    and those before it on their way back. Returns when everything has ended.
+
+    >>> from zerokern.memory import Arena
+    >>> exchange(None, Ring(Arena(1 << 20), 2, 4096, "example"), print)
+    Traceback (most recent call last):
+    ...
+    ValueError: out=None is not possible; allowed: a tensor on the device, here or as back
+    """
+    spans = [span for span in (out, back) if span is not None]
+    if not spans:
+        raise ValueError(got("out", None, "a tensor on the device, here or as back"))
+    numel = spans[0].numel()
+    for span in spans:
+        if span.dim() != 1 or span.numel() != numel or not span.is_contiguous():
+            found = " and ".join(f"shape {tuple(one.shape)}" for one in spans)
+            raise ValueError(f"out and back have {found}; allowed: contiguous tensors of one dimension and one length")
+    piece = _piece_numel(ring, spans)
+    ready = copies.here()
+
+    def host_side(slot: Slot, i: int) -> list[Tensor | None]:
+        count, offset, sides = min(piece, numel - i * piece), 0, []
+        for span in (out, back):
+            sides.append(None if span is None else slot.lease.tensor(span.dtype, (count,), offset))
+            offset += 0 if span is None else piece * span.itemsize
+        return sides
+
+    def fetch(i: int, slot: Slot, after: Ticket | None) -> Ticket | None:
+        host = host_side(slot, i)[0]
+        if out is None or host is None:
+            return None
+        # Not after the store from this slot: that reads the other side of it.
+        return copies.to_host(out[i * piece : (i + 1) * piece], host, ready=ready)
+
+    def work(i: int, slot: Slot) -> None:
+        compute(i * piece, *host_side(slot, i))
+
+    def store(i: int, slot: Slot) -> Ticket | None:
+        host = host_side(slot, i)[1]
+        if back is None or host is None:
+            return None
+        return copies.to_device(host, back[i * piece : (i + 1) * piece], ready=ready)
+
+    flow(ring, -(-numel // piece), fetch, work, store, progress)
+
+
+def _piece_numel(ring: Ring, spans: Sequence[Tensor]) -> int:
+    """Elements of each span that a slot holds; as many blocks of 128 as fit, so that each side begins on a line."""
+    width = sum(span.itemsize for span in spans)
+    piece = ring.nbytes // width // LINE * LINE
+    if piece == 0:
+        raise ValueError(
+            f"the ring has slots of {ring.nbytes} bytes; allowed: at least {LINE * width}, {LINE} elements of "
+            f"{' and '.join(str(span.dtype) for span in spans)}"
+        )
+    return piece
