@@ -11,6 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from device_double import Double
+
 from zerokern.io import Faults, Nvme, Store
 from zerokern.kernels.cpu import UpdateTable
 from zerokern.optim import disk
@@ -30,6 +32,12 @@ def native_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(UpdateTable, "run", counted)
     return calls
+
+
+@pytest.fixture
+def double() -> Double:
+    """A stand-in for a device."""
+    return Double()
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ class Adagrad(FusedOptimizer):
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "lr": checks.number("lr", group["lr"]),
+            "lr": checks.rate("lr", group["lr"]),
             "lr_decay": checks.number("lr_decay", group["lr_decay"]),
             "eps": checks.number("eps", group["eps"]),
             "weight_decay": checks.number("weight_decay", group["weight_decay"]),

@@ -14,7 +14,9 @@ from zerokern.optim.formats import Algorithm
 
 
 class Adam(FusedOptimizer):
-    """Adam as torch defines it, for CPU parameters in fp32, bf16 or fp16, with gradients of any of these.
+    """Adam as torch defines it, for parameters in fp32, bf16 or fp16, with gradients of any of these, in host memory or
+    on one CUDA GPU. There a step launches and waits for nothing; it can go into a CUDA graph after one step outside,
+    with `lr` as a tensor on the GPU if it is to change.
 
     Keywords beside torch's:
 
@@ -24,8 +26,9 @@ class Adam(FusedOptimizer):
         for fp16 ones; an fp32 parameter is its own master.
     max_grad_norm: clips the global norm within the update, and skips a step whose norm is not finite.
     stochastic_seed: rounds stochastically where master_format is "none": same seed, same bits.
-    tier: where the state rests. "device" or "cpu" is the same for CPU parameters; `zk.Nvme(path)` is a folder on disk,
-        through which it passes at each step with the same bits, and which is private to this optimizer.
+    tier: where the state rests. "device": where the parameters are; "cpu", for CPU parameters, is the same.
+        `zk.Nvme(path)`, for CPU parameters: a folder on disk, through which it passes at each step with the same bits,
+        and which is private to this optimizer.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -88,7 +91,7 @@ class Adam(FusedOptimizer):
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = checks.pair("betas", group["betas"])
         return {
-            "lr": checks.number("lr", group["lr"]),
+            "lr": checks.rate("lr", group["lr"]),
             "beta1": beta1,
             "beta2": beta2,
             "eps": checks.number("eps", group["eps"]),

@@ -14,11 +14,13 @@ from torch.optim.optimizer import ParamsT
 
 from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
-from zerokern.optim import checks, disk_state, loading
+from zerokern.optim import checks, device, disk_state, loading
 from zerokern.optim.binding import Binding
+from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import Algorithm, Layout, check_formats, layout_of
+from zerokern.optim.judge import Judge
 from zerokern.optim.masters import Witness, follow, tracked
 from zerokern.optim.state import copied
 from zerokern.optim.survey import Survey
@@ -68,6 +70,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._grad_norm: float | None = None
         self._skipped_steps = 0
         self._torn = False
+        self._judge: Judge | None = None
         self._bound = _Bound()
         formats = {"state_format": state_format, "master_format": master_format, "stochastic_seed": stochastic_seed}
         super().__init__(params, {**defaults, **formats})
@@ -87,7 +90,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def max_grad_norm(self) -> float | None:
         """Gradients are scaled within the update so that their global norm is at most this; None leaves them alone.
 
-        With a number, a step whose norm is not finite is skipped: no parameter and no state changes.
+        With a number, a step whose norm is not finite is skipped: no parameter and no state changes. For parameters on
+        a GPU both are decided there.
         """
         return self._max_grad_norm
 
@@ -99,13 +103,19 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the last step's gradients, before clipping; None until a step with `max_grad_norm`."""
-        return self._grad_norm
+        """The global norm of the last step's gradients, before clipping; None until a step with `max_grad_norm`.
+
+        For parameters on a GPU, reading it waits for the step.
+        """
+        return self._judge.grad_norm if self._judge is not None and self._judge.has_norm else self._grad_norm
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed nothing, because the norm was not finite or GradScaler had found an infinity."""
-        return self._skipped_steps
+        """Steps that changed nothing, because the norm was not finite or GradScaler had found an infinity.
+
+        For parameters on a GPU, reading it waits for the step.
+        """
+        return self._skipped_steps + (0 if self._judge is None else self._judge.skipped_steps)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own hyperparameters; everything is checked before the group is added."""
@@ -145,6 +155,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         pointers = binding.survey.pointers(self.param_groups) if binding is not None else None
         if binding is None or pointers is None:
             survey, binding = Survey(self.param_groups, self._layout), None
+            if survey.device is not None:
+                device.require(survey.device, self.tier)
             held = survey.hold()
             pointers = survey.pointers(self.param_groups) or survey.gradient_pointers
         else:
@@ -165,9 +177,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _scale(self, survey: Survey, pointers: array[int]) -> float | None:
-        """What the gradients are multiplied by: loss scale undone, then clipped. None: this step is to be skipped."""
+        """What the gradients are multiplied by: loss scale undone, then clipped. None: this step is to be skipped.
+
+        On a device that is decided there, and 1.0 is what is known of it here.
+        """
         found_inf = getattr(self, "found_inf", None)
         grad_scale = getattr(self, "grad_scale", None)
+        self._change_judge(survey)
+        if self._judge is not None:
+            self._judge.ask(max_norm=self._max_grad_norm, grad_scale=grad_scale, found_inf=found_inf)
+            return 1.0
         if found_inf is not None and float(found_inf):
             return None
         scale = 1.0 if grad_scale is None else 1.0 / checks.number("grad_scale", grad_scale, positive=True)
@@ -178,19 +197,32 @@ class FusedOptimizer(torch.optim.Optimizer):
             return None
         return scale * min(1.0, self._max_grad_norm / (self._grad_norm + 1e-6))
 
+    def _change_judge(self, survey: Survey) -> None:
+        """Parameters may be moved: what a device has answered until then is kept."""
+        if self._judge is not None and survey.params and self._judge.device != survey.device:
+            self._grad_norm, self._skipped_steps, self._judge = self.grad_norm, self.skipped_steps, None
+        if self._judge is None and survey.device is not None:
+            self._judge = Judge(survey.device)
+
     def _bind(
         self, survey: Survey, formats: list[FormatKey], previous: Binding | DiskBinding | None
     ) -> Binding | DiskBinding:
         self.state = watched(self.state)
-        self._bound.binding = None
+        last, self._bound.binding = self._bound.binding, None
         initial, witness = [self._initial_moment(group) for group in self.param_groups], self._bound.witness
         subject = self._algorithm, survey, self.param_groups, self.state
         binding: Binding | DiskBinding
-        if self._disk is None:
-            last = previous if isinstance(previous, Binding) else None
-            binding = Binding(*subject, initial=initial, previous=last, witness=witness)
-        else:
+        if self._disk is not None:
             binding = DiskBinding(*subject, self._disk, initial=initial, witness=witness)
+        elif self._judge is not None:
+            before = last if isinstance(last, DeviceBinding) and last.place == survey.device else None
+            intact = before if before is previous else None
+            binding = DeviceBinding(
+                *subject, self._judge, initial=initial, previous=intact, last=before, witness=witness
+            )
+        else:
+            known = previous if type(previous) is Binding else None
+            binding = Binding(*subject, initial=initial, previous=known, witness=witness)
         self._bound = _Bound(binding, binding.witness, formats)
         return binding
 
@@ -255,12 +287,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._catch_up()
         held = self.state
         try:
-            if self._disk is not None:
-                self.state = WatchedState(disk_state.in_memory(self._disk, held))
+            self.state = self._shown()
             state_dict = super().state_dict()
         finally:
             self.state = held
         return {**state_dict, "state": plain(state_dict["state"])}
+
+    def _shown(self) -> WatchedState:
+        """The state as it is saved."""
+        binding = self._bound.binding
+        if self._disk is not None:
+            return WatchedState(disk_state.in_memory(self._disk, self.state))
+        return WatchedState(binding.shown(self.state)) if isinstance(binding, DeviceBinding) else self.state
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -299,10 +337,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         disk_state.refuse_copy(self.state)
         self._catch_up()
         own = {name: getattr(self, name) for name in _OWN_ATTRIBUTES}
-        return {**super().__getstate__(), "state": plain(self.state), **own}
+        own.update(_grad_norm=self.grad_norm, _skipped_steps=self.skipped_steps)
+        return {**super().__getstate__(), "state": plain(self._shown()), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = WatchedState(self.state)
         self._disk = Disk(self.tier) if isinstance(self.tier, Nvme) else None
+        self._judge = None
         self._bound = _Bound(witness=Witness(tracked(self.state)))

@@ -49,8 +49,7 @@ class Binding:
         if new:
             self._add(algorithm, groups, state, initial, new)
         if new or previous is None or not same_objects(survey.everyone, previous.survey.everyone):
-            entries = [state.get(param, {}) for param in survey.everyone]
-            self.book = StepBook(entries)
+            self.book = self._open_book([state.get(param, {}) for param in survey.everyone])
         else:
             self.book = previous.book
         self.witness = Witness.renewed(witness, state)
@@ -62,7 +61,14 @@ class Binding:
         self._tensors = [tensor for row in rows for tensor in row.tensors]
         self._addresses = [address for row in rows for address in row.addresses]
         self._samples = cycle(range(_SAMPLES))
-        self.table, self.groups = table_of(survey, groups, rows, self.book.choose(survey.numbers))
+        self._plan(groups)
+
+    def _open_book(self, entries: Sequence[Entry]) -> Any:
+        return StepBook(entries)
+
+    def _plan(self, groups: Groups) -> None:
+        """Put the rows into a table."""
+        self.table, self.groups = table_of(self.survey, groups, self._rows, self.book.choose(self.survey.numbers))
 
     def _knows(self, param: Tensor, *aspects: Any) -> bool:
         row = self.rows.get(id(param))
@@ -84,7 +90,7 @@ class Binding:
             make([(param, entry, slot) for _, param, entry, slot in made])
             self._start(algorithm, state, initial, made)
             for i, entry in zip(new, entries, strict=True):
-                pull(entry, survey.layouts[i])
+                pull(entry, survey.layouts[i], survey.params[i].device)
         firsts = {i for i, _, _, slot in made if slot.key in optional}
         for i, entry in zip(new, entries, strict=True):
             param = survey.params[i]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.io import Nvme
+from zerokern.optim import device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES_TEXT = "torch.float32, torch.bfloat16 or torch.float16"
@@ -30,6 +31,9 @@ def number(name: str, value: Any, *, below: float = math.inf, positive: bool = F
     >>> number("lr", torch.tensor(0.5))
     0.5
     """
+    if isinstance(value, Tensor) and device.serves(value.device):
+        do = "only lr is read where it lies; reading this one would wait for the device"
+        raise TypeError(got(name, value, "a number or a tensor on the CPU", do))
     try:
         found = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -38,6 +42,20 @@ def number(name: str, value: Any, *, below: float = math.inf, positive: bool = F
         finite = "a finite number > 0" if positive else "a finite number >= 0"
         raise ValueError(got(name, found, finite if below == math.inf else f"a number in [0, {below:g})"))
     return found
+
+
+def rate(name: str, value: Any) -> float | Tensor:
+    """As `number`, but a tensor on a device stays there: the update reads it, and nothing waits for it.
+
+    >>> rate("lr", 0.5)
+    0.5
+    """
+    if not isinstance(value, Tensor) or not device.serves(value.device):
+        return number(name, value)
+    if value.numel() != 1 or value.dtype not in (torch.float32, torch.float64):
+        what = f"{tuple(value.shape)} tensor of {value.dtype}"
+        raise TypeError(got(name, what, "a number or a tensor of one element, torch.float32 or torch.float64"))
+    return value
 
 
 def pair(name: str, value: Any) -> tuple[float, float]:
@@ -74,7 +92,7 @@ def flag(name: str, value: Any) -> bool:
 def hints(group: dict[str, Any]) -> None:
     """Refuse torch's keywords that would mean something else here; `fused` is what these optimizers are."""
     for name, reason in _REFUSED.items():
-        if group.get(name):
+        if group.get(name) and not (name == "capturable" and device.holds(group.get("params", ()))):
             raise ValueError(got(name, group[name], "None or False", reason))
 
 
@@ -89,8 +107,8 @@ def distinct(params: Sequence[Any]) -> None:
             raise ValueError(got("params", what, "each parameter once", "A tied parameter is passed once"))
 
 
-def parameter(name: str, param: Tensor) -> None:
-    """Refuse a parameter that the kernels cannot update in place."""
+def parameter(name: str, param: Tensor, other: str, home: torch.device) -> None:
+    """Refuse a parameter that the kernels cannot update in place. `home` is where another one is."""
     plain_dispatch = torch.Tensor.__torch_dispatch__
     if type(param).__torch_dispatch__ is not plain_dispatch:
         do = "pass the plain tensor it wraps"
@@ -99,8 +117,11 @@ def parameter(name: str, param: Tensor) -> None:
         raise TypeError(got(name, type(param).__name__, "an initialised parameter", "run a forward pass first"))
     if param.dtype not in DTYPES:
         raise TypeError(got(f"{name}.dtype", param.dtype, DTYPES_TEXT))
-    if param.device.type != "cpu":
-        raise ValueError(got(f"{name}.device", param.device, "cpu", "move the model to the CPU"))
+    if param.device.type != "cpu" and not device.serves(param.device):
+        raise ValueError(got(f"{name}.device", param.device, "cpu or cuda", "move the model there"))
+    if param.device != home:
+        do = "one optimizer for the parameters of each device"
+        raise ValueError(got(f"{name}.device", param.device, f"{home}, where {other} is", do))
     if param.layout is not torch.strided:
         raise TypeError(got(f"{name}.layout", param.layout, "torch.strided"))
     if not param.is_contiguous():
@@ -117,8 +138,8 @@ def gradient(name: str, param: Tensor, grad: Tensor) -> None:
         raise TypeError(got(f"{name}.layout", grad.layout, "torch.strided", "sparse gradients: use grad.to_dense()"))
     if grad.dtype not in DTYPES:
         raise TypeError(got(f"{name}.dtype", grad.dtype, DTYPES_TEXT))
-    if grad.device.type != "cpu":
-        raise ValueError(got(f"{name}.device", grad.device, "cpu"))
+    if grad.device != param.device:
+        raise ValueError(got(f"{name}.device", grad.device, f"{param.device}, the parameter's"))
     if grad.shape != param.shape:
         raise ValueError(got(f"{name}.shape", tuple(grad.shape), f"{tuple(param.shape)}, the parameter's"))
     if grad.is_neg():

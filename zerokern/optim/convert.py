@@ -52,7 +52,7 @@ def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
 
 
 def _widened(key: str, entry: dict[str, Any]) -> Tensor:
-    value = entry[key]
+    value = entry[key].detach().to("cpu")
     if value.dtype in (torch.int8, torch.uint8):
-        return ops.decode_int8(value, entry[f"{key}_scale"], key)
-    return value.detach().to("cpu", torch.float32)
+        return ops.decode_int8(value, entry[f"{key}_scale"].detach().to("cpu"), key)
+    return value.to(torch.float32)

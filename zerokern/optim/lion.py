@@ -69,7 +69,7 @@ class Lion(FusedOptimizer):
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = checks.pair("betas", group["betas"])
         return {
-            "lr": checks.number("lr", group["lr"]),
+            "lr": checks.rate("lr", group["lr"]),
             "beta1": beta1,
             "beta2": beta2,
             "weight_decay": checks.number("weight_decay", group["weight_decay"]),

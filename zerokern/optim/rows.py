@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import KernelError
 from zerokern.kernels.cpu import UpdateTable
+from zerokern.optim import checks
 from zerokern.optim.formats import Layout
 from zerokern.optim.state import Entry
 from zerokern.optim.survey import Groups
@@ -69,7 +70,7 @@ class TableGroup:
 
     owner: int  # the param_group
     formats: dict[str, Any]
-    step: int  # updates made so far
+    step: int  # updates made so far, or, where the host does not know it, a label of all that have made as many
     first: bool
 
 
@@ -92,8 +93,12 @@ class StepTable(UpdateTable):
 
 
 def table_of(
-    columns: Columns, groups: Groups, rows: Sequence[Pointed], steps: Sequence[int]
-) -> tuple[StepTable, list[TableGroup]]:
+    columns: Columns,
+    groups: Groups,
+    rows: Sequence[Pointed],
+    steps: Sequence[int],
+    open_table: Callable[[int, int], Any] = StepTable,
+) -> tuple[Any, list[TableGroup]]:
     """The table of all rows; those that differ in format, owner or step count are in different groups of it."""
     made: list[TableGroup] = []
     numbers: dict[tuple[Any, ...], int] = {}
@@ -106,7 +111,7 @@ def table_of(
             formats = row.layout.table_formats(groups[owner]["stochastic_seed"])
             made.append(TableGroup(owner, {**formats, "grad_dtype": grad_dtype}, step, row.first))
         members.append(number)
-    table = StepTable(len(rows), len(made))
+    table = open_table(len(rows), len(made))
     table.columns["group"][:] = members
     table.columns["numel"][:] = array("Q", columns.numels)
     table.columns["key"][:] = array("Q", columns.numbers)
@@ -119,6 +124,8 @@ def set_groups(table: UpdateTable, groups: Sequence[TableGroup], settings: Seque
     """Give the table's groups the hyperparameters and step counts of the update to come."""
     for number, group in enumerate(groups):
         values = {**group.formats, **settings[group.owner], "step": group.step + 1, "first_step": group.first}
+        if isinstance(values["lr"], Tensor):
+            values["lr"] = checks.number("lr", float(values["lr"]))
         table.set_group(number, **values)
 
 

@@ -81,7 +81,7 @@ class SGD(FusedOptimizer):
             do = "pass momentum > 0 and dampening=0"
             raise ValueError(got("nesterov", True, f"False with momentum={momentum:g}, dampening={dampening:g}", do))
         return {
-            "lr": checks.number("lr", group["lr"]),
+            "lr": checks.rate("lr", group["lr"]),
             "momentum": momentum,
             "dampening": dampening,
             "weight_decay": checks.number("weight_decay", group["weight_decay"]),

@@ -95,21 +95,28 @@ def _convert_hint(layout: Layout) -> str:
     )
 
 
-def pull(entry: Entry, layout: Layout) -> None:
+def pull(entry: Entry, layout: Layout, place: torch.device) -> None:
     """Bring what was moved to another device, or made non-contiguous, back to where the kernels can reach it."""
     for slot in layout.slots:
         value = entry.get(slot.key)
-        if isinstance(value, Tensor) and slot.key != "step" and not (value.is_cpu and value.is_contiguous()):
-            entry[slot.key] = value.detach().to("cpu").contiguous()
+        if isinstance(value, Tensor) and slot.key != "step" and not (value.device == place and value.is_contiguous()):
+            entry[slot.key] = value.detach().to(place).contiguous()
 
 
 def make(wanted: Sequence[tuple[Tensor, Entry, Slot]]) -> None:
-    """Put a zeroed tensor for each slot into its entry, slots of one key side by side in memory."""
+    """Put a zeroed tensor for each slot into its entry: in host memory slots of one key side by side, and counters."""
     keys = list(dict.fromkeys(slot.key for _, _, slot in wanted))
     order = sorted(range(len(wanted)), key=lambda i: keys.index(wanted[i][2].key))
-    tensors = zeros([(wanted[i][2].shape(wanted[i][0]), wanted[i][2].dtype) for i in order])
-    for i, tensor in zip(order, tensors, strict=True):
-        wanted[i][1][wanted[i][2].key] = tensor
+    at_home = [i for i in order if wanted[i][0].is_cpu or wanted[i][2].extent == "scalar"]
+    tensors = dict(
+        zip(at_home, zeros([(wanted[i][2].shape(wanted[i][0]), wanted[i][2].dtype) for i in at_home]), strict=True)
+    )
+    for i in order:
+        param, entry, slot = wanted[i]
+        made = tensors.get(i)
+        entry[slot.key] = (
+            torch.zeros(slot.shape(param), dtype=slot.dtype, device=param.device) if made is None else made
+        )
 
 
 def copied(entries: Sequence[tuple[Tensor, Entry, Layout]]) -> list[Entry]:
@@ -122,8 +129,9 @@ def copied(entries: Sequence[tuple[Tensor, Entry, Layout]]) -> list[Entry]:
         if entry.get(slot.key) is not None
     ]
     make(wanted)
-    for (_, entry, _), mine in zip(entries, made, strict=True):
+    for (param, entry, _), mine in zip(entries, made, strict=True):
         for key in mine:
-            value = torch.as_tensor(entry[key], device="cpu")
+            value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
             mine[key].copy_(value.reshape(()) if key == "step" else value)
+            mine[key] = mine[key].to(param.device)
     return made

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels.cpu import sumsq_pointers
-from zerokern.optim import checks
+from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.optim.gradients import reader_of
 
@@ -30,11 +30,13 @@ _grad_of = operator.attrgetter("grad")
 _dtype_of = operator.attrgetter("dtype")
 _layout_of = operator.attrgetter("layout")
 _is_cpu = operator.attrgetter("is_cpu")
+_device_of = operator.attrgetter("device")
 _shape_of = operator.attrgetter("shape")
 _numel_of = torch.Tensor.numel
 _pointer_of = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 _is_inference = torch.Tensor.is_inference
+_index_of = torch.Tensor.get_device
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _CHUNK = 512  # parameters whose tensors stay in the second-level cache from one pass to the next
 
@@ -80,10 +82,13 @@ class Survey:
         self.numbers = list(compress(range(len(active)), active))
         dense_grads: list[Tensor] = [grad for grad in grads if grad is not None]
         _refuse(groups, self.numbers, self.params, dense_grads)
+        home = self.params[0].device if self.params else None
+        self.device = home if home is not None and device.serves(home) else None  # None: host memory
         self.param_pointers = list(map(_pointer_of, self.params))
         _refuse_overlap(groups, self.numbers, self.params, self.param_pointers)
         self.layouts = _layouts(groups, layout_of, self.owners, self.params)
         self.gradient_pointers = array("Q", map(_pointer_of, dense_grads))
+        self._there = self.gradient_pointers
         self.grad_dtypes = list(map(_dtype_of, dense_grads))
         self.numels = list(map(_numel_of, dense_grads))
         self.param_dtypes = list(map(_dtype_of, self.params))
@@ -97,8 +102,22 @@ class Survey:
             return None
         if self.idle and not all(map(operator.is_, map(_grad_of, self.idle), repeat(None))):
             return None
-        if self._reader is not None:
-            return self._reader.read()
+        found = self._read() if self._reader is None else self._reader.read()
+        return found if found is None or self.device is None or self._are_there(found) else None
+
+    def _are_there(self, pointers: array[int]) -> bool:
+        """Whether the gradients are on the parameters' device: a kernel that followed another address would fault.
+
+        Addresses of one device are no other's, so those that were looked at before need no second look.
+        """
+        if pointers != self._there:
+            index = _index_of(self.params[0])
+            if list(map(_index_of, map(_grad_of, self.params))).count(index) != len(self.params):
+                return False
+            self._there = pointers
+        return True
+
+    def _read(self) -> array[int] | None:
         pointers = array("Q")
         for begin in range(0, len(self.params), _CHUNK):
             some = self._pointers(begin, begin + _CHUNK)
@@ -159,11 +178,17 @@ def _layouts(groups: Groups, layout_of: LayoutOf, owners: Sequence[int], params:
 
 def _refuse(groups: Groups, numbers: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     shapes_agree = all(map(operator.eq, map(_shape_of, params), map(_shape_of, grads)))
-    if shapes_agree and _plain(params) and _plain(grads) and not any(map(_is_inference, params)):
+    if (
+        shapes_agree
+        and _plain(params)
+        and _plain(grads)
+        and _together(params, grads)
+        and not any(map(_is_inference, params))
+    ):
         return
     names = names_of(groups)
     for number, param, grad in zip(numbers, params, grads, strict=True):
-        checks.parameter(names[number], param)
+        checks.parameter(names[number], param, names[numbers[0]], params[0].device)
         checks.gradient(names[number], param, grad)
 
 
@@ -171,11 +196,17 @@ def _plain(tensors: Sequence[Tensor]) -> bool:
     return (
         _PLAIN.issuperset(map(type, tensors))
         and {torch.strided}.issuperset(map(_layout_of, tensors))
-        and all(map(_is_cpu, tensors))
         and not any(map(torch.Tensor.is_neg, tensors))
         and set(checks.DTYPES).issuperset(map(_dtype_of, tensors))
         and all(map(_is_contiguous, tensors))
     )
+
+
+def _together(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    if all(map(_is_cpu, params)) and all(map(_is_cpu, grads)):
+        return True
+    home = params[0].device
+    return device.serves(home) and {home}.issuperset({*map(_device_of, params), *map(_device_of, grads)})
 
 
 def _refuse_overlap(groups: Groups, numbers: Sequence[int], params: Sequence[Tensor], pointers: Sequence[int]) -> None:

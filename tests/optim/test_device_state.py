@@ -1,0 +1,319 @@
+"""State on a device: whence it comes, where it goes, and what others do to it in between."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device_double import DeviceTwins, Double
+from optim_cases import (
+    BF16,
+    EVERY_STATE,
+    FP32,
+    MAKERS,
+    contents,
+    copies,
+    make_params,
+    same_bits,
+    set_grads,
+    train,
+    write_from_outside,
+)
+
+from zerokern import StateError
+from zerokern.optim import SGD, AdamW
+
+
+def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True, map_location="cpu")
+
+
+def test_keys_shapes_and_dtypes_are_those_of_the_cpu(double: Double) -> None:
+    twins = DeviceTwins(double.on, "adamw", dtype=BF16, state_format="int8")
+    twins.train(1)
+    for mine, theirs in zip(twins.params, twins.straight, strict=True):
+        entry, expected = twins.ours.state[mine], twins.reference.state[theirs]
+        assert list(entry) == list(expected)
+        assert [(v.dtype, v.shape) for v in entry.values()] == [(v.dtype, v.shape) for v in expected.values()]
+
+
+@pytest.mark.parametrize("saved", [lambda o: o.state_dict(), lambda o: copy.deepcopy(o).state_dict()])
+def test_each_saved_tensor_has_a_storage_of_its_own(saved: Callable[[Any], dict[str, Any]], double: Double) -> None:
+    """Also the counters, which are views of one tensor in between."""
+    twins = DeviceTwins(double.on, "adamw")
+    twins.train(2)
+    with double.on():
+        entries = saved(twins.ours)["state"].values()
+    for entry in entries:
+        assert [value.untyped_storage().nbytes() for value in entry.values()] == [v.nbytes for v in entry.values()]
+        assert entry["step"] == 2.0
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+def test_checkpoints_go_to_the_cpu_and_back(name: str, state_format: str, to_device: bool, double: Double) -> None:
+    sides = [double.on, contextlib.nullcontext]
+    before, after = sides[::-1] if to_device else sides
+    settings = {"state_format": state_format, "max_grad_norm": 1.0}
+    params, straight = make_params(dtype=BF16), make_params(dtype=BF16)
+    with before():
+        optimizer = MAKERS[name](params, **settings)
+        train(optimizer, params, 2)
+        saved, resumed = through_disk(optimizer.state_dict()), copies(params)
+    with after():
+        again = MAKERS[name](resumed, **settings, lr=0.5)
+        again.load_state_dict(saved)
+        train(again, resumed, 2, start=2)
+        mine = again.state_dict()
+    reference = MAKERS[name](straight, **settings)
+    train(reference, straight, 4)
+    assert same_bits(resumed, straight)
+    for number, param in enumerate(straight):
+        assert same_bits(list(mine["state"][number].values()), list(reference.state[param].values()))
+
+
+@pytest.mark.parametrize("from_torch", [True, False])
+def test_torchs_fused_capturable_checkpoints(from_torch: bool, double: Double) -> None:
+    params, straight = make_params(), make_params()
+    reference = torch.optim.AdamW(straight, lr=1e-2)
+    first = torch.optim.AdamW if from_torch else AdamW
+    with double.on():
+        before = first(params, lr=1e-2)
+        for step in range(4):
+            if step == 2:
+                before, params = exchanged(before, params, AdamW if from_torch else torch.optim.AdamW)
+            set_grads(params, straight, seed=step)
+            before.step()
+            reference.step()
+    for param, twin in zip(params, straight, strict=True):
+        torch.testing.assert_close(param, twin, rtol=2e-6, atol=2e-6)
+        for key, value in reference.state[twin].items():
+            torch.testing.assert_close(before.state[param][key], value, rtol=2e-6, atol=2e-6)
+
+
+def exchanged(before: Any, params: list[torch.nn.Parameter], cls: type) -> tuple[Any, list[torch.nn.Parameter]]:
+    resumed = copies(params)
+    after = cls(resumed, lr=0.5, fused=True)
+    saved = through_disk(before.state_dict())
+    saved["param_groups"][0].update(fused=True, capturable=cls is AdamW)  # torch's own refuses it on the CPU
+    after.load_state_dict(saved)
+    return after, resumed
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+def test_a_copy_goes_its_own_way(how: Callable[[Any], Any], name: str, state_format: str, double: Double) -> None:
+    with double.on():
+        params = make_params(dtype=BF16)
+        optimizer = MAKERS[name](params, state_format=state_format, max_grad_norm=1.0)
+        train(optimizer, params, 2)
+        set_grads(params, scale=math.inf)
+        optimizer.step()
+        twins, twin = how((params, optimizer))
+        assert (twin.skipped_steps, twin.grad_norm) == (1, math.inf)
+        kept = contents(optimizer, params)
+        train(twin, twins, 2, start=2)
+        assert same_bits(contents(optimizer, params), kept)
+        train(optimizer, params, 2, start=2)
+        assert same_bits(contents(optimizer, params), contents(twin, twins))
+        assert twin.skipped_steps == 1
+
+
+@pytest.mark.parametrize("how", ["copy_", "load_state_dict", "data", "new data"])
+@pytest.mark.parametrize("master_format", ["split16", "fp32"])
+def test_a_write_from_outside_becomes_the_master(master_format: str, how: str, double: Double) -> None:
+    twins = DeviceTwins(double.on, "adamw", dtype=BF16, master_format=master_format)
+    twins.train(3)
+    value = (torch.randn(1000) + 100).to(BF16)
+    twins.both(lambda optimizer, params: write_from_outside(how, optimizer, params, value))
+    twins.train(2, start=3)
+    assert twins.agree()
+
+
+@pytest.mark.parametrize("how", ["value", "entry", "state", "data", "number"])
+def test_replaced_state_is_used(how: str, double: Double) -> None:
+    """As Accelerate and Lightning do when they move it to a device."""
+
+    def replace(optimizer: Any, params: list[torch.nn.Parameter]) -> None:
+        for param, entry in list(optimizer.state.items()):
+            moved = {key: value.clone() for key, value in entry.items()}
+            if how == "entry":
+                optimizer.state[param] = moved
+            elif how == "state":
+                optimizer.state = {**optimizer.state, param: moved}
+            elif how == "number":
+                entry["step"] = int(entry["step"])
+            for key, value in entry.items() if how in ("value", "data") else ():
+                if how == "value":
+                    entry[key] = moved[key]
+                else:
+                    value.data = moved[key]
+
+    twins = DeviceTwins(double.on, "adamw", dtype=BF16, max_grad_norm=1.0)
+    twins.train(2)
+    twins.both(replace)
+    twins.train(3, start=2)
+    assert twins.agree()
+
+
+def test_written_counters_count(double: Double) -> None:
+    def write(optimizer: Any, params: list[torch.nn.Parameter]) -> None:
+        optimizer.state[params[0]]["step"].fill_(10.0)
+        optimizer.state[params[1]]["step"] = torch.tensor(7.0)
+        optimizer.state[params[2]]["step"] = 5
+
+    twins = DeviceTwins(double.on, "adam", max_grad_norm=1.0)
+    twins.train(2)
+    twins.both(write)
+    twins.train(3, start=2)
+    assert twins.agree()
+    assert [twins.ours.state[param]["step"].item() for param in twins.params] == [13, 10, 8, 5, 5]
+
+
+def test_state_reset_and_parameters_exchanged(double: Double) -> None:
+    def exchange(optimizer: Any, params: list[torch.nn.Parameter]) -> None:
+        del optimizer.state[params[1]]
+        new = torch.nn.Parameter(params[4].detach().clone())
+        optimizer.state[new] = optimizer.state.pop(params[4])
+        optimizer.param_groups[0]["params"][4] = params[4] = new
+
+    twins = DeviceTwins(double.on, "adamw", max_grad_norm=1.0)
+    twins.train(2)
+    twins.both(exchange)
+    twins.train(2, start=2)
+    assert twins.agree()
+
+
+def test_parameters_that_leave_the_device_and_come_back(double: Double) -> None:
+    """As `model.cpu()` and `model.cuda()` do: the parameters get other memory, the state stays where it was."""
+    params, straight = make_params(), make_params()
+    optimizer, reference = (AdamW(mine, max_grad_norm=1.0) for mine in (params, straight))
+    train(reference, straight, 6)
+    for visit, place in enumerate([double.on, contextlib.nullcontext, double.on]):
+        with place():
+            for param in params:
+                param.data, param.grad = param.data.clone(), None
+            train(optimizer, params, 2, start=2 * visit)
+            set_grads(params, scale=math.nan)
+            optimizer.step()
+            assert optimizer.skipped_steps == visit + 1
+    assert double.launched == 6
+    assert same_bits(params, straight)
+
+
+def sgd_twins(double: Double, **settings: Any) -> DeviceTwins:
+    return DeviceTwins(double.on, "sgd", max_grad_norm=1.0, dampening=0.5, **settings)
+
+
+def saved_state(twins: DeviceTwins) -> dict[int, dict[str, torch.Tensor]]:
+    with twins.on():
+        return twins.ours.state_dict()["state"]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_moment_starts_from_the_first_gradient_that_is_used(seed: int | None, double: Double) -> None:
+    formats = {"stochastic_seed": seed, "master_format": "none"} if seed else {}
+    twins = sgd_twins(double, **formats)
+    twins.train(2, scale=math.inf)
+    assert not any("momentum_buffer" in entry for entry in saved_state(twins).values())
+    twins.train(1, idle=[2])
+    assert "momentum_buffer" not in saved_state(twins).get(2, {})
+    assert "momentum_buffer" in saved_state(twins)[1]
+    twins.train(2, start=1)
+    assert twins.agree()
+    assert twins.ours.skipped_steps == twins.reference.skipped_steps == 2
+
+
+@pytest.mark.parametrize("how", ["load", "copy"])
+def test_a_moment_that_nothing_has_started_starts_after_a_load(how: str, double: Double) -> None:
+    twins = sgd_twins(double)
+    twins.train(1, scale=math.nan)
+    with double.on():
+        if how == "copy":
+            twins.params, twins.ours = copy.deepcopy((twins.params, twins.ours))
+        else:
+            twins.ours.load_state_dict(through_disk(twins.ours.state_dict()))
+    twins.train(2, start=1)
+    assert twins.agree()
+
+
+def test_a_moment_that_nothing_has_started_survives_other_changes(double: Double) -> None:
+    twins = sgd_twins(double, dtype=BF16)
+    twins.train(1, scale=math.nan)
+    twins.ours.state[twins.params[0]]["remainder"] = twins.ours.state[twins.params[0]]["remainder"].clone()
+    twins.train(1, scale=math.nan)
+    twins.train(1, idle=[3])
+    twins.ours.state[twins.params[3]]["note"] = torch.ones(1)
+    del twins.ours.state[twins.params[3]]["note"]
+    twins.train(3, start=1)
+    assert twins.agree()
+
+
+def test_momentum_that_begins_late(double: Double) -> None:
+    twins = sgd_twins(double, momentum=0.0)
+    twins.train(2)
+    twins.both(lambda optimizer, params: optimizer.param_groups[0].update(momentum=0.9))
+    twins.train(1, scale=math.inf)
+    twins.train(2, start=2)
+    assert twins.agree()
+    with double.on():
+        params = make_params((3,), BF16)
+        optimizer = SGD(params, master_format="none", stochastic_seed=1)
+        train(optimizer, params, 2)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        set_grads(params)
+        for _ in range(2):
+            with pytest.raises(StateError, match=r"'momentum_buffer' would begin after 2 steps.*\"step\"\] to 0"):
+                optimizer.step()
+        optimizer.state[params[0]]["step"] = 0
+        train(optimizer, params, 2)
+        assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_state_elsewhere_is_brought_back(double: Double) -> None:
+    """The dtype stays what it was; a transposed tensor stands for one that is somewhere else."""
+    twins = DeviceTwins(double.on, "adamw", (12,), FP32)
+    twins.train(1)
+    entry = twins.ours.state[twins.params[0]]
+    wide = torch.zeros(12, 2)
+    wide[:, 0] = entry["exp_avg"]
+    entry["exp_avg"] = wide[:, 0]
+    twins.train(2, start=1)
+    assert entry["exp_avg"].is_contiguous()
+    assert twins.agree()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "state_format"), [pair for pair in EVERY_STATE if pair[1] != "int8"])
+def test_state_moves_between_gpu_and_cpu(name: str, state_format: str) -> None:
+    """An fp32 parameter is its own master, which moves with it; arithmetic between int8 codes may differ."""
+    twins = DeviceTwins(contextlib.nullcontext, name, dtype=FP32, place="cuda", state_format=state_format)
+    twins.train(2)
+    assert {value.device.type for entry in twins.ours.state.values() for value in entry.values()} == {"cuda"}
+    for entry in twins.ours.state.values():
+        for key, value in entry.items():
+            entry[key] = value.cpu()
+    twins.train(1, start=2)
+    twins.ours.load_state_dict(through_disk(twins.ours.state_dict()))
+    assert {value.device.type for entry in twins.ours.state.values() for value in entry.values()} == {"cuda"}
+    twins.train(1, start=3)
+    for param in twins.params:
+        param.grad, param.data = None, param.data.cpu()
+    twins.train(1, start=4)
+    assert {value.device.type for entry in twins.ours.state.values() for value in entry.values()} == {"cpu"}
+    for param in twins.params:
+        param.grad, param.data = None, param.data.cuda()
+    twins.train(1, start=5)
+    assert twins.agree()
