@@ -85,7 +85,7 @@ def functions(problem: StepProblem) -> tuple[Callable[..., Any], Callable[..., A
 def full_step(problem: StepProblem) -> list[Provider]:
     step = PeerStep(problem)
     values = problem.algorithm.scalars(problem.algorithm.hyper)
-    scalars = {name: torch.tensor(value) for name, value in values.items()}
+    scalars = {name: torch.tensor(value, device=step.params[0].device) for name, value in values.items()}
     clip_of, update, whole = functions(problem)
     if len(step.params) > 1:
         return [_one_graph_per_size(step, scalars, update)]

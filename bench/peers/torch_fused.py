@@ -38,8 +38,8 @@ def provider(step: PeerStep, name: str, wiring: str, run: Callable[[], object]) 
 def fused_update(step: PeerStep) -> Callable[..., None]:
     """update(params, grads, *states, grad_scale=None) by the fused kernel of the step's algorithm."""
     hyper = step.hyper
-    # the kernels read one step tensor per parameter; all may be the same
-    count = torch.tensor(float(hyper["step"]))
+    # the kernels read one step tensor per parameter, where the parameter is; all may be the same
+    count = torch.tensor(float(hyper["step"]), device=step.params[0].device)
 
     def adam(
         params: Lists, grads: Lists, exp_avg: Lists, exp_avg_sq: Lists, grad_scale: torch.Tensor | None = None

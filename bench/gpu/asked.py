@@ -1,0 +1,92 @@
+"""What is asked of a GPU run, and whether its figures meet it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..report import columns
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One line of what is asked: the figure `key` is at least `least`, or at most `most`."""
+
+    key: str
+    what: str
+    unit: str
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def section(self) -> str:
+        return self.key.partition(".")[0]
+
+    def met(self, value: float) -> bool:
+        return value >= self.least if self.least is not None else value <= (self.most or 0.0)
+
+    @property
+    def text(self) -> str:
+        bound = f">= {self.least:g}" if self.least is not None else f"<= {self.most:g}"
+        return bound + self.unit
+
+
+ASKED = (
+    Asked("update.copy_share", "every update format, one flat span: share of the copy bandwidth, the worst", "", 0.92),
+    Asked("optim.flat", "fp32 AdamW, one flat span, vs torch fused", "x", 1.0),
+    Asked("optim.uneven", "fp32 AdamW, 1,000 uneven tensors, vs torch fused", "x", 1.05),
+    Asked("optim.small", "fp32 AdamW, 10,000 small tensors, vs torch fused", "x", 3.0),
+    Asked("mixed.torch", "mixed step vs torch fused with its casts", "x", 1.8),
+    Asked("mixed.compile", "mixed step vs torch.compile of the whole step", "x", 1.05),
+    Asked("eightbit.bitsandbytes", "int8 states + split8 vs bitsandbytes 8-bit", "x", 1.3),
+    Asked("eightbit.flashoptim", "int8 states + split8 vs FlashOptim", "x", 1.3),
+    Asked("eightbit.torchao", "int8 states + split8 vs torchao 8-bit", "x", 1.3),
+    Asked("flatten.cat", "flatten of 300 uneven tensors with norm vs torch.cat and a norm", "x", 1.3),
+    Asked("flatten.foreach_copy", "the same vs torch._foreach_copy_ and a norm", "x", 1.3),
+    Asked("flatten.chunk_cat", "the same vs torch._chunk_cat and a norm", "x", 1.3),
+    Asked("flatten.copy_share", "the same: share of the copy bandwidth", "", 0.90),
+    Asked("copies.to_host", "device -> host, one large span, vs plain pinned cudaMemcpyAsync", "x", 0.98),
+    Asked("copies.to_device", "host -> device, the same", "x", 0.98),
+    Asked("copies.both", "both at once vs the best duplex measured", "x", 0.95),
+    Asked("gather.loop", "2,000 small tensors -> pinned host, cast and norm, vs a loop of copy_", "x", 3.0),
+    Asked("gather.link_share", "the same: share of the link's rate", "", 0.9),
+    Asked("step1b.ms", "exact step of 1B parameters", " ms", most=6.6),
+)
+
+
+def verdicts(
+    figures: Mapping[str, Mapping[str, object]], why_not: Mapping[str, str], sections: Sequence[str], rehearsal: bool
+) -> list[dict[str, object]]:
+    """One entry for each line of ASKED that belongs to the sections: asked, measured, met.
+
+    >>> share = {"value": 0.9, "of": "split8"}
+    >>> first = verdicts({"update.copy_share": share}, {}, ["update"], False)[0]
+    >>> first["asked"], first["measured"], first["met"]
+    ('>= 0.92', '0.900 (split8)', 'no')
+    """
+    lines: list[dict[str, object]] = []
+    for asked in ASKED:
+        if asked.section not in sections:
+            continue
+        line = {"key": asked.key, "what": asked.what, "asked": asked.text}
+        figure = figures.get(asked.key)
+        if figure is None:
+            reason = why_not.get(asked.key) or why_not.get(asked.section) or "no figure"
+            lines.append({**line, "measured": "not measured", "met": f"- {reason}"})
+        elif rehearsal:
+            lines.append({**line, "measured": "rehearsed", "met": "-"})
+        else:
+            value = float(str(figure["value"]))
+            of = f" ({figure['of']})" if figure.get("of") else ""
+            between = f" [{figure['low']:.3f} {figure['high']:.3f}]" if "low" in figure else ""
+            measured = f"{value:.3f}{asked.unit}{between}{of}"
+            lines.append({**line, "measured": measured, "met": "yes" if asked.met(value) else "no"})
+    return lines
+
+
+def verdict_lines(entries: Sequence[Mapping[str, object]]) -> list[str]:
+    """The table that a run ends with."""
+    return columns(
+        ["what", "asked", "measured", "met"],
+        ([str(entry[column]) for column in ("what", "asked", "measured", "met")] for entry in entries),
+    )

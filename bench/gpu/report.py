@@ -1,0 +1,122 @@
+"""What the sections tell of: lines to read at once, and JSON lines that survive whatever ends a section."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..report import columns, document, duration, ratio_text
+from ..run import Outcome
+from ..timers import Estimate
+from .clock import Budget, Clock
+from .settings import Settings
+from .turns import Contest, one_line, run
+
+TIMES = ("ns", "ns_interval", "ns_per_param", "gb_s", "roof_share", "ratio", "ratio_interval")
+
+
+class Desk:
+    """Where a section lays down what it found."""
+
+    def __init__(
+        self, settings: Settings, clock: Clock, budget: Budget, file: Path, say: Callable[[str], None]
+    ) -> None:
+        self.settings, self.clock, self.budget, self.say = settings, clock, budget, say
+        self._file = file
+
+    def contest(self, contest: Contest, contests_left: int = 1) -> Outcome:
+        """Runs it within its part of the time that is left, and keeps the outcome."""
+        self.say(f"\n{contest.name}")
+        said: list[str] = []
+
+        def say(text: str) -> None:
+            said.append(text)
+            self.say(text)
+
+        outcome = run(contest, self.settings, self.clock, self.budget.part(contests_left), say)
+        for line in outcome_lines(outcome, self.settings.rehearse):
+            self.say(line)
+        found = outcome_json(outcome, self.settings.rehearse)
+        found["contest"]["said"] = said
+        self._keep("outcome", found)
+        return outcome
+
+    def figure(self, key: str, value: float | Estimate, of: str = "") -> None:
+        """A figure that something is asked of."""
+        found: dict[str, Any] = {"key": key, "of": of}
+        if not self.settings.rehearse:
+            if isinstance(value, Estimate):
+                found |= {"value": round(value.median, 4), "low": round(value.low, 4), "high": round(value.high, 4)}
+            else:
+                found["value"] = round(value, 4)
+        self._keep("figure", found)
+
+    def fact(self, name: str, value: object) -> None:
+        """Something else worth keeping."""
+        self._keep("fact", {"name": name, "found": value})
+
+    def could_not(self, key: str, why: str | BaseException) -> None:
+        """What did not run, and why, in one line."""
+        reason = one_line(why) if isinstance(why, BaseException) else why
+        self.say(f"could not run {key}: {reason}")
+        self._keep("could_not", {"key": key, "why": reason})
+
+    def ratio_to_fastest(self, key: str, outcome: Outcome, name: str, peers: list[str]) -> None:
+        """The ratio of row `name` to the fastest of the peers, as the figure `key`."""
+        row = next((row for row in outcome.rows if row.name == name and not row.is_peer), None)
+        if row is None:
+            why = "; ".join(f"{who}: {why}" for who, why in outcome.missing.items() if name in who or who in name)
+            self.could_not(key, why or f"{name} did not take part")
+            return
+        ratios = {peer: row.ratio[peer] for peer in peers if peer in row.ratio}
+        if not ratios:
+            reasons = {peer: why for peer, why in outcome.missing.items() if any(peer.startswith(p) for p in peers)}
+            self.could_not(key, "; ".join(dict.fromkeys(reasons.values())) or "no peer took part")
+            return
+        peer = min(ratios, key=lambda p: ratios[p].median)
+        self.figure(key, ratios[peer], of=f"{peer}: {outcome.chosen[peer]['wiring']}")
+
+    def _keep(self, kind: str, content: dict[str, Any]) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, **content}) + "\n")
+
+
+def outcome_lines(outcome: Outcome, rehearsal: bool) -> list[str]:
+    """One aligned line per contestant, then who was missing, then the roofs."""
+    missing = [f"  {who}: missing, {why}" for who, why in outcome.missing.items()]
+    if rehearsal:
+        return [*(f"  {row.name}: rehearsed" for row in outcome.rows), *missing]
+    peers = list(outcome.chosen)
+    header = ["", "time", "GB/s", "of copy", *(f"vs {peer}" for peer in peers)]
+    cells = [
+        [
+            f"{'~ ' if row.lossy else '  '}{row.name}",
+            duration(row.ns.median),
+            f"{row.gb_s:.0f}",
+            "" if math.isnan(row.roof_share) else f"{row.roof_share:.3f}",
+            *(ratio_text(row.ratio[peer]) if peer in row.ratio else "" for peer in peers),
+        ]
+        for row in outcome.rows
+    ]
+    roofs = ", ".join(f"{name} {rate:.0f}" for name, rate in outcome.roof_gb_s.items())
+    chosen = [f"  {peer}: {how['wiring']}" for peer, how in outcome.chosen.items()]
+    return [*columns(header, cells), *chosen, *missing, *([f"  roofs in GB/s: {roofs}"] if roofs else [])]
+
+
+def outcome_json(outcome: Outcome, rehearsal: bool) -> dict[str, Any]:
+    """Rows and contest as in every result file; a rehearsal has no times."""
+    found = document([outcome], {})
+    (about,) = found["contests"]
+    rows = found["rows"]
+    for row in rows:
+        if math.isnan(row["roof_share"]):
+            row["roof_share"] = None
+        if rehearsal:
+            for name in TIMES:
+                del row[name]
+    if rehearsal:
+        about["roof_gb_s"] = dict.fromkeys(about["roof_gb_s"])
+    return {"contest": about, "rows": rows}

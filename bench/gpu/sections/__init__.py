@@ -1,0 +1,44 @@
+"""The sections, one file each. A module has `run(desk)`, and `warmers(settings)` where kernels are compiled first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part that runs alone. `seconds` is its share of a whole run, `least` what makes it worth starting.
+
+    Sections that are `timed` have the machine for themselves; the others run side by side before them.
+    """
+
+    name: str
+    seconds: float
+    least: float
+    what: str
+    timed: bool = True
+
+
+SECTIONS = (
+    Section("tests", 125, 20, "pytest -m gpu on the installed package", timed=False),
+    Section("sanitize", 125, 20, "compute-sanitizer memcheck and racecheck on a small case", timed=False),
+    Section("update", 70, 12, "every update format on one flat span, against the copy bandwidth"),
+    Section("optim", 35, 10, "zk.AdamW on fp32 tensors against torch.optim.AdamW(fused=True)"),
+    Section("mixed", 60, 15, "the mixed step against torch fused with its casts and torch.compile of the whole step"),
+    Section("flatten", 20, 8, "lists into buckets and back, against torch.cat, _foreach_copy_ and _chunk_cat"),
+    Section("copies", 20, 8, "large spans to and from pinned host memory, one way and both at once"),
+    Section("gather", 20, 8, "many small tensors into pinned host memory with cast and norm"),
+    Section("step1b", 20, 8, "the exact step of 1B parameters"),
+    Section("ops", 15, 6, "sum of squares, cast and accumulate against torch's own"),
+    Section("eightbit", 25, 8, "int8 states with split8 against the 8-bit optimizers that are installed"),
+    Section("sweep", 35, 10, "launch configurations of the update kernels: which is the best per format"),
+)
+NAMES = ("build", *(section.name for section in SECTIONS))
+
+
+def section(name: str) -> Section:
+    """
+    >>> section("update").timed
+    True
+    """
+    return next(one for one in SECTIONS if one.name == name)

@@ -1,0 +1,210 @@
+"""One large span to pinned host memory, from it, and both at once: `zerokern.memory` against plain cudaMemcpyAsync.
+
+Two rows are ours: `Copies`, one call for the whole span, and `exchange`, the pipeline of pieces through a ring whose
+slots are used again. What is asked is asked of the slower of the two, one way and both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zerokern.memory import Copies, CudaDriver, Ring, exchange
+
+from ...contest import Provider, WrongResult
+from ...run import Outcome
+from ..clock import Run
+from ..host_memory import HostMemory
+from ..peers import host_spans
+from ..report import Desk
+from ..settings import Settings
+from ..stand_ins import StandInDriver
+from ..turns import COPY, Contest
+
+WHOLE, PIECES = "zk Copies, whole", "zk exchange, pieces"
+SLOTS, SLOT_NBYTES = 4, 64 << 20
+Maker = Callable[[], Sequence[Provider]]
+
+
+@dataclass
+class Spans:
+    """Device memory and host memory of one run; `torch_out` and `torch_back` are host memory as torch pins it."""
+
+    settings: Settings
+    memory: HostMemory
+    nbytes: int
+    slot_nbytes: int
+    device_out: torch.Tensor = field(init=False)
+    device_back: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device_out, self.device_back = self.random(), self.random()
+        self.host_out, self.host_back = (self.memory.tensor(self.nbytes, torch.uint8) for _ in range(2))
+        self.torch_out, self.torch_back = (self.memory.by_torch(self.nbytes, torch.uint8) for _ in range(2))
+        driver = StandInDriver() if self.settings.rehearse else CudaDriver(self.settings.device)
+        self.copies = Copies(driver)
+        self.ring = Ring(self.memory.arena, SLOTS, self.slot_nbytes, "bench")
+
+    def random(self) -> torch.Tensor:
+        """Made on the device, where it takes no time."""
+        return torch.randint(0, 256, (self.nbytes,), dtype=torch.uint8, device=self.settings.device)
+
+    def close(self) -> None:
+        self.copies.close()
+        self.ring.close()
+
+    def provider(self, name: str, run: Run, moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Provider:
+        """`moves`: (dst, src) that must be equal after a run; an empty list where `run` leaves them nowhere."""
+
+        def check() -> None:
+            for dst, src in moves:
+                src.copy_(self.random())
+                dst.zero_()
+            self.settle()
+            run()
+            self.settle()
+            for dst, src in moves:
+                if not torch.equal(dst.to(self.settings.device), src.to(self.settings.device)):
+                    raise WrongResult(f"{name}: what arrived is not what was sent")
+
+        nbytes = self.nbytes * max(1, len(moves))
+        return Provider(name, run, check, nbytes, lambda count: None, COPY, wiring=name)
+
+    def settle(self) -> None:
+        if self.settings.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def run(desk: Desk) -> None:
+    settings = desk.settings
+    if settings.rehearse:
+        desk.could_not("copies.engine", "a rehearsal: copies of host memory stand in for the copy engines")
+    nbytes = settings.sizes.copy_nbytes
+    slot_nbytes = min(SLOT_NBYTES, nbytes // 4)
+    with HostMemory(settings, 2 * nbytes + SLOTS * slot_nbytes, 2 + SLOTS) as memory:
+        spans = Spans(settings, memory, nbytes, slot_nbytes)
+        try:
+            for i, (key, contest) in enumerate(_contests(spans).items()):
+                _judge(desk, key, desk.contest(contest, 3 - i))
+        finally:
+            spans.close()
+
+
+def _contests(spans: Spans) -> dict[str, Contest]:
+    def contest(title: str, ours: Mapping[str, Maker], peers: Mapping[str, Maker]) -> Contest:
+        return Contest(f"{title}, {spans.nbytes:,} bytes each way", spans.nbytes, ours, peers)
+
+    return {
+        "to_host": contest("device -> host", _out(spans), _one_way(spans, back=False)),
+        "to_device": contest("host -> device", _back(spans), _one_way(spans, back=True)),
+        "both": contest("both at once", _both(spans), _both_ways(spans)),
+    }
+
+
+def _out(spans: Spans) -> dict[str, Maker]:
+    moves = [(spans.host_out, spans.device_out)]
+
+    def whole() -> None:
+        spans.copies.to_host(spans.device_out, spans.host_out).gate()
+
+    def pieces() -> None:
+        exchange(spans.copies, spans.ring, _nothing, out=spans.device_out)
+
+    return {
+        WHOLE: lambda: [spans.provider(WHOLE, whole, moves)],
+        PIECES: lambda: [_checked_pieces(spans, pieces, 1)],
+    }
+
+
+def _back(spans: Spans) -> dict[str, Maker]:
+    moves = [(spans.device_back, spans.host_back)]
+
+    def whole() -> None:
+        spans.copies.to_device(spans.host_back, spans.device_back).gate()
+
+    def pieces() -> None:
+        exchange(spans.copies, spans.ring, _nothing, back=spans.device_back)
+
+    return {
+        WHOLE: lambda: [spans.provider(WHOLE, whole, moves)],
+        PIECES: lambda: [_checked_pieces(spans, pieces, 1)],
+    }
+
+
+def _both(spans: Spans) -> dict[str, Maker]:
+    moves = [(spans.host_out, spans.device_out), (spans.device_back, spans.host_back)]
+
+    def whole() -> None:
+        tickets = [
+            spans.copies.to_host(spans.device_out, spans.host_out),
+            spans.copies.to_device(spans.host_back, spans.device_back),
+        ]
+        for ticket in tickets:
+            ticket.gate()
+
+    def pieces() -> None:
+        exchange(spans.copies, spans.ring, _nothing, out=spans.device_out, back=spans.device_back)
+
+    return {
+        WHOLE: lambda: [spans.provider(WHOLE, whole, moves)],
+        PIECES: lambda: [_checked_pieces(spans, pieces, 2)],
+    }
+
+
+def _nothing(first: int, out: torch.Tensor | None, back: torch.Tensor | None) -> None:
+    """The work between the two ways: none, so that the link alone is on the clock."""
+
+
+def _checked_pieces(spans: Spans, run: Run, ways: int) -> Provider:
+    """The pipeline leaves nothing on the host, so it is checked by what comes back through both ways."""
+
+    def through(first: int, out: torch.Tensor, back: torch.Tensor) -> None:
+        back.copy_(out)
+
+    def check() -> None:
+        spans.device_out.copy_(spans.random())
+        spans.device_back.zero_()
+        exchange(spans.copies, spans.ring, through, out=spans.device_out, back=spans.device_back)
+        spans.settle()
+        if not torch.equal(spans.device_out, spans.device_back):
+            raise WrongResult(f"{PIECES}: what came back is not what was sent")
+        run()
+
+    return Provider(PIECES, run, check, ways * spans.nbytes, lambda count: None, COPY, wiring=PIECES)
+
+
+def _one_way(spans: Spans, *, back: bool) -> dict[str, Maker]:
+    def plain(host: torch.Tensor, name: str) -> Provider:
+        move = (spans.device_back, host) if back else (host, spans.device_out)
+        return spans.provider(name, host_spans.one_way(*move), [move])
+
+    ours, theirs = (spans.host_back, spans.torch_back) if back else (spans.host_out, spans.torch_out)
+    return {"cudaMemcpyAsync": lambda: [plain(ours, "in our arena"), plain(theirs, "in memory that torch pinned")]}
+
+
+def _both_ways(spans: Spans) -> dict[str, Maker]:
+    def plain(out: torch.Tensor, back: torch.Tensor, name: str, *, pieces: bool) -> Provider:
+        moves = [(out, spans.device_out), (spans.device_back, back)]
+        return spans.provider(name, host_spans.both_ways(spans.settings, *moves, pieces=pieces), moves)
+
+    return {
+        "two streams": lambda: [
+            plain(spans.host_out, spans.host_back, "whole, in our arena", pieces=False),
+            plain(spans.torch_out, spans.torch_back, "whole, in memory that torch pinned", pieces=False),
+            plain(spans.torch_out, spans.torch_back, "pieces, in memory that torch pinned", pieces=True),
+        ]
+    }
+
+
+def _judge(desk: Desk, key: str, outcome: Outcome) -> None:
+    """The slower of ours against the fastest of all others."""
+    ours = [row for row in outcome.rows if not row.is_peer]
+    if len(ours) < 2:
+        desk.could_not(f"copies.{key}", "; ".join(f"{who}: {why}" for who, why in outcome.missing.items()))
+        return
+    slower = max(ours, key=lambda row: row.ns.median)
+    desk.ratio_to_fastest(f"copies.{key}", outcome, slower.name, list(outcome.chosen))
+    if not desk.settings.rehearse:
+        desk.fact(f"copies: {key}, GB/s", {row.name: round(row.gb_s, 2) for row in outcome.rows})

@@ -1,0 +1,194 @@
+"""`bench/gpu.sh`: all that it runs on a GPU, rehearsed on a CPU at toy sizes, and what it owes whoever reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from zerokern.cli import bench
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "bench" / "gpu.sh"
+asked, commands, machine, report, runner, sections, settings, warm = (
+    bench.suite(f"gpu.{name}")
+    for name in ("asked", "sections.commands", "machine", "report", "runner", "sections", "settings", "warm")
+)
+
+MOST_FILES, MOST_NBYTES = 8, 16 << 20
+MEASURED = {*report.TIMES, "value", "low", "high"}
+# A rehearsal cannot run what needs CUDA itself, and what is not installed.
+EXPECTED = ("gather.kernels", "copies.engine", "eightbit.")
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """All sections, once, by the script itself."""
+    out = tmp_path_factory.mktemp("rehearsal") / "out"
+    ran = subprocess.run(
+        [SCRIPT, "--rehearse", out], env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    return out, ran.stdout
+
+
+def content(rehearsal: tuple[Path, str]) -> dict:
+    return json.loads((rehearsal[0] / "rehearsal.json").read_text())
+
+
+class TestRehearsal:
+    def test_every_section_runs_to_its_end(self, rehearsal: tuple[Path, str]) -> None:
+        found = content(rehearsal)
+        assert list(found["took"]) == [section.name for section in sections.SECTIONS]
+        assert not [took for took in found["took"].values() if "stopped" in took or "failed" in took]
+        unexpected = [entry for entry in found["could_not"] if not entry["key"].startswith(EXPECTED)]
+        assert unexpected == []
+
+    def test_every_contestant_but_those_not_installed_is_right(self, rehearsal: tuple[Path, str]) -> None:
+        missing = {who: why for about in content(rehearsal)["contests"] for who, why in about["missing"].items()}
+        assert {who: why for who, why in missing.items() if "is not installed" not in why} == {}
+
+    def test_every_line_that_is_asked_for_is_there(self, rehearsal: tuple[Path, str]) -> None:
+        told = {line["key"]: line["measured"] for line in content(rehearsal)["asked"]}
+        assert list(told) == [one.key for one in asked.ASKED]
+        rehearsed = {key for key, measured in told.items() if measured == "rehearsed"}
+        assert set(told) - rehearsed <= {"eightbit.bitsandbytes", "eightbit.flashoptim", "eightbit.torchao"}
+
+    def test_nothing_in_it_can_be_taken_for_a_measurement(self, rehearsal: tuple[Path, str]) -> None:
+        def keys(value: object) -> Iterator[str]:
+            if isinstance(value, dict):
+                yield from value
+                for inner in value.values():
+                    yield from keys(inner)
+            elif isinstance(value, list):
+                for inner in value:
+                    yield from keys(inner)
+
+        found = content(rehearsal)
+        assert found["rehearsal"].startswith("REHEARSAL")
+        assert MEASURED & set(keys(found)) == set()
+        assert all(rate is None for about in found["contests"] for rate in about["roof_gb_s"].values())
+        shown = rehearsal[1]
+        assert "GB/s" not in shown and "REHEARSAL" in shown.splitlines()[-1]
+
+    def test_it_leaves_few_small_files(self, rehearsal: tuple[Path, str]) -> None:
+        left = sorted(path for path in rehearsal[0].rglob("*"))
+        assert len(left) <= MOST_FILES - 1  # a run on a GPU adds build.log
+        assert all(path.is_file() and path.stat().st_size < MOST_NBYTES for path in left)
+        assert all("rehearsal" in path.name for path in left)
+
+    def test_it_says_what_it_could_not_run_in_one_line_each(self, rehearsal: tuple[Path, str]) -> None:
+        text = (rehearsal[0] / "rehearsal.txt").read_text()
+        for entry in content(rehearsal)["could_not"]:
+            assert f"could not run {entry['key']}: {entry['why']}" in text.splitlines()
+        assert "could not run build: a rehearsal takes the package that is installed" in rehearsal[1]
+
+    def test_it_knows_what_it_ran_on(self, rehearsal: tuple[Path, str]) -> None:
+        found = content(rehearsal)
+        assert {"date", "commit", "sources_sha256", "command", "machine", "tools", "versions"} <= found.keys()
+        assert re.fullmatch("[0-9a-f]{64}", found["sources_sha256"])
+        assert found["command"] == "bench/gpu.sh OUT --rehearse"
+
+
+class TestScript:
+    @pytest.mark.parametrize("arguments", [[], ["a", "b", "c"], ["--rehearse"], ["--help"]])
+    def test_usage(self, arguments: list[str]) -> None:
+        ran = subprocess.run([SCRIPT, *arguments], capture_output=True, text=True)
+        assert ran.returncode == 2
+        assert "bench/gpu.sh OUT [SECTION]" in ran.stderr
+
+    def test_an_unknown_section_is_taught(self, tmp_path: Path) -> None:
+        environment = {**os.environ, "PYTHON": sys.executable}
+        ran = subprocess.run([SCRIPT, "--rehearse", tmp_path, "upd"], env=environment, capture_output=True, text=True)
+        assert ran.returncode == 2
+        assert "section='upd' is not possible; allowed: tests, sanitize, update" in ran.stderr
+
+    def test_a_result_is_never_overwritten(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "rehearsal-sweep.json").write_text("kept")
+        with pytest.raises(SystemExit):
+            bench.suite("gpu.__main__").main(["--rehearse", str(tmp_path), "sweep"])
+        assert "a result is never overwritten" in capsys.readouterr().err
+        assert (tmp_path / "rehearsal-sweep.json").read_text() == "kept"
+
+    def test_the_sections_fit_into_a_run(self) -> None:
+        """Sections that are not timed share one span of time; 60 s are for the build."""
+        timed = sum(section.seconds for section in sections.SECTIONS if section.timed)
+        beside = max(section.seconds for section in sections.SECTIONS if not section.timed)
+        assert timed + beside + 60 <= 570
+        assert all(section.least < section.seconds < 480 for section in sections.SECTIONS)
+
+    def test_what_is_asked_belongs_to_sections(self) -> None:
+        assert {one.section for one in asked.ASKED} <= set(sections.NAMES)
+
+
+@pytest.fixture
+def run_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict]:
+    """Runs sections that are made of functions, and returns the JSON that is left."""
+
+    def run(bodies: dict[str, Callable], seconds: float = 25.0, within_s: float = 60.0, rehearse: bool = True) -> dict:
+        made = [sections.Section(name, seconds, 20.0, name, timed=rehearse) for name in bodies]
+        monkeypatch.setattr(runner, "SECTIONS", tuple(made))
+        for name, body in bodies.items():
+            module = types.ModuleType(name)
+            module.run = body
+            monkeypatch.setitem(sys.modules, f"{runner.__package__}.sections.{name}", module)
+        runner.Run(tmp_path, list(bodies), settings.Settings(rehearse), within_s, "test").run()
+        (file,) = tmp_path.glob("*.json")
+        return json.loads(file.read_text())
+
+    return run
+
+
+class TestSections:
+    def test_one_that_dies_takes_nobody_with_it(self, run_of: Callable[..., dict]) -> None:
+        def dies(desk) -> None:
+            desk.fact("before", 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def raises(desk) -> None:
+            raise ValueError("no such thing\nand more")
+
+        found = run_of({"dies": dies, "raises": raises, "runs": lambda desk: desk.fact("after", 2)})
+        assert found["facts"] == [{"name": "before", "found": 1}, {"name": "after", "found": 2}]
+        assert found["could_not"] == [
+            {"key": "dies", "why": f"ended by signal {int(signal.SIGKILL)}"},
+            {"key": "raises", "why": "ValueError: no such thing"},
+        ]
+
+    def test_one_that_hangs_is_stopped_and_keeps_what_it_found(self, run_of: Callable[..., dict]) -> None:
+        def hangs(desk) -> None:
+            desk.fact("before", 1)
+            time.sleep(600)
+
+        started = time.monotonic()
+        found = run_of({"hangs": hangs, "runs": lambda desk: desk.fact("after", 2)}, seconds=1.0)
+        assert time.monotonic() - started < 30
+        assert [fact["name"] for fact in found["facts"]] == ["before", "after"]
+        assert "stopped" in found["took"]["hangs"] and "stopped" not in found["took"]["runs"]
+        assert found["could_not"][0]["key"] == "hangs"
+
+    def test_one_without_time_is_named(self, run_of: Callable[..., dict]) -> None:
+        found = run_of({"late": lambda desk, out: None}, within_s=3.0, seconds=60.0, rehearse=False)
+        (entry,) = found["could_not"]
+        assert entry["key"] == "late" and re.fullmatch(r"\d s were left for it, and it needs 20", entry["why"])
+        assert found["took"] == {}
+
+    def test_a_command_that_is_late_is_stopped_with_its_children(self, tmp_path: Path) -> None:
+        code, lines = commands.run_logged(
+            ["-c", "echo begun; sleep 600 & wait"], tmp_path / "log", 1.0, program=("bash",)
+        )
+        assert (code, lines) == (None, ["begun"])
+
+    def test_compiling_ahead_ends_in_time(self) -> None:
+        done = warm.compile_all([int, lambda: time.sleep(600), lambda: 1 / 0], processes=3, limit_s=2.0)
+        assert "1 of 3 jobs" in done
+        assert "1 failed" in done and "1 processes stopped, late" in done

@@ -1,0 +1,225 @@
+"""The contests of `bench/gpu.sh`: turns, roofs, peers, what is compared before anything is timed, what is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from zerokern.cli import bench
+
+MODULES = (
+    "gpu.asked", "gpu.clock", "gpu.lists", "gpu.ours", "gpu.problem", "gpu.report", "gpu.sections", "gpu.settings",
+    "gpu.turns", "gpu.peers.eight_bit", "gpu.sections.tests", "gpu.sections.update",
+)  # fmt: skip
+(
+    asked, clock, lists, ours, problem, report, sections, settings, turns, eight_bit, pytest_section, update
+) = map(bench.suite, MODULES)  # fmt: skip
+adam, contest, step, timers = (bench.suite(name) for name in ("ops.adam", "contest", "step", "timers"))
+TOY = settings.Settings(rehearse=True)
+
+
+class Ticking:
+    """A clock that runs what it measures and reports times from a list."""
+
+    def __init__(self, times: dict[str, float]) -> None:
+        self.times, self.ran = times, []
+
+    def sample_ns(self, run: Callable[[], str], repeats: int) -> float:
+        self.ran.append(run())
+        return self.times[self.ran[-1]]
+
+
+def provider(name: str, wiring: str = "", check: Callable[[], None] = lambda: None, **more):
+    return contest.Provider(name, lambda: wiring or name, check, 1000.0, lambda count: None, wiring=wiring, **more)
+
+
+def measured(times: dict[str, float], ours: dict, peers: dict, budget: float = 60.0, **more):
+    said: list[str] = []
+    found = turns.run(
+        turns.Contest("contest", 10, ours, peers, **more), TOY, Ticking(times), clock.Budget(budget), said.append
+    )
+    return found, said
+
+
+class TestTurns:
+    def test_the_fastest_wiring_is_the_one_we_are_compared_with(self) -> None:
+        peers = {"torch": lambda: [provider("torch", "slow"), provider("torch", "quick")]}
+        found, _ = measured({"a": 10.0, "slow": 50.0, "quick": 20.0}, {"a": lambda: [provider("a")]}, peers)
+        assert found.chosen == {"torch": {"wiring": "quick"}}
+        assert found.rows[0].ratio["torch"] == timers.Estimate(2.0, 2.0, 2.0)
+        assert {row.name for row in found.rows if row.is_peer} == {"torch, slow", "torch, quick"}
+
+    def test_shares_are_of_the_fastest_copy(self) -> None:
+        def roofs() -> list:
+            return [
+                provider("copy", streams=(1, 0, 1)),
+                provider("quicker copy", streams=(1, 0, 1)),
+                provider("no copy", streams=(1, 4, 0)),
+            ]
+
+        times = {"a": 10.0, "copy": 9.0, "quicker copy": 8.0, "no copy": 5.0}
+        found, _ = measured(times, {"a": lambda: [provider("a")]}, {}, roofs=roofs)
+        assert (found.roof, found.rows[0].roof_share) == ("quicker copy", 0.8)
+        assert found.roof_gb_s["no copy"] == 200.0
+
+    def test_a_wrong_result_gets_no_time_and_the_others_do(self) -> None:
+        def wrong() -> None:
+            raise contest.WrongResult("element 3")
+
+        ours = {"a": lambda: [provider("a", check=wrong)], "b": lambda: [provider("b")]}
+        found, said = measured({"b": 1.0}, ours, {"torch": lambda: [provider("torch", "fused", check=wrong)]})
+        assert [row.name for row in found.rows] == ["b"]
+        assert found.missing == {
+            "a": "its result is wrong: element 3",
+            "torch: fused": "its result is wrong: element 3",
+        }
+        assert "WRONG, and so not timed: element 3" in said
+
+    def test_a_piece_that_is_missing_is_one_line(self) -> None:
+        def make() -> list:
+            import zerokern.no_such_module  # noqa: F401
+
+            return []
+
+        found, _ = measured({}, {"a": make}, {})
+        assert found.missing == {"a": "ModuleNotFoundError: No module named 'zerokern.no_such_module'"}
+        assert found.rows == []
+
+    def test_late_means_fewer_rounds_and_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(settings, "TOY", dataclasses.replace(settings.TOY, rounds=50))
+        found, said = measured({"a": 1.0}, {"a": lambda: [provider("a")]}, {}, budget=0.0)
+        assert f"late: {turns.LEAST_ROUNDS} rounds instead of 50" in said
+        assert found.rows[0].ns.median == 1.0
+
+    def test_sets_of_inputs_take_turns(self) -> None:
+        one = turns.in_turn([provider("a"), provider("b"), provider("c")])
+        assert [one.run() for _ in range(5)] == ["a", "b", "c", "a", "b"]
+
+
+class TestProblem:
+    @pytest.mark.parametrize("at", [0, 127, 128, 4999])
+    @pytest.mark.parametrize("numels", [(5000,), (1, 4000, 999, 17)])
+    def test_one_wrong_element_is_found(
+        self, numels: tuple[int, ...], at: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(problem, "BATCH", 1024)
+        monkeypatch.setattr(step, "PERIOD", 512)
+        shape = settings.Shape("some", numels)
+        made = problem.DeviceProblem(adam.ALGORITHM, shape, torch.device("cpu"))
+        made.fill("param", torch.float32)
+        views = made.views("param", torch.float32)
+        want = made.base["param"].double()
+        output = step.Output("param", want, step.reader(views), 1e-6)
+        made.check("someone", [output])
+        spans = [(i, element) for i, numel in enumerate(numels) for element in range(numel)]
+        i, element = spans[at]
+        views[i][element] += 1.0
+        with pytest.raises(contest.WrongResult, match=rf"param\[{element}\] of tensor {i} "):
+            made.check("someone", [output])
+
+    def test_poison_in_a_bucket_is_found(self) -> None:
+        one = lists.Lists(settings.uneven(4, 100), torch.float32, torch.bfloat16, torch.device("cpu"))
+        lazy = one.provider("lazy", lambda: None, lists.Lists.check_bucket, lists.Lists.before_flatten)
+        with pytest.raises(contest.WrongResult, match="lazy: element 0 is nan"):
+            lazy.check()
+
+    def test_a_wrong_norm_is_found(self) -> None:
+        one = lists.Lists(settings.uneven(4, 100), torch.float32, torch.float32, torch.device("cpu"))
+
+        def run() -> None:
+            torch.cat(one.tensors, out=one.bucket)
+            one.norm = lambda: 3.0
+
+        made = one.provider("off", run, lists.Lists.check_bucket, lists.Lists.before_flatten)
+        with pytest.raises(contest.WrongResult, match="off: the norm is 3"):
+            made.check()
+
+    def test_every_format_has_the_bytes_of_the_design(self) -> None:
+        exact, int8 = ours.Layout(torch.bfloat16, "split16", "fp32"), ours.Layout(torch.bfloat16, "split8", "int8")
+        assert (exact.nbytes("adam"), int8.nbytes("adam")) == (26.0, 12.125)
+
+    def test_every_update_format_is_measured(self) -> None:
+        """Gradients, masters and states of the design, in every combination, with Adam."""
+        found = [layout for algorithm, group in update.groups() for layout in group if algorithm.name == "adam"]
+        wanted = {
+            (grad, master, state)
+            for grad in (torch.float32, torch.bfloat16, torch.float16)
+            for master in ("fp32", "split16", "split8", "none")
+            for state in ("fp32", "bf16", "int8")
+        }
+        assert {(layout.grad, layout.master, layout.state) for layout in found} == wanted
+        assert {layout.out for layout in found} == {None, torch.bfloat16, torch.float16}
+        assert len({layout.name for layout in found}) == len(found)
+
+
+class TestEightBitPeers:
+    def test_a_peer_that_is_not_installed_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        for peer in eight_bit.KINDS:
+            with pytest.raises(contest.Missing, match=f"{peer} is not installed"):
+                eight_bit.direct(peer, None)()
+
+    def test_one_that_is_installed_takes_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The wiring and its check, with torch's AdamW in the peer's place."""
+
+        def flash(params, master_weight_bits: int, **more):
+            assert master_weight_bits == 24
+            return torch.optim.AdamW(params, **more)
+
+        module = types.ModuleType("flashoptim")
+        module.FlashAdamW = flash
+        module.__spec__ = importlib.machinery.ModuleSpec("flashoptim", None)
+        monkeypatch.setitem(sys.modules, "flashoptim", module)
+        made = problem.DeviceProblem(adam.ALGORITHM, settings.flat(3000), torch.device("cpu"), clip=False)
+        (one,) = eight_bit.direct("flashoptim", made)()
+        one.check()
+        assert one.nbytes == 3000 * 12  # gradient 2, parameter 2+2, remainder 1+1, states 2+2
+        made.base["grad"] *= -1  # the truth is now of other gradients
+        with pytest.raises(contest.WrongResult, match="flashoptim on bf16 parameters"):
+            one.check()
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(
+        "key, value, met",
+        [
+            ("update.copy_share", 0.92, "yes"),
+            ("update.copy_share", 0.9199, "no"),
+            ("step1b.ms", 6.6, "yes"),
+            ("step1b.ms", 6.61, "no"),
+        ],
+    )
+    def test_bounds_are_inclusive(self, key: str, value: float, met: str) -> None:
+        lines = asked.verdicts({key: {"value": value, "of": ""}}, {}, [key.partition(".")[0]], False)
+        assert [line["met"] for line in lines if line["key"] == key] == [met]
+
+    def test_what_has_no_figure_has_a_reason(self) -> None:
+        (line,) = asked.verdicts({}, {"step1b": "stopped after 30 s"}, ["step1b"], False)
+        assert (line["measured"], line["met"]) == ("not measured", "- stopped after 30 s")
+
+    def test_a_measurement_shows_its_times(self) -> None:
+        """What a rehearsal leaves out is there in a run."""
+        found, _ = measured(
+            {"a": 10.0, "torch": 20.0}, {"a": lambda: [provider("a")]}, {"t": lambda: [provider("torch")]}
+        )
+        made = report.outcome_json(found, rehearsal=False)
+        assert made["rows"][0]["ns"] == 10.0 and made["rows"][0]["ratio"] == {"t": 2.0}
+        lines = report.outcome_lines(found, rehearsal=False)
+        assert any("10 ns" in line and "2.00x" in line for line in lines)
+        assert "10 ns" not in "\n".join(report.outcome_lines(found, rehearsal=True))
+
+
+@pytest.mark.parametrize(
+    "module", [asked, pytest_section, sections, settings, turns], ids=lambda module: module.__name__
+)
+def test_examples_run(module: types.ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
+    assert doctest.testmod(module).attempted > 0
