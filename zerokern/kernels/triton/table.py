@@ -213,7 +213,7 @@ class DeviceTable:
         for made, rows in members.items():
             for row in rows:
                 self.columns["aligned"][row] = self._is_aligned(row, made.vector)
-            tiles = tile_map([numels[row] for row in rows], self.config.rows * formats.BLOCK)
+            tiles = tile_map([numels[row] for row in rows], self.config.numel)
             if len(tiles):
                 tiles[:, 0] = torch.tensor(rows, dtype=torch.int32, device="cpu")[tiles[:, 0].long()]
                 launches.append((made, upload(tiles, self.device), len(tiles)))

@@ -52,10 +52,38 @@ BLOCK = tl.constexpr(128)
 @triton.jit
 def _at(words, word, base, TYPE: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr):
     """The place of element `base` of the array whose address is in a word; WIDTH is the bytes of an element."""
-    pointer = tl.load(words + word).to(tl.pointer_type(TYPE)) + base
+    pointer = words[word].to(tl.pointer_type(TYPE)) + base
     if VEC > 1:
         pointer = tl.multiple_of(pointer, VEC * WIDTH)
     return pointer
+
+
+@triton.jit
+def _words(at):
+    """A row's words. All that a program reads of its table is read before its first store, which might change it for
+    all that the compiler knows."""
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
+        tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10), tl.load(at + 11),
+        tl.load(at + 12),
+    )  # fmt: skip
+
+
+@triton.jit
+def _constants(at):
+    """A group's fp32 constants, in the order in which `prepare` writes them."""
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
+        tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10), tl.load(at + 11),
+        tl.load(at + 12), tl.load(at + 13), tl.load(at + 14), tl.load(at + 15), tl.load(at + 16), tl.load(at + 17),
+        tl.load(at + 18),
+    )  # fmt: skip
+
+
+@triton.jit
+def _wides(at):
+    """And its float64 constants."""
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
 
 @triton.jit
@@ -86,9 +114,9 @@ def _publish(
             tl.store(_at(words, 7, base, OUT, 2, VEC) + at, rounded(p, OUT), mask=mask)
     elif MASTER == "none":
         if RANDOM:
-            key = splitmix64(tl.load(marks).to(tl.uint64) + tl.load(words + 10).to(tl.uint64))
+            key = splitmix64(tl.load(marks).to(tl.uint64) + words[10].to(tl.uint64))
             key = splitmix64(key + tl.load(marks + 1).to(tl.uint64))
-            random = random_bits(key, tl.load(words + 11) + base + at)
+            random = random_bits(key, words[11] + base + at)
             kept = round_random_bf16(p, random) if PARAM == tl.bfloat16 else round_random_fp16(p, random)
         else:
             kept = rounded(p, PARAM)
@@ -119,22 +147,22 @@ def _coded(
     m_at = _at(words, 3, base, tl.uint8, 1, VEC) + at
     codes = tl.load(m_at, mask=mask, other=0)
     scale = tl.load(scale_at, mask=some, other=0.0)
-    factor, coupled = tl.load(c), tl.load(c + 16) != 0.0
+    factor, coupled = c[0], c[16] != 0.0
     if ALGORITHM == "adam":
         root_at = _at(words, 4, base, tl.uint8, 1, VEC) + at
         root_scale_at = _at(words, 6, base // BLOCK, tl.float32, 4, 1) + block
         p, m, root = adam_int8(
             p, g, codes, tl.load(root_at, mask=mask, other=0), scale, tl.load(root_scale_at, mask=some, other=0.0),
-            factor, tl.load(c + 6), tl.load(c + 10), tl.load(c + 8), tl.load(c + 11), tl.load(c + 4), coupled,
-            tl.load(c + 12), tl.load(c + 13), tl.load(c + 2),
+            factor, c[6], c[10], c[8], c[11], c[4], coupled,
+            c[12], c[13], c[2],
         )  # fmt: skip
         root_scale = block_scale(root)
         tl.store(root_scale_at, root_scale, mask=some)
         tl.store(root_at, encode_root(root, root_scale), mask=mask)
     else:
         p, m = lion(
-            p, g * factor, value_of_code(codes) * scale, tl.load(c + 6), tl.load(c + 7), 0.0, 0.0, tl.load(c + 1),
-            tl.load(c + 2), False,
+            p, g * factor, value_of_code(codes) * scale, c[6], c[7], 0.0, 0.0, c[1],
+            c[2], False,
         )  # fmt: skip
     scale = block_scale(m)
     tl.store(scale_at, scale, mask=some)
@@ -148,8 +176,8 @@ def _plain(
     ALGORITHM: tl.constexpr, STATE: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """The rules on states that are numbers. The update uses them as they are before they are rounded to bf16."""
-    g = g * tl.load(c)
-    coupled = tl.load(c + 16) != 0.0
+    g = g * c[0]
+    coupled = c[16] != 0.0
     EXACT: tl.constexpr = STATE != tl.bfloat16
     if STATE is not None:
         m_at = _at(words, 3, base, STATE, WIDTH, VEC) + at
@@ -160,20 +188,18 @@ def _plain(
         v_at = _at(words, 4, base, STATE, WIDTH, VEC) + at
         v = widened(tl.load(v_at, mask=mask, other=0.0))
         p, m, v = adam(
-            p, g, m, v, tl.load(c + 6), tl.load(c + 7), tl.load(c + 8), tl.load(c + 9), tl.load(c + 4), coupled,
-            tl.load(c + 12), tl.load(c + 13), tl.load(c + 2),
+            p, g, m, v, c[6], c[7], c[8], c[9], c[4], coupled,
+            c[12], c[13], c[2],
         )  # fmt: skip
         tl.store(v_at, rounded(v, STATE), mask=mask)
     elif ALGORITHM == "lion":
-        p, m = lion(
-            p, g, m, tl.load(c + 6), tl.load(c + 7), tl.load(d), tl.load(d + 1), tl.load(c + 1), tl.load(c + 2), EXACT
-        )
+        p, m = lion(p, g, m, c[6], c[7], d[0], d[1], c[1], c[2], EXACT)
     elif ALGORITHM == "adagrad":
-        p, m = adagrad(p, g, m, tl.load(c + 5), tl.load(c + 3), tl.load(c + 4), tl.load(d + 2), coupled, EXACT)
+        p, m = adagrad(p, g, m, c[5], c[3], c[4], d[2], coupled, EXACT)
     else:
         p, m = sgd(
-            p, g, m, tl.load(c + 1), tl.load(d + 3), tl.load(c + 4), tl.load(d + 2), tl.load(c + 14), tl.load(d + 4),
-            tl.load(c + 15), tl.load(d + 5), coupled, tl.load(c + 17) != 0.0, tl.load(c + 18) != 0.0,
+            p, g, m, c[1], d[3], c[4], d[2], c[14], d[4],
+            c[15], d[5], coupled, c[17] != 0.0, c[18] != 0.0,
             EXACT, STATE is not None,
         )  # fmt: skip
     if STATE is not None:
@@ -183,18 +209,19 @@ def _plain(
 
 @triton.jit
 def _tile(
-    words, grad, base, left, c, d, marks,
+    words, grad, base, numel, c, d, marks,
     ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
     STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
+    left = tl.minimum(numel - base, ROWS * BLOCK).to(tl.int32)  # not above 0 behind the end
     block = tl.arange(0, ROWS)[:, None]
     at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = at < left
     some = block * BLOCK < left
     if VEC > 1:
         mask = tl.max_constancy(mask, [1, VEC])
-    g = tl.load(_at(grad, 0, base, GRAD, GRAD_WIDTH, VEC) + at, mask=mask, other=0.0)
+    g = tl.load(_at((grad,), 0, base, GRAD, GRAD_WIDTH, VEC) + at, mask=mask, other=0.0)
     g = widened(g)
     p = _load_param(words, base, at, mask, PARAM, MASTER, VEC)
     if STATE == tl.int8:
@@ -209,9 +236,10 @@ def update(
     outcome, constants, wides, marks, rows, grads, tiles,
     ALGORITHM: tl.constexpr, GRAD: tl.constexpr, GRAD_WIDTH: tl.constexpr, PARAM: tl.constexpr, MASTER: tl.constexpr,
     STATE: tl.constexpr, STATE_WIDTH: tl.constexpr, OUT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
-    VEC: tl.constexpr,
+    TILES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Program i updates tile `tiles[i]` = (row, tile within the row). A step that `prepare` skips writes nothing.
+    """Program i updates TILES tiles: piece `tiles[i]` = (row, piece within the row). A step that `prepare` skips writes
+    nothing.
 
     STATE and OUT are None where there is none. `aligned` of a row: its length and its fixed addresses fit VEC.
     """
@@ -219,21 +247,23 @@ def update(
         return
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(tiles + 2 * program).to(tl.int64)
-    base = tl.load(tiles + 2 * program + 1).to(tl.int64) * (ROWS * BLOCK)
-    words = rows + row * ROW_WORDS
-    left = tl.minimum(tl.load(words + 8) - base, ROWS * BLOCK).to(tl.int32)
-    group = tl.load(words + 9)
-    c = constants + group * CONSTANTS
-    d = wides + group * WIDE
+    base = tl.load(tiles + 2 * program + 1).to(tl.int64) * (ROWS * BLOCK * TILES)
+    grad = tl.load(grads + row)
+    words = _words(rows + row * ROW_WORDS)
+    numel, group = words[8], words[9]
+    c = _constants(constants + group * CONSTANTS)
+    d = _wides(wides + group * WIDE)
     m = marks + group * 2
-    aligned = (tl.load(words + 12) != 0) & (tl.load(grads + row) % (VEC * GRAD_WIDTH) == 0)
+    aligned = (words[12] != 0) & (grad % (VEC * GRAD_WIDTH) == 0)
     if aligned:
-        _tile(
-            words, grads + row, base, left, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE, STATE_WIDTH,
-            OUT, RANDOM, ROWS, VEC,
-        )  # fmt: skip
+        for i in range(TILES):
+            _tile(
+                words, grad, base + i * (ROWS * BLOCK), numel, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
+                STATE, STATE_WIDTH, OUT, RANDOM, ROWS, VEC,
+            )  # fmt: skip
     else:
-        _tile(
-            words, grads + row, base, left, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER, STATE, STATE_WIDTH,
-            OUT, RANDOM, ROWS, 1,
-        )  # fmt: skip
+        for i in range(TILES):
+            _tile(
+                words, grad, base + i * (ROWS * BLOCK), numel, c, d, m, ALGORITHM, GRAD, GRAD_WIDTH, PARAM, MASTER,
+                STATE, STATE_WIDTH, OUT, RANDOM, ROWS, 1,
+            )  # fmt: skip

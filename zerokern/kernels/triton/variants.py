@@ -59,6 +59,7 @@ class Formats:
             "OUT": TYPES[self.out] if self.out else None,
             "RANDOM": self.random,
             "ROWS": config.rows,
+            "TILES": config.tiles,
             "VEC": self.vector,
         }
 
