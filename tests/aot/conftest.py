@@ -21,13 +21,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def all_work(every: bool) -> list[Work]:
-    """Under --all each job for each architecture; else each of a few jobs for one of them, in turn."""
+    """Under --all every job for an architecture in turn, and those that represent them for each; else these in turn."""
     from zerokern.kernels.triton.ahead import ARCHITECTURES, jobs  # where there is no triton, no test asks for work
 
     found = jobs(every)
+    work = [(job, ARCHITECTURES[number % len(ARCHITECTURES)]) for number, job in enumerate(found)]
     if every:
-        return [(job, architecture) for job in found for architecture in ARCHITECTURES]
-    return [(job, ARCHITECTURES[number % len(ARCHITECTURES)]) for number, job in enumerate(found)]
+        work += [(job, architecture) for job in jobs(every=False) for architecture in ARCHITECTURES]
+    return list({name_of(one): one for one in work}.values())
 
 
 def name_of(work: Work) -> str:

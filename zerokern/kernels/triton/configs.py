@@ -1,9 +1,9 @@
 """How much a program of the update kernel does, and with how many warps.
 
 A program's tile is `rows` rows of 128 elements; it works on `tiles` of them in turn, the next one loaded ahead. The
-choice is analytical: enough bytes in flight to cover the latency of the memory (an SM of an H200 needs about 40 KB), few
-enough registers that the programs which hold them fit. A thread has 8 elements at a time; with 16, registers leave room
-for a third of the threads. `bench/gpu.sh` sweeps `CANDIDATES` and says which is best on the machine it runs on.
+choice is analytical: enough bytes in flight to cover the latency of the memory (an SM of an H200 needs about 40 KB),
+and few enough registers that the programs which hold them fit. A thread has 8 elements at a time; with 16, registers
+leave room for a third of the threads. `bench/gpu.sh` sweeps `CANDIDATES` and says which is best where it runs.
 """
 
 from __future__ import annotations
