@@ -148,16 +148,20 @@ def test_strided_stats_are_the_same_in_every_run() -> None:
 def test_addresses_are_uploaded_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     from zerokern.kernels.triton import bucket as module
 
-    uploads, real = [], module.upload
-    monkeypatch.setattr(module, "upload", lambda *arguments: uploads.append(1) or real(*arguments))
+    uploads: list[str] = []
+    for name in ("upload", "refresh"):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, real=real, name=name: (uploads.append(name), real(*args))[1])
     x, y, bucket = values(9), values(9), torch.zeros(9, device=DEVICE)
     table = BucketTable(DEVICE, SpanList([x], None).members, torch.float32)
+    made = len(uploads)
     counts = []
     for tensor in (x, x, y, y, x):
         before = len(uploads)
         table.run(True, [tensor.data_ptr()], bucket, 1.0)
         counts.append(len(uploads) - before)
     assert counts == [1, 0, 1, 0, 1]
+    assert uploads[made:] == ["upload", "refresh", "refresh"]
 
 
 @pytest.mark.parametrize("into", [True, False], ids=["flatten", "unflatten"])

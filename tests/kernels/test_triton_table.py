@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 
 import pytest
 import torch
@@ -132,24 +131,66 @@ def test_what_has_not_changed_is_not_sent_again(monkeypatch: pytest.MonkeyPatch)
     from zerokern.kernels.triton import table as module
 
     sent = []
-    monkeypatch.setattr(
-        module,
-        "upload",
-        lambda values, device: (
-            sent.append(1) or torch.frombuffer(values, dtype=torch.int64)
-            if isinstance(values, array)
-            else sent.append(1) or values
-        ),
-    )
-    table = adam_table(make_rows("adam", Case("bf16", "fp32", "split16", "none"), (64,)), step=1)
+    for name in ("upload", "refresh"):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, real=real, name=name: (sent.append(name), real(*args))[1])
+    rows = make_rows("adam", Case("bf16", "fp32", "split16", "none"), (64,))
+    table = adam_table(rows, step=1)
     table.run()
-    first = len(sent)
+    assert sent == ["upload"] * 3  # the order, the tiles, the rows
     table.run()
-    assert len(sent) == first
-    table.set_group(0, algorithm="adam", state_format="fp32", grad_dtype=torch.bfloat16, param_dtype=torch.bfloat16,
-                    master_format="split16", **HYPER, decoupled=True, step=2)  # fmt: skip
+    assert len(sent) == 3
+    shifted = torch.empty(65, dtype=torch.bfloat16)[1:].copy_(rows[0]["grad"])
+    table.columns["grad"][0] = shifted.data_ptr()
     table.run()
-    assert len(sent) == first + 1
+    assert sent[3:] == ["refresh"]
+
+
+def test_a_run_without_a_control_forgets_the_last_one() -> None:
+    case = Case("bf16", "fp32", "split16", "none")
+    rows, expected = (make_rows("adam", case, (100,)) for _ in range(2))
+    table = adam_table(rows, step=5)
+    table.run(control=control(2))
+    table.run()
+    for step in (1, 5):
+        run_reference("adam", expected, {**HYPER, "step": step})
+    assert_same(rows, expected)
+
+
+def test_a_control_has_a_witness_for_each_group() -> None:
+    table = adam_table(make_rows("adam", Case("bf16", "fp32", "split16", "none"), (8,)))
+    device = control(1)
+    device.witnesses = []
+    with pytest.raises(ValueError, match=r"witnesses=0 is not possible; allowed: one for each of 1 groups"):
+        table.run(control=device)
+    assert not table.begun
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"step": 2**31}, r"step=2147483648 is not possible; allowed: whole numbers up to 2147483647"),
+        ({"lr": torch.tensor(0.5, dtype=torch.bfloat16)}, r"lr has dtype torch\.bfloat16; allowed: torch\.float32 or"),
+        ({"lr": torch.ones(2)}, r"lr has 2 elements"),
+    ],
+)
+def test_what_the_device_would_misread_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        adam_table([], **values)
+
+
+def test_a_hundred_groups_are_prepared() -> None:
+    case = Case("bf16", "fp32", "split16", "none")
+    rows, expected = (make_rows("adam", case, (3,) * 100) for _ in range(2))
+    table = DeviceTable(CPU, 100, 100)
+    kinds = {"grad_dtype": torch.bfloat16, "param_dtype": torch.bfloat16, "master_format": "split16"}
+    for i, row in enumerate(rows):
+        values = {**HYPER, "lr": 0.001 * (i + 1), "step": i + 1}
+        table.set_group(i, algorithm="adam", state_format="fp32", **kinds, **values, decoupled=True)
+        table.set_row(i, group=i, numel=3, **{name: tensor.data_ptr() for name, tensor in row.tensors.items()})
+        run_reference("adam", expected[i : i + 1], values)
+    table.run()
+    assert_same(rows, expected)
 
 
 def test_a_list_beyond_the_grid_is_refused() -> None:

@@ -288,6 +288,37 @@ def test_host_memory_that_is_not_pinned_is_refused(quick: ThreadDriver) -> None:
     copies.close()
 
 
+def test_an_empty_view_does_not_vouch_for_its_memory(quick: ThreadDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "pinned", lambda tensor: False)
+    copies, host = Copies(quick), fresh(8)
+    with pytest.raises(ValueError, match=r"the host side of copy 1 is not pinned"):
+        copies.to_host([fresh(0), fresh(8)], [host[:0], host])
+    copies.close()
+
+
+def test_a_view_whose_memory_means_something_else_is_refused(quick: ThreadDriver) -> None:
+    copies = Copies(quick)
+    with pytest.raises(ValueError, match=r"the source of copy 0 is sparse, or a lazily negated .*resolve_neg"):
+        copies.to_host(torch._neg_view(fresh(4)), fresh(4))
+    copies.close()
+
+
+def test_a_copy_whose_turn_could_not_be_queued_does_not_stay(
+    quick: ThreadDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Copies(quick)
+    with monkeypatch.context() as patch:
+        patch.setattr(quick, "follow", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no event")))
+        with pytest.raises(RuntimeError, match="no event"):
+            copies.to_host(fresh(4), fresh(4))
+    deadline = time.monotonic() + 10
+    while copies._pending and time.monotonic() < deadline:
+        copies.to_host(fresh(4), fresh(4)).wait()
+        copies._sweep()
+    assert not copies._pending
+    copies.close()
+
+
 def test_closed_copies_are_refused(quick: ThreadDriver) -> None:
     with Copies(quick) as copies:
         pass

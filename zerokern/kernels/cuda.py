@@ -79,7 +79,8 @@ class Gpu:
 
     def capturing(self) -> bool:
         """Whether that stream is being captured into a CUDA graph."""
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
 
     def host_address(self, name: str, tensor: Tensor) -> int:
         """Where the GPU sees a tensor in pinned host memory."""
@@ -152,7 +153,8 @@ class HostTable:
     """Where a list of tensors lies in a bucket of host memory: made once, used each step with tensors of these shapes.
 
     ``offsets`` count elements of the bucket; without them the tensors lie back to back. What is between them is left
-    alone. Dtypes may be mixed. Pointers are uploaded when they have changed, and the rest once for each stream.
+    alone. Dtypes may be mixed. Pointers are uploaded when they have changed, and the rest once for each stream. A
+    table that was used in a CUDA graph is kept for as long as the graph is.
 
     >>> HostTable([torch.ones(2)], torch.bfloat16)
     Traceback (most recent call last):
@@ -276,9 +278,10 @@ class HostTable:
             one = self._like[i]
             rows.extend((self._offsets[i], self._offsets[i] + one.numel, DTYPES[one.dtype]))
         if not rows:
-            return torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+            none = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
+            return none, torch.zeros(1, dtype=torch.int32, device="cpu")
         words = torch.frombuffer(rows, dtype=torch.int64).view(-1, 3)
-        begins = torch.arange(self._ntiles + 1) * (TILE_NBYTES // self.bucket_dtype.itemsize)
+        begins = torch.arange(self._ntiles + 1, device="cpu") * (TILE_NBYTES // self.bucket_dtype.itemsize)
         first = torch.searchsorted(words[:, 1].contiguous(), begins, right=True)
         return words, first.to(torch.int32)
 

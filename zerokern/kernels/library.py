@@ -135,14 +135,9 @@ for _op in (adam_, lion_, adagrad_, sgd_, accumulate_):
 )
 def sumsq(tensors: Tensors) -> Tensor:
     """`kernels.ops.sumsq`, as a 0-dim float64 tensor where the tensors are; nothing waits for a GPU."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    if device.type == "cpu":
+    if not tensors or tensors[0].device.type == "cpu":
         return torch.tensor(ops.sumsq(tensors), dtype=torch.float64)
-    from zerokern.kernels.triton import sumsq as device_sumsq
-
-    out = torch.zeros(1, dtype=torch.float64, device=device)
-    device_sumsq.sumsq(tensors, out)
-    return out.view(())
+    return ops.sumsq_there(tensors)
 
 
 @sumsq.register_fake

@@ -231,17 +231,12 @@ def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:
     >>> sumsq(torch.tensor([3.0, 4.0]))
     25.0
     """
-    sources = [checks.tensor(f"tensors[{i}]", t) for i, t in enumerate(checks.as_list("tensors", tensors) or [])]
-    device = checks.one_device([(f"tensors[{i}]", t) for i, t in enumerate(sources)])
+    sources, device = _sources(tensors)
     with implementation(impl, device) as family:
         if family == REFERENCE:
             return reference.sumsq(sources)
         if family == TRITON:
-            from zerokern.kernels.triton import sumsq as device_sumsq
-
-            out = torch.zeros(1, dtype=torch.float64, device=device)
-            device_sumsq.sumsq(sources, out)
-            return float(out)
+            return float(_sumsq_on_device(sources, device))
         sums: dict[int, float] = {}
         for dtype in {t.dtype for t in sources}:
             chosen = [i for i, t in enumerate(sources) if t.dtype == dtype]
@@ -252,6 +247,26 @@ def sumsq(tensors: Tensors, *, impl: str | None = None) -> float:
         for i in range(len(sources)):  # in order, one by one: from Python 3.12 on sum() compensates
             total += sums[i]
         return total
+
+
+def sumsq_there(tensors: Tensors) -> Tensor:
+    """`sumsq` of tensors on a GPU as a 0-dim float64 tensor there; nothing waits for it."""
+    sources, device = _sources(tensors)
+    with implementation(TRITON, device):
+        return _sumsq_on_device(sources, device)
+
+
+def _sources(tensors: Tensors) -> tuple[list[Tensor], torch.device]:
+    sources = [checks.tensor(f"tensors[{i}]", t) for i, t in enumerate(checks.as_list("tensors", tensors) or [])]
+    return sources, checks.one_device([(f"tensors[{i}]", t) for i, t in enumerate(sources)])
+
+
+def _sumsq_on_device(sources: list[Tensor], device: torch.device) -> Tensor:
+    from zerokern.kernels.triton import sumsq as device_sumsq
+
+    out = torch.zeros(1, dtype=torch.float64, device=device)
+    device_sumsq.sumsq(sources, out)
+    return out.view(())
 
 
 def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = None) -> None:

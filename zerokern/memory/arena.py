@@ -80,7 +80,7 @@ class Lease:
                 got("shape", tuple(shape), f"shapes of at most {rest // width} elements of {dtype}, as the lease has")
             )
         if numel == 0:  # which torch.frombuffer refuses
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return self.arena._view(self.ptr + offset, dtype, numel).view(tuple(shape))
 
     def release(self) -> None:

@@ -197,7 +197,8 @@ class Copies:
         pinned: dict[int, bool] = {}
         for i, (dst, src) in enumerate(pairs):
             self._check(i, dst, src, leaves=stream is self._out)
-            self._check_pinned(i, dst if stream is self._out else src, pinned)
+            if src.numel():
+                self._check_pinned(i, dst if stream is self._out else src, pinned)
         pairs = [(dst, src) for dst, src in pairs if src.numel()]
         for ticket in (ready, after):
             if ticket is not None and not isinstance(ticket, Copy):
@@ -211,10 +212,10 @@ class Copies:
                 before.append(self.here())
             copy = Copy(self, stream, pairs)
             self._pending.append(copy)  # first: an interrupt from here on finds it there, with its tensors
-            for ticket in before:
-                if not ticket._ended:
-                    self.driver.follow(stream, ticket._marked())
             try:
+                for ticket in before:
+                    if not ticket._ended:
+                        self.driver.follow(stream, ticket._marked())
                 self.driver.copy(stream, pairs)
             finally:
                 copy._marked()
@@ -235,6 +236,11 @@ class Copies:
         for name, tensor, device in (("source", src, source), ("destination", dst, target)):
             if tensor.device != device:
                 raise ValueError(f"the {name} of copy {i} is on {tensor.device}; allowed: {device}")
+            if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+                raise ValueError(
+                    f"the {name} of copy {i} is sparse, or a lazily negated or conjugated view; allowed: tensors whose "
+                    "memory holds what they mean (call .to_dense(), .resolve_neg() or .resolve_conj())"
+                )
             if not tensor.is_contiguous():
                 raise ValueError(
                     f"the {name} of copy {i} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; allowed: "
@@ -245,7 +251,7 @@ class Copies:
         """Asks once for each memory that a list of views lies in."""
         memory = host.untyped_storage().data_ptr()
         if memory not in known:
-            known[memory] = host.numel() == 0 or self.driver.pinned(host)
+            known[memory] = self.driver.pinned(host)
         if not known[memory]:
             raise ValueError(
                 f"the host side of copy {i} is not pinned; allowed: leases of a zerokern.memory.Arena taken while CUDA "

@@ -69,6 +69,10 @@ def check_device(device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise BackendError(f"no kernel runs on device {device}; allowed: cuda devices from sm_80 on")
+    if interpreted():
+        raise BackendError(
+            f"interpreted kernels (TRITON_INTERPRET=1) cannot reach the memory of {device}; do: unset TRITON_INTERPRET"
+        )
     _check_gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 

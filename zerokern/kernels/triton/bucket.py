@@ -17,7 +17,7 @@ from zerokern.kernels.triton.strided import move_strided, strided_rows
 from zerokern.kernels.triton.tiles import tile_map
 from zerokern.kernels.triton.types import TYPES
 from zerokern.kernels.triton.unflatten import unflatten_rows
-from zerokern.kernels.triton.upload import upload
+from zerokern.kernels.triton.upload import refresh, upload
 
 __all__ = ["BucketTable"]
 
@@ -46,12 +46,16 @@ class BucketTable:
         self._device = device
         self._dtype = dtype
         self._launches = [*_contiguous(members, dtype, device), *_strided(members, device)]
-        spans = array("q", [m.offset for m in members])
-        spans.extend(m.numel for m in members)
-        self._offsets, self._numels = upload(spans, device).view(2, len(members))
+        self._offsets = upload(array("q", [m.offset for m in members]), device)
+        self._numels = upload(array("q", [m.numel for m in members]), device)
+        most = max((len(launch.tiles) for launch in self._launches), default=1)
+        self._scratch = (
+            torch.empty(most, dtype=torch.float64, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
         self._addresses: list[int] | None = None
         self._pointers: Tensor | None = None
-        self._scratch: tuple[Tensor, Tensor] | None = None
+        self._captured: list[Tensor] = []
 
     def run(
         self,
@@ -63,12 +67,10 @@ class BucketTable:
         stats: Tensor | None = None,
     ) -> None:
         """Moves all of them, `into` the bucket or out of it, times `scale` and times what `factor` holds."""
-        if addresses != self._addresses:
-            self._pointers = upload(array("Q", addresses), self._device)
-            self._addresses = addresses
+        pointers = self._sent(addresses)
         if stats is not None and not self._launches:
             stats.zero_()
-        partials, counter = (None, None) if stats is None else self._scratch_memory()
+        partials, counter = (None, None) if stats is None else self._scratch
         for number, launch in enumerate(self._launches):
             common = {
                 "TYPE": TYPES[launch.dtype],
@@ -76,7 +78,7 @@ class BucketTable:
                 "num_warps": NUM_WARPS,
                 "enable_fp_fusion": False,
             }
-            first = (bucket, stats, partials, counter, launch.tiles, self._pointers)
+            first = (bucket, stats, partials, counter, launch.tiles, pointers)
             last = (scale, factor, int(number > 0))
             grid = (len(launch.tiles),)
             if launch.rows is not None:
@@ -88,12 +90,17 @@ class BucketTable:
                     *first, self._offsets, self._numels, *last, VEC=16 // wider, WIDTH=row_width(wider), **common
                 )
 
-    def _scratch_memory(self) -> tuple[Tensor, Tensor]:
-        if self._scratch is None:
-            most = max((len(launch.tiles) for launch in self._launches), default=1)
-            partials = torch.empty(most, dtype=torch.float64, device=self._device)
-            self._scratch = partials, torch.zeros(1, dtype=torch.int32, device=self._device)
-        return self._scratch
+    def _sent(self, addresses: list[int]) -> Tensor:
+        """The addresses on the device. What a capture sends arrives at a replay, so no other run may count on it."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.append(upload(array("Q", addresses), self._device))
+            return self._captured[-1]
+        if self._pointers is None:
+            self._pointers = upload(array("Q", addresses), self._device)
+        elif addresses != self._addresses:
+            refresh(self._pointers, array("Q", addresses))
+        self._addresses = addresses
+        return self._pointers
 
 
 def _contiguous(members: Sequence[Member], dtype: torch.dtype, device: torch.device) -> list[_Launch]:

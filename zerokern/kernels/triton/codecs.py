@@ -76,9 +76,10 @@ def root_of(x):
 
 @triton.jit
 def quotient(x, d):
-    """x / d rounded to nearest, for d in [1, 508] and |x| <= d: no branch, as no operand or result needs special care.
+    """x / d for d in [1, 508] and |x| <= d: no branch, as no operand or result needs special care.
 
-    What tl.div_rn does, without the test for the operands that do. A quotient below 2^-100 may be off; it is code 0.
+    What tl.div_rn does, without the test for the operands that do. Rounded to nearest in every one of 10^8 trials with
+    reciprocals a unit off, not by proof. A quotient below 2^-100 may be off; it is code 0.
     """
     r = reciprocal(d)
     r = tl.fma(r, tl.fma(-d, r, 1.0), r)
@@ -174,9 +175,10 @@ def round_random_fp16(x, random):
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = tl.abs(x)
     kept = (magnitude.to(tl.uint32, bitcast=True) + (random >> 19)) & 0xFFFFE000
-    steps = tl.floor(magnitude * 16777216.0)
+    scaled = tl.where(magnitude < 6.103515625e-05, magnitude, 0.0) * 16777216.0
+    steps = scaled.to(tl.int32).to(tl.float32)
     part = (random >> 8).to(tl.float32) * 5.9604644775390625e-08
-    tiny = tl.where(part < magnitude * 16777216.0 - steps, steps + 1.0, steps) * 5.9604644775390625e-08
+    tiny = tl.where(part < scaled - steps, steps + 1.0, steps) * 5.9604644775390625e-08
     size = tl.where(magnitude >= 6.103515625e-05, kept.to(tl.float32, bitcast=True), tiny)
     signed = (size.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)
     return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, signed.to(tl.float16), x.to(tl.float16))

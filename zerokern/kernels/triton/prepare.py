@@ -37,6 +37,7 @@ CONSTANTS = tl.constexpr(32)  # fp32 words of a group's constants
 WIDE = tl.constexpr(8)  # and its float64 words
 LARGEST = tl.constexpr(3.4028234663852886e38)
 POWER_BITS = tl.constexpr(31)
+GROUPS_AT_ONCE = tl.constexpr(32)  # a group for each thread
 STEPS_AT_ONCE = tl.constexpr(1024)
 
 
@@ -112,12 +113,10 @@ def _count(order, skip):
             tl.store(steps + i, made, mask=mask)
 
 
-@triton.jit(do_not_specialize=["ngroups"])
-def prepare(outcome, constants, wides, marks, order, ngroups, GROUPS: tl.constexpr):
-    """`order` is what the host sent. Writes the constants of all groups: fp32, float64, and (seed, step) in `marks`."""
+@triton.jit
+def _scalars(constants, wides, marks, order, group, ngroups, scale):
+    """Writes the constants of some groups."""
     numbers = order.to(tl.pointer_type(tl.float64))
-    scale, skip = _verdict(order, outcome)
-    group = tl.arange(0, GROUPS)
     mask = group < ngroups
     row = HEADER_WORDS + group * GROUP_WORDS
     lr = _rate(numbers, row, mask)
@@ -139,9 +138,6 @@ def prepare(outcome, constants, wides, marks, order, ngroups, GROUPS: tl.constex
     made = tl.load(steps + witness, mask=counted, other=0.0).to(tl.int64)
     first = ((flags & 8) != 0) & ((counted == 0) | (made == 0))
     step = tl.where(counted, made + 1, step)
-    tl.debug_barrier()  # every step is read before any is counted
-    _count(order, skip)
-
     is_adam, is_adagrad = algorithm == 1, algorithm == 3
     decoupled = ((flags & 1) != 0) | (algorithm == 2)
     unbias = 1.0 - _power(beta1, step)
@@ -188,14 +184,21 @@ def prepare(outcome, constants, wides, marks, order, ngroups, GROUPS: tl.constex
     tl.store(marks + 2 * group + 1, step, mask=mask)
 
 
+@triton.jit(do_not_specialize=["ngroups"])
+def prepare(outcome, constants, wides, marks, order, ngroups):
+    """`order` is what the host sent. Writes the constants of all groups: fp32, float64, and (seed, step) in `marks`."""
+    scale, skip = _verdict(order, outcome)
+    for start in range(0, ngroups, GROUPS_AT_ONCE):
+        _scalars(constants, wides, marks, order, start + tl.arange(0, GROUPS_AT_ONCE), ngroups, scale)
+    tl.debug_barrier()  # every step is read before any is counted
+    _count(order, skip)
+
+
 def aot_jobs(every: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead`: tables of one group, and of several."""
+    """The one job of `ahead`."""
     signature = {
         "outcome": "*fp64", "constants": "*fp32", "wides": "*fp64", "marks": "*i64", "order": "*i64", "ngroups": "i32",
     }  # fmt: skip
     aligned = [name for name in signature if name != "ngroups"]
     promises = Promises(160, wide=(), shared=1024)
-    return [
-        make_job(prepare, f"{groups} groups", signature, {"GROUPS": groups}, promises, num_warps=1, aligned=aligned)
-        for groups in ((1, 2, 4, 8, 16, 32) if every else (2,))
-    ]
+    return [make_job(prepare, "32 groups at once", signature, {}, promises, num_warps=1, aligned=aligned)]

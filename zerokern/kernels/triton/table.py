@@ -11,20 +11,20 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from zerokern.kernels import formats
+from zerokern.core.errors import got
+from zerokern.kernels import checks, formats
 from zerokern.kernels.reference_codecs import splitmix64
 from zerokern.kernels.triton import prepare as preparing
 from zerokern.kernels.triton import update as updating
 from zerokern.kernels.triton.backend import check_device, launching
 from zerokern.kernels.triton.configs import DEFAULT, Config
 from zerokern.kernels.triton.tiles import tile_map
-from zerokern.kernels.triton.upload import upload
+from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.kernels.triton.variants import Formats
 
 __all__ = ["Control", "DeviceTable"]
@@ -32,6 +32,8 @@ __all__ = ["Control", "DeviceTable"]
 _HEADER_WORDS, _GROUP_WORDS = preparing.HEADER_WORDS.value, preparing.GROUP_WORDS.value
 _ROW_WORDS = updating.ROW_WORDS.value
 _POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "out")
+_NO_WITNESS = 2**64 - 1
+_MOST_STEPS = 2**31 - 1  # `prepare` looks at as many bits of the exponent
 _FLAG_NAMES = ("decoupled", "maximize", "nesterov", "first_step")
 
 
@@ -61,6 +63,14 @@ def _bits(number: float) -> int:
     return int(struct.unpack("<Q", struct.pack("<d", number))[0])
 
 
+class _Sent(NamedTuple):
+    """What the device has: the order, the rows, and for each launch its formats and its tiles."""
+
+    order: Tensor
+    rows: Tensor
+    launches: list[tuple[Formats, Tensor, int]]
+
+
 class DeviceTable:
     """Rows and groups of one optimizer step on one device; `run` launches it.
 
@@ -87,11 +97,10 @@ class DeviceTable:
         self.columns["grad"] = memoryview(self._order)[_HEADER_WORDS + ngroups * _GROUP_WORDS :]
         self._formats: list[Formats | None] = [None] * ngroups
         self._rates: list[Tensor | None] = [None] * ngroups
-        self._launches: list[tuple[Formats, Tensor, int]] | None = None
-        self._sent = b""
+        self._sent: _Sent | None = None
+        self._known = array("Q")
         self._captured: list[Any] = []
         self.begun = False
-        self._device_rows = self._device_order = torch.empty(0, device=device)
         self._constants = torch.empty(ngroups * preparing.CONSTANTS.value, dtype=torch.float32, device=device)
         self._wides = torch.empty(ngroups * preparing.WIDE.value, dtype=torch.float64, device=device)
         self._marks = torch.empty(2 * ngroups, dtype=torch.int64, device=device)
@@ -117,8 +126,14 @@ class DeviceTable:
         made = Formats(algorithm, grad_dtype, param_dtype, master_format, state_format, out_dtype, random)
         if made != self._formats[index]:
             self._formats[index] = made
-            self._launches = None
+            self._sent = None
+        checks.count("step", step, 0)
+        if step > _MOST_STEPS:
+            raise ValueError(got("step", step, f"whole numbers up to {_MOST_STEPS}"))
         rate = lr if isinstance(lr, Tensor) else None
+        if rate is not None:
+            checks.tensor("lr", rate, (torch.float32, torch.float64), 1)
+            checks.one_device([("the table", self._constants), ("lr", rate)])
         self._rates[index] = rate
         flags = sum(formats.FLAGS[name] for name in _FLAG_NAMES if numbers.get(name))
         values = {
@@ -128,7 +143,7 @@ class DeviceTable:
             "flags": flags,
             "algorithm": formats.ALGORITHMS[algorithm],
             "step": step,
-            "witness": 2**64 - 1,
+            "witness": _NO_WITNESS,
             "seed": splitmix64((stochastic_seed or 0) & 0xFFFFFFFFFFFFFFFF),
         }
         for name in ("beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "lr_decay"):
@@ -139,47 +154,53 @@ class DeviceTable:
 
     def changed(self) -> None:
         """Rows were changed after a run: they are sent again. Gradients' addresses are looked at in every run."""
-        self._launches = None
+        self._sent = None
 
     def set_row(self, index: int, *, group: int, numel: int, **pointers: int) -> None:
         """Fills one row: pointers by the names of the columns, 0 where a format needs none."""
         self.columns["group"][index] = group
         self.columns["numel"][index] = numel
-        self._launches = None
+        self._sent = None
         for name, value in pointers.items():
             self.columns[name][index] = value
 
     def run(self, scale: float = 1.0, control: Control | None = None) -> None:
         """The launches, on the current stream. `scale` multiplies gradients.
 
-        What a captured run reads stays as it is for as long as the table lives, whatever later runs send. `begun` says
-        of a run that raised whether anything had been launched.
+        What a captured run reads is its own, and stays as it is for as long as the table lives. `begun` says of a run
+        that raised whether anything had been launched.
         """
         self.begun = False
+        outcome = self._outcome if control is None else control.outcome
+        self._address(scale, control)
         with launching(self.device):
-            outcome = self._outcome if control is None else control.outcome
-            self._address(scale, control)
-            self._send()
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self._captured.append((self._device_rows, self._device_order, self._launches))
+                # what a capture sends arrives at a replay, so no other run may count on it
+                sent = _Sent(upload(self._order, self.device), *self._plan())
+                self._captured.append((sent, self._rates[:], control))
+            else:
+                sent = self._send()
             self.begun = True
-            groups = triton.next_power_of_2(max(self.ngroups, 1))
             preparing.prepare[(1,)](
-                outcome, self._constants, self._wides, self._marks, self._device_order, self.ngroups,
-                GROUPS=groups, num_warps=1, enable_fp_fusion=False,
+                outcome, self._constants, self._wides, self._marks, sent.order, self.ngroups,
+                num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
-            grads = self._device_order[_HEADER_WORDS + self.ngroups * _GROUP_WORDS :]
-            for made, tiles, ntiles in self._launches or ():
+            grads = sent.order[_HEADER_WORDS + self.ngroups * _GROUP_WORDS :]
+            for made, tiles, ntiles in sent.launches:
                 updating.update[(ntiles,)](
-                    outcome, self._constants, self._wides, self._marks, self._device_rows, grads, tiles,
+                    outcome, self._constants, self._wides, self._marks, sent.rows, grads, tiles,
                     **made.constants(self.config), num_warps=self.config.num_warps, enable_fp_fusion=False,
                 )  # fmt: skip
 
     def _address(self, scale: float, control: Control | None) -> None:
-        """The header of the order."""
+        """The header of the order, and each group's witness."""
         header = dict.fromkeys(preparing.HEADER, 0)
         header["scale"] = _bits(scale)
+        witnesses: Sequence[int] = [_NO_WITNESS] * self.ngroups
         if control is not None:
+            witnesses = control.witnesses
+            if len(witnesses) != self.ngroups:
+                raise ValueError(got("witnesses", len(witnesses), f"one for each of {self.ngroups} groups"))
             header["steps"], header["increments"] = control.steps.data_ptr(), control.increments.data_ptr()
             header["nparams"] = control.steps.numel()
             if control.max_norm is not None and control.sums is not None:
@@ -187,21 +208,21 @@ class DeviceTable:
                 header["sums"] = control.sums.data_ptr()
             for name, tensor in (("grad_scale", control.grad_scale), ("found_inf", control.found_inf)):
                 header[name] = 0 if tensor is None else tensor.data_ptr()
-            for index, witness in enumerate(control.witnesses):
-                self._order[_HEADER_WORDS + index * _GROUP_WORDS + preparing.GROUP["witness"]] = witness
+        for index, witness in enumerate(witnesses):
+            self._order[_HEADER_WORDS + index * _GROUP_WORDS + preparing.GROUP["witness"]] = witness
         for name, value in header.items():
             self._order[preparing.HEADER[name]] = value
 
-    def _send(self) -> None:
+    def _send(self) -> _Sent:
         """Uploads what the device does not have yet."""
-        if self._launches is None:
-            self._launches = self._plan()
-        order = self._order.tobytes()
-        if order != self._sent:
-            self._device_order = upload(self._order, self.device)
-            self._sent = order
+        if self._sent is None:
+            self._sent = _Sent(upload(self._order, self.device), *self._plan())
+        elif self._order != self._known:
+            refresh(self._sent.order, self._order)
+        self._known = self._order[:]
+        return self._sent
 
-    def _plan(self) -> list[tuple[Formats, Tensor, int]]:
+    def _plan(self) -> tuple[Tensor, list[tuple[Formats, Tensor, int]]]:
         """Cuts the rows of each combination of formats into tiles, and marks those whose addresses are aligned."""
         members: dict[Formats, list[int]] = {}
         for row, group in enumerate(self.columns["group"]):
@@ -215,10 +236,11 @@ class DeviceTable:
                 self.columns["aligned"][row] = self._is_aligned(row, made.vector)
             tiles = tile_map([numels[row] for row in rows], self.config.numel)
             if len(tiles):
-                tiles[:, 0] = torch.tensor(rows, dtype=torch.int32, device="cpu")[tiles[:, 0].long()]
+                if len(rows) < self.nseg:
+                    numbers = torch.tensor(rows, dtype=torch.int32, device="cpu")[tiles[:, 0].long()]
+                    tiles = torch.stack((numbers, tiles[:, 1]), 1)
                 launches.append((made, upload(tiles, self.device), len(tiles)))
-        self._device_rows = upload(self._rows, self.device)
-        return launches
+        return upload(self._rows, self.device), launches
 
     def _is_aligned(self, row: int, vector: int) -> bool:
         """Whether vectors fit the row's length and, whatever the widths, its addresses."""

@@ -17,16 +17,18 @@ from zerokern.core.errors import got
 
 __all__ = ["MOST_TILES", "tile_map"]
 
+_REMEMBERED = 1 << 17  # tiles, a megabyte
 MOST_TILES = 2**31 - 1  # of a CUDA grid, and of the int32 numbers of the map
 
 
 def tile_map(numels: Sequence[int], tile: int) -> Tensor:
-    """(row, tile within the row) of each program, int32; a row without elements has none.
+    """(row, tile within the row) of each program, int32; a row without elements has none. Not to be written to.
 
     >>> tile_map([5, 0, 3], 4).tolist()
     [[0, 0], [0, 1], [2, 0]]
     """
-    return _map(tuple(numels), tile).clone()
+    make = _map if sum(numels) < _REMEMBERED * tile else _map.__wrapped__
+    return make(tuple(numels), tile)
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,7 +1,7 @@
 """Words of the host in device memory, without waiting for the device.
 
 The copy reads pinned memory of torch's caching host allocator, which gives such memory out again only when the stream
-has passed the copy. A CUDA graph reads it at every replay: what is staged during a capture is kept for good.
+has passed the copy. A CUDA graph reads it at every replay: what is staged in a capture lives as long as the words do.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from array import array
 import torch
 from torch import Tensor
 
-__all__ = ["staged", "upload"]
+from zerokern.kernels.triton.backend import launching
+
+__all__ = ["refresh", "staged", "upload"]
 
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
-_kept_for_graphs: list[Tensor] = []
+_STAGED = "_staged"  # of a tensor made in a capture: the pinned memory that its words come from
 
 
 def staged(values: Tensor | array[int] | array[float]) -> Tensor:
@@ -39,7 +41,22 @@ def upload(values: Tensor | array[int] | array[float], device: torch.device) -> 
     words = staged(values)
     if device.type != "cuda":
         return words.clone().to(device)
-    pinned = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words)
-    if torch.cuda.is_current_stream_capturing():
-        _kept_for_graphs.append(pinned)
-    return pinned.to(device, non_blocking=True)
+    with launching(device):
+        pinned = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words)
+        made = pinned.to(device, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            setattr(made, _STAGED, pinned)
+    return made
+
+
+def refresh(words: Tensor, values: array[int]) -> None:
+    """New values for words that were uploaded, in place: launches on the stream that read the old ones come before.
+
+    >>> words = upload(array("q", [1, 2]), torch.device("cpu"))
+    >>> refresh(words, array("q", [3, 4])); words
+    tensor([3, 4])
+    """
+    fresh = staged(values)
+    if words.device.type == "cuda":
+        fresh = torch.empty(fresh.shape, dtype=fresh.dtype, device="cpu", pin_memory=True).copy_(fresh)
+    words.copy_(fresh, non_blocking=True)
