@@ -25,7 +25,8 @@ FactsOf = Callable[[Work], dict[str, Any]]
 def test_registers_stay_under_the_bound_and_nothing_spills(work: Work, facts_of: FactsOf) -> None:
     facts, promises = facts_of(work), work[0]["promises"]
     assert facts["registers"] <= promises["registers"]
-    assert (facts["stack"], facts["spills"]) == (0, 0)
+    assert facts["stack"] <= promises["spilled"]
+    assert facts["spills"] == 0 or promises["spilled"]
     assert facts["shared"] <= promises["shared"]
 
 

@@ -25,7 +25,7 @@ from zerokern.kernels.triton.upload import upload
 __all__ = ["accumulate", "accumulate_tile", "aot_jobs"]
 
 ROWS = 4  # of a tile, `row_width` elements each
-REGISTERS = 120
+REGISTERS = 128
 TAIL_SHARED = 4096  # a last tile that is not whole is loaded as the whole ones are and stored one by one
 
 

@@ -35,12 +35,13 @@ _DTYPE = "tl."
 
 @dataclass(frozen=True)
 class Promises:
-    """What the tests hold a compiled kernel to, besides that nothing spills.
+    """What the tests hold a compiled kernel to.
 
-    ``registers``: at most so many per thread. ``fma``: the fused multiply-adds that the source names, by PTX type; a
-    number more is a contraction. None where the count is of no interest. ``exact``: no approximate division, root or
-    reciprocal. ``wide``: there are 128-bit loads and stores from and to global memory. ``shared``: at most so many
-    bytes of shared memory; 0 where no value changes threads.
+    ``registers``: at most so many per thread; ``spilled``: bytes per thread that may go to memory and back instead.
+    ``fma``: the fused multiply-adds that the source names, by PTX type; a number more is a contraction. None where the
+    count is of no interest. ``exact``: no approximate division, root or reciprocal. ``wide``: there are 128-bit loads
+    and stores from and to global memory. ``shared``: at most so many bytes of shared memory; 0 where no value changes
+    threads.
     """
 
     registers: int
@@ -48,6 +49,7 @@ class Promises:
     exact: bool = True
     wide: tuple[str, ...] = ("load", "store")
     shared: int = 0
+    spilled: int = 0
 
 
 def make_job(

@@ -27,16 +27,21 @@ from zerokern.kernels.triton.codecs import (
 __all__ = ["aot_jobs", "convert"]
 
 ROWS = 8
+VEC = 4  # elements per thread: 16 bytes of fp32
 NUM_WARPS = 4
 
 
-@triton.jit
-def convert_kernel(x, codes, aux, numel, CODEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """`CODEC` is a verb and a format; `aux` holds scales or remainders."""
+@triton.jit(do_not_specialize=["numel"])
+def convert_kernel(
+    x, codes, aux, numel: tl.int64, CODEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr
+):
+    """`CODEC` is a verb and a format; `aux` holds scales or remainders; VEC divides `numel`."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     block = first + tl.arange(0, ROWS).to(tl.int64)[:, None]
     at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = at < numel
+    if VEC > 1:
+        mask = tl.max_constancy(mask, [1, VEC])
     some = block * BLOCK < numel
     if CODEC == "encode exp_avg":
         values = tl.load(x + at, mask=mask, other=0.0)
@@ -79,8 +84,8 @@ def convert(verb: str, kind: str, x: Tensor, codes: Tensor, aux: Tensor) -> None
     grid = (-(-numel // (ROWS * BLOCK)),)
     with launching(x.device):
         convert_kernel[grid](
-            x, coded, aux, numel, CODEC=f"{verb} {kind}", ROWS=ROWS, BLOCK=BLOCK, num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
+            x, coded, aux, numel, CODEC=f"{verb} {kind}", ROWS=ROWS, BLOCK=BLOCK, VEC=1 if numel % VEC else VEC,
+            num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -95,10 +100,9 @@ def aot_jobs(every: bool) -> list[dict[str, Any]]:
             "aux": "*fp32" if coded else small[kind],
             "numel": "i64",
         }
-        fmas = {("encode", "exp_avg"): 5, ("decode", "exp_avg"): 2, ("encode", "exp_avg_sq"): 1}.get((verb, kind), 0)
-        fmas *= ROWS * BLOCK // (32 * NUM_WARPS)
-        promises = Promises(96, fma={"f32": fmas} if fmas else {}, exact=not coded, wide=(), shared=8192)
-        constexprs = {"CODEC": f"{verb} {kind}", "ROWS": ROWS, "BLOCK": BLOCK}
+        wide = ("load",) if verb in ("encode", "split") else ("store",)
+        promises = Promises(96, fma=None if coded else {}, exact=not coded, wide=wide, shared=8192)
+        constexprs = {"CODEC": f"{verb} {kind}", "ROWS": ROWS, "BLOCK": BLOCK, "VEC": VEC}
         case, aligned = f"{verb} {kind}", ("x", "codes", "aux")
         jobs.append(
             make_job(convert_kernel, case, signature, constexprs, promises, num_warps=NUM_WARPS, aligned=aligned)

@@ -9,8 +9,8 @@ import triton.language as tl
 @triton.jit
 def _sign(c):
     """-1, 0 or 1 in fp32; NaN stays."""
-    sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, 0.0))
-    return tl.where(c != c, float("nan"), sign)
+    sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, float("nan")))
+    return tl.where(c == 0.0, 0.0, sign)
 
 
 @triton.jit
