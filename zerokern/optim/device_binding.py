@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.kernels.triton.upload import upload
+from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.optim import checks, device
 from zerokern.optim.binding import Binding
 from zerokern.optim.device_steps import DeviceSteps
@@ -215,7 +215,12 @@ class _Sums:
 
     def run(self, pointers: array[int]) -> Tensor:
         if pointers != self._known:
-            self._words = [upload(array("Q", compress(pointers, chosen)), self._place) for chosen in self._chosen]
+            mine = [array("Q", compress(pointers, chosen)) for chosen in self._chosen]
+            if self._words:
+                for words, fresh in zip(self._words, mine, strict=True):
+                    refresh(words, fresh)
+            else:
+                self._words = [upload(fresh, self._place) for fresh in mine]
             self._known = pointers
         for index, (table, words) in enumerate(zip(self._tables, self._words, strict=True)):
             table.run(words, self._out, index)
