@@ -15,8 +15,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from zerokern.kernels.formats import CODECS
 from zerokern.kernels.spans import SpanList
-from zerokern.kernels.triton import accumulate, ahead, bucket, stream, sumsq
+from zerokern.kernels.triton import accumulate, ahead, bucket, convert, stream, sumsq, table, variants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +55,7 @@ def recorder(launches: list[dict[str, Any]]) -> Callable[..., bool]:
 
 
 def everything() -> None:
-    """Each launcher with each of its formats."""
+    """Each launcher of lists and streams with each of its formats."""
     stats = torch.zeros(2, dtype=torch.float64)
     for tensor, other in itertools.product(DTYPES, DTYPES):
         x, y = torch.ones(5000, dtype=tensor), torch.ones(5000, dtype=other)
@@ -76,13 +77,38 @@ def everything() -> None:
         stream.stream(*([next(streams) for _ in range(count)] for count in (reads, updates, writes)))
 
 
+def updates() -> None:
+    """Each kernel of the optimizers that is compiled ahead, as its table launches it."""
+    ahead_of_time = {job["case"] for job in variants.aot_jobs(every=True)}
+    memory = torch.zeros(4096)
+    for made in variants.every_format():
+        if str(made) in ahead_of_time:
+            one = table.DeviceTable(torch.device("cpu"), 1, 1)
+            one.set_group(
+                0, algorithm=made.algorithm, grad_dtype=made.grad, param_dtype=made.param, master_format=made.master,
+                state_format=made.state, out_dtype=made.out, lr=0.5, stochastic_seed=7 if made.random else None,
+            )  # fmt: skip
+            one.set_row(0, group=0, numel=64, **dict.fromkeys(("param", "grad", "exp_avg"), memory.data_ptr()))
+            one.run()
+
+
+def codecs() -> None:
+    for verb, kind in CODECS:
+        coded, wide = kind.startswith("exp_avg"), {"split16": torch.int16, "split8": torch.int8}
+        codes = torch.zeros(512, dtype=torch.uint8 if coded else torch.bfloat16)
+        aux = torch.zeros(512, dtype=torch.float32 if coded else wide[kind])
+        convert.convert(verb, kind, torch.ones(512), codes, aux)
+
+
 def main() -> None:
     launches: list[dict[str, Any]] = []
     triton.runtime.driver.set_active(StandInDriver())
     triton.knobs.runtime.jit_cache_hook = recorder(launches)
-    for module in (bucket, sumsq):
+    for module in (bucket, sumsq, table):
         module.check_device = lambda device: None
     everything()
+    updates()
+    codecs()
     print(json.dumps(launches))
 
 

@@ -140,7 +140,6 @@ def _job(made: Formats, config: Config) -> dict[str, Any]:
         shared=SHARED,
         spilled=SPILLED if coded or ((made.algorithm, made.state) == ("lion", "fp32") and made.out) else 0,
     )
-    aligned = [name for name in SIGNATURE if name != "grads"]  # these lie where the order happens to end
     return make_job(
-        update, str(made), SIGNATURE, made.constants(config), promises, num_warps=config.num_warps, aligned=aligned
+        update, str(made), SIGNATURE, made.constants(config), promises, num_warps=config.num_warps, aligned=[*SIGNATURE]
     )
