@@ -45,6 +45,7 @@ def content(rehearsal: tuple[Path, str]) -> dict:
     return json.loads((rehearsal[0] / "rehearsal.json").read_text())
 
 
+@pytest.mark.slow
 class TestRehearsal:
     def test_every_section_runs_to_its_end(self, rehearsal: tuple[Path, str]) -> None:
         found = content(rehearsal)
@@ -100,6 +101,13 @@ class TestRehearsal:
 
 
 class TestScript:
+    def test_it_rehearses_one_section(self, tmp_path: Path) -> None:
+        environment = {**os.environ, "PYTHON": sys.executable}
+        ran = subprocess.run([SCRIPT, "--rehearse", tmp_path, "ops"], env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        found = json.loads((tmp_path / "rehearsal-ops.json").read_text())
+        assert found["contests"] and not any(about["missing"] for about in found["contests"])
+
     @pytest.mark.parametrize("arguments", [[], ["a", "b", "c"], ["--rehearse"], ["--help"]])
     def test_usage(self, arguments: list[str]) -> None:
         ran = subprocess.run([SCRIPT, *arguments], capture_output=True, text=True)

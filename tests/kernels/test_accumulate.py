@@ -49,13 +49,13 @@ def test_a_lone_negative_zero_stays_negative(impl: str) -> None:
     assert torch.signbit(total).all()
 
 
-def test_threads_do_not_show(impl: str) -> None:
+def test_threads_do_not_show(native_impl: str) -> None:
     generator = torch.Generator().manual_seed(0)
     srcs = [spread_values(1_000_003, generator).bfloat16() for _ in range(3)]
     results = []
     for threads in (1, 2, 3):
         native.set_threads(threads)
         total = torch.ones(1_000_003)
-        ops.accumulate(total, srcs, impl=impl)
+        ops.accumulate(total, srcs, impl=native_impl)
         results.append(total)
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])

@@ -31,6 +31,8 @@ def outside(view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("nbytes", [0, LINE, 17 * LINE, 5 * (1 << 18) + LINE])
 def test_reads_stay_and_writes_are_whole(impl: str, counts: tuple[int, int, int], nbytes: int) -> None:
     native.set_threads(2)
+    if impl == "triton":  # interpreted: a few tiles show as much
+        nbytes = min(nbytes, 5 * (1 << 14) + LINE)
     # Bytes 0x40 make the fp32 value 3.00392..., above the kernel's start value of 1.
     made = [[aligned(nbytes, 0x40 if role != 2 else 0xEE) for _ in range(count)] for role, count in enumerate(counts)]
     reads, updates, writes = ([view for view, _ in role] for role in made)
@@ -46,6 +48,6 @@ def test_reads_stay_and_writes_are_whole(impl: str, counts: tuple[int, int, int]
 
 
 def test_updates_are_read_and_written(impl: str) -> None:
-    view, _ = aligned(1 << 20, 0)
+    view, _ = aligned(1 << 16, 0)
     ops.stream(updates=[view], impl=impl)
-    assert torch.equal(view.view(torch.float32), torch.ones(1 << 18))
+    assert torch.equal(view.view(torch.float32), torch.ones(1 << 14))
