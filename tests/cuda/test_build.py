@@ -14,6 +14,7 @@ import pytest
 
 from zerokern.core.errors import BackendError
 from zerokern.kernels import cuda_build
+from zerokern.kernels.triton.backend import refuse_before
 
 
 class FakeCompiler:
@@ -135,7 +136,7 @@ def test_a_gpu_that_is_newer_than_nvrtc_gets_ptx(fake: FakeCompiler) -> None:
 def test_an_old_gpu_is_named_with_what_runs_instead(capability: tuple[int, int]) -> None:
     says = r"Tesla is sm_7\d, and the kernels of cuda/ need sm_80 or newer; zerokern.memory.Copies moves"
     with pytest.raises(BackendError, match=says):
-        cuda_build.refuse_old(capability, "Tesla")
+        refuse_before(capability, "Tesla", "the kernels of cuda/", cuda_build.INSTEAD)
 
 
 def test_an_nvrtc_that_is_too_new_or_too_old_is_named() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from zerokern.core.errors import KernelError, got
 from zerokern.kernels import checks, cuda_build, cuda_checks
 from zerokern.kernels.formats import DTYPES
+from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.upload import upload
 
 __all__ = ["Gpu", "HostTable", "gather", "gpu_of", "scatter"]
@@ -37,7 +38,9 @@ class Gpu:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         capability = torch.cuda.get_device_capability(device)
-        cuda_build.refuse_old(capability, torch.cuda.get_device_name(device))
+        backend.refuse_before(
+            capability, torch.cuda.get_device_name(device), "the kernels of cuda/", cuda_build.INSTEAD
+        )
         cuda_build.compiler()
         self._cupy = _cupy()
         with self._cupy.cuda.Device(device.index):
@@ -79,8 +82,7 @@ class Gpu:
 
     def capturing(self) -> bool:
         """Whether that stream is being captured into a CUDA graph."""
-        with torch.cuda.device(self.device):
-            return torch.cuda.is_current_stream_capturing()
+        return backend.capturing(self.device)
 
     def host_address(self, name: str, tensor: Tensor) -> int:
         """Where the GPU sees a tensor in pinned host memory."""

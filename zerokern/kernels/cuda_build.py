@@ -16,12 +16,11 @@ from typing import Any
 
 from zerokern.core import env
 from zerokern.core.errors import BackendError
+from zerokern.kernels.triton.backend import INSTALL
 
-__all__ = ["INSTALL", "INSTEAD", "OLDEST", "binary", "cache_file", "compiler", "options", "refuse_old", "sources"]
+__all__ = ["INSTALL", "INSTEAD", "binary", "cache_file", "compiler", "options", "sources"]
 
-OLDEST = (8, 0)  # cvt.rn.bf16.f32
 ENTRY = "index.cu"
-INSTALL = "pip install 'zerokern[cuda]'"
 INSTEAD = "zerokern.memory.Copies moves the tensors one by one, without a cast, on any GPU"
 _DIGEST_NBYTES = 32
 
@@ -54,16 +53,6 @@ def compiler() -> Any:
         install = "pip install nvidia-cuda-nvrtc (for CUDA 12: nvidia-cuda-nvrtc-cu12)"
         raise BackendError(f"{need}; do: {install}. {INSTEAD}. It said: {error}") from error
     return nvrtc
-
-
-def refuse_old(capability: tuple[int, int], name: str) -> None:
-    """Raises where a GPU is too old for the kernels, naming it and what runs instead.
-
-    >>> refuse_old((9, 0), "NVIDIA H200")
-    """
-    if capability < OLDEST:
-        have, need = (f"sm_{major}{minor}" for major, minor in (capability, OLDEST))
-        raise BackendError(f"{name} is {have}, and the kernels of cuda/ need {need} or newer; {INSTEAD}")
 
 
 def options(capability: tuple[int, int], supported: Sequence[int]) -> tuple[str, ...]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
+from zerokern.kernels.triton import backend
+from zerokern.kernels.triton.backend import capturing
 
-__all__ = ["Kernels", "capturing", "current", "holds", "kernels", "refuse_capture", "require", "serves"]
+__all__ = ["Kernels", "capturing", "holds", "kernels", "refuse_capture", "require", "serves"]
 
 
 def serves(device: torch.device) -> bool:
@@ -30,19 +31,6 @@ def holds(params: Any) -> bool:
     return isinstance(first, Tensor) and serves(first.device)
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph instead of running."""
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches go to the current device, which need not be the parameters'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def refuse_capture(device: torch.device) -> None:
     """A CUDA graph repeats what it has seen: making state in one would make it anew at every replay."""
     if capturing(device):
@@ -56,9 +44,7 @@ def require(device: torch.device, tier: Any) -> None:
     """Refuse a place for state that the device cannot reach, and a device that the kernels do not run on."""
     if tier != "device":
         raise ValueError(got("tier", tier, f"'device' for parameters on {device}", "Or move the model to the CPU"))
-    from zerokern.kernels.triton.backend import check_device
-
-    check_device(device)
+    backend.check_device(device)
 
 
 class Kernels(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
+from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.optim import checks, device
 from zerokern.optim.binding import Binding
@@ -55,7 +56,7 @@ class DeviceBinding(Binding):
         self._kernels = device.kernels()
         self._sums: _Sums | None = None
         self._in_graph = self._done = False
-        with device.current(self.place):
+        with launching(self.place):
             super().__init__(algorithm, survey, groups, state, initial=initial, previous=previous, witness=witness)
         self._last = None
 
@@ -134,13 +135,13 @@ class DeviceBinding(Binding):
     def _part_from_graphs(self, capturing: bool) -> None:
         """Tables that no other capture has, and no step outside: a graph fills its own whenever it is replayed."""
         self._in_graph, self._sums = capturing, None
-        with device.current(self.place):
+        with launching(self.place):
             self._plan(self._param_groups)
 
     def run(self, scale: float) -> None:
         """The update. When this returns it has been launched."""
         self._done, self.table.begun = False, False
-        with device.current(self.place), whole("the step"):
+        with launching(self.place), whole("the step"):
             control = self._control()
             self.table.run(scale, control)
             self._done = True

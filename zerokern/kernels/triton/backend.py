@@ -7,24 +7,14 @@ import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
 
 from zerokern.core.errors import BackendError
 
-__all__ = ["check_device", "interpreted", "is_device", "launching", "usable"]
+__all__ = ["OLDEST", "capturing", "check_device", "interpreted", "launching", "refuse_before", "usable"]
 
 OLDEST = (8, 0)  # cvt.rn.bf16x2, 64-bit addresses in every path, and what the ahead-of-time tests compile for
 INSTALL = "pip install 'zerokern[cuda]'"
-INSTEAD = "what runs instead: impl='reference' for the ops (plain torch, slow), torch.optim for the optimizers"
-
-
-def is_device(tensor: Tensor) -> bool:
-    """Whether a tensor is for these kernels and for no other.
-
-    >>> is_device(torch.ones(1))
-    False
-    """
-    return tensor.is_cuda
+INSTEAD = "impl='reference' for the ops (plain torch, slow), torch.optim for the optimizers"
 
 
 def interpreted() -> bool:
@@ -57,6 +47,18 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched there now goes into a CUDA graph instead of running.
+
+    >>> capturing(torch.device("cpu"))
+    False
+    """
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def check_device(device: torch.device) -> None:
     """Refuse a device that the kernels do not run on, naming it and what runs there.
 
@@ -79,15 +81,18 @@ def check_device(device: torch.device) -> None:
 @functools.cache
 def _check_gpu(index: int) -> None:
     if importlib.util.find_spec("triton") is None:
-        raise BackendError(f"triton is not installed, and tensors on cuda need it; do: {INSTALL}; {INSTEAD}")
-    refuse_before(OLDEST, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index))
+        raise BackendError(
+            f"triton is not installed, and tensors on cuda need it; do: {INSTALL}; what runs instead: {INSTEAD}"
+        )
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    refuse_before(capability, name, "the kernels", f"what runs instead: {INSTEAD}")
 
 
-def refuse_before(oldest: tuple[int, int], found: tuple[int, int], name: str) -> None:
-    """Raise where a GPU is of an older architecture.
+def refuse_before(found: tuple[int, int], name: str, what: str, instead: str) -> None:
+    """Raise where a GPU is of an older architecture than the kernels are for.
 
-    >>> refuse_before((8, 0), (9, 0), "NVIDIA H200")
+    >>> refuse_before((9, 0), "NVIDIA H200", "the kernels", "")
     """
-    if found < oldest:
-        have, need = ("sm_{}{}".format(*version) for version in (found, oldest))
-        raise BackendError(f"{name} is {have}, and the kernels need {need} or newer; {INSTEAD}")
+    if found < OLDEST:
+        have, need = ("sm_{}{}".format(*version) for version in (found, OLDEST))
+        raise BackendError(f"{name} is {have}, and {what} need {need} or newer; {instead}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerokern.kernels.spans import Member
-from zerokern.kernels.triton.backend import check_device
+from zerokern.kernels.triton.backend import capturing, check_device
 from zerokern.kernels.triton.flatten import flatten_rows
 from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, row_width
 from zerokern.kernels.triton.strided import move_strided, strided_rows
@@ -92,7 +92,7 @@ class BucketTable:
 
     def _sent(self, addresses: list[int]) -> Tensor:
         """The addresses on the device. What a capture sends arrives at a replay, so no other run may count on it."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing(self._device):
             self._captured.append(upload(array("Q", addresses), self._device))
             return self._captured[-1]
         if self._pointers is None:

@@ -21,7 +21,7 @@ from zerokern.kernels import checks, formats
 from zerokern.kernels.reference_codecs import splitmix64
 from zerokern.kernels.triton import prepare as preparing
 from zerokern.kernels.triton import update as updating
-from zerokern.kernels.triton.backend import check_device, launching
+from zerokern.kernels.triton.backend import capturing, check_device, launching
 from zerokern.kernels.triton.configs import DEFAULT, Config
 from zerokern.kernels.triton.tiles import tile_map
 from zerokern.kernels.triton.upload import refresh, upload
@@ -152,12 +152,11 @@ class DeviceTable:
         for name, value in values.items():
             self._order[start + preparing.GROUP[name]] = value
 
-    def changed(self) -> None:
-        """Rows were changed after a run: they are sent again. Gradients' addresses are looked at in every run."""
-        self._sent = None
-
     def set_row(self, index: int, *, group: int, numel: int, **pointers: int) -> None:
-        """Fills one row: pointers by the names of the columns, 0 where a format needs none."""
+        """Fills one row: pointers by the names of the columns, 0 where a format needs none.
+
+        Of what is written into `columns` directly, a run after the first looks at the gradients' addresses alone.
+        """
         self.columns["group"][index] = group
         self.columns["numel"][index] = numel
         self._sent = None
@@ -174,7 +173,7 @@ class DeviceTable:
         outcome = self._outcome if control is None else control.outcome
         self._address(scale, control)
         with launching(self.device):
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if capturing(self.device):
                 # what a capture sends arrives at a replay, so no other run may count on it
                 sent = _Sent(upload(self._order, self.device), *self._plan())
                 self._captured.append((sent, self._rates[:], control))
@@ -219,6 +218,8 @@ class DeviceTable:
             self._sent = _Sent(upload(self._order, self.device), *self._plan())
         elif self._order != self._known:
             refresh(self._sent.order, self._order)
+        else:
+            return self._sent
         self._known = self._order[:]
         return self._sent
 

@@ -11,7 +11,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from zerokern.kernels.triton.backend import launching
+from zerokern.kernels.triton.backend import capturing, launching
 
 __all__ = ["refresh", "staged", "upload"]
 
@@ -44,7 +44,7 @@ def upload(values: Tensor | array[int] | array[float], device: torch.device) -> 
     with launching(device):
         pinned = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words)
         made = pinned.to(device, non_blocking=True)
-        if torch.cuda.is_current_stream_capturing():
+        if capturing(device):
             setattr(made, _STAGED, pinned)
     return made
 
