@@ -106,6 +106,9 @@ int zk_isa_force(const char *name) {
 int zk_threads(void) { return zk::pool_threads(); }
 int zk_threads_set(int count) { return zk::pool_set_threads(count) ? ZK_OK : ZK_E_THREADS; }
 
+int zk_pool_cpus_set(const int *cpus, int count) { return zk::pool_set_cpus(cpus, count); }
+int zk_pool_cpus(int *cpus, int room) { return cpus || room <= 0 ? zk::pool_cpus(cpus, room) : ZK_E_NULL; }
+
 int zk_abi(void) { return ZK_ABI; }
 
 const char *zk_error_text(int code) {
@@ -128,6 +131,8 @@ const char *zk_error_text(int code) {
             return "the system refused memory";
         case ZK_E_PROCESS:
             return "made by the process that this one was forked from; make another one here";
+        case ZK_E_CPU:
+            return "a CPU that this process may not use, or a number that is none";
         default:
             return "an unknown error code";
     }

@@ -3,12 +3,15 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
 #include <new>
+
+#include "zerokern_cpu.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -36,6 +39,7 @@ struct Pool {
     int wanted = 0;               // workers that may take part in this generation: index < wanted
     bool open = false;            // and only until the caller has seen the end of the work
     int started = 0;
+    pthread_t workers[MOST_THREADS];
     Task task = nullptr;
     void *context = nullptr;
 };
@@ -45,6 +49,8 @@ alignas(Pool) unsigned char storage[sizeof(Pool)];
 Pool *pool = nullptr;
 std::once_flag once;
 std::atomic<int> thread_count{0};
+cpu_set_t cpu_set;  // guarded by calls, as is cpu_count; both outlive a fork
+int cpu_count = 0;  // 0: workers run where the thread that starts them may
 
 struct Start {
     Pool *pool;
@@ -104,27 +110,69 @@ Pool &instance() {
     return *pool;
 }
 
-// Called with calls held. A refusal by the system leaves the workers that there are.
-void start_workers(Pool &p, int count) {
+// Signals are for the threads that expect them: a thread that is started meanwhile gets none.
+class NoSignals {
+    sigset_t before_;
+
+  public:
+    NoSignals() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+};
+
+bool start_worker(pthread_t *thread, const cpu_set_t *cpus, Start *start) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    sigset_t all, before;  // signals are for the threads that expect them
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (p.started < count) {
-        Start *start = static_cast<Start *>(std::malloc(sizeof(Start)));
-        if (!start) break;
-        *start = {&p, p.started};
-        pthread_t thread;
-        if (pthread_create(&thread, &attributes, work, start) != 0) {
-            std::free(start);
-            break;
-        }
-        ++p.started;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (cpus) pthread_attr_setaffinity_np(&attributes, sizeof *cpus, cpus);
+    const bool started = pthread_create(thread, &attributes, work, start) == 0;
     pthread_attr_destroy(&attributes);
+    if (started) pthread_setname_np(*thread, "zerokern");
+    return started;
+}
+
+// Called with calls held. A refusal by the system leaves the workers that there are; CPUs that were taken away since
+// they were set hold no worker back.
+void start_workers(Pool &p, int count) {
+    NoSignals meanwhile;
+    for (; p.started < count; ++p.started) {
+        Start *start = static_cast<Start *>(std::malloc(sizeof(Start)));
+        if (!start) return;
+        *start = {&p, p.started};
+        pthread_t *thread = &p.workers[p.started];
+        if (!(cpu_count && start_worker(thread, &cpu_set, start)) && !start_worker(thread, nullptr, start)) {
+            std::free(start);
+            return;
+        }
+    }
+}
+
+struct Trial {
+    cpu_set_t cpus;
+    bool usable;
+};
+
+void *stay_on(void *argument) {
+    Trial &trial = *static_cast<Trial *>(argument);
+    cpu_set_t found;
+    trial.usable = sched_setaffinity(0, sizeof trial.cpus, &trial.cpus) == 0 &&
+                   sched_getaffinity(0, sizeof found, &found) == 0 && CPU_EQUAL(&found, &trial.cpus);
+    return nullptr;
+}
+
+// Only the system knows what a control group and the machine grant: a thread that ends at once asks it.
+int usable(const cpu_set_t &cpus) {
+    Trial trial{cpus, false};
+    pthread_t thread;
+    {
+        NoSignals meanwhile;
+        if (pthread_create(&thread, nullptr, stay_on, &trial) != 0) return ZK_E_MEMORY;
+    }
+    pthread_join(thread, nullptr);
+    return trial.usable ? ZK_OK : ZK_E_CPU;
 }
 
 int usable_cpus() {
@@ -148,6 +196,37 @@ bool pool_set_threads(int count) {
     if (count < 1 || count > MOST_THREADS) return false;
     thread_count.store(count, std::memory_order_relaxed);
     return true;
+}
+
+int pool_set_cpus(const int *cpus, int count) {
+    if (count < 0) return ZK_E_COUNT;
+    if (count > 0 && !cpus) return ZK_E_NULL;
+    cpu_set_t wanted;
+    CPU_ZERO(&wanted);
+    for (int i = 0; i < count; ++i) {
+        if (cpus[i] < 0 || cpus[i] >= CPU_SETSIZE) return ZK_E_CPU;
+        CPU_SET(cpus[i], &wanted);
+    }
+    if (count == 0) {
+        if (sched_getaffinity(getpid(), sizeof wanted, &wanted) != 0) return ZK_E_CPU;
+    } else if (const int refused = usable(wanted)) {
+        return refused;
+    }
+    Pool &p = instance();
+    std::lock_guard<std::mutex> call(p.calls);
+    cpu_set = wanted;
+    cpu_count = count ? CPU_COUNT(&wanted) : 0;
+    for (int i = 0; i < p.started; ++i) pthread_setaffinity_np(p.workers[i], sizeof wanted, &wanted);
+    return ZK_OK;
+}
+
+int pool_cpus(int *cpus, int room) {
+    Pool &p = instance();
+    std::lock_guard<std::mutex> call(p.calls);
+    int written = 0;
+    for (int cpu = 0; cpu < CPU_SETSIZE && written < room && written < cpu_count; ++cpu)
+        if (CPU_ISSET(cpu, &cpu_set)) cpus[written++] = cpu;
+    return cpu_count;
 }
 
 void pool_run(Task task, void *context, int workers) {

@@ -33,4 +33,10 @@ void pool_run(Task task, void *context, int workers);
 int pool_threads();
 bool pool_set_threads(int count);
 
+// The CPUs that the pool's threads run on, those there are and those to come; the caller of a task stays where it is.
+// None at all gives them back what the process's first thread may use. Returns a zk_error.
+int pool_set_cpus(const int *cpus, int count);
+// Writes the CPUs in force, in order, as far as `room` reaches; returns how many there are, 0 where none were set.
+int pool_cpus(int *cpus, int room);
+
 }  // namespace zk

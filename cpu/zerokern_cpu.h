@@ -18,7 +18,7 @@ extern "C" {
 #define ZK_API __attribute__((visibility("default")))
 
 /* Raised whenever a struct, an enum or the meaning of a call changes; the loader refuses any other number. */
-#define ZK_ABI 3
+#define ZK_ABI 4
 
 /* Elements that share one int8 scale, counted from each parameter's element 0. Every work split is a multiple of it. */
 #define ZK_BLOCK 128
@@ -34,7 +34,8 @@ typedef enum zk_error {
     ZK_E_ISA = -5,     /* an instruction set that this machine or this build lacks */
     ZK_E_THREADS = -6, /* a thread count below 1 or above 1024 */
     ZK_E_MEMORY = -7,  /* the system refused memory or a thread */
-    ZK_E_PROCESS = -8  /* made by the process that this one was forked from */
+    ZK_E_PROCESS = -8, /* made by the process that this one was forked from */
+    ZK_E_CPU = -9      /* a CPU that this process may not use, or a number that is none */
 } zk_error;
 
 typedef enum zk_dtype { ZK_NONE = 0, ZK_F32 = 1, ZK_BF16 = 2, ZK_F16 = 3, ZK_INT8 = 4 } zk_dtype;
@@ -162,6 +163,12 @@ ZK_API const char *zk_isa_active(void);
  * fork. */
 ZK_API int zk_threads_set(int count);
 ZK_API int zk_threads(void);
+/* The CPUs that the pool's own threads run on, all of them on all of these, those that are made later too (after a
+ * fork, after zk_threads_set); the caller of a function stays where it is. A count of 0 returns to what the process's
+ * first thread may use. The number of threads stays. Waits for calls that run. */
+ZK_API int zk_pool_cpus_set(const int *cpus, int count);
+/* Writes the CPUs that were set, in order, as far as `room` reaches; returns how many there are, 0 where none were. */
+ZK_API int zk_pool_cpus(int *cpus, int room);
 
 ZK_API int zk_abi(void);
 ZK_API const char *zk_error_text(int code);

@@ -132,6 +132,10 @@ ZK_API const char *zk_crc32c_name(void);
  * mlock was refused; MADV_DONTFORK holds then all the same. */
 ZK_API int zk_memory_lock(void *base, uint64_t nbytes);
 ZK_API int zk_memory_unlock(void *base, uint64_t nbytes);
+/* Pages of this memory that are first touched from now on lie on these NUMA nodes: on the one, or on all in turn. Where
+ * a node is full the system takes another. A positive result is why the system refused. `base` is the start of a page.
+ */
+ZK_API int zk_memory_bind(void *base, uint64_t nbytes, const int *nodes, int count);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,7 @@
 // The entries without buffers: instruction sets, threads, error texts, counts of partials.
+#include <sched.h>
+
+#include <algorithm>
 #include <limits>
 
 #include "fuzz.h"
@@ -7,6 +10,7 @@ namespace fuzz {
 
 Counts fuzz_control(Random &random, uint64_t executions) {
     const int threads = zk_threads();
+    const int own = sched_getcpu();
     Counts counts;
     for (uint64_t i = 0; i < executions; ++i) {
         const int number = static_cast<int>(random.next() >> 33 >> random.below(31)) * (random.one_in(2) ? 1 : -1);
@@ -21,6 +25,22 @@ Counts fuzz_control(Random &random, uint64_t executions) {
         const int before = zk_threads();
         if ((zk_threads_set(number) == ZK_OK) != valid) fail("zk_threads_set", i, "wrong answer to", number);
         if (zk_threads() != (valid ? number : before)) fail("zk_threads", i, "not what was set", number);
+
+        int here[1024];
+        const int given = zk_pool_cpus(here, 1024);
+        std::vector<int> cpus(1 + random.below(3), zk_threads() % 2 ? number : own);
+        cpus.back() = random.one_in(2) ? own : number;
+        const bool beyond = std::any_of(cpus.begin(), cpus.end(), [](int cpu) { return cpu < 0 || cpu >= 1024; });
+        const int answer = random.one_in(8) ? zk_pool_cpus_set(nullptr, 0)
+                                            : zk_pool_cpus_set(cpus.data(), static_cast<int>(cpus.size()));
+        int now[1024];
+        const int count = zk_pool_cpus(now, 1024);
+        if (answer != ZK_OK && answer != ZK_E_CPU) fail("zk_pool_cpus_set", i, "another error", answer);
+        if (answer == ZK_OK && count && beyond) fail("zk_pool_cpus_set", i, "took a number that is none", number);
+        if (answer != ZK_OK && (count != given || std::memcmp(now, here, sizeof(int) * static_cast<size_t>(count))))
+            fail("zk_pool_cpus_set", i, "a refusal changed the CPUs", count);
+        if (zk_pool_cpus_set(nullptr, 1) != ZK_E_NULL || zk_pool_cpus_set(cpus.data(), -1) != ZK_E_COUNT)
+            fail("zk_pool_cpus_set", i, "took no list", 0);
 
         std::vector<char> name(1 + random.below(12));
         for (char &letter : name) letter = static_cast<char>(random.next() >> 24);
@@ -40,6 +60,7 @@ Counts fuzz_control(Random &random, uint64_t executions) {
         ++(valid ? counts.accepted : counts.refused);
     }
     zk_threads_set(threads);
+    zk_pool_cpus_set(nullptr, 0);
     return counts;
 }
 

@@ -1,5 +1,7 @@
 // race [rounds] [seed]: callers on several threads share the pool while others change its size and the instruction set.
 // Built with ThreadSanitizer; every result must also be the one that a single thread gives.
+#include <sched.h>
+
 #include <atomic>
 #include <thread>
 
@@ -91,8 +93,13 @@ int main(int argc, char **argv) {
     std::thread meddler([&] {
         const std::vector<const char *> sets = fuzz::usable_sets();
         fuzz::Random random(seed);
+        cpu_set_t usable;
+        sched_getaffinity(0, sizeof usable, &usable);
         for (; done < CALLERS * rounds; ++changes) {
             zk_threads_set(1 + static_cast<int>(random.below(8)));
+            const int cpu = static_cast<int>(random.below(64));
+            const bool there = CPU_ISSET(cpu, &usable);
+            if ((zk_pool_cpus_set(&cpu, there) != ZK_OK)) fuzz::fail("zk_pool_cpus_set", changes, "refused", cpu);
             zk_isa_force(sets[random.below(sets.size())]);
             std::this_thread::yield();
         }

@@ -2,7 +2,9 @@
 #include <errno.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <mutex>
 
@@ -137,6 +139,21 @@ int zk_memory_lock(void *base, uint64_t nbytes) {
     if (!base) return ZK_E_NULL;
     if (madvise(base, nbytes, MADV_DONTFORK) != 0) return errno;
     return mlock(base, nbytes) == 0 ? ZK_OK : errno;
+}
+
+int zk_memory_bind(void *base, uint64_t nbytes, const int *nodes, int count) {
+    constexpr int PREFERRED = 1, INTERLEAVE = 3;  // of linux/mempolicy.h, which not every system has
+    constexpr int MOST_NODES = 1024, BITS = 8 * sizeof(unsigned long);
+    if (!base || !nodes) return ZK_E_NULL;
+    if (count < 1) return ZK_E_COUNT;
+    unsigned long mask[MOST_NODES / BITS] = {};
+    for (int i = 0; i < count; ++i) {
+        if (nodes[i] < 0 || nodes[i] >= MOST_NODES) return ZK_E_VALUE;
+        mask[nodes[i] / BITS] |= 1ul << nodes[i] % BITS;
+    }
+    // The kernel takes one bit less than it is told of.
+    const long refused = syscall(SYS_mbind, base, nbytes, count > 1 ? INTERLEAVE : PREFERRED, mask, MOST_NODES + 1, 0);
+    return refused == 0 ? ZK_OK : errno;
 }
 
 int zk_memory_unlock(void *base, uint64_t nbytes) {

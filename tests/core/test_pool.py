@@ -1,24 +1,29 @@
-"""The thread pool: the GIL, forks, concurrent callers, and the caller's floating-point mode."""
+"""The thread pool: the GIL, forks, concurrent callers, the CPUs it keeps to, and the caller's floating-point mode."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from zerokern import kernels
-from zerokern.core import native
+from zerokern.core import env, native
 
 
 @pytest.fixture(autouse=True)
 def restore_threads() -> Iterator[None]:
-    before = native.threads()
+    before, cpus = native.threads(), native.cpus()
     yield
     native.set_threads(before)
+    native.set_cpus(cpus)
 
 
 def test_the_gil_is_free_during_a_call() -> None:
@@ -125,3 +130,129 @@ def test_flush_to_zero_of_the_caller_does_not_reach_the_kernels() -> None:
         torch.set_flush_denormal(False)
     assert out.view(torch.int32)[0].item() == tiny.view(torch.int32)[0].item() != 0
     assert out.view(torch.int32).unique().numel() == 1
+
+
+CPUS = env.process_cpus()
+FIRST, LAST = CPUS[0], CPUS[-1]
+
+
+def where() -> list[str]:
+    """The CPUs of each of the pool's own threads, as the kernel has them."""
+    lists = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that is ending
+            rows = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+            if rows["Name"] == "zerokern":
+                lists.append(rows["Cpus_allowed_list"])
+    return lists
+
+
+def workers(count: int) -> list[str]:
+    """Where they are, once that many threads, the caller among them, have been in a call."""
+    native.set_threads(count)
+    assert total() == 4.0 * (1 << 20)
+    return where()
+
+
+def test_threads_keep_to_the_cpus_given_those_to_come_too() -> None:
+    mine = os.sched_getaffinity(0)
+    native.set_cpus(None)
+    assert set(workers(3)) == {env.cpu_list(CPUS)}
+    before = len(where())
+    native.set_cpus([LAST])
+    assert native.cpus() == (LAST,)
+    assert where() == [str(LAST)] * before
+    assert workers(before + 4) == [str(LAST)] * (before + 3)
+    assert workers(2) == [str(LAST)] * (before + 3)
+    native.set_cpus(CPUS)
+    assert set(where()) == {env.cpu_list(CPUS)} and native.cpus() == CPUS
+    native.set_cpus([FIRST, FIRST])
+    assert set(where()) == {str(FIRST)} and native.cpus() == (FIRST,)
+    native.set_cpus(None)
+    assert set(workers(before + 5)) == {env.cpu_list(CPUS)} and native.cpus() is None
+    assert os.sched_getaffinity(0) == mine, "the caller is not moved"
+
+
+def test_none_is_what_the_process_may_use_whoever_asks() -> None:
+    """A thread that keeps to one CPU itself does not give its own CPUs to threads that were there."""
+    native.set_cpus([LAST])
+    workers(3)
+
+    def ask() -> None:
+        os.sched_setaffinity(0, {FIRST})
+        native.set_cpus(None)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join()
+    assert set(where()) == {env.cpu_list(CPUS)}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_forked_child_keeps_to_them() -> None:
+    native.set_cpus([LAST])
+    workers(3)
+    child = os.fork()
+    if child == 0:
+        nobody = where() == [] and native.cpus() == (LAST,)
+        os._exit(0 if nobody and workers(3) == [str(LAST)] * 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_cpus_that_change_during_calls_change_no_result() -> None:
+    native.set_threads(4)
+    stop = threading.Event()
+
+    def meddle() -> None:
+        while not stop.is_set():
+            for cpus in ([FIRST], [LAST], CPUS, None):
+                native.set_cpus(cpus)
+
+    meddler = threading.Thread(target=meddle)
+    meddler.start()
+    try:
+        assert {total() for _ in range(200)} == {4.0 * (1 << 20)}
+    finally:
+        stop.set()
+        meddler.join()
+
+
+def in_child(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("ZEROKERN_THREADS", "LOCAL_WORLD_SIZE", "ZEROKERN_CPUS")}
+    command = [sys.executable, "-c", "import os\nfrom zerokern.core import env, native\n" + program]
+    return subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_environment_gives_them() -> None:
+    say = "print(native.cpus(), native.threads())"
+    assert in_child(say).stdout == f"None {env.usable_cpus()}\n"
+    assert in_child(say, ZEROKERN_CPUS=str(LAST)).stdout == f"({LAST},) 1\n"
+    assert in_child(say, ZEROKERN_CPUS=str(LAST), ZEROKERN_THREADS="5").stdout == f"({LAST},) 5\n"
+    everything = in_child(say, ZEROKERN_CPUS=env.cpu_list(CPUS), LOCAL_WORLD_SIZE=str(len(CPUS)))
+    assert everything.stdout == f"{CPUS} 1\n"
+    # A launcher that binds the process leaves the pool what it was given.
+    bound = f"os.sched_setaffinity(0, {{{FIRST}}})\n{say}"
+    assert in_child(bound, ZEROKERN_CPUS=str(LAST)).stdout == f"({LAST},) 1\n"
+
+
+@pytest.mark.parametrize("text", ["-1", "3-", "4-2", "one", "1,,2", "1;2"])
+def test_a_list_that_is_none_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROKERN_CPUS", text)
+    with pytest.raises(ValueError, match=r"ZEROKERN_CPUS=.* is no list of CPUs; allowed: numbers and ranges like"):
+        env.given_cpus()
+
+
+def test_cpus_that_are_not_there_are_named() -> None:
+    ran = in_child("native.library()", ZEROKERN_CPUS=f"{FIRST},1023")
+    assert ran.returncode == 1
+    assert f"ValueError: ZEROKERN_CPUS='{FIRST},1023' is not possible; allowed: CPUs that this process" in ran.stderr
+    native.set_cpus([FIRST])
+    for wrong in ((), (-1,), (1023,), (1024,), (1 << 40,), ("1",), (FIRST, 1 << 20)):
+        with pytest.raises(ValueError, match=r"cpus=.* is not possible; allowed: CPUs that this process may use"):
+            native.set_cpus(wrong)  # type: ignore[arg-type]
+    assert native.cpus() == (FIRST,), "a refusal changes nothing"
+
+
+@pytest.mark.parametrize("numbers", [(), (0,), (3, 4), (0, 2, 3, 4, 7, 9, 10), tuple(range(0, 40, 2))])
+def test_lists_are_read_as_they_are_written(numbers: tuple[int, ...]) -> None:
+    assert env.cpu_numbers(env.cpu_list(numbers)) == numbers

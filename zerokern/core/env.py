@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ENV", "EnvVar", "cache_folder", "default_threads", "read", "switched_on", "usable_cpus"]
+__all__ = [
+    "ENV",
+    "EnvVar",
+    "cache_folder",
+    "cpu_list",
+    "cpu_numbers",
+    "default_threads",
+    "given_cpus",
+    "local_ranks",
+    "process_cpus",
+    "read",
+    "switched_on",
+    "usable_cpus",
+]
 
 
 @dataclass(frozen=True)
@@ -25,6 +39,7 @@ ENV: dict[str, EnvVar] = {
             "ZEROKERN_CPU_ISA", "best usable", "forces scalar, avx2, avx512 or avx512vbmi; raises where it is missing"
         ),
         EnvVar("ZEROKERN_THREADS", "usable CPUs / LOCAL_WORLD_SIZE", "threads of the native pool"),
+        EnvVar("ZEROKERN_CPUS", "all usable ones", "CPUs that the native pool's threads keep to, as in 2-7,10"),
         EnvVar(
             "ZEROKERN_LIBRARY", "beside the package", "path of another build of libzerokern_cpu.so, for development"
         ),
@@ -102,17 +117,86 @@ def usable_cpus() -> int:
     >>> usable_cpus() >= 1
     True
     """
-    affinity = len(os.sched_getaffinity(0))
-    return max(1, min(affinity, int(min(_cgroup_cpus(), 1 << 20))))
+    return min(len(os.sched_getaffinity(0)), _granted_cpus())
+
+
+def _granted_cpus() -> int:
+    """Whole CPUs of the control group, or more than there can be."""
+    return max(1, int(min(_cgroup_cpus(), 1 << 20)))
+
+
+def cpu_numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a list as the kernel writes it, in order.
+
+    >>> cpu_numbers("2-4,10"), cpu_numbers("")
+    ((2, 3, 4, 10), ())
+    """
+    numbers: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else []:
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)) or int(first) > int(last or first):
+            raise ValueError(f"{text!r} is no list of CPUs; allowed: numbers and ranges like 2-7,10")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(numbers))
+
+
+def cpu_list(numbers: Iterable[int]) -> str:
+    """Numbers in order, as the kernel writes them.
+
+    >>> cpu_list([2, 3, 4, 10])
+    '2-4,10'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def process_cpus() -> tuple[int, ...]:
+    """The CPUs that this process's first thread may use, in order.
+
+    >>> len(process_cpus()) >= 1
+    True
+    """
+    return tuple(sorted(os.sched_getaffinity(os.getpid())))
+
+
+def given_cpus() -> tuple[int, ...] | None:
+    """The CPUs that ``ZEROKERN_CPUS`` gives to the native pool, or None.
+
+    >>> given_cpus() is None or len(given_cpus()) > 0
+    True
+    """
+    text = read("ZEROKERN_CPUS")
+    if text is None:
+        return None
+    try:
+        return cpu_numbers(text) or None
+    except ValueError as error:
+        raise ValueError(f"ZEROKERN_CPUS={error}") from None
+
+
+def local_ranks() -> int:
+    """Ranks that share this machine, as torchrun says.
+
+    >>> local_ranks() >= 1
+    True
+    """
+    return _positive("LOCAL_WORLD_SIZE", 1)
 
 
 def default_threads() -> int:
-    """Threads of the native pool: ``ZEROKERN_THREADS``, else this rank's share of the usable CPUs.
+    """Threads of the native pool: ``ZEROKERN_THREADS``, else this rank's share of the CPUs, usable or given.
 
     ``OMP_NUM_THREADS``, which torchrun sets to 1, has no say.
 
     >>> default_threads() >= 1
     True
     """
-    share = max(1, usable_cpus() // _positive("LOCAL_WORLD_SIZE", 1))
+    given = given_cpus()
+    cpus = usable_cpus() if given is None else min(len(given), _granted_cpus())
+    share = max(1, cpus // local_ranks())
     return _positive("ZEROKERN_THREADS", share)

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["BackendError", "BudgetError", "IoError", "KernelError", "StateError", "ZerokernError", "got"]
+__all__ = [
+    "BackendError",
+    "BudgetError",
+    "CommError",
+    "IoError",
+    "KernelError",
+    "ShardError",
+    "StateError",
+    "ZerokernError",
+    "got",
+]
 
 
 class ZerokernError(Exception):
@@ -35,6 +45,14 @@ class KernelError(ZerokernError):
     """
 
 
+class ShardError(ZerokernError):
+    """A model that cannot be sharded as it is, or that is no longer as it was when it was sharded.
+
+    >>> issubclass(ShardError, ZerokernError)
+    True
+    """
+
+
 class StateError(ZerokernError):
     """Optimizer state that does not fit what it is used for, or that is torn.
 
@@ -64,6 +82,21 @@ class IoError(ZerokernError):
     ) -> None:
         super().__init__(message)
         self.path, self.offset, self.nbytes, self.errno, self.key = path, offset, nbytes, errno, key
+
+
+class CommError(ZerokernError):
+    """A collective that did not come to its end: which operation, between which ranks, and which of them are gone.
+
+    >>> error = CommError("rank 1 is gone", operation="all_gather", ranks=(0, 1), gone=(1,))
+    >>> error.operation, error.ranks, error.gone
+    ('all_gather', (0, 1), (1,))
+    """
+
+    def __init__(
+        self, message: str, *, operation: str = "", ranks: tuple[int, ...] = (), gone: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.operation, self.ranks, self.gone = operation, ranks, gone
 
 
 def got(argument: str, value: object, allowed: str, advice: str = "") -> str:

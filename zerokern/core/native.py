@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from ctypes import (
     POINTER,
     Structure,
@@ -20,7 +21,7 @@ from ctypes import (
 from pathlib import Path
 
 from zerokern.core import env
-from zerokern.core.errors import BackendError, KernelError
+from zerokern.core.errors import BackendError, KernelError, got
 
 __all__ = [
     "ABI",
@@ -43,17 +44,19 @@ __all__ = [
     "TensorList",
     "check",
     "core_ghz",
+    "cpus",
     "force_isa",
     "isa_active",
     "isa_names",
     "isa_needs",
     "isa_usable",
     "library",
+    "set_cpus",
     "set_threads",
     "threads",
 ]
 
-ABI = 3
+ABI = 4
 BLOCK = 128
 SUMSQ_CHUNK = 65536
 
@@ -185,6 +188,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "zk_isa_active": (c_char_p, []),
     "zk_threads_set": (c_int, [c_int]),
     "zk_threads": (c_int, []),
+    "zk_pool_cpus_set": (c_int, [POINTER(c_int), c_int]),
+    "zk_pool_cpus": (c_int, [POINTER(c_int), c_int]),
     "zk_io_open": (c_int, [POINTER(IoOptions), POINTER(c_void_p)]),
     "zk_io_close": (c_int, [c_void_p]),
     "zk_io_file": (c_int, [c_void_p, c_int, c_uint32, c_uint32, POINTER(c_int32)]),
@@ -199,6 +204,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "zk_crc32c_name": (c_char_p, []),
     "zk_memory_lock": (c_int, [c_void_p, c_uint64]),
     "zk_memory_unlock": (c_int, [c_void_p, c_uint64]),
+    "zk_memory_bind": (c_int, [c_void_p, c_uint64, POINTER(c_int), c_int]),
     "zk_abi": (c_int, []),
     "zk_error_text": (c_char_p, [c_int]),
     "zk_core_ghz": (c_double, []),
@@ -224,7 +230,6 @@ def _open(path: Path) -> ctypes.CDLL:
             f"the native library {path} does not load: {error}; reinstall zerokern on this machine"
         ) from error
     try:
-        lib.zk_abi.restype = c_int
         found = lib.zk_abi()
     except AttributeError as error:
         raise BackendError(f"{path} is no zerokern library: it has no zk_abi; reinstall zerokern") from error
@@ -244,13 +249,16 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library, with its signatures declared, its threads counted and a forced instruction set in force.
+    """The loaded library: signatures declared, threads counted and placed, a forced instruction set in force.
 
     >>> library().zk_abi() == ABI
     True
     """
     lib = _open(_path())
     check(lib.zk_threads_set(env.default_threads()), lib)
+    given = env.given_cpus()
+    if given is not None:
+        _put_on(lib, given, "ZEROKERN_CPUS")
     forced = env.read("ZEROKERN_CPU_ISA")
     if forced is not None:
         _force(lib, forced)
@@ -348,6 +356,39 @@ def set_threads(count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1024:
         raise ValueError(f"count={count!r} is not possible; allowed: a whole number from 1 to 1024")
     check(library().zk_threads_set(count))
+
+
+def cpus() -> tuple[int, ...] | None:
+    """The CPUs that the pool's threads keep to, or None where none were set.
+
+    >>> cpus() is None or len(cpus()) > 0
+    True
+    """
+    lib = library()
+    found = (c_int * lib.zk_pool_cpus(None, 0))()
+    return tuple(found[: lib.zk_pool_cpus(found, len(found))]) or None
+
+
+def set_cpus(cpus: Iterable[int] | None) -> None:
+    """Puts the pool's threads on these CPUs, all of them on all of these; None lets them run where the process may.
+
+    The thread that makes a call takes part in it and stays where it is. The number of threads stays.
+
+    >>> set_cpus(env.process_cpus()); cpus() == env.process_cpus(); set_cpus(None)
+    True
+    """
+    if cpus is None:
+        check(library().zk_pool_cpus_set(None, 0))
+    else:
+        _put_on(library(), tuple(cpus), "cpus")
+
+
+def _put_on(lib: ctypes.CDLL, cpus: tuple[int, ...], name: str) -> None:
+    allowed = f"CPUs that this process may use, at least one; it runs on {env.cpu_list(env.process_cpus())}"
+    if not cpus or not all(isinstance(cpu, int) and 0 <= cpu < 1 << 31 for cpu in cpus):
+        raise ValueError(got(name, cpus, allowed))
+    if lib.zk_pool_cpus_set((c_int * len(cpus))(*cpus), len(cpus)):
+        raise ValueError(got(name, env.cpu_list(sorted(cpus)), allowed, "See taskset and the control group's cpuset"))
 
 
 def core_ghz() -> float:

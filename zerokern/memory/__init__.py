@@ -10,8 +10,21 @@ a GPU, a ledger of bytes.
 
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies, exchange
+from zerokern.memory.host import HostMemory
 from zerokern.memory.ledger import Ledger
 from zerokern.memory.spans import FreeSpans
 from zerokern.memory.staging import CudaDriver, Ring, Slot, flow
 
-__all__ = ["Arena", "Copies", "CudaDriver", "FreeSpans", "Lease", "Ledger", "Ring", "Slot", "exchange", "flow"]
+__all__ = [
+    "Arena",
+    "Copies",
+    "CudaDriver",
+    "FreeSpans",
+    "HostMemory",
+    "Lease",
+    "Ledger",
+    "Ring",
+    "Slot",
+    "exchange",
+    "flow",
+]

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from zerokern.core import env, native
 from zerokern.core.errors import BudgetError, ZerokernError, got
+from zerokern.memory import placement
+from zerokern.memory.layout import PAGE
 from zerokern.memory.ledger import Ledger
 from zerokern.memory.room import amount, refuse_beyond
 from zerokern.memory.spans import FreeSpans
 
 __all__ = ["PAGE", "Arena", "Lease"]
 
-PAGE = 4096  # leases begin and end on it: what O_DIRECT asks of memory, on any disk
 HUGE_PAGE = 2 << 20
 POISON = 0xFF  # NaN in every floating format, -1 in integers
 _STEP = 1 << 30  # bytes touched by one system call, so that Ctrl-C is heard in between
@@ -122,6 +123,7 @@ class Arena:
         self._skip = -start % HUGE_PAGE
         self.base = start + self._skip
         os.register_at_fork(after_in_child=functools.partial(_never_unmap, weakref.ref(self._mapping)))
+        self.nodes = placement.bind(self.base, self.nbytes)
         _make_resident(self._mapping, self._skip, self.nbytes)
         refused = native.library().zk_memory_lock(self.base, self.nbytes)
         self.locked = not refused
@@ -149,7 +151,7 @@ class Arena:
 
     def lease(self, nbytes: int, owner: str) -> Lease:
         """Exactly nbytes at a multiple of 4096; what lies between its end and the next multiple belongs to it too."""
-        self._check()
+        self.check()
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
         if not self._offered_to_cuda and torch.cuda.is_initialized():
@@ -176,7 +178,7 @@ class Arena:
 
     def table(self) -> str:
         """Who holds how much: a line for each owner, the largest first."""
-        self._check()
+        self.check()
         with self._lock:
             return self._table()
 
@@ -184,7 +186,7 @@ class Arena:
         """Gives the memory back, once the last tensor in it is gone. Leases still out are an error, unless forced."""
         if self._mapping is None:
             return
-        self._check()
+        self.check()
         with self._lock:
             if self._leases and not force:
                 raise ZerokernError(
@@ -212,11 +214,11 @@ class Arena:
         return "\n".join([*lines, f"{'free':<{width}}{'':>9}{self._free.total:>18,}"])
 
     def _view(self, ptr: int, dtype: torch.dtype, numel: int) -> Tensor:
-        self._check()
+        self.check()
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=ptr - self.base + self._skip)
 
     def _take_back(self, lease: Lease) -> None:
-        self._check()
+        self.check()
         with self._lock:
             if lease.released:
                 raise ZerokernError(f"the lease of {lease.owner!r} was released already: two owners believe it theirs")
@@ -232,7 +234,8 @@ class Arena:
             if self.ledger is not None:
                 self.ledger.add("cpu", "poison", "write", _round_up(lease.nbytes))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises where the memory is not: once the arena is closed, and in a forked child."""
         if os.getpid() != self._pid:
             raise ZerokernError(
                 f"this arena belongs to process {self._pid}, and this is {os.getpid()}, forked from it: the memory is "

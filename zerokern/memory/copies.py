@@ -85,6 +85,11 @@ class Copy:
             self._told = True
             raise self._failure
 
+    def times(self) -> tuple[int, int] | None:
+        """When they began and ended (`perf_counter_ns`), where the device's marks know that."""
+        known = getattr(self._mark, "times", None)
+        return None if known is None else known()
+
     def gate(self) -> None:
         """What the current stream is given from now on begins when they have ended; the host does not wait."""
         if not self._ended:
@@ -148,12 +153,14 @@ class Copies:
         *,
         ready: Ticket | None = None,
         after: Ticket | None = None,
+        checked: bool = False,
     ) -> Copy:
         """Device tensors to pinned host tensors of the same dtypes and lengths, as one batch.
 
-        The copies of a batch run in any order, so no two of them may touch the same memory.
+        The copies of a batch run in any order, so no two of them may touch the same memory. `checked`: they have been
+        looked at before, and nobody has exchanged their memory since.
         """
-        return self._submit(self._out, _pairs(src, dst), ready, after)
+        return self._submit(self._out, _pairs(src, dst), ready, after, checked)
 
     def to_device(
         self,
@@ -162,9 +169,10 @@ class Copies:
         *,
         ready: Ticket | None = None,
         after: Ticket | None = None,
+        checked: bool = False,
     ) -> Copy:
         """Pinned host tensors to device tensors of the same dtypes and lengths, as one batch, as `to_host`."""
-        return self._submit(self._in, _pairs(src, dst), ready, after)
+        return self._submit(self._in, _pairs(src, dst), ready, after, checked)
 
     def close(self) -> None:
         """Waits for everything that is under way; raises the first failure that nobody has been told of."""
@@ -193,9 +201,10 @@ class Copies:
         pairs: list[tuple[Tensor, Tensor]],
         ready: Ticket | None,
         after: Ticket | None,
+        checked: bool,
     ) -> Copy:
         pinned: dict[int, bool] = {}
-        for i, (dst, src) in enumerate(pairs):
+        for i, (dst, src) in enumerate(pairs if not checked else ()):
             self._check(i, dst, src, leaves=stream is self._out)
             if src.numel():
                 self._check_pinned(i, dst if stream is self._out else src, pinned)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -204,9 +205,12 @@ class CudaMark:
     'Whether the stream has passed it.'
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # who waits sleeps: the cores have an optimizer step to do
+    def __init__(self, stream: torch.cuda.Stream, clock: _CudaClock | None = None) -> None:
+        # who waits sleeps: the cores have an optimizer step to do
+        self.event = torch.cuda.Event(blocking=True, enable_timing=clock is not None)
         self.event.record(stream)
+        self.begin: CudaMark | None = None  # where the copies began that it stands behind
+        self._clock = clock
 
     def wait(self) -> None:
         """Returns once the stream has passed it; raises if the device failed."""
@@ -215,6 +219,26 @@ class CudaMark:
     def done(self) -> bool:
         """Whether the stream has passed it."""
         return bool(self.event.query())
+
+    def times(self) -> tuple[int, int] | None:
+        """When the copies before it began and ended (`perf_counter_ns`); None: nobody measures, or not there yet."""
+        if self._clock is None or not self.done():
+            return None
+        end = self._clock.at(self.event)
+        return (end if self.begin is None else self._clock.at(self.begin.event)), end
+
+
+class _CudaClock:
+    """Turns events into the host's time: one event whose time both sides know, and what passed since then."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record(stream)
+        self._origin.synchronize()
+        self._origin_ns = time.perf_counter_ns()
+
+    def at(self, event: torch.cuda.Event) -> int:
+        return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
 
 
 class CudaDriver:
@@ -235,6 +259,14 @@ class CudaDriver:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._batches = runtime_library()
+        self._aside: torch.cuda.Stream | None = None
+        self._clock: _CudaClock | None = None
+        self._begun: dict[int, CudaMark] = {}
+
+    def measure(self) -> None:
+        """From now on marks know when they were passed, and copies when they began."""
+        if self._clock is None:
+            self._clock = _CudaClock(torch.cuda.current_stream(self.device))
 
     def stream(self) -> torch.cuda.Stream:
         """A new stream; it does not wait for the legacy default stream."""
@@ -242,7 +274,10 @@ class CudaDriver:
 
     def mark(self, stream: torch.cuda.Stream | None) -> CudaMark:
         """An event behind everything that the stream has been given; None: torch's current stream."""
-        return CudaMark(self._this_or_current(stream))
+        stream = self._this_or_current(stream)
+        mark = CudaMark(stream, self._clock)
+        mark.begin = self._begun.pop(stream.cuda_stream, None)
+        return mark
 
     def follow(self, stream: torch.cuda.Stream | None, mark: CudaMark) -> None:
         """What the stream is given from now on begins when the mark has been passed."""
@@ -250,6 +285,8 @@ class CudaDriver:
 
     def copy(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Queues copies (dst, src), in any order among themselves."""
+        if self._clock is not None:
+            self._begun[stream.cuda_stream] = CudaMark(stream, self._clock)
         if self._batches is None:
             with torch.cuda.stream(stream):
                 for dst, src in pairs:
@@ -260,6 +297,12 @@ class CudaDriver:
         sizes = array("Q", [src.numel() * src.itemsize for _, src in pairs])
         with torch.cuda.device(self.device):
             self._batches.copy(stream.cuda_stream, dsts, srcs, sizes)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is launched within does not come behind what the program launches: a stream of its own is current."""
+        if self._aside is None:
+            self._aside = self.stream()
+        return torch.cuda.stream(self._aside)
 
     def pinned(self, tensor: Tensor) -> bool:
         """Whether CUDA knows the memory: only then does a copy run beside the program."""

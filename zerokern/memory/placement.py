@@ -1,0 +1,155 @@
+"""Which CPUs and NUMA nodes to use: plain choices from what the system says of itself, and who asks for them.
+
+An update in native threads is as fast as memory, so one core less costs it little; a framework's own thread that finds
+no core free makes a device wait. And memory is slower from the other side of a machine with several nodes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from errno import errorcode
+from pathlib import Path
+
+from zerokern.core import env, native
+
+__all__ = ["Node", "bind", "cores", "cpus_to_leave", "keep_off", "keep_off_framework", "nodes", "nodes_for"]
+
+_NODES = Path("/sys/devices/system/node")
+_CPUS = Path("/sys/devices/system/cpu")
+
+log = logging.getLogger("zerokern.memory")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A NUMA node: its CPUs (memory of a device has none), whether it has memory, how far it is from each other."""
+
+    cpus: frozenset[int]
+    memory: bool
+    distances: Mapping[int, int]
+
+
+def nodes(folder: Path = _NODES, status: Path = Path("/proc/self/status")) -> dict[int, Node]:
+    """The nodes of this machine, without the memory that the control group keeps from this process.
+
+    >>> all(isinstance(node.cpus, frozenset) for node in nodes().values())
+    True
+    """
+    try:
+        numbers = env.cpu_numbers((folder / "online").read_text())
+        allowed = next(
+            (line.split()[1] for line in status.read_text().splitlines() if line.startswith("Mems_allowed_list:")), None
+        )
+        with_memory = set(env.cpu_numbers((folder / "has_memory").read_text()))
+        if allowed is not None:
+            with_memory &= set(env.cpu_numbers(allowed))
+        found = {}
+        for number in numbers:
+            own = folder / f"node{number}"
+            cpus = frozenset(env.cpu_numbers((own / "cpulist").read_text()))
+            distances = map(int, (own / "distance").read_text().split())
+            found[number] = Node(cpus, number in with_memory, dict(zip(numbers, distances, strict=True)))
+    except (OSError, ValueError, IndexError):  # a kernel without NUMA, or a container that hides it
+        return {}
+    return found
+
+
+def nodes_for(nodes: Mapping[int, Node], cpus: Collection[int]) -> tuple[int, ...]:
+    """The nodes whose memory is nearest to these CPUs; none where there is nothing to choose.
+
+    >>> near, far = Node(frozenset({0, 1}), True, {0: 10, 1: 21}), Node(frozenset({2, 3}), True, {0: 21, 1: 10})
+    >>> nodes_for({0: near, 1: far}, {2}), nodes_for({0: near, 1: far}, {0, 1, 2}), nodes_for({0: near}, {0})
+    ((1,), (0, 1), ())
+    """
+    stores = [number for number, node in nodes.items() if node.memory]
+    if len(stores) < 2:
+        return ()
+    chosen = set()
+    for node in nodes.values():
+        if node.cpus.intersection(cpus):
+            chosen.add(min(stores, key=lambda store: (node.distances[store], store)))
+    return tuple(sorted(chosen))
+
+
+def bind(base: int, nbytes: int) -> tuple[int, ...]:
+    """Asks for pages, before they are touched, near the CPUs that the native pool runs on. Returns the nodes, if any.
+
+    A refusal is logged once: the pages lie then where the thread that touches them runs.
+    """
+    wanted = nodes_for(nodes(), native.cpus() or env.process_cpus())
+    if not wanted:
+        return ()
+    refused = native.library().zk_memory_bind(base, nbytes, (ctypes.c_int * len(wanted))(*wanted), len(wanted))
+    if refused:
+        _say_once(
+            f"pages are not bound to NUMA nodes {env.cpu_list(wanted)} (mbind: {errorcode.get(refused, refused)}): "
+            "they may lie at another node, which is slower"
+        )
+        return ()
+    return wanted
+
+
+def cores(folder: Path = _CPUS) -> list[frozenset[int]]:
+    """The CPUs of each physical core, in the order of their first ones; nothing where the system does not tell.
+
+    >>> all(len(core) >= 1 for core in cores())
+    True
+    """
+    try:
+        texts = {path.read_text() for path in folder.glob("cpu[0-9]*/topology/thread_siblings_list")}
+        return sorted((frozenset(env.cpu_numbers(text)) for text in texts), key=min)
+    except (OSError, ValueError):
+        return []
+
+
+def cpus_to_leave(usable: Iterable[int], cores: Iterable[frozenset[int]], ranks: int = 1) -> frozenset[int]:
+    """CPUs for a framework's own threads: a physical core for each rank, none where that is over a quarter of all.
+
+    >>> pairs = [frozenset({core, core + 8}) for core in range(8)]
+    >>> sorted(cpus_to_leave(range(16), pairs)), sorted(cpus_to_leave(range(2), []))
+    ([0, 8], [])
+    """
+    free = sorted(set(usable))
+    sharing = {cpu: core for core in cores for cpu in core}
+    left: set[int] = set()
+    for _ in range(ranks):
+        first = next((cpu for cpu in free if cpu not in left), None)
+        if first is None:
+            break
+        left |= sharing.get(first, frozenset({first})).intersection(free)
+    return frozenset(left) if 4 * len(left) <= len(free) else frozenset()
+
+
+def keep_off(cpus: Iterable[int]) -> tuple[int, ...] | None:
+    """Keeps the native pool's threads off these CPUs, and takes no more threads than this rank's share of the others.
+
+    What ``ZEROKERN_CPUS`` or ``native.set_cpus`` gave stays, and a pool is not left without a CPU. Returns what
+    ``native.cpus`` does from now on.
+
+    >>> keep_off(()) == native.cpus()
+    True
+    """
+    others = sorted(set(env.process_cpus()).difference(cpus))
+    if native.cpus() is None and 0 < len(others) < len(env.process_cpus()):
+        native.set_cpus(others)
+        native.set_threads(min(native.threads(), max(1, len(others) // env.local_ranks())))
+    return native.cpus()
+
+
+def keep_off_framework() -> tuple[int, ...] | None:
+    """Leaves a core for each rank of this machine to the threads that feed a device; see ``cpus_to_leave``.
+
+    >>> keep_off_framework() == native.cpus()
+    True
+    >>> native.set_cpus(None)
+    """
+    return keep_off(cpus_to_leave(env.process_cpus(), cores(), env.local_ranks()))
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning(text)
