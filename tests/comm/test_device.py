@@ -1,0 +1,189 @@
+"""The path of devices, over a stand-in for torch.distributed: which calls, on which communicator, and where."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comm_cases import REDUCTIONS, gather, refused, values
+from library_double import LibraryDouble
+
+from zerokern.comm import FakeWorld, Group, collectives, joining
+from zerokern.comm.device import DeviceGroup
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
+    """run(double, act): act(group) on every rank, a thread each."""
+
+    def run(double: LibraryDouble, act: Callable[[Group], Any]) -> list:
+        module = double.module()
+        monkeypatch.setattr(collectives, "dist", module)
+        monkeypatch.setattr(joining, "dist", module)
+        results: list = [None] * double.size
+
+        def live(rank: int) -> None:
+            pg = double.groups[rank]
+            # its tensors lie on the CPU, all else is as on a device
+            group = DeviceGroup(pg, joining.Common(pg, CUDA), CPU, "double")
+            try:
+                results[rank] = act(group)
+            except BaseException as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=live, args=(r,), name=f"double {r}") for r in range(double.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    return run
+
+
+def everything(group: Group) -> list[torch.Tensor]:
+    results = [gather(group, span, torch.bfloat16, place) for span in (0, 300) for place in ("own", "apart")]
+    x = torch.arange(100) + group.rank
+    group.all_reduce(x, "max").wait()
+    y = torch.full((3,), float(group.rank))
+    group.broadcast(y, 1).wait()
+    group.barrier()
+    return [*results, x, y, torch.tensor(group.exchange([group.rank, "x" * group.rank])[-1][0])]
+
+
+@pytest.mark.parametrize("names", ["old", "both", "new"])
+def test_torch_of_every_version_gives_the_same_and_warns_nobody(run, names: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        real = run(LibraryDouble(3, names), everything)
+    for ours, theirs in zip(real, FakeWorld(3).run(everything), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("case", REDUCTIONS, ids=str)
+def test_sums_differ_from_the_slow_twins_by_the_librarys_rounding(run, case) -> None:
+    """The library rounds to the bucket's dtype after each of two additions, fp16 also before them."""
+    for rank, (ours, twin) in enumerate(
+        zip(run(LibraryDouble(3, "new"), case.run), FakeWorld(3).run(case.run), strict=True)
+    ):
+        parts = [values(r, 3 * case.span, case.source)[rank * case.span : (rank + 1) * case.span] for r in range(3)]
+        size = sum(case.scale * part.double().abs() for part in parts)
+        bound = 4 * torch.finfo(case.source).eps * size + torch.finfo(case.target).eps * twin.double().abs()
+        # fp16's scaled parts may be subnormal
+        assert ((ours.double() - twin.double()).abs() <= bound + 4 * torch.finfo(torch.float16).smallest_normal).all()
+
+
+def straight(group: Group) -> tuple[int, int]:
+    bucket = torch.ones(group.size * 8)
+    mine = bucket[group.rank * 8 : (group.rank + 1) * 8]
+    group.reduce_scatter(bucket, mine).wait()
+    full = torch.ones(group.size * 8)
+    group.all_gather(full).wait()
+    return mine.data_ptr(), full.data_ptr()
+
+
+def test_what_can_be_in_place_is_one_launch_in_place(run) -> None:
+    double = LibraryDouble(2, "new")
+    places = run(double, straight)
+    assert sorted(double.calls) == sorted(
+        [("scatter", 1, mine) for mine, _ in places] + [("gather", 0, full) for _, full in places]
+    )
+
+
+def test_reductions_have_a_communicator_of_their_own(run) -> None:
+    """So gathers and reductions may come in different orders on different ranks."""
+
+    def act(group: Group) -> list[float]:
+        bucket, out, full = torch.ones(4), torch.empty(2), torch.ones(2) * group.rank
+        acts = [lambda: group.reduce_scatter(bucket, out), lambda: group.all_gather(full)]
+        handles = [act() for act in (acts if group.rank else reversed(acts))]
+        for handle in handles:
+            handle.wait()
+        return [*out.tolist(), *full.tolist()]
+
+    double = LibraryDouble(2, "new")
+    assert run(double, act) == [[2, 2, 0, 1]] * 2
+    assert double.lanes_made == 2, "one for each rank"
+
+
+def test_fp16_is_scaled_before_it_is_summed(run) -> None:
+    def act(group: Group) -> torch.Tensor:
+        bucket, out = torch.full((group.size * 4,), 60000.0, dtype=torch.float16), torch.empty(4)
+        group.reduce_scatter(bucket, out, scale=1 / group.size).wait()
+        return out
+
+    for out in run(LibraryDouble(4, "new"), act):
+        assert out.tolist() == [60000.0] * 4
+
+
+def test_scratch_takes_the_sum_of_another_dtype(run) -> None:
+    def act(group: Group) -> tuple[int, list[float]]:
+        bucket, out = torch.full((group.size * 4,), 2.0, dtype=torch.bfloat16), torch.ones(4)
+        scratch = torch.empty(4 * group.size, dtype=torch.bfloat16)
+        group.reduce_scatter(bucket, out, scale=0.5, add=True, scratch=scratch).wait()
+        return scratch.data_ptr(), out.tolist()
+
+    double = LibraryDouble(2, "new")
+    results = run(double, act)
+    assert {place for _, _, place in double.calls} == {place for place, _ in results}
+    assert [out for _, out in results] == [[3.0] * 4] * 2
+
+
+def test_a_handle_asks_the_work(run) -> None:
+    def act(group: Group) -> list[bool]:
+        handle = group.all_reduce(torch.ones(2))
+        group.barrier()
+        seen = handle.done()
+        handle.wait()
+        return [seen, handle.done()]
+
+    assert run(LibraryDouble(2, "new"), act) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("name", ["scatter", "gather", "all_reduce", "broadcast"])
+def test_a_launch_that_fails_is_a_comm_error(run, name: str) -> None:
+    double = LibraryDouble(2, "new")
+    double.fails = name
+
+    def act(group: Group) -> tuple[str, str]:
+        x = torch.ones(4)
+        acts = {
+            "scatter": lambda g: g.reduce_scatter(x, torch.empty(2)),
+            "gather": lambda g: g.all_gather(x),
+            "all_reduce": lambda g: g.all_reduce(x),
+            "broadcast": lambda g: g.broadcast(x),
+        }
+        return refused(group, acts[name])[0], refused(group, lambda g: g.all_reduce(x))[0]
+
+    for first, second in run(double, act):
+        assert "did not end" in first and f"NCCL error in {name}" in first
+        assert "has failed before" in second
+    assert all(pg.aborted for pg in double.groups)
+
+
+def test_ranks_that_leave_the_order_raise_on_devices_too(run) -> None:
+    """Nobody is seen to wait on a device: the rank that follows the record hears of it from the store, and aborts."""
+
+    def act(group: Group) -> tuple[str, str]:
+        group.agree("a")
+        if group.rank:
+            return refused(group, lambda g: g.agree("c"))[0], ""
+        group.follow("b")
+        group.all_gather(torch.ones(2))
+        for _ in range(200):
+            if group._pg.aborted:
+                break
+            threading.Event().wait(0.05)
+        return refused(group, lambda g: g.all_gather(torch.ones(2)))[0], ""
+
+    for words, _ in run(LibraryDouble(2, "new"), act):
+        assert "ranks differ in step 1 of their order: rank 0: 'b', rank 1: 'c'" in words

@@ -1,0 +1,254 @@
+"""Ranks that die, stop, raise, or want something else: everyone who is left hears why, within the group's timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from comm_cases import refused
+from ranks import run_ranks
+
+from zerokern.comm import Group
+
+SOON_S = 6.0  # for what a closed connection or the store shows; the groups of these tests wait 30 s
+Words = tuple[str, tuple[int, ...], str]
+
+
+def timed(group: Group, act) -> tuple[Words, float]:
+    begun = time.monotonic()
+    words = refused(group, act)
+    return words, time.monotonic() - begun
+
+
+def gather(group: Group) -> None:
+    group.all_gather(torch.zeros(group.size << 18)).wait()
+
+
+def reduce(group: Group) -> None:
+    group.reduce_scatter(torch.zeros(group.size << 18), torch.empty(1 << 18)).wait()
+
+
+def sum_up(group: Group) -> None:
+    group.all_reduce(torch.zeros(1)).wait()
+
+
+def sum_much(group: Group) -> None:
+    group.all_reduce(torch.zeros(100_000)).wait()
+
+
+def spread(group: Group) -> None:
+    group.broadcast(torch.zeros(5), src=2).wait()
+
+
+def step(group: Group) -> None:
+    group.agree("a step")
+
+
+ACTS = {act.__name__: act for act in (gather, reduce, sum_up, sum_much, spread, step)}
+
+
+def one_dies(rank: int, act: str, late: bool) -> tuple[Words, float]:
+    group = Group.of()
+    group.barrier()
+    if rank == 2:
+        time.sleep(0.7 if late else 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0 if late else 0.3)
+    return timed(group, ACTS[act])
+
+
+WAITING, BEFORE = "while others wait", "before others begin"
+SHORT = {("gather", WAITING), ("sum_up", WAITING), ("step", WAITING), ("reduce", BEFORE)}
+
+
+@pytest.mark.parametrize(
+    "act, when",
+    [
+        pytest.param(act, when, marks=() if (act, when) in SHORT else pytest.mark.slow)
+        for act in ACTS
+        for when in (WAITING, BEFORE)
+    ],
+)
+def test_a_dead_rank_is_named(act: str, when: str) -> None:
+    for (words, gone, operation), seconds in run_ranks(3, one_dies, act, when == WAITING, dies=[2])[:2]:
+        assert "rank 2 is gone" in words and gone == (2,)
+        assert operation and operation in words and "ranks 0, 1 and 2" in words
+        assert seconds < SOON_S
+
+
+def the_host_dies(rank: int) -> tuple[Words, float]:
+    group = Group.of()
+    if rank == 0:
+        os._exit(1)
+    return timed(group, gather)
+
+
+def test_the_rank_that_serves_the_store_is_named_too() -> None:
+    for (words, gone, _), seconds in run_ranks(3, the_host_dies, dies=[0], store="rank0")[1:]:
+        assert gone == (0,) and "rank 0" in words
+        assert seconds < SOON_S
+
+
+def one_leaves_a_chain(rank: int) -> tuple[Words, float]:
+    """Rank 0 waits for rank 1, who waits for nobody but agrees to a step; rank 2 dies: all others hear it."""
+    group = Group.of()
+    group.barrier()
+    if rank == 2:
+        os._exit(1)
+    return timed(group, step if rank else gather)
+
+
+def test_a_death_reaches_those_who_do_something_else() -> None:
+    for (words, gone, _), seconds in run_ranks(3, one_leaves_a_chain, dies=[2])[:2]:
+        assert "rank 2 is gone" in words and gone == (2,)
+        assert seconds < SOON_S
+
+
+def one_stops(rank: int) -> tuple[Words, float]:
+    group = Group.of()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return timed(group, sum_up)
+
+
+def test_a_rank_that_stands_still_is_named_when_the_time_is_over() -> None:
+    for (words, gone, _), seconds in run_ranks(3, one_stops, dies=[0], patience=1)[1:]:
+        assert "rank 0 did not take part in all_reduce" in words and gone == ()
+        assert 1 <= seconds < 1 + SOON_S
+
+
+def other_sizes(rank: int, kind: str) -> tuple[Words, float, Words]:
+    group = Group.of()
+    numel = group.size * (1 << 20) + (group.size if rank == 1 else 0)
+    dtype = torch.bfloat16 if kind == "dtype" and rank == 1 else torch.float32
+
+    def act(group: Group) -> None:
+        if kind == "reduce":
+            group.reduce_scatter(torch.zeros(numel), torch.empty(numel // group.size)).wait()
+        elif kind == "gather":
+            group.all_gather(torch.zeros(numel)).wait()
+        elif kind == "few":
+            group.all_reduce(torch.zeros(3 if rank == 1 else 2)).wait()
+        else:
+            group.all_reduce(torch.zeros(group.size << 20, dtype=dtype)).wait()
+
+    words, seconds = timed(group, act)
+    return words, seconds, refused(group, sum_up)
+
+
+@pytest.mark.parametrize("kind", ["reduce", "gather", "dtype", "few"])
+def test_ranks_that_move_different_sizes_hear_which(kind: str) -> None:
+    """Without the sizes in the tags gloo ends the process."""
+    for (words, gone, _), seconds, (afterwards, _, _) in run_ranks(3, other_sizes, kind):
+        assert "ranks differ in" in words and "rank 1: '" in words and gone == ()
+        assert seconds < SOON_S
+        assert "has failed before: ranks differ in" in afterwards
+
+
+def another_order(rank: int, size: int) -> tuple[Words, float]:
+    group = Group.of()
+    x = torch.zeros(group.size * 8)
+    for key in "abcb":
+        group.agree(key)
+    for key in "ab":
+        group.follow(key)
+        group.all_gather(x).wait()
+
+    def act(group: Group) -> None:
+        if rank == size - 1:
+            group.agree("block 9")
+        else:
+            group.follow("c")
+        group.all_gather(x).wait()
+
+    return timed(group, act)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_leaves_the_order_raises_everywhere(size: int) -> None:
+    for (words, _, _), seconds in run_ranks(size, another_order, size):
+        assert "ranks differ in step 6" in words
+        assert f"rank {size - 1}: 'block 9'" in words and "'c'" in words
+        assert seconds < SOON_S
+
+
+def unlike_first_passes(rank: int) -> tuple[Words, float]:
+    group = Group.of()
+    group.agree("embedding")
+    return timed(group, lambda group: group.agree("block 1" if rank == 1 else "block 0"))
+
+
+def test_first_passes_that_differ_raise_everywhere() -> None:
+    for (words, _, _), seconds in run_ranks(3, unlike_first_passes):
+        assert "step 1 of their order: ranks 0 and 2: 'block 0', rank 1: 'block 1'" in words
+        assert seconds < SOON_S
+
+
+def absent(rank: int) -> tuple[Words, float]:
+    group = Group.of()
+    if rank == 0:
+        time.sleep(2)
+        return ("", (), ""), 0.0
+    return timed(group, step)
+
+
+def test_an_agreement_that_nobody_comes_to_ends() -> None:
+    (words, _, _), seconds = run_ranks(2, absent, patience=1)[1]
+    assert "rank 1 wants 'a step'" in words and "rank 0 did not come to that step within 1 s" in words
+    assert 1 <= seconds < 1 + SOON_S
+
+
+def recording_anew(rank: int) -> list[int]:
+    """One rank asks for an agreement on a step that the others have on their record: that is no deviation."""
+    group = Group.of()
+    x = torch.full((group.size,), float(rank))
+    for _ in range(3):
+        if rank == 0:
+            group.agree("a")
+        else:
+            group.follow("a")
+        group.all_gather(x[rank : rank + 1].repeat(group.size)).wait()
+    group.agree("b")
+    return group.exchange(rank)
+
+
+def test_an_agreement_with_the_record_of_others_goes_on() -> None:
+    assert run_ranks(2, recording_anew) == [[0, 1]] * 2
+
+
+def slow_but_well(rank: int) -> list[float]:
+    """Far longer than a look at the store takes: being slow is no failure."""
+    group = Group.of()
+    for turn in range(2):
+        if rank == turn:
+            time.sleep(0.9)
+        if turn:
+            group.all_reduce(torch.ones(3)).wait()
+        else:
+            group.agree("a step")
+    x = torch.ones(4)
+    group.all_reduce(x).wait()
+    return x.tolist()
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    assert run_ranks(2, slow_but_well) == [[2.0] * 4] * 2
+
+
+def fails_late(rank: int) -> list[str]:
+    """wait() raises the same each time, and so does the group."""
+    group = Group.of()
+    if rank == 1:
+        os._exit(1)
+    handle = group.all_gather(torch.zeros(group.size))
+    said = [refused(group, lambda _: handle.wait())[0] for _ in range(2)]
+    return [*said, refused(group, gather)[0], str(handle.done())]
+
+
+def test_a_failed_handle_stays_failed() -> None:
+    first, second, third, done = run_ranks(2, fails_late, dies=[1])[0]
+    assert first == second and "rank 1 is gone" in first
+    assert "was not begun, for this group has failed before" in third and done == "True"

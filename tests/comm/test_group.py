@@ -1,0 +1,229 @@
+"""Which group a mesh, a world or nothing gives, and what is asked of a group that it cannot do."""
+
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_cases import values
+from ranks import run_ranks
+
+from zerokern.comm import CommError, FakeWorld, Group, Handle, lonely
+
+
+def of_meshes(rank: int) -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = Group.of()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    rows = Group.of(grid["shards"])
+    columns = Group.of(grid["replicas"])
+    x = torch.full((2,), float(rank))
+    rows.all_gather(x).wait()
+    y = torch.full((2,), float(rank))
+    columns.all_gather(y).wait()
+    try:
+        Group.of(grid)
+        refusal = ""
+    except ValueError as error:
+        refusal = str(error)
+    try:
+        Group.of(None, "cuda:0")
+        no_gpu = ""
+    except ValueError as error:
+        no_gpu = str(error)
+    return {
+        "no_gpu": no_gpu,
+        "same": Group.of() is world and Group.of(mesh) is Group.of(mesh) and Group.of(world) is world,
+        "world": (world.rank, world.size),
+        "rows": x.tolist(),
+        "columns": y.tolist(),
+        "exchanged": rows.exchange(rank),
+        "refusal": refusal,
+    }
+
+
+def test_groups_of_meshes() -> None:
+    for rank, found in enumerate(run_ranks(4, of_meshes)):
+        row, column = rank // 2 * 2, rank % 2
+        assert found["same"] and found["world"] == (rank, 4)
+        assert found["rows"] == found["exchanged"] == [row, row + 1]
+        assert found["columns"] == [column, column + 2]
+        assert "mesh['replicas']" in found["refusal"]
+        assert "has no backend for cuda tensors; allowed" in found["no_gpu"]
+
+
+def two_models(rank: int) -> list[float]:
+    """Groups made again and again on one process group, of which one dies: their messages are never mistaken."""
+    seen = []
+    for turn in range(3):
+        group = Group.of()
+        x = torch.full((group.size,), float(rank + turn))
+        group.all_gather(x).wait()
+        seen += x.tolist()
+        if rank == turn % 2:
+            keep = group  # noqa: F841  (one rank holds its group, the other lets it go)
+        else:
+            del group
+            gc.collect()
+    return seen
+
+
+def test_groups_come_and_go() -> None:
+    assert run_ranks(2, two_models) == [[0, 1, 1, 2, 2, 3]] * 2
+
+
+def lives_twice(rank: int) -> list:
+    """A process group that is destroyed and made again, on the same store: nothing that was said before counts."""
+    store = dist.distributed_c10d._get_default_store()
+    seen = []
+    for life in range(2):
+        if life:
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore(str(life), store), rank=rank, world_size=dist_size(seen)
+            )
+        group = Group.of()
+        group.agree("first")
+        group.agree("second")
+        seen.append(group.exchange(rank))
+        found = weakref.ref(dist.group.WORLD)
+        del group
+        dist.destroy_process_group()
+        gc.collect()
+        seen.append(found() is None)
+    return seen
+
+
+def dist_size(seen: list) -> int:
+    return len(seen[0])
+
+
+def test_a_process_group_may_be_made_again_and_none_is_kept() -> None:
+    assert run_ranks(2, lives_twice) == [[[0, 1], True, [0, 1], True]] * 2
+
+
+def quiet(rank: int) -> list[str]:
+    """Warnings that a user would see, and version counters that moved."""
+    group = Group.of()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        weight = torch.nn.Parameter(torch.zeros(group.size * 4))
+        group.all_gather(weight, values(rank, 4, torch.float32)).wait()
+        group.broadcast(weight).wait()
+        out = torch.empty(4)
+        group.reduce_scatter(weight, out).wait()
+    return [str(one.message) for one in heard] + (["version"] if weight._version else [])
+
+
+def test_nobody_is_warned_and_no_version_moves() -> None:
+    assert run_ranks(2, quiet) == [[], []]
+
+
+def test_without_a_process_group_everything_is_local() -> None:
+    group = Group.of()
+    assert (group.rank, group.size, group.device, group.name) == (0, 1, torch.device("cpu"), "alone")
+    full = torch.zeros(3)
+    handle = group.all_gather(full, torch.arange(3.0))
+    assert handle.done()
+    handle.wait()
+    assert full.tolist() == [0, 1, 2]
+    group.barrier()
+    group.follow("a")
+    group.agree("b")
+    assert group.traffic.total() == 0
+
+
+@pytest.mark.parametrize("value", [None, 3, "ö", [1, {"a": None}], {"x": 1.5}])
+def test_values_are_exchanged(value: object) -> None:
+    def act(group: Group) -> list:
+        return group.exchange([group.rank, value] if group.rank else value)
+
+    assert FakeWorld(3).run(act) == [[value, [1, value], [2, value]]] * 3
+    assert json.loads(json.dumps(Group.of().exchange(value))) == [value]
+
+
+def test_a_value_that_json_cannot_carry_is_refused() -> None:
+    with pytest.raises(TypeError, match="JSON"):
+        Group.of().exchange(torch.ones(2))
+
+
+def bad(call: str, says: str) -> pytest.param:
+    return pytest.param(call, says, id=says)
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        bad("g.reduce_scatter(z(7), z(3))", "bucket has 7 elements; allowed: a multiple of the 2 ranks"),
+        bad("g.reduce_scatter(z(8), z(3))", "out has 3 elements; allowed: 4"),
+        bad("g.reduce_scatter(z(8, dtype=torch.int64), z(4))", "bucket has dtype torch.int64"),
+        bad("g.reduce_scatter(x, x[1:5])", "out shares memory with bucket"),
+        bad("g.reduce_scatter(x, x[g.rank * 4:][:4], add=True)", "count the own span twice"),
+        bad("g.reduce_scatter(x, z(4), scratch=z(3))", "scratch has 3 elements; allowed: 4 or more"),
+        bad("g.reduce_scatter(x, z(4), scratch=z(9, dtype=torch.bfloat16))", "scratch has dtype torch.bfloat16"),
+        bad("g.reduce_scatter(x, z(4), scratch=x)", "scratch shares memory"),
+        bad("g.all_reduce(x, scratch=x)", "scratch shares memory"),
+        bad("g.reduce_scatter([1.0], z(4))", "bucket is a list; allowed: a tensor"),
+        bad("g.all_gather(z(7))", "full has 7 elements"),
+        bad("g.all_gather(x, z(3))", "shard has 3 elements; allowed: 4"),
+        bad("g.all_gather(x, z(4, dtype=torch.bfloat16))", "shard has dtype torch.bfloat16; allowed: torch.float32"),
+        bad("g.all_gather(x, x[1:5])", "shard shares memory with full"),
+        bad("g.all_gather(z(4, 4).t())", "has strides"),
+        bad("g.all_gather(z(4, device='meta'))", "full is on device meta; this group moves tensors on cpu"),
+        bad("g.all_reduce(x, 'mean')", "op='mean' is not possible; allowed: 'sum' or 'max'"),
+        bad("g.all_reduce(z(4, dtype=torch.int32))", "tensor has dtype torch.int32"),
+        bad("g.broadcast(x, src=2)", "src=2 is not possible; allowed: a rank of this group: 0 to 1"),
+        bad("g.broadcast(x, src=True)", "src=True is not possible"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_moves(call: str, says: str) -> None:
+    group = lonely(1, 2)
+    x = torch.zeros(8)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        eval(call, {"g": group, "z": torch.zeros, "x": x, "torch": torch})
+    assert says in str(caught.value)
+    assert group.traffic.total() == 0
+
+
+@pytest.mark.parametrize("mesh", ["cpu", 3, object()])
+def test_what_is_no_mesh_is_refused(mesh: object) -> None:
+    with pytest.raises(TypeError, match=r"a 1-D DeviceMesh, a zerokern\.comm\.Group or None for the world"):
+        Group.of(mesh)
+
+
+@pytest.mark.parametrize("rank, size", [(2, 2), (-1, 2), (0, 0), (True, 2), (0.0, 1)])
+def test_a_lonely_rank_must_be_possible(rank: object, size: object) -> None:
+    with pytest.raises(ValueError, match="is not possible"):
+        lonely(rank, size)
+
+
+def test_a_lonely_rank_refuses_to_communicate() -> None:
+    group = lonely(1000, 1024)
+    assert (group.rank, group.size) == (1000, 1024)
+    x = torch.zeros(1024)
+    for call in (
+        lambda: group.reduce_scatter(x, torch.zeros(1)),
+        lambda: group.all_gather(x),
+        lambda: group.all_reduce(x),
+        lambda: group.broadcast(x),
+        lambda: group.agree("a"),
+        lambda: group.exchange(1),
+        group.barrier,
+    ):
+        with pytest.raises(CommError, match="1000 of 1024"):
+            call()
+
+
+def test_a_handle_ends_once() -> None:
+    ended = []
+    handle = Handle(lambda: ended.append(1))
+    assert not handle.done()
+    handle.wait()
+    handle.wait()
+    assert handle.done() and ended == [1]

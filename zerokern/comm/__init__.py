@@ -1,0 +1,16 @@
+"""Collectives between ranks: what a group of them can be asked, over torch.distributed, in memory, or not at all.
+
+>>> from zerokern.comm import Group
+>>> Group.of().size
+1
+"""
+
+from __future__ import annotations
+
+from zerokern.comm.fake import FakeWorld, lonely
+from zerokern.comm.group import Group
+from zerokern.comm.handle import Handle
+from zerokern.comm.joining import world_size
+from zerokern.core.errors import CommError
+
+__all__ = ["CommError", "FakeWorld", "Group", "Handle", "lonely", "world_size"]

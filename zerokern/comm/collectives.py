@@ -1,0 +1,138 @@
+"""Every call of torch.distributed that moves bytes, and what must be known of its transports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "abort",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "closed_peers",
+    "post",
+    "reduce_scatter",
+    "second_lane",
+    "sever",
+]
+
+CHUNK_NBYTES = 1 << 20  # gloo moves 64 MiB twice as fast in pieces: sending and receiving overlap
+TAGS = 1 << 30  # a program's own messages on the same group have smaller tags
+PROBE = TAGS | 7 << 27
+OWN_CLOSURE = "Application timeout caused pair closure"
+
+
+def post(pg: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int) -> list[Any]:
+    """Starts point-to-point transfers of flat tensors with ranks of the group, in chunks; what to wait for.
+
+    Between two ranks, messages of one tag arrive in the order in which they were posted. A message that is larger than
+    what it is received into ends the process inside gloo: the tag must differ wherever sizes may.
+    """
+    works = []
+    for sent, received in _rounds(sends, receives):
+        if sent is not None:  # first: the other way round, gloo answers more often a tick of the scheduler later
+            peer, chunk = sent
+            works.append(dist.isend(chunk, group=pg, tag=TAGS | tag, group_dst=peer))
+        if received is not None:
+            peer, chunk = received
+            works.append(dist.irecv(chunk, group=pg, tag=TAGS | tag, group_src=peer))
+    return works
+
+
+def _rounds(
+    sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
+) -> Iterator[tuple[tuple[int, Tensor] | None, tuple[int, Tensor] | None]]:
+    """Pairs of chunks to send and to receive: the first chunks of all peers, then the second ones, and so on."""
+    outgoing, incoming = _chunks(sends), _chunks(receives)
+    while True:
+        sent, received = next(outgoing, None), next(incoming, None)
+        if sent is None and received is None:
+            return
+        yield sent, received
+
+
+def _chunks(transfers: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    longest = max((tensor.numel() * tensor.element_size() for _, tensor in transfers), default=0)
+    for start in range(0, longest, CHUNK_NBYTES):
+        for peer, tensor in transfers:
+            each = CHUNK_NBYTES // tensor.element_size()
+            first = start // tensor.element_size()
+            if first < tensor.numel():
+                yield peer, tensor[first : first + each]
+
+
+def closed_peers(pg: Any, rank: int, size: int) -> list[int]:
+    """Ranks whose connection with this one has been closed by them; none if this rank closed all of its own.
+
+    Asking leaves a receive behind at every peer that is there: for use after a failure, or while one is likely.
+    """
+    closed = []
+    for peer in range(size):
+        if peer == rank:
+            continue
+        try:
+            dist.irecv(torch.empty(1, dtype=torch.uint8), group=pg, tag=PROBE, group_src=peer)
+        except RuntimeError as error:
+            if OWN_CLOSURE in str(error):
+                return []
+            closed.append(peer)
+    return closed
+
+
+def sever(pg: Any, rank: int, size: int) -> None:
+    """Ends every pending transfer of the group, here and at its peers, with an error; none is possible afterwards.
+
+    A receive that times out does this inside gloo; so one is posted that nobody answers.
+    """
+    for peer in range(size):
+        if peer == rank:
+            continue
+        try:
+            work: Any = dist.irecv(torch.empty(1, dtype=torch.uint8), group=pg, tag=PROBE, group_src=peer)
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "timed out" in str(error).lower() or OWN_CLOSURE in str(error):
+                return
+
+
+def second_lane(pg: Any) -> Any:
+    """Another communicator of the same ranks: what runs on it needs no order with what runs on the first."""
+    ranks = dist.get_process_group_ranks(pg)
+    whole = len(ranks) == dist.get_world_size()
+    return dist.new_group(ranks, use_local_synchronization=not whole, group_desc="zerokern reductions")
+
+
+def abort(*pgs: Any) -> None:
+    """Ends the pending work of a device's communicators, where torch can."""
+    for pg in pgs:
+        if callable(getattr(pg, "abort", None)):
+            pg.abort()
+
+
+def all_gather(pg: Any, full: Tensor, shard: Tensor) -> Any:
+    """The group's shards, in one launch; `shard` may be the own span of `full`."""
+    # torch 2.13 has new names, and warns of the old ones
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(full, shard, group=pg, async_op=True)
+
+
+def reduce_scatter(pg: Any, out: Tensor, bucket: Tensor) -> Any:
+    """The sum of the group's buckets, this rank's span of it; `out` may be the own span of `bucket`."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(out, bucket, op=dist.ReduceOp.SUM, group=pg, async_op=True)
+
+
+def all_reduce(pg: Any, tensor: Tensor, op: str) -> Any:
+    """The sum or maximum over the group, in place."""
+    return dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=pg, async_op=True)
+
+
+def broadcast(pg: Any, tensor: Tensor, src: int) -> Any:
+    """The values of one rank of the group, in place."""
+    return dist.broadcast(tensor, group=pg, async_op=True, group_src=src)

@@ -1,0 +1,259 @@
+"""The face of this layer: a group of ranks, what it can be asked, and the checks of every request."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zerokern.comm.handle import Handle
+from zerokern.comm.traffic import Traffic
+from zerokern.core.errors import got
+from zerokern.kernels import accumulate
+
+__all__ = ["Group"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SUMMABLE = (torch.float64, *FLOATS, torch.uint8, torch.int64)
+
+
+class Publishing(Protocol):
+    """Whoever has begun to `publish` in a thread of its own."""
+
+    def finish(self) -> None:
+        """Returns once that is over on this rank."""
+
+
+class Group:
+    """Ranks that move spans between them. This class is the group of one rank: everything is local.
+
+    >>> group = Group.of(None, torch.device("cpu"))
+    >>> group.rank, group.size, group.name
+    (0, 1, 'alone')
+    >>> out = torch.empty(4)
+    >>> group.reduce_scatter(torch.ones(4, dtype=torch.bfloat16), out, scale=0.5).wait(); out
+    tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, name: str) -> None:
+        self.rank, self.size, self.device, self.name = rank, size, device, name
+        self.traffic = Traffic()
+        self.publishing: weakref.WeakSet[Publishing] = weakref.WeakSet()
+
+    def settle(self, besides: object = None) -> None:
+        """Returns once nothing is being published: before anything begins whose order against that must be known."""
+        for one in list(self.publishing):
+            if one is not besides:
+                one.finish()
+
+    @staticmethod
+    def of(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
+        """The group of a 1-D ``DeviceMesh``, of the world if there is one, else of this process alone.
+
+        A Group is returned as it is. All ranks of the group call this together: it ends when they have found each
+        other.
+        The same ranks on the same device are the same object, for as long as someone holds it.
+        """
+        if isinstance(mesh, Group):
+            return mesh
+        from zerokern.comm.joining import join
+
+        return join(mesh, torch.device(device))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
+
+    def reduce_scatter(
+        self, bucket: Tensor, out: Tensor, *, scale: float = 1.0, add: bool = False, scratch: Tensor | None = None
+    ) -> Handle:
+        """out = (out if add) + scale * b_0 + scale * b_1 ..., where b_j is this rank's span of rank j's bucket.
+
+        On a CPU the sum runs in fp32 in the order of the ranks and is rounded once, to the dtype of `out`; a device's
+        library sums in the bucket's dtype, in an order of its own. `out` may be this rank's own span of `bucket`.
+        Nobody touches the bucket before wait(); afterwards it holds nothing to rely on, save `out` if that lies there.
+        `scratch`: at least (size - 1) spans in the bucket's dtype, to be used by one collective at a time.
+        """
+        bucket, out = self._flat("bucket", bucket, FLOATS), self._flat("out", out, FLOATS)
+        span = self._span("bucket", bucket)
+        if out.numel() != span:
+            raise ValueError(
+                f"out has {out.numel()} elements; allowed: {span}, one {self.size}th of the bucket's {bucket.numel()}"
+            )
+        inside = _overlap(bucket, out)
+        if inside and not _same(out, own(bucket, self.rank, self.size)):
+            raise ValueError(
+                "out shares memory with bucket; allowed: memory of its own, or this rank's own span of the bucket"
+            )
+        if inside and add:
+            raise ValueError("add=True with out inside bucket would count the own span twice; pass an out of its own")
+        if scratch is not None:
+            scratch = self._scratch(scratch, bucket, out, (self.size - 1) * span)
+        self.traffic.add("reduce", (self.size - 1) * span * bucket.element_size())
+        return self._reduce_scatter(bucket, out, float(scale), add, scratch)
+
+    def all_gather(self, full: Tensor, shard: Tensor | None = None) -> Handle:
+        """Fills `full` with the shards of all ranks, in order; this rank's is `shard`, or in its place already."""
+        return self._gather("gather", full, shard)
+
+    def publish(self, full: Tensor) -> Handle:
+        """As `all_gather` of what is in its place, in an order of its own: another thread may call it meanwhile.
+
+        Who does so is in `publishing`, and others begin after `settle`: one thread at a time, and no reduction before
+        these have ended, with which they share a communicator on a device.
+        """
+        full = self._flat("full", full)
+        self.traffic.add("gather", (self.size - 1) * self._span("full", full) * full.element_size())
+        return self._publish(full)
+
+    def _gather(self, kind: str, full: Tensor, shard: Tensor | None = None) -> Handle:
+        full = self._flat("full", full)
+        span = self._span("full", full)
+        if shard is not None:
+            shard = self._flat("shard", shard, (full.dtype,))
+            if shard.numel() != span:
+                raise ValueError(
+                    f"shard has {shard.numel()} elements; allowed: {span}, one {self.size}th of full's {full.numel()}"
+                )
+            if _same(shard, own(full, self.rank, self.size)):
+                shard = None
+            elif _overlap(full, shard):
+                raise ValueError(
+                    "shard shares memory with full; allowed: memory of its own, or this rank's own span of full"
+                )
+        self.traffic.add(kind, (self.size - 1) * span * full.element_size())
+        return self._all_gather(full, shard)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
+        """The sum or maximum over all ranks, in place, with the same bits on every rank. NaN is the maximum of all.
+
+        A large tensor on a CPU takes a second round, which begins in wait(). `scratch`: of the tensor's dtype and as
+        large as (size - 1) spans or larger; fresh memory costs more than the sum.
+        """
+        if op not in ("sum", "max"):
+            raise ValueError(got("op", op, "'sum' or 'max'"))
+        tensor = self._flat("tensor", tensor, SUMMABLE)
+        if scratch is not None:
+            numel = (self.size - 1) * -(-tensor.numel() // self.size)
+            scratch = self._scratch(scratch, tensor, tensor, numel)
+        self.traffic.add("other", self._all_reduce_nbytes(tensor))
+        return self._all_reduce(tensor, op, scratch)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Handle:
+        """Rank src's values on every rank, in place."""
+        if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.size:
+            raise ValueError(got("src", src, f"a rank of this group: 0 to {self.size - 1}"))
+        tensor = self._flat("tensor", tensor)
+        if self.rank == src:
+            self.traffic.add("other", (self.size - 1) * tensor.numel() * tensor.element_size())
+        return self._broadcast(tensor, src)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank; small ones that JSON can carry. For checks, not for speed.
+
+        >>> Group.of().exchange({"stage": 3})
+        [{'stage': 3}]
+        """
+        text = json.dumps(value).encode()
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        own(lengths, self.rank, self.size).fill_(len(text))
+        self._gather("other", lengths).wait()
+        counts = lengths.tolist()
+        longest = max(counts)
+        texts = torch.zeros(self.size * longest, dtype=torch.uint8, device=self.device)
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        own(texts, self.rank, self.size)[: len(text)].copy_(mine)
+        self._gather("other", texts).wait()
+        rows = texts.cpu().view(self.size, longest)
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, counts, strict=True)]
+
+    def barrier(self) -> None:
+        """Returns when all ranks have come here."""
+        here = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+        self._gather("other", here).wait()
+        here.tolist()  # on a device wait() holds only the stream; reading holds the caller
+
+    def follow(self, key: str) -> None:
+        """This rank's next step is `key`, as recorded: counted, not communicated."""
+
+    def agree(self, key: str) -> None:
+        """Returns when all ranks want `key` as their next step; raises CommError on every rank where they do not."""
+
+    def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+        if out.numel() and not (_same(out, bucket) and scale == 1.0):
+            return Handle(lambda: accumulate(out, [bucket], add=add, scale=scale))
+        return Handle()
+
+    def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
+        if shard is not None:
+            full.copy_(shard)
+        return Handle()
+
+    def _publish(self, full: Tensor) -> Handle:
+        return Handle()
+
+    def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
+        return Handle()
+
+    def _broadcast(self, tensor: Tensor, src: int) -> Handle:
+        return Handle()
+
+    def _all_reduce_nbytes(self, tensor: Tensor) -> int:
+        """Bytes that this rank sends: what a reduce-scatter and an all-gather of equal spans send."""
+        return 2 * (self.size - 1) * -(-tensor.numel() // self.size) * tensor.element_size()
+
+    def _flat(self, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensor:
+        """The tensor's memory in one dimension, outside of autograd and without its version counter."""
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; allowed: a tensor")
+        if dtypes is not None and tensor.dtype not in dtypes:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
+        if tensor.device.type != self.device.type or tensor.device.index not in (None, self.device.index):
+            raise ValueError(f"{name} is on device {tensor.device}; this group moves tensors on {self.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; allowed: contiguous tensors"
+            )
+        return tensor.data.view(-1)
+
+    def _span(self, name: str, tensor: Tensor) -> int:
+        if tensor.numel() % self.size:
+            raise ValueError(
+                f"{name} has {tensor.numel()} elements; allowed: a multiple of the {self.size} ranks, so that each has "
+                "an equal span: pad it"
+            )
+        return tensor.numel() // self.size
+
+    def _scratch(self, scratch: Tensor, bucket: Tensor, out: Tensor, numel: int) -> Tensor:
+        scratch = self._flat("scratch", scratch, (bucket.dtype,))
+        if scratch.numel() < numel:
+            raise ValueError(f"scratch has {scratch.numel()} elements; allowed: {numel} or more, a span for each peer")
+        if _overlap(scratch, bucket) or _overlap(scratch, out):
+            raise ValueError("scratch shares memory with what is reduced; allowed: memory of its own")
+        return scratch
+
+
+def own(full: Tensor, rank: int, size: int) -> Tensor:
+    """The rank's span of `full`.
+
+    >>> own(torch.arange(6), 1, 3)
+    tensor([2, 3])
+    """
+    span = full.numel() // size
+    return full[rank * span : (rank + 1) * span]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.numel() == other.numel()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    if not one.numel() or not other.numel():
+        return False
+    start, other_start = one.data_ptr(), other.data_ptr()
+    return (
+        start < other_start + other.numel() * other.element_size()
+        and other_start < start + one.numel() * one.element_size()
+    )

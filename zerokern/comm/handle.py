@@ -1,0 +1,46 @@
+"""A pending collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Handle"]
+
+
+class Handle:
+    """What a collective returns at once. Wait for handles in the order of the calls, the same on all ranks.
+
+    >>> said = []
+    >>> handle = Handle(lambda: said.append("ended"))
+    >>> handle.done(), handle.wait(), handle.wait(), handle.done(), said
+    (False, None, None, True, ['ended'])
+    """
+
+    __slots__ = ("_complete", "_ended", "_failure", "_poll")
+
+    def __init__(self, complete: Callable[[], None] | None = None, poll: Callable[[], bool] | None = None) -> None:
+        self._complete, self._poll = complete, poll
+        self._ended = complete is None
+        self._failure: BaseException | None = None
+
+    def wait(self) -> None:
+        """Returns when the result is there: on a CPU for the caller, on a device for the current stream.
+
+        May be called again; a collective that failed raises each time.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._ended:
+            return
+        assert self._complete is not None
+        try:
+            self._complete()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._ended, self._complete, self._poll = True, None, None
+
+    def done(self) -> bool:
+        """Whether wait() has nothing left to do; False where the transport cannot tell (gloo) and nobody waited."""
+        return self._ended or (self._poll is not None and self._poll())

@@ -1,0 +1,205 @@
+"""Ranks that exchange spans point to point, straight from and into the buckets: gloo, on CPUs.
+
+gloo's own reduce-scatter and all-gather copy through buffers of their own and take four times as long. Sums run in
+fp32, in the order of the ranks, in one pass of the native accumulate.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.comm import collectives
+from zerokern.comm.agreement import Waiting
+from zerokern.comm.group import FLOATS, Group, own
+from zerokern.comm.handle import Handle
+from zerokern.comm.joining import Common
+from zerokern.kernels import accumulate
+
+__all__ = ["PeerGroup"]
+
+KINDS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2, "broadcast": 3, "publish": 4}
+WHOLE_NBYTES = 1 << 15  # a smaller tensor goes to everyone whole: one round trip instead of two
+CELL_NBYTES = 64  # a number or two, behind what tells them apart, go through gloo's all-gather: where other processes
+HEAD_NBYTES = 16  # want the same cores, that takes 0.1 ms and point to point a slice of the scheduler for each way
+COUNTS = 1 << 10  # numbers in a tag; a later round with the same number comes after the earlier one, as posted
+Transfers = list[tuple[int, Tensor]]
+
+
+class PeerGroup(Group):
+    """A group over gloo."""
+
+    def __init__(self, pg: Any, common: Common, device: torch.device, name: str) -> None:
+        super().__init__(common.rank, common.size, device, name)
+        self._pg, self._common = pg, common
+        self._pending: dict[
+            int, tuple[Tensor, ...]
+        ] = {}  # memory that gloo reads or writes, however little is waited for
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def follow(self, key: str) -> None:
+        self._common.board.follow(key)
+
+    def agree(self, key: str) -> None:
+        self._common.watch.agree(key)
+
+    def _start(self, kind: str, detail: str, sends: Transfers, receives: Transfers) -> tuple[Waiting, list[Any]]:
+        waiting = Waiting(kind, self._common.next(kind), detail)
+        return waiting, self._post(waiting, sends, receives)
+
+    def _post(self, waiting: Waiting, sends: Transfers, receives: Transfers) -> list[Any]:
+        watch = self._common.watch
+        watch.refuse_after_failure(waiting)
+        # sizes are part of the tag: where ranks differ, nothing arrives, and the watch finds out why
+        tag = KINDS[waiting.kind] << 27 | (waiting.count % COUNTS) << 17 | zlib.crc32(waiting.detail.encode()) & 0x1FFFF
+        try:
+            return collectives.post(self._pg, sends, receives, tag)
+        except RuntimeError as error:
+            raise watch.explain(waiting, error) from error
+
+    def _handle(self, waiting: Waiting, works: list[Any], finish: Callable[[], None], *memory: Tensor | None) -> Handle:
+        self._pending[id(waiting)] = tuple(tensor for tensor in memory if tensor is not None)
+
+        def complete() -> None:
+            self._wait(waiting, works)
+            del self._pending[id(waiting)]
+            finish()
+
+        return Handle(complete)
+
+    def _wait(self, waiting: Waiting, works: list[Any]) -> None:
+        with self._common.watch.over(waiting):
+            for work in works:
+                work.wait()
+
+    def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+        span = out.numel()
+        if scratch is None:
+            scratch = torch.empty((self.size - 1) * span, dtype=bucket.dtype)
+        arrived = {peer: scratch[i * span : (i + 1) * span] for i, peer in enumerate(self._peers)}
+        sends = [(peer, own(bucket, peer, self.size)) for peer in self._peers]
+        waiting, works = self._start("reduce_scatter", _detail(bucket), sends, list(arrived.items()))
+        sources = [arrived[r] if r != self.rank else own(bucket, r, self.size) for r in range(self.size)]
+
+        def finish() -> None:
+            if span:
+                accumulate(out, sources, add=add, scale=scale)
+
+        return self._handle(waiting, works, finish, bucket, scratch, out)
+
+    def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
+        mine = own(full, self.rank, self.size)
+        if shard is not None:
+            mine.copy_(shard)
+        waiting, works = self._start("all_gather", _detail(full), *self._spread(full))
+        return self._handle(waiting, works, _nothing, full)
+
+    def _publish(self, full: Tensor) -> Handle:
+        waiting, works = self._start("publish", _detail(full), *self._spread(full))
+        return self._handle(waiting, works, _nothing, full)
+
+    def _spread(self, full: Tensor) -> tuple[Transfers, Transfers]:
+        """The own span to everyone, everyone's to its place."""
+        spans = _spans(full, self.size)
+        return [(peer, spans[self.rank]) for peer in self._peers], [(peer, spans[peer]) for peer in self._peers]
+
+    def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
+        if tensor.numel() * tensor.element_size() <= CELL_NBYTES - HEAD_NBYTES:
+            return self._all_reduce_cell(tensor, op)
+        if tensor.numel() * tensor.element_size() <= WHOLE_NBYTES:
+            return self._all_reduce_whole(tensor, op)
+        spans = _spans(tensor, self.size)
+        span, peers = spans[self.rank].numel(), self.size - 1
+        scratch = torch.empty(peers * span, dtype=tensor.dtype) if scratch is None else scratch[: peers * span]
+        arrived = dict(zip(self._peers, scratch.view(peers, span), strict=True))
+        sends = [(peer, spans[peer]) for peer in self._peers]
+        waiting, works = self._start("all_reduce", f"{op} of {_detail(tensor)}", sends, list(arrived.items()))
+
+        def finish() -> None:
+            _combine(spans[self.rank], {**arrived, self.rank: spans[self.rank]}, op)
+            self._wait(waiting, self._post(waiting, *self._spread(tensor)))
+
+        return self._handle(waiting, works, finish, tensor, scratch)
+
+    def _all_reduce_cell(self, tensor: Tensor, op: str) -> Handle:
+        detail = f"{op} of {_detail(tensor)}"
+        waiting = Waiting("all_reduce", self._common.next("all_reduce"), detail)
+        watch = self._common.watch
+        watch.refuse_after_failure(waiting)
+        cells = torch.zeros(self.size * CELL_NBYTES, dtype=torch.uint8)
+        head = torch.tensor([waiting.count, zlib.crc32(detail.encode())])
+        mine = torch.cat([head.view(torch.uint8), tensor.view(torch.uint8)])
+        own(cells, self.rank, self.size)[: mine.numel()] = mine
+        try:
+            work = collectives.all_gather(self._pg, cells, own(cells, self.rank, self.size).clone())
+        except RuntimeError as error:
+            raise watch.explain(waiting, error) from error
+
+        def finish() -> None:
+            rows = cells.view(self.size, CELL_NBYTES)
+            heads = rows[:, :HEAD_NBYTES]
+            if any(not torch.equal(one, heads[self.rank]) for one in heads):
+                raise watch.unlike(waiting)
+            parts = rows[:, HEAD_NBYTES : mine.numel()].contiguous().view(tensor.dtype)
+            _combine(tensor, dict(enumerate(parts)), op)
+
+        return self._handle(waiting, [work], finish, tensor, cells)
+
+    def _all_reduce_whole(self, tensor: Tensor, op: str) -> Handle:
+        scratch = torch.empty((self.size - 1, tensor.numel()), dtype=tensor.dtype)
+        arrived = dict(zip(self._peers, scratch, strict=True))
+        sends = [(peer, tensor) for peer in self._peers]
+        waiting, works = self._start("all_reduce", f"{op} of {_detail(tensor)}", sends, list(arrived.items()))
+        return self._handle(
+            waiting, works, lambda: _combine(tensor, {**arrived, self.rank: tensor}, op), tensor, scratch
+        )
+
+    def _all_reduce_nbytes(self, tensor: Tensor) -> int:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes <= CELL_NBYTES - HEAD_NBYTES:
+            return (self.size - 1) * CELL_NBYTES
+        if nbytes <= WHOLE_NBYTES:
+            return (self.size - 1) * nbytes
+        mine = _spans(tensor, self.size)[self.rank].numel()
+        return (tensor.numel() - mine + (self.size - 1) * mine) * tensor.element_size()
+
+    def _broadcast(self, tensor: Tensor, src: int) -> Handle:
+        sends = [(peer, tensor) for peer in self._peers] if self.rank == src else []
+        receives = [(src, tensor)] if self.rank != src else []
+        waiting, works = self._start("broadcast", f"{_detail(tensor)} from rank {src}", sends, receives)
+        return self._handle(waiting, works, _nothing, tensor)
+
+
+def _detail(tensor: Tensor) -> str:
+    return f"{tensor.numel()} elements of {tensor.dtype}"
+
+
+def _spans(tensor: Tensor, size: int) -> list[Tensor]:
+    """A span for each rank, of equal sizes but for the last ones."""
+    each = -(-tensor.numel() // size)
+    return [tensor[rank * each : (rank + 1) * each] for rank in range(size)]
+
+
+def _combine(target: Tensor, sources: dict[int, Tensor], op: str) -> None:
+    """target = the sum or maximum of the sources, in the order of the ranks; one of them may be the target itself."""
+    ordered = [sources[rank] for rank in sorted(sources)]
+    if not target.numel():
+        return
+    if op == "sum" and target.dtype in FLOATS:
+        accumulate(target, ordered, add=False)
+        return
+    total = ordered[0].clone()
+    for one in ordered[1:]:
+        if op == "sum":
+            total += one
+        else:
+            torch.maximum(total, one, out=total)
+    target.copy_(total)
+
+
+def _nothing() -> None:
+    pass
