@@ -1,0 +1,218 @@
+"""zk.build: constructed in parts, on meta or by in-place initialisation, and never whole in one rank's memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from pages import SLACK, large_things_apart, peak, restart_peak
+from torch import Tensor, nn
+from worlds import World, alone, anywhere, full, on_ranks, on_threads, ranked, refusal, says
+from zero_cases import Net, make_adamw, mse
+
+import zerokern as zk
+from zerokern.examples.model import GPT, Shape
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return Net()
+
+
+def filled() -> nn.Module:
+    """Initialised in all the ways that there are: in place, through views, by values, by hand."""
+    net = Net()
+    with torch.no_grad():
+        net.leave.weight.fill_(0.5)
+        net.leave.weight[1].mul_(3.0)
+        net.enter.weight.copy_(torch.arange(60.0).view(10, 6) / 60)
+        net.blocks[0].up.bias.zero_()
+    nn.init.constant_(net.blocks[1].norm.bias, 0.25)
+    net.scale = nn.Parameter(torch.tensor([1.0, 2.0]))
+    return net
+
+
+def build(world: World, make: Callable[[], nn.Module], stage: int) -> nn.Module:
+    return zk.build(make, mesh=world.mesh, stage=stage)
+
+
+def trains(world: World, stage: int, how: str) -> None:
+    model = build(world, {"meta": meta, "plain": Net, "filled": filled, "gpt": gpt}[how], stage)
+    values = full(model)
+    assert list(values) == [name for name, _ in {"gpt": gpt, "filled": filled}.get(how, Net)().named_parameters()]
+    assert all(torch.isfinite(value).all() for value in values.values())
+    seen = world.exchange({name: float(value.double().sum()) for name, value in values.items()})
+    assert all(one == seen[0] for one in seen), "one model on all ranks"
+    if how == "gpt":
+        spread = values["blocks.1.qkv.weight"].std()
+        assert 0.018 < spread < 0.022, spread
+        assert values["blocks.0.mix.weight"].std() == pytest.approx(0.02 / math.sqrt(4), rel=0.1)
+        assert torch.equal(values["norm.weight"], torch.ones(64))
+        return
+    bound = 1 / math.sqrt(10)
+    assert values["blocks.0.up.weight"].abs().max() <= bound and values["blocks.0.up.weight"].std() > bound / 3
+    assert not torch.equal(values["blocks.0.up.weight"][:37], values["blocks.1.up.weight"][:37]), "drawn afresh"
+    if how == "filled":
+        assert torch.equal(values["leave.weight"], filled().leave.weight)
+        assert torch.equal(values["enter.weight"], filled().enter.weight)
+        assert torch.equal(values["scale"], torch.tensor([1.0, 2.0]))
+        assert (values["blocks.1.norm.bias"] == 0.25).all() and not values["blocks.0.up.bias"].any()
+    optimizer = make_adamw(model.parameters(), max_grad_norm=1.0)
+    losses = []
+    for _ in range(4):
+        losses.append(mse(model, 0, world))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert world.mean(losses[-1]) < world.mean(losses[0])
+
+
+def gpt() -> nn.Module:
+    return GPT(Shape(2, 64, 16))
+
+
+@pytest.mark.parametrize("how", ["plain", "meta", "filled", "gpt"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_built_in_parts(size: int, stage: int, how: str) -> None:
+    anywhere(size, trains, stage, how)
+
+
+def near(center: float, spread: float) -> Callable[[Tensor], bool]:
+    return lambda value: bool(((value - center).abs() < spread).all())
+
+
+def is_orthogonal(value: Tensor) -> bool:
+    return torch.allclose(value @ value.T, torch.eye(len(value)), atol=1e-5)
+
+
+def all_is(number: float) -> Callable[[Tensor], bool]:
+    return lambda value: bool((value == number).all())
+
+
+WRITTEN: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], bool]]] = {
+    "an element set": (lambda w: w.view(-1).__setitem__(-1, 7.0), lambda value: value[-1, -1] == 7.0),
+    "rows set to a number": (lambda w: w.__setitem__(slice(0, 2), 0.0), lambda value: not value[:2].any()),
+    "a row set to a tensor": (lambda w: w.__setitem__(0, torch.ones(6)), lambda value: bool((value[0] == 1).all())),
+    "trunc_normal_": (lambda w: nn.init.trunc_normal_(w, 5.0, 0.1, 4.0, 6.0), near(5.0, 1.0)),
+    "orthogonal_": (nn.init.orthogonal_, is_orthogonal),
+    "eye_": (nn.init.eye_, lambda value: torch.equal(value, torch.eye(4, 6))),
+    "divided by its norm": (lambda w: w.fill_(2.0).div_(w.norm()), near(24**-0.5, 1e-6)),
+    "foreach": (lambda w: torch._foreach_add_([w.zero_()], 3.0), all_is(3.0)),
+    "out=": (lambda w: torch.add(torch.ones(4, 6), 1.0, out=w), all_is(2.0)),
+    "from another parameter": (lambda w: w.copy_(torch.full_like(w, 2.0)), all_is(2.0)),
+    "data": (lambda w: setattr(w, "data", torch.full((4, 6), 2.0)), all_is(2.0)),
+    "masked": (lambda w: w.zero_().masked_fill_(torch.ones(4, 6, dtype=torch.bool), 2.0), all_is(2.0)),
+    "normal_ of a view": (lambda w: nn.init.normal_(w.t()[1:], 9.0, 0.1), lambda value: near(9, 1)(value[:, 1:])),
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_what_a_constructor_has_written_counts(how: str) -> None:
+    """Done as it says, or refused by name; never something else instead."""
+    write, holds = WRITTEN[how]
+
+    def make() -> nn.Module:
+        net = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
+        with torch.no_grad():
+            write(net["b"].weight)
+        return net
+
+    try:
+        model = zk.build(make, stage=2)
+    except (zk.ZerokernError, RuntimeError):
+        return
+    assert holds(model["b"].weight.detach()), model["b"].weight
+
+
+def builds_in_turn(world: World, meet: threading.Barrier) -> None:
+    def make() -> nn.Module:
+        meet.wait(60)  # all are inside
+        net = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
+        nn.init.trunc_normal_(net["b"].weight, 5.0, 0.1, 4.0, 6.0)
+        return net
+
+    model = build(world, make, 0)
+    assert near(5.0, 1.0)(model["b"].weight.detach()) and not near(5.0, 1.0)(model["a"].weight.detach())
+
+
+def test_constructions_on_several_threads_leave_torch_as_it_was() -> None:
+    """Each that put back what it had found would leave another one's function behind, for good."""
+    before = nn.Module.register_parameter, nn.init._no_grad_trunc_normal_
+    for _ in range(8):
+        on_threads(3, builds_in_turn, threading.Barrier(3))
+    assert (nn.Module.register_parameter, nn.init._no_grad_trunc_normal_) == before
+
+
+def bare() -> nn.Module:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(5, 5, device="meta"))
+
+    return nn.Sequential(Net(), Bare())
+
+
+def tied() -> nn.Module:
+    net = nn.ModuleDict({"words": nn.Embedding(11, 10), "head": nn.Linear(10, 11, bias=False)})
+    net["head"].weight = net["words"].weight
+    return net
+
+
+def of_two_minds(world: World) -> None:
+    says(refusal(lambda: build(world, bare, 3), zk.ZerokernError), ["1.weight", "reset_parameters"])
+    says(refusal(lambda: build(world, lambda: 5, 3), TypeError), ["fn", "int"])
+    says(refusal(lambda: zk.build(Net, mesh=world.mesh, stages=3), TypeError), ["stages"])
+    says(refusal(lambda: zk.build(Net, mesh=world.mesh, stage=9), ValueError), ["stage=9"])
+
+    def broken() -> nn.Module:
+        Net()
+        raise RuntimeError("out of ideas")
+
+    says(refusal(lambda: build(world, broken, 3), RuntimeError), ["out of ideas"])
+    plain = Net()
+    assert not plain.enter.weight.is_meta and torch.isfinite(plain.enter.weight).all(), "nothing is left patched"
+    model = build(world, tied, 3)
+    assert model["head"].weight is model["words"].weight
+    assert len(list(model.parameters())) == 1
+
+
+def test_what_cannot_be_built() -> None:
+    alone(of_two_minds)
+    on_threads(2, of_two_minds)
+
+
+@ranked
+def build_large(world: World) -> tuple[int, int]:
+    """Peak of memory while 12 units of 4 MiB are built; and what the whole would have been."""
+    width, depth = 1024, 12
+
+    def make() -> nn.Module:
+        return nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(width, width) for _ in range(depth))})
+
+    zk.build(lambda: nn.ModuleList([nn.Linear(64, 64)]), stage=3)  # what is loaded once
+    large_things_apart()
+    restart_peak()
+    before = peak()
+    model = zk.build(make, stage=3)
+    grown = peak() - before
+    assert model["blocks"][0].weight.local.numel() < width * (width + 2) // world.size
+    return grown, 4 * width * (width + 1) * depth
+
+
+@ranked
+def on_real_ranks(world: World) -> tuple[int, int]:
+    grown = build_large(world)
+    for how in ("plain", "meta", "filled", "gpt"):
+        trains(world, 3, how)
+    of_two_minds(world)
+    return grown
+
+
+def test_a_rank_never_holds_the_whole() -> None:
+    for grown, whole in on_ranks(2, on_real_ranks):
+        unit = whole // 12  # one as it was made, one in its bucket
+        assert grown < whole // 2 + 2 * unit + SLACK, f"{grown >> 20} MiB at the peak, {whole >> 20} are the whole"

@@ -1,0 +1,151 @@
+"""torch.compile for each unit: nothing of ours in the graph, none of it in the way, compiled once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+from worlds import World, alone, built, full, on_ranks, ranked
+from zero_cases import Net, make_adamw, mse
+
+import zerokern as zk
+
+BACKEND = "aot_eager"  # the whole of capture and autograd, without a C++ compiler's seconds
+
+
+def in_place_after(world: World, net: Net, stage: int, backend: str) -> nn.Module:
+    """The usual order: shard, then compile each block in place."""
+    world.shard(net, stage=stage)
+    for block in net.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    return net
+
+
+def in_place_before(world: World, net: Net, stage: int, backend: str) -> nn.Module:
+    for block in net.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    return world.shard(net, stage=stage)
+
+
+def forwards(world: World, net: Net, stage: int, backend: str) -> nn.Module:
+    world.shard(net, stage=stage)
+    for block in net.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
+    return net
+
+
+def replaced_before(world: World, net: Net, stage: int, backend: str) -> nn.Module:
+    """As torchtitan does: the compiled module takes the block's place, and is the unit."""
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = torch.compile(block, fullgraph=True, backend=backend)
+    return world.shard(net, stage=stage)
+
+
+class Checkpointed(Net):
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def made() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def trains(world: World, stage: int, how: Callable, make: Callable = Net, backend: str = BACKEND) -> None:
+    """The losses of eager training; no graph is made after the second step; one graph serves blocks of equal shape."""
+    torch._dynamo.reset()
+    counters.clear()
+    plain = built(make)
+    ours = how(world, copy.deepcopy(plain), stage, backend)
+    pairs = [(ours, make_adamw(ours.parameters())), (plain, make_adamw(plain.parameters()))]
+    for step in range(5):
+        if step == 2:
+            graphs = made()
+        losses = []
+        for model, optimizer in pairs:
+            loss = mse(model, step, world)
+            loss.backward()
+            if model is plain:
+                world.average_gradients(plain.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+        if step == 3:
+            assert made() == graphs, "compiled again after the second step"
+            with torch.no_grad():
+                torch.testing.assert_close(mse(ours, 9, world), mse(plain, 9, world), rtol=1e-5, atol=1e-6)
+            graphs = made()  # evaluation has its own
+    assert made() == graphs, "compiled again after the second step"
+    assert graphs > 0
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    for name, value in full(ours).items():
+        reference = dict(plain.named_parameters())[name.replace("_orig_mod.", "")].detach()
+        torch.testing.assert_close(
+            value, reference, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+HOWS = [in_place_after, in_place_before, forwards, replaced_before]
+ROWS = [(3, in_place_after), (3, replaced_before), (2, in_place_after)]
+MORE = [(stage, how) for stage in (1, 2, 3) for how in HOWS if (stage, how) not in ROWS]
+
+
+@pytest.mark.parametrize("stage, how", [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)])
+def test_units_compiled_one_by_one(stage: int, how: Callable) -> None:
+    alone(trains, stage, how)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_compiled_and_checkpointed(stage: int) -> None:
+    alone(trains, stage, in_place_after, Checkpointed)
+
+
+@ranked
+def on_real_ranks(world: World, stages: list[int], backend: str) -> None:
+    for stage in stages:
+        trains(world, stage, in_place_after, Net, backend)
+    trains(world, 3, in_place_after, Checkpointed, backend)
+    trains(world, 3, forwards, Net, backend)
+
+
+@pytest.mark.slow
+def test_compiled_on_real_ranks() -> None:
+    on_ranks(2, on_real_ranks, [2, 3], BACKEND, timeout=240)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor() -> None:
+    on_ranks(2, on_real_ranks, [0, 1, 2, 3], "inductor", timeout=500)
+
+
+def test_a_compiled_whole_still_trains() -> None:
+    """torch.compile of the root, without fullgraph: the hooks break the graph, and that is all."""
+
+    def whole(world: World, stage: int) -> None:
+        torch._dynamo.reset()
+        plain = built(Net)
+        ours = world.shard(copy.deepcopy(plain), stage=stage)
+        compiled = torch.compile(ours, backend=BACKEND)
+        pairs = [(compiled, make_adamw(ours.parameters())), (plain, make_adamw(plain.parameters()))]
+        for step in range(3):
+            losses = []
+            for model, optimizer in pairs:
+                loss = mse(model, step, world)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+        with zk.gathered(ours):
+            for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+    for stage in (2, 3):
+        alone(whole, stage)

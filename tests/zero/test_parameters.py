@@ -1,0 +1,295 @@
+"""What a parameter is under zk.shard: between steps it looks as it did; where it cannot act so, it says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from worlds import World, anywhere, built, full, on_ranks, on_threads, ranked, refusal, says
+from zero_cases import Net, batch, make_adamw, mse
+
+import zerokern as zk
+
+STAGES = [0, 1, 2, 3]
+
+
+def looks(model: nn.Module) -> list[tuple]:
+    return [
+        (
+            name,
+            id(p),
+            tuple(p.shape),
+            p.ndim,
+            p.numel(),
+            p.dtype,
+            p.device,
+            p.requires_grad,
+            p.is_leaf,
+            len(p),
+            p.size(0),
+        )
+        for name, p in model.named_parameters()
+    ]
+
+
+def stay(world: World, stage: int) -> None:
+    model = built(Net)
+    model.blocks[1].requires_grad_(False)
+    for number, param in enumerate(model.parameters()):
+        param.mark = number  # PEFT and others hang things on parameters
+    before, tree = looks(model), [name for name, _ in model.named_modules()]
+    kept = list(model.parameters())
+    world.shard(model, stage=stage)
+
+    def check(when: str) -> None:
+        assert looks(model) == before, when
+        assert [name for name, _ in model.named_modules()] == tree, when
+        assert list(model.state_dict()) == [name for name, *_ in before], when
+        assert [param.mark for param in model.parameters()] == list(range(len(kept))), when
+        assert all(type(param) is nn.Parameter or isinstance(param, nn.Parameter) for param in kept), when
+        assert all(a is b for a, b in zip(model.parameters(), kept, strict=True)), when
+        assert type(model) is Net and type(model.blocks[0]).__name__ == "Block", when
+
+    check("at rest")
+    optimizer = make_adamw(model.parameters())
+    for step in range(2):
+        loss = mse(model, step, world)
+        loss.backward()
+        check("after backward")
+        optimizer.step()
+        check("after the step")
+        optimizer.zero_grad(set_to_none=step == 0)
+        check("after zero_grad")
+    with torch.no_grad():
+        model(batch(3)[0])
+    check("after evaluation")
+    with zk.gathered(model):
+        check("gathered")
+    check("after that")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_identity_shape_dtype_and_name_stay(size: int, stage: int) -> None:
+    anywhere(size, stay, stage)
+
+
+def gradients(world: World, stage: int) -> None:
+    model = world.shard(built(Net), stage=stage)
+    plain = built(Net)
+    model.extra, params = None, list(model.parameters())
+    assert all(param.grad is None for param in params)
+    for module in (model, plain):
+        mse(module, 0, world).backward()
+    world.average_gradients(plain.parameters())
+    for param, reference in zip(params, plain.parameters(), strict=True):
+        assert param.grad is not None
+        assert param.grad.shape == param.shape and param.grad.dtype == param.dtype
+        if stage == 0:
+            torch.testing.assert_close(param.grad, reference.grad)
+            continue
+        grad = param.grad
+        mine = reference.grad.flatten()[grad.start : grad.start + grad.local.numel()]
+        torch.testing.assert_close(grad.local, mine, rtol=1e-5, atol=1e-7)
+    shares = torch.tensor([sum(p.grad.local.numel() for p in params)]) if stage else None
+    if shares is not None:
+        assert int(world.total(shares)) == sum(param.numel() for param in params), "each element has one owner"
+    for param in params:
+        param.grad = None
+    mse(model, 0, world).backward()
+    twice = [p.grad.clone() for p in params]
+    mse(model, 0, world).backward()  # without zero_grad: accumulates
+    for param, once in zip(params, twice, strict=True):
+        ours, other = (param.grad, once) if stage == 0 else (param.grad.local, once.local)
+        torch.testing.assert_close(ours, 2 * other)
+    model.zero_grad(set_to_none=False)
+    assert all(not (p.grad if stage == 0 else p.grad.local).any() for p in params)
+    mse(model, 0, world).backward()
+    for param, once in zip(params, twice, strict=True):
+        ours, other = (param.grad, once) if stage == 0 else (param.grad.local, once.local)
+        torch.testing.assert_close(ours, other)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_gradients_are_the_mean_and_add_up(size: int, stage: int) -> None:
+    anywhere(size, gradients, stage)
+
+
+def scaled_by_hand(world: World, stage: int) -> None:
+    """What loops do with gradients between backward and step."""
+    ours, plain = world.shard(built(Net), stage=stage), built(Net)
+    optimizers = [make_adamw(ours.parameters()), make_adamw(plain.parameters())]
+    for step in range(2):
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            mse(model, step, world).backward()
+            if model is plain:
+                world.average_gradients(plain.parameters())
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+                if stage in (0, 3):  # else the one is whole and the other is not
+                    param.grad.add_(param.detach(), alpha=0.01)
+                param.grad.clamp_(-0.05, 0.05)
+            torch._foreach_mul_([param.grad for param in model.parameters()], 2.0)
+            model.blocks[0].up.weight.grad = torch.zeros_like(model.blocks[0].up.weight)
+            model.leave.bias.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_edited_by_hand(size: int, stage: int) -> None:
+    anywhere(size, scaled_by_hand, stage)
+
+
+def averaged(world: World, stage: int) -> None:
+    """An exponential moving average over whatever model.parameters() gives."""
+    ours, plain = world.shard(built(Net), stage=stage), built(Net)
+    kept = []
+    for model in (ours, plain):
+        optimizer = make_adamw(model.parameters())
+        average = [param.detach().clone() for param in model.parameters()]
+        for step in range(3):
+            mse(model, step, world).backward()
+            if model is plain:
+                world.average_gradients(plain.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for old, param in zip(average, model.parameters(), strict=True):
+                    old.mul_(0.9).add_(param, alpha=0.1)
+                torch._foreach_lerp_(average, [param.detach() for param in model.parameters()], 0.05)
+        kept.append(average)
+    with torch.no_grad():
+        for mine, theirs in zip(*kept, strict=True):
+            if stage == 3:
+                theirs = theirs.flatten()[mine.start : mine.start + mine.local.numel()]
+                mine = mine.local
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+        for param, average in zip(ours.parameters(), kept[0], strict=True):
+            param.copy_(average)  # and evaluates with it
+    for (name, mine), theirs in zip(full(ours).items(), kept[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_moving_average_of_parameters(size: int, stage: int) -> None:
+    anywhere(size, averaged, stage)
+
+
+def written_outside(world: World, stage: int) -> None:
+    """Loaded, filled, copied between steps: the next forward and the next update begin from there."""
+    ours, plain = world.shard(built(Net), stage=stage), built(Net)
+    other = built(Net, seed=9)
+    seen = []
+    for model in (ours, plain):
+        optimizer = make_adamw(model.parameters())
+        losses = []
+        for step in range(4):
+            losses.append(mse(model, step, world))
+            losses[-1].backward()
+            if model is plain:
+                world.average_gradients(plain.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                if step == 0:
+                    model.blocks[0].up.weight.mul_(0.5)
+                if step == 1:
+                    model.leave.weight.copy_(other.leave.weight)
+                    model.blocks[1].down.weight.fill_(0.01)
+                if step == 2:
+                    model.load_state_dict(other.state_dict())
+        seen.append(torch.stack(losses).detach())
+    assert torch.equal(*seen)
+    for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_written_between_steps(size: int, stage: int) -> None:
+    anywhere(size, written_outside, stage)
+
+
+def refused(world: World) -> None:
+    """At stage 3, what needs all elements is refused at rest, and the refusal teaches."""
+    model = world.shard(built(Net), stage=3)
+    parameter, weight = model.blocks[1].up.weight, model.blocks[1].up.weight.detach()
+    for work in (
+        lambda: weight.sum(),
+        lambda: weight.norm(),
+        lambda: weight[0],
+        lambda: weight.view(-1),
+        lambda: weight.tolist(),
+        lambda: weight.numpy(),
+        lambda: weight.matmul(torch.ones(10)),
+        lambda: torch.save(weight, io.BytesIO()),
+        lambda: copy.deepcopy(parameter),
+        lambda: torch.cat([weight, weight]),
+    ):
+        says(refusal(work, (TypeError, RuntimeError)), ["blocks.1.up.weight", "gathered"])
+    says(refusal(lambda: copy.deepcopy(model), TypeError), ["gathered"])
+    shown = repr(parameter)
+    assert "blocks.1.up.weight" in shown and "(83, 10)" in shown, shown
+    assert repr(model) == repr(Net())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_sharded_parameter_cannot_do_teaches(size: int) -> None:
+    anywhere(size, refused)
+
+
+@ranked
+def on_real_ranks(world: World) -> None:
+    for stage in (1, 3):
+        stay(world, stage)
+        gradients(world, stage)
+        averaged(world, stage)
+        written_outside(world, stage)
+
+
+def test_parameters_on_real_ranks() -> None:
+    on_ranks(2, on_real_ranks)
+
+
+def odd_strides(world: World) -> None:
+    """Transposed and channels-last parameters keep their values."""
+
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turned = nn.Parameter(torch.randn(6, 10).t())
+            self.conv = nn.Conv2d(4, 5, 3, padding=1).to(memory_format=torch.channels_last)
+            self.expanded = nn.Parameter(torch.randn(10, 1).expand(10, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = nn.functional.linear(x, self.turned + self.expanded)
+            return y + self.conv(x[:, None, None, :].expand(-1, 4, 2, -1)).mean((1, 2, 3))[:, None]
+
+    for stage in (2, 3):
+        ours, plain = world.shard(built(Strided), stage=stage), built(Strided)
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.data = param.data.clone(memory_format=torch.contiguous_format)
+        for model in (ours, plain):
+            optimizer = make_adamw(model.parameters())
+            for step in range(2):
+                model(batch(step, world.rank)[0]).square().mean().backward()
+                if model is plain:
+                    world.average_gradients(plain.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_parameters_of_any_strides() -> None:
+    on_threads(2, odd_strides)

@@ -1,0 +1,168 @@
+"""state_dict of a sharded model and of its optimizer: whole inside of zk.gathered, this rank's part outside."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from worlds import STAGES, World, anywhere, built, full, on_ranks, ranked, refusal, says
+from zero_cases import Net, make_adamw, mse
+
+import zerokern as zk
+
+
+def trained(world: World, stage: int, steps: int = 3, **settings: object) -> tuple:
+    model = world.shard(built(Net), stage=stage, **settings)
+    optimizer = make_adamw(model.parameters())
+    for step in range(steps):
+        go_on(world, model, optimizer, step)
+    return model, optimizer
+
+
+def go_on(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    mse(model, step, world).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(world: World, stage: int) -> None:
+    """A full state_dict is plain tensors, survives torch.save with weights_only, and loads into plain and sharded."""
+    model, _ = trained(world, stage)
+    with zk.gathered(model):
+        kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    assert all(type(value) is torch.Tensor for value in kept.values())
+    file = io.BytesIO()
+    torch.save(kept, file)
+    file.seek(0)
+    kept = torch.load(file, weights_only=True)
+    plain = built(Net, seed=4)
+    plain.load_state_dict(kept)
+    for other in (stage, 3 - stage if stage in (1, 2) else 2):
+        again = world.shard(built(Net, seed=4), stage=other)
+        assert not again.load_state_dict(kept).missing_keys
+        assert all(torch.equal(value, kept[name]) for name, value in full(again).items())
+        with zk.gathered(again, write=True):
+            again.load_state_dict(built(Net, seed=5).state_dict())
+        reference = dict(built(Net, seed=5).named_parameters())
+        assert all(torch.equal(value, reference[name]) for name, value in full(again).items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_full_state_dict_goes_anywhere(size: int, stage: int) -> None:
+    anywhere(size, whole, stage)
+
+
+def sharded(world: World, stage: int) -> None:
+    """Outside of zk.gathered the state_dict is what this rank has, without communication, and loads back."""
+    model, _ = trained(world, stage)
+    kept = copy.copy(model.state_dict())
+    assert [tuple(value.shape) for value in kept.values()] == [tuple(p.shape) for p in built(Net).parameters()]
+    values = {name: value.detach().clone() for name, value in kept.items()}
+    before = full(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert not any(value.any() for value in full(model).values())
+    model.load_state_dict(values)
+    assert all(torch.equal(value, before[name]) for name, value in full(model).items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_sharded_state_dict_loads_back(size: int, stage: int) -> None:
+    anywhere(size, sharded, stage)
+
+
+def resumed(world: World, stage: int) -> None:
+    """Model and optimizer saved after 3 steps and loaded into new ones go on with the same bits."""
+    model, optimizer = trained(world, stage)
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    states = copy_states(optimizer.state_dict())
+    again = world.shard(built(Net, seed=8), stage=stage)
+    loaded = make_adamw(again.parameters(), lr=0.5)
+    again.load_state_dict(weights)
+    loaded.load_state_dict(states)
+    for step in range(3, 6):
+        go_on(world, model, optimizer, step)
+        go_on(world, again, loaded, step)
+    assert all(torch.equal(value, full(again)[name]) for name, value in full(model).items())
+
+
+def copy_states(state: dict) -> dict:
+    entries = {
+        number: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_training_goes_on_from_a_checkpoint(size: int, stage: int) -> None:
+    anywhere(size, resumed, stage)
+
+
+def states_of_plain(world: World, stage: int) -> None:
+    """The state of an unsharded run, whole tensors, loads into a sharded one: each rank takes its span."""
+    plain = built(Net)
+    theirs = make_adamw(plain.parameters())
+    for step in range(3):
+        mse(plain, step, world).backward()
+        world.average_gradients(plain.parameters())
+        theirs.step()
+        theirs.zero_grad()
+    ours = world.shard(built(Net, seed=3), stage=stage)
+    optimizer = make_adamw(ours.parameters())
+    ours.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for param, reference in zip(ours.parameters(), plain.parameters(), strict=True):
+        entry = optimizer.state[param]
+        assert set(entry) == set(theirs.state[reference])
+        assert tuple(entry["exp_avg"].shape) == tuple(param.shape), "the logical shape"
+        assert float(entry["step"]) == 3
+    for step in range(3, 5):
+        go_on(world, ours, optimizer, step)
+        mse(plain, step, world).backward()
+        world.average_gradients(plain.parameters())
+        theirs.step()
+        theirs.zero_grad()
+    assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_states_of_an_unsharded_run_load(size: int, stage: int) -> None:
+    anywhere(size, states_of_plain, stage)
+
+
+def wrong(world: World) -> None:
+    model, _ = trained(world, 3, steps=1)
+    with zk.gathered(model):
+        kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    kept["leave.weight"] = torch.zeros(4, 10)
+    says(refusal(lambda: model.load_state_dict(kept), (RuntimeError, ValueError)), ["leave.weight", "size mismatch"])
+    del kept["leave.weight"]
+    says(refusal(lambda: model.load_state_dict(kept), (RuntimeError, ValueError)), ["leave.weight", "Missing"])
+    assert model.load_state_dict(kept, strict=False).missing_keys == ["leave.weight"]
+    message = refusal(lambda: torch.save(model.state_dict(), io.BytesIO()), (TypeError, RuntimeError))
+    says(message, ["gathered"])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_state_dict_that_does_not_fit(size: int) -> None:
+    anywhere(size, wrong)
+
+
+@ranked
+def on_real_ranks(world: World) -> None:
+    for stage in (1, 3):
+        whole(world, stage)
+        resumed(world, stage)
+        states_of_plain(world, stage)
+
+
+def test_checkpoints_on_real_ranks() -> None:
+    on_ranks(2, on_real_ranks)

@@ -1,0 +1,50 @@
+"""zk.build: a model that is larger than one rank's memory is constructed in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerokern.api.sharding import BUCKET_BYTES
+from zerokern.comm import Group
+from zerokern.zero.construction import Construction
+from zerokern.zero.sharding import Sharding
+from zerokern.zero.stage import check_stage
+
+__all__ = ["build"]
+
+
+def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = None, **shard_kwargs: Any) -> nn.Module:
+    """`zk.shard(fn(), **shard_kwargs)`, with the parameters of one unit in memory at a time.
+
+    While `fn` runs, parameters that its modules reserve (`torch.empty`) take no memory, and what initialises them in
+    place is remembered; it is done, on every rank, when their unit is sharded. Rank 0's values count. Parameters on the
+    meta device get theirs by `reset_parameters`; those that had values before they were registered keep them. Random
+    values are drawn unit by unit: of the same distribution as in `fn()`, in another order.
+
+    >>> import torch, zerokern as zk
+    >>> model = zk.build(lambda: torch.nn.Linear(4, 2), stage=3)
+    >>> model.weight.shape
+    torch.Size([2, 4])
+    """
+    settings = {
+        "stage": 2,
+        "mesh": None,
+        "mp_policy": None,
+        "units": None,
+        "bucket_bytes": BUCKET_BYTES,
+        **shard_kwargs,
+    }
+    unknown = sorted(set(shard_kwargs) - {"stage", "mesh", "mp_policy", "units", "bucket_bytes"})
+    if unknown:
+        raise TypeError(f"zk.build got {', '.join(unknown)}; allowed: the keywords of zk.shard, and device")
+    stage = check_stage(settings.pop("stage"))
+    mesh = settings.pop("mesh")
+    group = Group.of(mesh, torch.get_default_device() if device is None else device)
+    construction = Construction(group.device)
+    module = construction.run(fn)
+    Sharding(module, stage=stage, group=group, materialize=construction.materialize, **settings)
+    return module

@@ -1,0 +1,113 @@
+"""zk.shard, zk.no_sync and zk.shards."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from zerokern.comm import Group
+from zerokern.core.errors import StateError, got
+from zerokern.zero import home_of
+from zerokern.zero.sharding import Sharding
+from zerokern.zero.stage import check_stage
+from zerokern.zero.units import Units
+
+__all__ = ["BUCKET_BYTES", "no_sync", "shard", "sharding_of", "shards"]
+
+BUCKET_BYTES = 32 << 20
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def group_of(mesh: DeviceMesh | Group | None, module: nn.Module) -> Group:
+    """The ranks that share a module."""
+    param = next(iter(module.parameters()), None)
+    return Group.of(mesh, "cpu" if param is None or param.is_meta else param.device)
+
+
+def shard(
+    module: Module,
+    *,
+    stage: int = 2,
+    mesh: DeviceMesh | Group | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    units: Units = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Module:
+    """ZeRO in place: optimizer state (stage 1), gradients (2) and parameters (3) divided among the ranks of `mesh`.
+
+    Returns the same module; its tree, its parameters as objects, their names and shapes stay as they are, and the
+    training loop too. All ranks begin with rank 0's values. Without a `mesh` the ranks are the default process
+    group's, or this process alone where there is none.
+
+    `units`: what is gathered together at stage 3: modules, or a function that says yes or no to each; by default the
+    children of `ModuleList`s, and the rest with the root. `bucket_bytes`: how much one collective moves, at most,
+    unless one parameter is larger. `mp_policy.param_dtype` becomes the parameters' dtype; the fp32 values that they
+    had are handed to the optimizer exactly.
+
+    >>> import torch, zerokern as zk
+    >>> model = zk.shard(torch.nn.Linear(4, 2), stage=3)
+    >>> opt = zk.AdamW(model.parameters(), lr=1e-2)
+    >>> model(torch.ones(1, 4)).sum().backward(); opt.step(); opt.zero_grad()
+    >>> model.weight
+    Sharded(parameter 'weight', shape (2, 4), elements 0:8 of 8 here, torch.float32)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(got("module", type(module).__name__, "an nn.Module"))
+    Sharding(
+        module,
+        stage=check_stage(stage),
+        group=group_of(mesh, module),
+        mp_policy=mp_policy,
+        units=units,
+        bucket_bytes=bucket_bytes,
+    )
+    return module
+
+
+def sharding_of(module: nn.Module) -> Sharding:
+    """What zk.shard keeps of a module that it has sharded."""
+    for param in module.parameters():
+        home = home_of(param)
+        if home is not None:
+            return home.sharding
+    raise StateError(f"{type(module).__name__} is not sharded; call zk.shard(model) first")
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Accumulate the gradients of the backward passes within on this rank; the first one outside reduces the sum.
+
+    What it saves is a reduction of all gradients for each pass within; at stage 3 parameters are gathered all the same.
+    What it costs from stage 2 on is memory for the whole gradients until that reduction. A step in between is refused.
+
+    >>> import torch, zerokern as zk
+    >>> model = zk.shard(torch.nn.Linear(2, 1))
+    >>> with zk.no_sync(model):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    >>> model(torch.ones(1, 2)).sum().backward(); model.weight.grad.local
+    tensor([2., 2.])
+    """
+    return sharding_of(model).no_sync()
+
+
+def shards(model: nn.Module) -> list[nn.Parameter]:
+    """This rank's span of each trained parameter, as 1-D parameters with `.grad`, in the order of `parameters()`.
+
+    Any element-wise torch optimizer may step them; a span may be empty. All ranks step together: the step ends when
+    each sees what the others wrote. From now on gradients appear here, and no longer as `.grad` of the model's
+    parameters; `zk_name` is the name of the parameter. Clip by `zk.clip_grad_norm_(model, ...)`; torch's own, and its
+    GradScaler, know this rank's spans alone, and must not decide about a step.
+
+    >>> import torch, zerokern as zk
+    >>> model = zk.shard(torch.nn.Linear(2, 1))
+    >>> opt = torch.optim.SGD(zk.shards(model), lr=1.0)
+    >>> model(torch.ones(1, 2)).sum().backward(); opt.step()
+    >>> [(piece.zk_name, piece.numel()) for piece in zk.shards(model)]
+    [('weight', 2), ('bias', 1)]
+    """
+    pieces = {id(piece._zk_home): piece for piece in sharding_of(model).expose()}  # type: ignore[attr-defined]
+    homes = [home_of(param) for param in model.parameters()]
+    return [pieces[id(home)] for home in homes if home is not None and id(home) in pieces]

@@ -1,0 +1,125 @@
+"""What a model must be to be sharded, and whether the ranks agree that it is the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerokern.comm import Group
+from zerokern.core.errors import ShardError, StateError, got
+from zerokern.zero.homes import home_of
+from zerokern.zero.mixed import DTYPES
+from zerokern.zero.units import Unit
+
+__all__ = ["bucket_bytes", "model", "same_on_all_ranks"]
+
+
+def bucket_bytes(value: object) -> int:
+    """
+    >>> bucket_bytes(1 << 20)
+    1048576
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(got("bucket_bytes", value, "a whole number of bytes from 1 on"))
+    return value
+
+
+def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -> torch.device:
+    """The device that everything is on or, if it is yet to be built, will be on; everything else is checked first."""
+    params = [(name, param) for unit in units for name, param in unit.params]
+    if not params:
+        raise ValueError(f"{type(module).__name__} has no parameters; allowed: a module with something to shard")
+    for name, param in params:
+        _one(name, param, built)
+    if built:
+        return group.device
+    devices = sorted({str(param.device) for _, param in params})
+    if len(devices) > 1:
+        raise ValueError(
+            f"parameters are on {', '.join(devices)}; allowed: one device for the whole model. Move it before zk.shard"
+        )
+    _no_overlap(params)
+    return params[0][1].device
+
+
+def _one(name: str, param: nn.Parameter, built: bool) -> None:
+    if home_of(param) is not None:
+        raise StateError(f"{name!r} is sharded already; shard a model once, as a whole")
+    if param.is_meta and not built:
+        raise ValueError(f"{name!r} is on the meta device and has no values; construct the model by zk.build(fn, ...)")
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ValueError(f"{name!r} has no shape yet (a lazy module); run one forward before zk.shard")
+    if type(param) is not nn.Parameter:
+        raise TypeError(
+            f"{name!r} is a {type(param).__name__}; allowed: plain nn.Parameters (a model under FSDP or tensor "
+            "parallelism, or with quantized tensors, is sharded by its own library)"
+        )
+    if param.layout is not torch.strided or param.is_complex():
+        raise TypeError(f"{name!r} is {param.layout}, {param.dtype}; allowed: dense, real tensors")
+    if param.requires_grad and param.dtype not in DTYPES:
+        raise TypeError(
+            f"{name!r} is trained in {param.dtype}; allowed: torch.float32, bfloat16 and float16; any if frozen"
+        )
+    if param.grad is not None:
+        raise StateError(f"{name!r} has a gradient; call zero_grad() before zk.shard")
+
+
+def _no_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
+    """Two parameters that share memory would no longer share it afterwards."""
+    spans = sorted(
+        (param.data_ptr(), param.nbytes, name) for name, param in params if param.nbytes and not param.is_meta
+    )
+    for (begin, nbytes, left), (after, _, right) in itertools.pairwise(spans):
+        if begin + nbytes > after:
+            raise ValueError(
+                f"{left!r} and {right!r} share memory, but are two parameters; allowed: one nn.Parameter registered in "
+                "both places (a tied weight), or memory of their own"
+            )
+
+
+def same_on_all_ranks(group: Group, settings: dict[str, Any], units: Sequence[Unit]) -> None:
+    """Raise on every rank, saying what differs, unless all ranks shard the same model in the same way."""
+    if group.size == 1:
+        return
+    rows = [
+        (name, list(param.shape), str(param.dtype), "trained" if param.requires_grad else "frozen", unit.name)
+        for unit in units
+        for name, param in unit.params
+    ]
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    found = group.exchange([settings, len(rows), digest])
+    for rank, (theirs, _, _) in enumerate(found):
+        different = [name for name in settings if theirs[name] != found[0][0][name]]
+        if different:
+            name = different[0]
+            raise ShardError(
+                f"the ranks do not shard alike: {name} is {found[0][0][name]!r} on rank 0 and {theirs[name]!r} "
+                f"on rank {rank}"
+            )
+    if all(one[1:] == found[0][1:] for one in found):
+        return
+    first = _first_difference(group, rows)
+    raise ShardError(f"the ranks do not have the same model: {first}; build the same one on all of them")
+
+
+def _first_difference(group: Group, rows: list[Any]) -> str:
+    everyone = group.exchange(rows)
+    for rank, theirs in enumerate(everyone):
+        for number in range(max(len(theirs), len(everyone[0]))):
+            here, there = (_row(some, number) for some in (everyone[0], theirs))
+            if here != there:
+                return f"parameter {number} is {here} on rank 0, {there} on rank {rank}"
+    return "the units differ"
+
+
+def _row(rows: list[Any], number: int) -> str:
+    if number >= len(rows):
+        return "missing"
+    name, shape, dtype, trained, unit = rows[number]
+    return f"{name!r} {tuple(shape)} {dtype} {trained} in unit {unit or 'root'!r}"

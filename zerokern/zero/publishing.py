@@ -1,0 +1,185 @@
+"""Buckets whose update is under way: a forward waits for those that it needs, and for no others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from zerokern.comm import Handle
+from zerokern.core.errors import StateError
+from zerokern.zero import hooks
+from zerokern.zero.gather import Gatherer
+from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.params import BucketMemory
+from zerokern.zero.sharded import Sharded
+from zerokern.zero.units import Unit
+
+__all__ = ["Publication", "Publisher"]
+
+_WRITTEN = (
+    "{name!r} was written while its update was under way, and the two cannot be told apart any more; load the model, "
+    'then its optimizer. With schedule="overlap", call opt.flush() after step() and before writing to parameters'
+)
+
+
+class Publication:
+    """What one optimizer step has yet to publish of a model. `ready(i)` returns once bucket i is there on this rank.
+
+    Nothing here talks to other ranks: one of them may save its model while the others go on.
+    """
+
+    def __init__(self, memories: Sequence[BucketMemory], ready: Callable[[int], None]) -> None:
+        self._memories, self._ready = list(memories), ready
+        self._next = 0
+        self._versions = [[tenant.param._version for tenant in memory.tenants] for memory in self._memories]
+
+    @property
+    def complete(self) -> bool:
+        return self._next == len(self._memories)
+
+    def upto(self, last: int) -> None:
+        """Returns once all buckets up to this one are those of the last step."""
+        while self._next <= min(last, len(self._memories) - 1):
+            memory = self._memories[self._next]
+            self._ready(self._next)
+            self._refuse_writes(memory)
+            self._next += 1
+
+    def finish(self) -> None:
+        self.upto(len(self._memories))
+
+    def _refuse_writes(self, memory: BucketMemory) -> None:
+        for tenant, version in zip(memory.tenants, self._versions[self._next], strict=True):
+            if tenant.param._version != version:
+                for number in range(self._next, len(self._memories)):
+                    self._ready(number)  # nothing is written any more when this is heard of
+                raise StateError(_WRITTEN.format(name=tenant.name))
+
+
+class Publisher:
+    """How updated buckets of one model reach whoever reads its parameters. `gathers`: by a collective, if at all.
+
+    Parameters are then whole on every rank between steps, and updated in part on each.
+    """
+
+    def __init__(self, units: Sequence[Unit], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
+        self._units = units
+        self._memories = [memory for memory in memories if memory.bucket.trainable]
+        self.gathers = gathers and any(memory.group.size > 1 for memory in memories)
+        self.gatherer: Gatherer | None = None
+        self.gradient_buckets: Sequence[GradientBucket] = ()
+        self._publication: Publication | None = None
+        self._hooked = False
+        self._failed: Callable[[], None] = _nothing
+        numbers = [number for number, unit in enumerate(units) for _ in unit.params]
+        self._last_of = [-1] * len(units)  # of the buckets that are trained, the last that a unit has parameters in
+        for number, memory in enumerate(self._memories):
+            for spot in memory.bucket.places:
+                self._last_of[numbers[spot.param]] = number
+
+    def announce(self) -> None:
+        """Graphs that read the parameters' old values must not be used any more: autograd compares versions."""
+        tenants = [tenant for memory in self._memories for tenant in memory.tenants]
+        torch.autograd.graph.increment_version([one.param if one.full is None else one.full for one in tenants])
+
+    def gather_all(self) -> None:
+        if self.gathers:
+            for handle in [memory.group.all_gather(memory.full) for memory in self._memories]:
+                handle.wait()
+
+    def gather(self, number: int) -> Handle:
+        """Send this rank's span of a bucket to all: from any thread, all ranks in one order."""
+        memory = self._memories[number]
+        return memory.group.publish(memory.full)
+
+    def sent_nbytes(self, number: int) -> int:
+        """What `gather` sends from here."""
+        memory = self._memories[number]
+        return memory.nbytes // memory.group.size * (memory.group.size - 1)
+
+    def prepare(self) -> None:
+        """An update is about to be under way, of which `begin` tells: no other thread publishes in this group."""
+        self.finish()
+        for group in {id(memory.group): memory.group for memory in self._memories if self.gathers}.values():
+            group.settle(besides=self)
+            group.publishing.add(self)
+
+    def begin(self, ready: Callable[[int], None], failed: Callable[[], None]) -> None:
+        """An update is under way: `ready(i)` returns once bucket i has it, and is whole. `failed` hears of errors.
+
+        `upto(0)` comes next: modules that belong to no unit have no forward that would wait.
+        """
+        if not self._hooked:
+            self._hooked = True
+            self._hook()
+        self._publication = Publication(self._memories, ready)
+        self._failed = failed
+
+    def _hook(self) -> None:
+        """Once an optimizer leaves updates under way: who needs parameters waits for them."""
+        settle = partial(_finish, weakref.ref(self))
+        for bucket in self.gradient_buckets:
+            bucket.settles(settle)
+        for module in self._units[0].module.modules():
+            hooks.around_state_dicts(module, self.finish)
+        if self.gatherer is None:
+            for number, unit in enumerate(self._units[1:], 1):
+                hooks.wrap_forward(unit.module, partial(self._before_forward, number), _unchanged)
+            return
+        self.gatherer.publishing = self._unfinished
+        for number, gathered in enumerate(self.gatherer.units):
+            gathered.prepare = partial(self.upto, number)
+            for tenant in gathered.tenants:
+                if isinstance(tenant.param, Sharded):
+                    tenant.param.settle = settle
+
+    def _before_forward(self, number: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.upto(number)
+
+    def _unfinished(self) -> bool:
+        return self._publication is not None and not self._publication.complete
+
+    def upto(self, unit: int) -> None:
+        """Returns once a unit's parameters are those of the last step on this rank."""
+        self._wait(lambda publication: publication.upto(self._last_of[unit]))
+
+    def finish(self) -> None:
+        """Returns once all parameters are those of the last step on this rank."""
+        self._wait(Publication.finish)
+        self._retire()
+
+    def _retire(self) -> None:
+        """Nothing of this step is left, nor of the optimizer that made it."""
+        self._publication, self._failed = None, _nothing
+        for memory in self._memories:
+            memory.group.publishing.discard(self)
+
+    def _wait(self, wait: Callable[[Publication], None]) -> None:
+        publication = self._publication
+        if publication is None:
+            return
+        try:
+            wait(publication)
+        except Exception:  # told once; what can still be done is to load a checkpoint
+            failed = self._failed
+            self._retire()
+            failed()
+            raise
+
+
+def _finish(publisher: weakref.ref[Publisher]) -> None:
+    there = publisher()
+    if there is not None:
+        there.finish()
+
+
+def _unchanged(result: Any) -> None:
+    pass
+
+
+def _nothing() -> None:
+    pass

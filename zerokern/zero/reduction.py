@@ -1,0 +1,199 @@
+"""From the first gradient of a backward pass to the last: which bucket is reduced when, in one order on all ranks.
+
+A bucket is launched when all its gradients have arrived, and those before it in the order have been launched. The order
+is that in which rank 0's buckets became complete in its first pass. Buffers are a constant number: a launch waits for
+the reduction that holds the one it needs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerokern.comm import Group, Handle
+from zerokern.core.errors import StateError
+from zerokern.zero import hooks
+from zerokern.zero.gradients import GradientBucket
+
+__all__ = ["BUFFERS", "Reduction"]
+
+BUFFERS = 2  # one is filled while the other is on its way
+
+
+class Reduction:
+    """The gradients of one model."""
+
+    def __init__(self, buckets: Sequence[GradientBucket], group: Group) -> None:
+        self.buckets, self.group = buckets, group
+        self.synchronizes = True
+        self.active = False
+        self._task = -1
+        self._order = list(reversed(range(len(buckets))))
+        self._learns_order = group.size > 1
+        self._completed: list[int] = []
+        self._next = 0
+        self._outstanding: deque[tuple[GradientBucket, Handle]] = deque()
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+        self._pooled = 0
+        self.scratch: list[Tensor] = []
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The shared buffers, wherever they are."""
+        return [*self._free, *self._lent.values()]
+
+    def arrived(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
+        """Called by autograd, once for each parameter and pass."""
+        task = torch._C._current_graph_task_id()
+        if not self.active or task != self._task:
+            self._begin(task)
+        if not bucket.keeps and not bucket.opened:
+            self._open(bucket)
+        bucket.take(place, grad)
+        if bucket.complete:
+            self._complete(bucket)
+
+    def _begin(self, task: int) -> None:
+        if self.active:
+            raise StateError(
+                "a backward pass began while another one had not ended. Within it: checkpoint(use_reentrant=True) is "
+                "not possible under zk.shard, use_reentrant=False is. After one that broke off: run a forward first"
+            )
+        self.group.settle()
+        self.active, self._task = True, task
+        self._next = 0
+        self._completed.clear()
+        for bucket in self.buckets:
+            bucket.begin()
+        hooks.at_end_of_backward(self._finish)
+
+    def flush(self, buckets: Sequence[GradientBucket]) -> None:
+        """No more gradients of these will arrive: their unit's backward is over."""
+        if self.active:
+            for bucket in buckets:
+                self._complete(bucket)
+
+    def _complete(self, bucket: GradientBucket) -> None:
+        number = bucket.number
+        if number in self._completed:
+            return
+        self._completed.append(number)
+        while self._next < len(self._order) and self._order[self._next] in self._completed:
+            self._launch(self.buckets[self._order[self._next]])
+            self._next += 1
+
+    def _open(self, bucket: GradientBucket) -> None:
+        """Find a buffer for what arrives."""
+        if bucket.buffer is not None:
+            bucket.open(bucket.buffer)
+        elif self.synchronizes and bucket.lends_buffer:
+            self._lent[bucket.number] = self._take()
+            bucket.open(self._lent[bucket.number].view(bucket.dtype)[: bucket.bucket.padded_numel])
+        else:
+            bucket.open(bucket.whole_buffer())
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        if not bucket.opened:
+            self._open(bucket)
+        assert bucket.buffer is not None
+        adds = bucket.close(reduces=self.synchronizes)
+        # what only passes under no_sync brought is reduced with this one
+        bucket.arrived_places = tuple(bucket.arrived.keys() | bucket.local)
+        bucket.arrived.clear()
+        if not self.synchronizes:
+            return
+        while self._outstanding and self._needs_scratch:
+            self._wait_for_oldest()
+        handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
+        if handle is None:
+            bucket.tell()
+        else:
+            self._outstanding.append((bucket, handle))
+
+    @property
+    def _needs_scratch(self) -> bool:
+        return self.group.device.type == "cpu" and self.group.size > 1
+
+    def _scratch_for(self, bucket: GradientBucket) -> Tensor | None:
+        """What the other ranks' spans are received into, where the transport does not add up itself: one for all."""
+        if not self._needs_scratch:
+            return None
+        if not self.scratch:
+            largest = max(one.nbytes for one in self.buckets)
+            self.scratch.append(self._bytes(largest // self.group.size * (self.group.size - 1)))
+        return self.scratch[0].view(bucket.dtype)
+
+    def _bytes(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.group.device)
+
+    def _take(self) -> Tensor:
+        while not self._free and self._pooled >= BUFFERS and self._outstanding:
+            self._wait_for_oldest()
+        if self._free:
+            return self._free.pop()
+        self._pooled += 1
+        return self._bytes(max(bucket.nbytes for bucket in self.buckets))
+
+    def _wait_for_oldest(self) -> None:
+        bucket, handle = self._outstanding.popleft()
+        handle.wait()
+        self._take_back(bucket)
+        bucket.tell()
+
+    def _take_back(self, bucket: GradientBucket) -> None:
+        lent = self._lent.pop(bucket.number, None)
+        if lent is not None:
+            bucket.buffer = None
+            self._free.append(lent)
+
+    def _finish(self) -> None:
+        """The end of the pass: what is left is reduced, and gradients are shown where any rank had one."""
+        for number in self._order:
+            self._complete(self.buckets[number])
+        used = [torch.zeros(len(bucket.tenants), dtype=torch.uint8) for bucket in self.buckets]
+        for mine, bucket in zip(used, self.buckets, strict=True):
+            mine[torch.tensor(bucket.arrived_places, dtype=torch.int64)] = 1
+        places = self._agreed(used) if self.synchronizes else [mine.nonzero().flatten().tolist() for mine in used]
+        while self._outstanding:
+            self._wait_for_oldest()
+        for bucket, some in zip(self.buckets, places, strict=True):
+            bucket.give(some, reduced=self.synchronizes)
+        if self._learns_order and self.synchronizes:
+            self._learn_order()
+        self._reset()
+
+    def _agreed(self, used: list[Tensor]) -> list[list[int]]:
+        """Places that had a gradient on some rank. All ask; on a device only those that lack something wait for it."""
+        whole = torch.cat(used)
+        if self.group.size > 1:
+            complete = bool(whole.all())
+            # made there, where nothing is missing: a copy from the host would wait for the device
+            there = torch.ones_like(whole, device=self.group.device) if complete else whole.to(self.group.device)
+            handle = self.group.all_reduce(there, "max")
+            if complete and self.group.device.type != "cpu":
+                return [list(range(len(mine))) for mine in used]
+            handle.wait()
+            whole = there.cpu()
+        return [part.nonzero().flatten().tolist() for part in whole.split([len(mine) for mine in used])]
+
+    def _learn_order(self) -> None:
+        order = torch.tensor(self._completed, dtype=torch.int64, device=self.group.device)
+        self.group.broadcast(order).wait()
+        self._order, self._learns_order = order.tolist(), False
+
+    def abandon(self) -> None:
+        """A pass broke off: wait for what is under way, so that the ranks stay in step, and forget it."""
+        if self.active:
+            while self._outstanding:
+                self._wait_for_oldest()
+            self._reset()
+
+    def _reset(self) -> None:
+        for bucket in self.buckets:
+            self._take_back(bucket)
+            bucket.reset()
+        self.active = False

@@ -1,0 +1,254 @@
+"""What a sharded tensor is to its user: the full logical shape in front, one span of the elements behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from zerokern.core.errors import got
+
+from .sharded_ops import rule_for
+from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
+
+__all__ = ["Sharded", "ShardedUseError"]
+
+KINDS = ("parameter", "gradient", "state")
+
+
+class Sharded(torch.Tensor):
+    """A tensor of full logical ``shape`` of which this rank holds the elements from ``start`` on, flat, in ``local``.
+
+    Element-wise work needs no other rank and is done on ``local``; whatever would need the other ranks' elements raises
+    a ``TypeError`` that says what to do. ``dtype`` is the one that is shown, where ``local`` is kept in another.
+
+    >>> import torch
+    >>> weight = Sharded(torch.ones(4), torch.Size([2, 3]), 0, name="head.weight")
+    >>> weight
+    Sharded(parameter 'head.weight', shape (2, 3), elements 0:4 of 6 here, torch.float32)
+    >>> weight.mul_(2.0).local
+    tensor([2., 2., 2., 2.])
+    >>> weight.sum()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    zerokern.zero.sharded_refusals.ShardedUseError: aten.sum needs elements of other ranks: Sharded(parameter ...
+    """
+
+    local: torch.Tensor
+    start: int
+    name: str = ""  # over torch's own property, which cannot be set
+    kind: str
+    group: Any
+    #: asked for a result where the full tensor is needed: ``use(func, args, kwargs)``, which may return NotImplemented
+    use: Callable[[Callable, tuple, dict], Any] | None = None
+    #: says that a forward is running, where even element-wise results have to meet full tensors
+    in_forward: Callable[[], bool] | None = None
+    settle: Callable[[], None] | None = None  # returns once no update of it is under way
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        shape: torch.Size,
+        start: int,
+        *,
+        name: str = "",
+        kind: str = "parameter",
+        group: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Sharded:
+        if kind not in KINDS:
+            raise ValueError(got("kind", kind, "'parameter', 'gradient' or 'state'"))
+        shape = torch.Size(shape)
+        if local.ndim != 1 or start < 0 or start + local.numel() > shape.numel():
+            advice = f"start={start} and shape={tuple(shape)} were given with it."
+            raise ValueError(got("local", tuple(local.shape), "a 1-D tensor that lies within the shape", advice))
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or local.dtype, device=local.device)
+        wrapper.local, wrapper.start = local, start
+        wrapper.name, wrapper.kind, wrapper.group = name, kind, group
+        return wrapper
+
+    def is_same_layout(self, other: object) -> bool:
+        """Whether ``other`` is sharded and holds the same elements of the same shape here.
+
+        >>> import torch
+        >>> one = Sharded(torch.ones(4), torch.Size([2, 3]), 0)
+        >>> one.is_same_layout(one.clone()), one.is_same_layout(torch.ones(2, 3))
+        (True, False)
+        """
+        return (
+            isinstance(other, Sharded)
+            and self.shape == other.shape
+            and self.local.numel() == other.local.numel()
+            and (self.start == other.start or not self.local.numel())
+            and self.local.device == other.local.device
+        )
+
+    def span_of(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's elements, flat, of a plain tensor of the logical shape; a view of it where that is possible.
+
+        >>> import torch
+        >>> Sharded(torch.zeros(2), torch.Size([2, 3]), 4).span_of(torch.arange(6).view(2, 3))
+        tensor([4, 5])
+        """
+        return full.detach().reshape(-1)[self.start : self.start + self.local.numel()]
+
+    def like(self, local: torch.Tensor, dtype: torch.dtype | None = None) -> Sharded:
+        """Another tensor of this layout, name and kind, over ``local``.
+
+        >>> import torch
+        >>> Sharded(torch.zeros(2), torch.Size([2, 3]), 4, kind="state").like(torch.ones(2))
+        Sharded(state, shape (2, 3), elements 4:6 of 6 here, torch.float32)
+        """
+        return Sharded(
+            local, self.shape, self.start, name=self.name, kind=self.kind, group=self.group, dtype=dtype or local.dtype
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name = f" {self.name!r}" if self.name else ""
+        here = f"elements {self.start}:{self.start + self.local.numel()} of {self.numel()} here"
+        kept = f" (kept as {self.local.dtype})" if self.local.dtype != self.dtype else ""
+        return f"Sharded({self.kind}{name}, shape {tuple(self.shape)}, {here}, {self.dtype}{kept})"
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        refuse("copy.deepcopy", self, "copy")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse("pickling (torch.save, copy.copy, multiprocessing)", self, "save")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func == SET_DATA:  # a new method wrapper at each look-up
+            return rebind(*args)
+        given = dict(kwargs or {})
+        found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
+        op, topic = BELOW_DISPATCH.get(func, ("", ""))
+        if topic not in ("", "values"):
+            refuse(op, found[0], topic)
+        for one in found:
+            if one.settle is not None:
+                one.settle()
+        users = [] if writes(func, args, given) else [one for one in found if one.use is not None]
+        if any(wants_full(func, one) for one in users):
+            result = ask(users, func, args, given)
+            if result is not NotImplemented:
+                return result
+            users = []
+        try:
+            if topic:
+                refuse(op, found[0], topic)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        except ShardedUseError:
+            result = ask(users, func, args, given)
+            if result is NotImplemented:
+                raise
+            return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not all(issubclass(one, Sharded) for one in types):
+            return NotImplemented
+        return rule_for(func)(Sharded, func, args, dict(kwargs or {}))
+
+
+def leaves(arguments: Any) -> Iterable[Any]:
+    """Everything within nested tuples, lists and dicts."""
+    for one in arguments.values() if isinstance(arguments, dict) else arguments:
+        if isinstance(one, (tuple, list, dict)):
+            yield from leaves(one)
+        else:
+            yield one
+
+
+def writes(func: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether the call writes into a sharded tensor: done on a gathered copy, what it writes would be lost."""
+    name = getattr(func, "__name__", "")
+    targets = [kwargs["out"]] if "out" in kwargs else []
+    if name in WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+        targets += [args[0]] if args else list(kwargs.values())[:1]
+    return any(isinstance(one, Sharded) for one in leaves(targets))
+
+
+def wants_full(func: Callable, one: Sharded) -> bool:
+    """A result that autograd will trace, or that a running forward asks for, has to be a full tensor from the start."""
+    if one.in_forward is not None and one.in_forward():
+        return True
+    return one.requires_grad and torch.is_grad_enabled() and func not in UNTRACED
+
+
+def ask(users: list[Sharded], func: Callable, args: tuple, kwargs: dict) -> Any:
+    for one in users:
+        if one.use is not None:
+            result = one.use(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+    return NotImplemented
+
+
+def rebind(target: torch.Tensor, value: torch.Tensor) -> None:
+    """``target.data = value``: nothing to do where that is so already (``model.to`` with nothing to move)."""
+    if isinstance(target, Sharded):
+        if isinstance(value, Sharded) and value.local is target.local:
+            return
+        refuse("`.data = tensor`", target, "rebind")
+    refuse("`.data = sharded tensor`", value, "rebind")
+
+
+def getters(*excluded: str) -> set[Callable]:
+    described = {name: getattr(torch.Tensor, name) for name in dir(torch.Tensor)}
+    found = {one for name, one in described.items() if hasattr(type(one), "__set__") and name not in excluded}
+    return {one.__get__ for one in found} | {one.__set__ for one in found}
+
+
+def methods(names: str) -> set[Callable]:
+    return {getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name)}
+
+
+def operator(name: str) -> Callable:
+    """torch's operators turn every TypeError into NotImplemented: `==` would be False then, and `+=` a new tensor."""
+    torchs = getattr(torch.Tensor, name)
+
+    @functools.wraps(torchs, ("__name__", "__qualname__", "__doc__"))
+    def operate(self: Sharded, other: object) -> Any:
+        result = torchs(self, other)
+        if result is NotImplemented and isinstance(other, torch.Tensor):
+            beside = "" if isinstance(other, Sharded) else f"a plain {other.dtype} tensor of shape "
+            detail = f", beside {beside}{tuple(other.shape) if beside else other}"
+            refuse(f"Tensor.{name}", self, "whole" if "matmul" in name else "alike", detail)
+        return result
+
+    return operate
+
+
+for binary in "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split():
+    for way in ("", "r", "i"):
+        if hasattr(torch.Tensor, f"__{way}{binary}__"):
+            setattr(Sharded, f"__{way}{binary}__", operator(f"__{way}{binary}__"))
+for comparison in "__eq__ __ne__ __lt__ __le__ __gt__ __ge__".split():
+    setattr(Sharded, comparison, operator(comparison))
+
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+METADATA = getters("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__") | methods(
+    "size dim ndimension numel nelement stride storage_offset element_size get_device __len__ __hash__ "
+    "is_floating_point is_complex is_signed is_contiguous is_conj is_neg is_inference is_same_size is_set_to is_shared "
+    "requires_grad_ retain_grad detach_ contiguous __format__ __dir__ has_names"
+)
+METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+UNTRACED = {torch.Tensor.data.__get__} | methods(  # type: ignore[attr-defined]
+    "detach clone new_empty new_zeros new_ones new_full new_tensor new_empty_strided"
+)
+UNTRACED |= {torch.clone, torch.detach, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like}
+WRITING_OPERATORS = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
+    "__ixor__ __ilshift__ __irshift__".split()
+)

@@ -1,0 +1,256 @@
+"""The ops that are right on one rank's span alone, each as a rule; everything else is refused.
+
+A rule is called with the class of the sharded tensors, the op and its arguments. Rules run below autograd, where
+torch bumps no version counter: whoever writes into a ``local`` has to do it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from .sharded_refusals import advice_for, refuse
+
+__all__ = ["rule_for"]
+
+aten = torch.ops.aten
+Rule = Callable[[Any, Any, tuple, dict], Any]
+
+
+@functools.cache
+def rule_for(func: Any) -> Rule:
+    """The rule of one op (``torch.ops.aten.mul.Tensor``).
+
+    >>> [rule_for(op).__name__ for op in (aten.mul.Tensor, aten._foreach_zero_.default, aten.sum.default)]
+    ['elementwise', 'each', 'refused']
+    """
+    if func in RULES:
+        return RULES[func]
+    name = name_of(func)
+    if name.startswith("_foreach_"):
+        return each if is_elementwise(name.removeprefix("_foreach_").rstrip("_")) else refused
+    if torch.Tag.nondeterministic_seeded in func.tags or not tensors_only(func):
+        return refused
+    in_place = name.endswith("_") and is_elementwise(name.rstrip("_"))  # torch tags `eq`, and not `eq_`
+    return elementwise if torch.Tag.pointwise in func.tags or in_place else refused
+
+
+def name_of(func: Any) -> str:
+    return func._schema.name.partition("::")[2]
+
+
+def tensors_only(func: Any) -> bool:
+    """torch tags `equal` as pointwise too."""
+    return all(str(one.type) == "Tensor" for one in func._schema.returns)
+
+
+def is_elementwise(base: str) -> bool:
+    """Whether ops derived from this one are; of one operand, `max` is a reduction."""
+    if base in ("max", "min"):
+        return False
+    packet = getattr(aten, base, None)
+    overloads = [getattr(packet, one) for one in packet.overloads()] if packet is not None else []
+    return base in ("zero", "copy") or any(torch.Tag.pointwise in one.tags for one in overloads)
+
+
+def elementwise(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    sharded = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
+    first = sharded[0]
+    written = written_arguments(func, args, kwargs)
+    for one in written:
+        if not isinstance(one, cls):
+            refuse_written(func, first, one)
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, torch.Tensor):
+            check_beside(func, first, one, cls)
+    result = func(*(bare(one, cls) for one in args), **{key: bare(one, cls) for key, one in kwargs.items()})
+    if written:
+        wrote(one.local for one in written)
+        return written[0] if len(written) == 1 else tuple(written)
+    return dress(first, sharded, result)
+
+
+def each(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """A foreach op: position by position as the op on single tensors; plain tensors may be among the sharded ones."""
+    lists = [one for one in (*args, *kwargs.values()) if is_tensors(one)]
+    written = [one for many in written_arguments(func, args, kwargs) for one in many]
+    columns = []
+    for at, column in enumerate(zip(*lists, strict=True)):
+        sharded = [one for one in column if isinstance(one, cls)]
+        columns.append(sharded)
+        if sharded and written and not isinstance(written[at], cls):
+            refuse_written(func, sharded[0], written[at])
+        for one in column if sharded else ():
+            check_beside(func, sharded[0], one, cls)
+    spans_of = functools.partial(bare_list, cls=cls)
+    result = func(*(spans_of(one) for one in args), **{key: spans_of(one) for key, one in kwargs.items()})
+    wrote(one.local for one in written if isinstance(one, cls))
+    if result is None:
+        return None
+    return [dress(sharded[0], sharded, one) if sharded else one for one, sharded in zip(result, columns, strict=True)]
+
+
+def copied(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    target, source = args[:2]
+    if not isinstance(target, cls):
+        refuse_written(func, source, target)
+    if isinstance(source, torch.Tensor):
+        if not isinstance(source, cls) and source.shape == target.shape:
+            source = target.span_of(source)
+        else:
+            check_beside(func, target, source, cls)
+    target.local.copy_(bare(source, cls), *args[2:], **kwargs)
+    wrote([target.local])
+    return target
+
+
+def copied_each(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
+    for target, source in zip(args[0], args[1], strict=True):
+        if isinstance(target, cls) or isinstance(source, cls):
+            copied(cls, aten.copy_.default, (target, source, *args[2:]), kwargs)
+        else:
+            target.copy_(source, *args[2:], **kwargs)
+
+
+def same_body(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Over the same ``local``: the same object, since an alias of it made here would have its own version counter."""
+    one = args[0]
+    return one.like(one.local, one.dtype)
+
+
+def same_shape(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    one, asked = args[0], list(args[1])
+    if len(asked) != one.ndim or any(size not in (-1, own) for size, own in zip(asked, one.shape, strict=True)):
+        refuse(label(func), one, "whole", f", asked for shape {tuple(asked)}")
+    return same_body(cls, func, args, kwargs)
+
+
+def remade(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """A new ``local``: a copy, another dtype, zeros; the options that speak of the shape or the place are checked."""
+    one, options = args[0], dict(kwargs)
+    device, layout = options.pop("device", None), options.pop("layout", None)
+    if device is not None and torch.device(device) != one.device:
+        refuse(label(func), one, "device", f", asked for {device}")
+    if layout not in (None, torch.strided):
+        refuse(label(func), one, "whole", f", asked for {layout}")
+    if options.pop("memory_format", None) not in (None, torch.preserve_format, torch.contiguous_format):
+        refuse(label(func), one, "whole", ", asked for another memory format")
+    result = func(one.local, *args[1:], **options)
+    return one.like(result, None if options.get("dtype") else one.dtype)
+
+
+def plain_new(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """``p.new_zeros(size)`` asks only for dtype and device."""
+    return func(args[0].local, *args[1:], **{"dtype": args[0].dtype, **kwargs})
+
+
+def of_local(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    return func(args[0].local, *args[1:], **kwargs)
+
+
+def same_size(cls: Any, func: Any, args: tuple, kwargs: dict) -> bool:
+    return args[0].shape == args[1].shape
+
+
+def unscaled(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
+    """GradScaler's unscale: parts are scaled alone, and what one rank finds non-finite counts on all of them."""
+    gradients, found, inverse = args
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for one in gradients:
+        by_dtype.setdefault(bare(one, cls).dtype, []).append(bare(one, cls))
+    for parts in by_dtype.values():
+        func([part for part in parts if part.numel()], found, inverse, **kwargs)
+    sharded: list[Any] = [one for one in gradients if isinstance(one, cls)]
+    wrote([one.local for one in sharded])
+    groups = {id(one.group): one.group for one in sharded}
+    for group in groups.values():
+        if group is not None:
+            group.all_reduce(found, "max").wait()
+
+
+def refused(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    flat = [one for many in (*args, *kwargs.values()) for one in (many if isinstance(many, (list, tuple)) else [many])]
+    first = next(one for one in flat if isinstance(one, cls))
+    refuse(label(func), first, advice_for(name_of(func), torch.Tag.nondeterministic_seeded in func.tags))
+
+
+def label(func: Any) -> str:
+    return str(func).removesuffix(".default")
+
+
+def bare(one: Any, cls: Any) -> Any:
+    return one.local if isinstance(one, cls) else one
+
+
+def bare_list(many: Any, cls: Any) -> Any:
+    return [bare(one, cls) for one in many] if isinstance(many, (list, tuple)) else many
+
+
+def is_tensors(one: Any) -> bool:
+    return isinstance(one, (list, tuple)) and bool(one) and isinstance(one[0], torch.Tensor)
+
+
+def check_beside(func: Any, first: Any, one: torch.Tensor, cls: Any) -> None:
+    """Beside a sharded tensor stand tensors sharded alike, and 0-dim ones where they cannot change the dtype."""
+    if isinstance(one, cls):
+        if not first.is_same_layout(one):
+            refuse(label(func), first, "alike", f", beside {one!r}")
+    elif one.ndim or (not first.ndim and one.dtype != first.dtype):
+        refuse(label(func), first, "alike", f", beside a plain {one.dtype} tensor of shape {tuple(one.shape)}")
+
+
+def refuse_written(func: Any, source: Any, target: torch.Tensor) -> NoReturn:
+    refuse(label(func), source, "alike", f", to be written into a plain tensor of shape {tuple(target.shape)}")
+
+
+def written_arguments(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    positions, keys = written_places(func)
+    return [args[at] for at in positions if at < len(args)] + [kwargs[key] for key in keys if key in kwargs]
+
+
+@functools.cache
+def written_places(func: Any) -> tuple[list[int], list[str]]:
+    written = [(at, one) for at, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write]
+    return [at for at, one in written if not one.kwarg_only], [one.name for _, one in written]
+
+
+def wrote(spans: Iterable[Any]) -> None:
+    torch.autograd.graph.increment_version([one for one in spans if not one.is_inference()])
+
+
+def dress(first: Any, sharded: list[Any], result: Any) -> Any:
+    """Results take the layout of the operands, and show the dtype that the operands' shown dtypes would have given."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(dress(first, sharded, one) for one in result)
+    kept = functools.reduce(torch.promote_types, [one.local.dtype for one in sharded])
+    shown = functools.reduce(torch.promote_types, [one.dtype for one in sharded])
+    return first.like(result, shown if result.dtype == kept else None)
+
+
+RULES: dict[Any, Rule] = {}
+
+
+def add_rules(rule: Rule, names: str) -> None:
+    """Names may carry an overload; what a torch does not have is not there to be called."""
+    for name in names.split():
+        base, _, overload = name.partition(".")
+        func = getattr(getattr(aten, base, None), overload or "default", None)
+        if func is not None:
+            RULES[func] = rule
+
+
+add_rules(same_body, "detach alias")
+add_rules(same_shape, "view _unsafe_view expand")
+add_rules(remade, "clone _to_copy zeros_like ones_like full_like empty_like")
+add_rules(plain_new, "new_empty new_zeros new_ones new_full new_empty_strided")
+add_rules(elementwise, "zero zero_ fill.Scalar fill.Tensor fill_.Scalar fill_.Tensor")
+add_rules(elementwise, "masked_fill_.Scalar masked_fill_.Tensor masked_fill.Tensor")
+add_rules(elementwise, "floor_divide floor_divide_.Tensor rsub.Tensor")
+add_rules(copied, "copy_")
+add_rules(copied_each, "_foreach_copy_")
+add_rules(unscaled, "_amp_foreach_non_finite_check_and_unscale_")
+add_rules(same_size, "is_same_size")
+add_rules(of_local, "is_pinned record_stream")

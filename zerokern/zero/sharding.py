@@ -1,0 +1,341 @@
+"""One model under zk.shard: its buckets, homes, gradients and units, and what its hooks do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from zerokern.comm import Group
+from zerokern.memory.heap import keep_freed
+from zerokern.zero import checks, guards, hooks
+from zerokern.zero.gather import GatheredUnit, Gatherer
+from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.homes import Home
+from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
+from zerokern.zero.params import BucketMemory, Tenant
+from zerokern.zero.partition import partition
+from zerokern.zero.placing import place
+from zerokern.zero.publishing import Publisher
+from zerokern.zero.reduction import Reduction
+from zerokern.zero.sharded import Sharded
+from zerokern.zero.stage import shards_parameters, shards_state
+from zerokern.zero.units import Unit, Units, members, owners_of, units_of
+
+__all__ = ["Sharding"]
+
+KEPT_UNITS = 8  # what a step frees and asks for again: two whole, their gradients, as much of activations
+
+
+class Sharding:
+    """What `zk.shard` makes of a module; found again through any of its parameters (`home_of`)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        stage: int,
+        group: Group,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        units: Units = None,
+        bucket_bytes: int = 32 << 20,
+        materialize: Callable[[Unit], None] | None = None,
+    ) -> None:
+        self.module, self.stage, self.group = module, stage, group
+        self.replicated = not shards_state(stage)
+        self.policy = check_policy(mp_policy)
+        self._fold: float | Tensor = 1.0
+        self.nodes: list[object] = []  # what autograd asks before it accumulates; it lives as long as it is here
+        found = units_of(module, units)
+        device = checks.model(module, found, group, built=materialize is not None)
+        settings = {
+            "stage": stage,
+            "bucket_bytes": checks.bucket_bytes(bucket_bytes),
+            "mp_policy": str(self.policy),
+            "units": [unit.name for unit in found],
+        }
+        checks.same_on_all_ranks(group, settings, found)
+        with torch.no_grad():
+            self._broadcast_buffers()
+            self._take_in(found, device, bucket_bytes, materialize)
+        self._hook_gradients()
+        self._hook_forwards(found)
+        guards.install()
+
+    def _take_in(
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        bucket_bytes: int,
+        materialize: Callable[[Unit], None] | None,
+    ) -> None:
+        """Parameters into buckets, one bucket at a time."""
+        named = [(name, param, unit) for unit in units for name, param in unit.params]
+        listed = members(units, self.stage, self.policy.param_dtype)
+        itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
+        buckets = partition(listed, self.group.size, max(1, bucket_bytes // itemsize))
+        self.memories: list[BucketMemory] = []
+        homes: dict[int, Home] = {}
+        owners = owners_of(self.module)
+        self._owners: dict[int, list] = {}
+        prepared: set[int] = set()
+        for bucket in buckets:
+            present = {id(named[spot.param][2]) for spot in bucket.places} - prepared
+            prepared |= present
+            for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
+                if materialize is not None and id(unit) in present:
+                    materialize(unit)
+            memory = BucketMemory(bucket, self.group, sharded=shards_parameters(self.stage), device=device)
+            tenants = [
+                Tenant(named[spot.param][0], named[spot.param][1], named[spot.param][1].shape, spot)
+                for spot in bucket.places
+            ]
+            lost = memory.fill(tenants, keeps_initial=bucket.trainable, replicated=self.replicated)
+            for tenant, home in zip(tenants, place(self, memory, lost, owners), strict=True):
+                homes[tenant.place.param] = home
+                self._owners[id(tenant.param)] = owners[id(tenant.param)]
+            self.memories.append(memory)
+        self.homes = [homes[number] for number in range(len(named))]
+        self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
+        tenants = [tenant for memory in self.memories for tenant in memory.tenants]
+        self.tenants = {id(tenant.param): tenant for tenant in tenants}
+        self.tenants.update({id(tenant.full): tenant for tenant in tenants if tenant.full is not None})
+        self.addresses = [] if shards_parameters(self.stage) else [tenant.param.data_ptr() for tenant in tenants]
+        in_parts = not self.replicated and not shards_parameters(self.stage)
+        self.publisher = Publisher(units, self.memories, gathers=in_parts)
+
+    def _broadcast_buffers(self) -> None:
+        """Buffers begin with rank 0's values too; as bytes, whatever they are made of."""
+        for buffer in self.module.buffers():
+            if self.group.size > 1 and not buffer.is_meta and buffer.numel():
+                flat = buffer.detach().to(self.group.device).reshape(-1).contiguous().view(torch.uint8)
+                self.group.broadcast(flat).wait()
+                buffer.copy_(flat.view(buffer.dtype).view(buffer.shape))
+
+    def _hook_gradients(self) -> None:
+        by_name = {home.name: home for home in self.homes}
+        self.gradient_buckets: list[GradientBucket] = []
+        for memory in self.memories:
+            if not memory.bucket.trainable:
+                continue
+            homes = [by_name[tenant.name] for tenant in memory.tenants]
+            dtype = wire_dtype(self.policy, memory.dtype)
+            bucket = GradientBucket(len(self.gradient_buckets), memory, homes, self.stage, dtype)
+            self.gradient_buckets.append(bucket)
+            for number, (tenant, home) in enumerate(zip(memory.tenants, homes, strict=True)):
+                home.gradients = bucket
+                home.place = number
+                if dtype != memory.dtype:
+                    home.piece.grad_dtype = tenant.param.grad_dtype = dtype
+        self.publisher.gradient_buckets = self.gradient_buckets
+        self.reduction = Reduction(self.gradient_buckets, self.group)
+
+    def arrived(self, bucket: GradientBucket, number: int, grad: Tensor) -> None:
+        """Autograd has a gradient."""
+        if not isinstance(self._fold, float) or self._fold != 1.0:
+            self.settle()
+        self.reduction.arrived(bucket, number, grad)
+
+    def _hook_forwards(self, units: Sequence[Unit]) -> None:
+        self.gatherer: Gatherer | None = None
+        whole: list[GatheredUnit] = []
+        if shards_parameters(self.stage):
+            for number, unit in enumerate(units):
+                memories = [memory for memory in self.memories if memory.bucket.unit == number]
+                whole.append(GatheredUnit(number, unit, memories, self._owners))
+            self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, self._flush)
+            if self.group.device.type == "cpu" and self.group.size > 1:
+                largest = max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
+                keep_freed(KEPT_UNITS * largest)
+            for number, gathered in enumerate(whole):
+                for tenant in gathered.tenants:
+                    body = tenant.param
+                    assert isinstance(body, Sharded)
+                    body.use = partial(_use, weakref.ref(self), number)
+                    body.in_forward = partial(_in_forward, weakref.ref(self))
+        hooks.wrap_forward(self.module, self._before_root, self._after_root)
+        for unit, gathered in zip(units[1:], whole[1:], strict=False):
+            hooks.wrap_forward(unit.module, partial(self._before_unit, gathered), partial(self._after_unit, gathered))
+
+    def _flush(self, unit: GatheredUnit) -> None:
+        self.reduction.flush([one for one in self.gradient_buckets if one.memory in unit.memories])
+
+    def _before_root(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if torch._C._current_graph_task_id() == -1:
+            self.reduction.abandon()
+            if torch.is_grad_enabled():
+                guards.refuse_changes(self)
+        if self.gatherer is not None:
+            self.gatherer.begin()
+            self.gatherer.before_forward(self.gatherer.root)
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return None
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+    def _after_root(self, result: Any) -> Any:
+        if result is not None and not hooks.in_backward():
+            self.publisher.finish()
+        if self.policy.output_dtype is not None:
+            result = cast_floats(result, self.policy.output_dtype)
+        if self.gatherer is not None:
+            self._after_unit(self.gatherer.root, result)
+        return result
+
+    def _before_unit(self, unit: GatheredUnit, args: tuple, kwargs: dict[str, Any]) -> None:
+        assert self.gatherer is not None
+        self.gatherer.before_forward(unit)
+
+    def _after_unit(self, unit: GatheredUnit, result: Any) -> None:
+        assert self.gatherer is not None
+        outputs = list(hooks.graph_tensors(result)) if torch.is_grad_enabled() else []
+        opaque = result is not None and not outputs and not hooks.has_tensors(result)
+        if self.gatherer.after_forward(unit, outputs, opaque):
+            self._tell_backward(unit, outputs)
+
+    def _tell_backward(self, unit: GatheredUnit, outputs: Sequence[Tensor]) -> None:
+        told = -1
+
+        def begins() -> None:
+            nonlocal told
+            task = torch._C._current_graph_task_id()
+            if task != told:  # the first of the outputs, in each pass through this graph
+                told = task
+                assert self.gatherer is not None
+                if self.gatherer.before_backward(unit):
+                    hooks.at_end_of_backward(self.gatherer.end_backward)
+
+        for output in outputs:
+            hooks.when_gradient_is_there(output, begins)
+
+    def use_outside(self, unit: GatheredUnit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
+        assert self.gatherer is not None
+        given = _ids((args, kwargs))
+        for one in self.gatherer.units:
+            if any(id(tenant.param) in given for tenant in one.tenants):
+                self.gatherer.use_outside(one)
+        result = func(*_exchanged(args, self.tenants), **_exchanged(kwargs, self.tenants))
+        outputs = list(hooks.graph_tensors(result))
+        if outputs and torch.is_grad_enabled():
+            self._tell_outside(unit, outputs)
+        return result
+
+    def _tell_outside(self, unit: GatheredUnit, outputs: Sequence[Tensor]) -> None:
+        def begins() -> None:
+            assert self.gatherer is not None
+            if self.gatherer.joins_backward():
+                hooks.at_end_of_backward(self.gatherer.end_backward)
+            self.gatherer.use_outside(unit)
+
+        for output in outputs:
+            hooks.when_gradient_is_there(output, begins)
+
+    def publish(self) -> None:
+        """Let all ranks see what an optimizer has written into the pieces. Every rank calls it."""
+        self.publisher.finish()
+        self._announce()
+        self.publisher.gather_all()
+
+    def publish_later(self, ready: Callable[[int], None], failed: Callable[[], None]) -> None:
+        """As `publish`, of an update that is under way: `ready(i)` returns once it has reached trained bucket i.
+
+        `publisher.prepare()` came before it began; `failed` is called where it turns out that it cannot be published.
+        The caller waits for the root's buckets (`publisher.upto(0)`), forwards for those that they need, and all are
+        waited for at the latest when the root's forward ends.
+        """
+        self._announce()
+        self.publisher.begin(ready, failed)
+
+    def _announce(self) -> None:
+        if self.gatherer is not None:
+            self.gatherer.settle()
+        foreign = [home.seen_version != param._version for home, param in zip(self.homes, self.zero_order, strict=True)]
+        self.publisher.announce()
+        if not shards_parameters(self.stage):
+            for home, param, written in zip(self.homes, self.zero_order, foreign, strict=True):
+                if not written:  # else the optimizer that owns it has yet to notice
+                    home.seen_version = param._version
+
+    def fold(self, factor: float | Tensor) -> None:
+        """Scale the gradients by a factor when they are next used."""
+        self._fold = self._fold * factor
+
+    def take_fold(self) -> float | Tensor:
+        """The pending factor, which is the caller's to apply from now on."""
+        factor, self._fold = self._fold, 1.0
+        return factor
+
+    def settle(self) -> None:
+        """Apply the pending factor to the gradients themselves."""
+        factor = self.take_fold()
+        for bucket in self.gradient_buckets:
+            if bucket.held and bucket.reduced is not None:
+                bucket.reduced.mul_(factor)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within are not reduced."""
+        before, self.reduction.synchronizes = self.reduction.synchronizes, False
+        try:
+            yield
+        finally:
+            self.reduction.synchronizes = before
+
+    def expose(self) -> list[nn.Parameter]:
+        """The pieces of all parameters that are trained, with gradients of their own from now on."""
+        for bucket in self.gradient_buckets:
+            bucket.exposed = True
+        return [home.piece for home in self.homes if home.gradients is not None]
+
+    def holdings(self) -> dict[str, list[Tensor]]:
+        """The tensors that memory is held by, by role."""
+        reduced = [one.reduced for one in self.gradient_buckets if one.reduced is not None]
+        own = [one.buffer for one in self.gradient_buckets if one.buffer is not None and not one.lends_buffer]
+        lent = [bucket.buffer for bucket in self.gradient_buckets if bucket.buffer is not None and bucket.local]
+        whole = [memory.full for memory in self.memories if memory.sharded and memory.gathered]
+        return {
+            "parameters": [memory.shard if memory.sharded else memory.full for memory in self.memories],
+            "gradients": [*reduced, *own],
+            "gathered": whole,
+            "buffers": [*self.reduction.buffers, *lent],
+            "scratch": self.reduction.scratch,
+        }
+
+
+def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a parameter is told of, which must not keep its model: see `Home`."""
+    there = sharding()
+    if there is None or there.gatherer is None:
+        return NotImplemented
+    return there.use_outside(there.gatherer.units[number], func, args, kwargs)
+
+
+def _in_forward(sharding: weakref.ref[Sharding]) -> bool:
+    there = sharding()
+    return there is not None and there.gatherer is not None and there.gatherer.root.computing > 0
+
+
+def _ids(value: Any) -> set[int]:
+    if isinstance(value, Tensor):
+        return {id(value)}
+    if isinstance(value, dict):
+        return set().union(*map(_ids, value.values())) if value else set()
+    return set().union(*map(_ids, value)) if isinstance(value, list | tuple) and value else set()
+
+
+def _exchanged(value: Any, tenants: dict[int, Tenant]) -> Any:
+    if isinstance(value, Tensor):
+        tenant = tenants.get(id(value))
+        return value if tenant is None else tenant.full
+    if isinstance(value, dict):
+        return {key: _exchanged(item, tenants) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_exchanged(item, tenants) for item in value))
+    return type(value)(_exchanged(item, tenants) for item in value) if isinstance(value, list | tuple) else value
