@@ -1,0 +1,339 @@
+"""The executor does what a program says, in an order that it allows; what fails is told where it happened; nothing
+hangs."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from ticket_cases import GatedTicket, HeldTicket, program, threads, until
+
+from zerokern.core.errors import StateError
+from zerokern.schedule.executor import Executor
+from zerokern.schedule.program import Op, Program, Ref
+from zerokern.schedule.recorder import Recorder
+
+WORKER = "zerokern executor"
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    executor = Executor()
+    yield executor
+    executor.close()
+
+
+def test_what_comes_after_waits_for_tickets(executor: Executor) -> None:
+    fetched, seen = HeldTicket(), []
+    steps = program("Fetch a down", "Norm all cpu 0", "Step a cpu 1", "Store a up 2")
+    run = executor.submit(
+        steps,
+        {
+            ("Fetch", "a"): lambda: fetched,
+            ("Norm", "all"): lambda: seen.append("Norm"),
+            ("Step", "a"): lambda: seen.append("Step"),
+            ("Store", "a"): lambda: seen.append("Store"),
+        },
+    )
+    until(lambda: fetched.waits > 0)
+    assert seen == [] and not run.done()
+    fetched.let_go()
+    run.wait("Step", "a")
+    assert seen[:2] == ["Norm", "Step"]
+    run.finish()
+    assert run.done() and seen == ["Norm", "Step", "Store"]
+
+
+def test_launches_go_before_updates(executor: Executor) -> None:
+    """They cost nothing, and then run beside the updates; each lane keeps its own order."""
+    steps = program("Norm all cpu", "Step a cpu 0", "Step b cpu 0", "Store a up 1", "Store b up 2")
+    seen: list[str] = []
+    actions = {(op.verb, op.what): lambda op=op: seen.append(f"{op.verb} {op.what}") for op in steps.ops}
+    executor.submit(steps, actions).finish()
+    assert seen == ["Norm all", "Step a", "Store a", "Step b", "Store b"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_lane_that_waits_holds_up_no_other(executor: Executor, first: int) -> None:
+    """Whichever of two tickets ends first; nor does one that is not all that its lane waits for."""
+    tickets, never, seen = [HeldTicket(), HeldTicket()], HeldTicket(), []
+    steps = program(
+        "Publish a device",
+        "Fetch a down",
+        "Fetch b net",
+        "Norm a cpu 1",
+        "Store b up 2",
+        "Step a cpu 4",
+        "Gather a net 0 5",
+    )
+    run = executor.submit(
+        steps,
+        {
+            ("Publish", "a"): lambda: never,
+            ("Fetch", "a"): lambda: tickets[0],
+            ("Fetch", "b"): lambda: tickets[1],
+            ("Norm", "a"): lambda: seen.append(0),
+            ("Store", "b"): lambda: seen.append(1),
+            ("Step", "a"): lambda: None,
+            ("Gather", "a"): lambda: None,
+        },
+    )
+    run.perform("Publish", "a")
+    for one in (first, 1 - first):
+        tickets[one].let_go()
+        until(lambda one=one: one in seen)
+    assert seen == [first, 1 - first]
+    run.wait("Step", "a")
+    never.let_go()
+    run.finish()
+
+
+def test_an_op_without_an_action_is_passed_through(executor: Executor) -> None:
+    """Without a norm, a step still comes after the fetch; what is the device's is taken for done."""
+    fetched, seen = HeldTicket(), []
+    steps = program("Backward a device", "Fetch a down 0", "Norm all cpu 1", "Step a cpu 2")
+    run = executor.submit(steps, {("Fetch", "a"): lambda: fetched, ("Step", "a"): lambda: seen.append("Step")})
+    until(lambda: fetched.waits > 0)
+    assert seen == []
+    fetched.let_go()
+    run.finish()
+    run.wait("Norm", "all")
+    run.perform("Backward", "a")
+
+
+def test_a_ref_reaches_the_step_before(executor: Executor) -> None:
+    """Also where that is an op without an action, or was part of another program."""
+    stored = [HeldTicket(), HeldTicket()]
+    delayed = program("Gather a net -1:2", "Fetch a down 0", "Store a up")
+    other = program("Store a up")
+    seen: list[str] = []
+    actions = {("Fetch", "a"): lambda: seen.append("Fetch"), ("Store", "a"): lambda: stored.pop(0)}
+    first, second = stored
+    executor.submit(other, {("Store", "a"): lambda: stored.pop(0)})
+    run = executor.submit(delayed, actions)
+    until(lambda: first.waits > 0)
+    assert seen == []
+    first.let_go()
+    run.wait("Fetch", "a")
+    again = executor.submit(delayed, {**actions, ("Store", "a"): lambda: None})
+    until(lambda: second.waits > 0)
+    assert seen == ["Fetch"]
+    second.let_go()
+    again.finish()
+    assert seen == ["Fetch", "Fetch"]
+
+
+def test_a_program_with_other_spans_comes_after_all_of_the_one_before(executor: Executor) -> None:
+    held, seen = HeldTicket(), []
+    before = executor.submit(program("Store old up"), {("Store", "old"): lambda: held})
+    run = executor.submit(
+        program("Fetch new down -1:1", "Step new cpu 0"),
+        {("Fetch", "new"): lambda: seen.append("Fetch"), ("Step", "new"): lambda: None},
+    )
+    until(lambda: held.waits > 0)
+    assert seen == []
+    held.let_go()
+    run.finish()
+    before.finish()
+
+
+def test_device_ops_are_performed_here_and_once(executor: Executor) -> None:
+    gated, plain, seen = GatedTicket(), HeldTicket(), []
+    steps = program("Store a up", "Gather a net", "Step a cpu", "Publish a device 0 1 2", "Step b cpu 3")
+    run = executor.submit(
+        steps,
+        {
+            ("Store", "a"): lambda: gated,
+            ("Gather", "a"): lambda: plain,
+            ("Step", "a"): lambda: seen.append(threading.current_thread().name),
+            ("Publish", "a"): lambda: seen.append(threading.current_thread().name),
+            ("Step", "b"): lambda: seen.append("b"),
+        },
+    )
+    threading.Timer(0.02, plain.let_go).start()
+    run.perform("Publish", "a")
+    assert seen[:2] == [WORKER, threading.current_thread().name]
+    assert gated.gates == 1 and not gated.done() and plain.done()
+    run.perform("Publish", "a")
+    run.wait("Step", "b")
+    assert seen[2:] == ["b"] and gated.gates == 1
+    gated.let_go()
+    run.finish()
+
+
+def test_finish_performs_in_order(executor: Executor) -> None:
+    seen: list[str] = []
+    steps = program("Step a cpu", "Publish a device 0", "Step b cpu 1", "Publish b device 2")
+    actions = {(op.verb, op.what): lambda op=op: seen.append(op.verb + op.what) for op in steps.ops}
+    executor.submit(steps, actions).finish()
+    assert seen == ["Stepa", "Publisha", "Stepb", "Publishb"]
+
+
+def test_finish_performs_what_earlier_runs_have_left(executor: Executor) -> None:
+    seen: list[str] = []
+    steps = program("Step a cpu -1:1", "Publish a device 0")
+    runs = []
+    for step in range(3):
+        actions = {(op.verb, op.what): lambda op=op, step=step: seen.append(f"{op.verb} {step}") for op in steps.ops}
+        runs.append(executor.submit(steps, actions))
+    runs[-1].finish()
+    assert seen == [f"{verb} {step}" for step in range(3) for verb in ("Step", "Publish")]
+    assert all(run.done() for run in runs)
+
+
+def test_a_wait_that_would_never_end_is_refused(executor: Executor) -> None:
+    steps = program("Publish a device", "Step a cpu 0")
+    run = executor.submit(steps, {("Publish", "a"): lambda: None, ("Step", "a"): lambda: None})
+    with pytest.raises(StateError, match=r"Step a of step 1 .*cannot go on before this thread performs Publish a"):
+        run.wait("Step", "a")
+    with pytest.raises(StateError, match="this thread has yet to perform it"):
+        run.wait("Publish", "a")
+    run.perform("Publish", "a")
+    run.wait("Step", "a")
+
+
+def test_bad_requests_are_refused(executor: Executor) -> None:
+    steps = program("Step a cpu", "Publish a device 0")
+    run = executor.submit(steps, {("Step", "a"): lambda: None})
+    with pytest.raises(ValueError, match="an op of lane 'device'"):
+        executor.submit(steps, {("Step", "a"): lambda: time.sleep(0.01)}).perform("Step", "a")
+    with pytest.raises(KeyError, match="Step b is not in program"):
+        run.wait("Step", "b")
+    with pytest.raises(KeyError, match="Step b is not in program"):
+        executor.submit(steps, {("Step", "b"): lambda: None})
+    run.finish()
+
+
+def test_what_is_no_ticket_is_a_failure(executor: Executor) -> None:
+    run = executor.submit(program("Fetch a down"), {("Fetch", "a"): lambda: 7})
+    with pytest.raises(TypeError, match=r"Fetch a of step 1 \(example\).*a ticket with wait"):
+        run.finish()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_run_in_an_order_that_they_allow(executor: Executor, seed: int) -> None:
+    """Several steps of a program with any dependencies, some ops without an action, tickets that end at any time."""
+    draw = random.Random(seed)
+    count = 24
+    ops = []
+    for index in range(count):
+        after = {Ref(draw.randrange(index)) for _ in range(draw.randrange(3)) if index}
+        after |= {Ref(draw.randrange(count), draw.randrange(1, 3)) for _ in range(draw.randrange(2))}
+        ops.append(Op("Step", str(index), draw.choice(("net", "down", "cpu", "up")), tuple(after)))
+    steps, left_out = Program("random", tuple(ops)), {str(draw.randrange(count)) for _ in range(4)}
+    ended: set[tuple[int, int]] = set()
+    wrong: list[str] = []
+    runs = []
+
+    class Ticket(HeldTicket):
+        def __init__(self, mine: tuple[int, int]) -> None:
+            super().__init__()
+            self.mine = mine
+            threading.Timer(draw.random() * 0.002, self.let_go).start()
+
+        def let_go(self) -> None:
+            ended.add(self.mine)
+            super().let_go()
+
+    def act(step: int, index: int) -> Ticket | None:
+        for ref in ops[index].after:
+            before = (step - ref.back, ref.index)
+            if before[0] >= 0 and str(ref.index) not in left_out and before not in ended:
+                wrong.append(f"{index} of step {step} began before {ref}")
+        if ops[index].lane != "cpu" and draw.random() < 0.6:
+            return Ticket((step, index))
+        ended.add((step, index))
+        return None
+
+    for step in range(5):
+        actions = {
+            ("Step", str(index)): lambda step=step, index=index: act(step, index)
+            for index in range(count)
+            if str(index) not in left_out
+        }
+        runs.append(executor.submit(steps, actions))
+    for run in runs:
+        run.finish()
+    assert wrong == [] and len(ended) == 5 * (count - len(left_out))
+
+
+def test_an_idle_executor_keeps_nobody_alive() -> None:
+    """Actions lead back to the optimizer that owns the executor: neither the thread nor the last run holds it."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.executor = Executor()
+            self.run = None
+
+        def step(self) -> None:
+            steps = program("Step a cpu", "Publish a device 0")
+            self.run = self.executor.submit(
+                steps, {("Step", "a"): lambda: self and None, ("Publish", "a"): lambda: self and None}
+            )
+            self.run.wait("Step", "a")
+
+    before = threads(WORKER)
+    owner = Owner()
+    for _ in range(3):
+        owner.step()
+    gone = weakref.ref(owner)
+    del owner
+    until(lambda: gc.collect() >= 0 and gone() is None)
+    until(lambda: threads(WORKER) == before)
+
+
+def test_events_are_recorded() -> None:
+    class Timed(HeldTicket):
+        def times(self) -> tuple[int, int]:
+            return 1000, 3000
+
+    recorder, timed, plain = Recorder(), Timed(), HeldTicket()
+    timed.let_go()
+    steps = program("Fetch a down", "Fetch b down", "Step a cpu 0 1", "Publish a device 2")
+    with Executor(recorder) as executor:
+        run = executor.submit(
+            steps,
+            {
+                ("Fetch", "a"): lambda: timed,
+                ("Fetch", "b"): lambda: plain,
+                ("Step", "a"): lambda: time.sleep(0.002),
+                ("Publish", "a"): lambda: None,
+            },
+        )
+        until(lambda: plain.waits > 0)
+        assert [event.what for event in recorder.events] == ["a"]
+        plain.let_go()
+        run.finish()
+    a, b, step, publish = recorder.events
+    assert (a.lane, a.verb, a.begin_ns, a.end_ns) == ("down", "Fetch", 1000, 3000)
+    assert b.end_ns <= step.begin_ns and step.end_ns - step.begin_ns >= 2_000_000
+    assert publish.lane == "device" and publish.begin_ns >= step.end_ns and publish.step == 1
+
+
+def test_a_recorder_keeps_the_last_events() -> None:
+    recorder = Recorder(limit=3)
+    for i in range(5):
+        recorder.note(i, "cpu", "Step", "a", i, i + 1)
+    assert [event.step for event in recorder.events] == [2, 3, 4]
+    recorder.clear()
+    assert recorder.events == []
+    with pytest.raises(ValueError, match="limit=0"):
+        Recorder(limit=0)
+
+
+def test_recording_costs_less_than_two_microseconds() -> None:
+    """The least of many runs: what else the machine does is no cost of ours."""
+    recorder, ticket = Recorder(), HeldTicket()
+    least = float("inf")
+    for _ in range(50):
+        begin = time.perf_counter_ns()
+        for _ in range(100):
+            recorder.note(1, "cpu", "Step", "a", 1, 2, 3)
+            recorder.ended(recorder.launched(1, "down", "Fetch", "a", 1, 3), ticket)
+        least = min(least, (time.perf_counter_ns() - begin) / 200)
+    assert least < 2000

@@ -1,0 +1,263 @@
+"""What fails on the worker is raised in the user's thread, with its own traceback, after what was under way has ended;
+no end of the process hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+import pytest
+from ticket_cases import HeldTicket, program, until
+
+from zerokern.core.errors import StateError
+from zerokern.schedule.executor import Executor
+
+STEPS = program("Fetch a down", "Step a cpu", "Step b cpu", "Publish a device 1", "Publish b device 2")
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    executor = Executor()
+    yield executor
+    executor.close()
+
+
+def breaks_here() -> None:
+    raise ValueError("a kernel broke")
+
+
+def test_a_failure_is_raised_with_its_own_traceback(executor: Executor) -> None:
+    later: list[str] = []
+    run = executor.submit(
+        STEPS,
+        {
+            ("Step", "a"): breaks_here,
+            ("Step", "b"): lambda: later.append("b"),
+            ("Publish", "b"): lambda: later.append("Publish b"),
+        },
+    )
+    for ask in (
+        lambda: run.wait("Step", "a"),
+        lambda: run.wait("Step", "b"),
+        lambda: run.perform("Publish", "b"),
+        run.finish,
+    ):
+        with pytest.raises(ValueError, match="a kernel broke") as caught:
+            ask()
+        assert caught.value is run.failure
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert frames[-1] == "breaks_here" and frames.count("breaks_here") == 1
+    assert run.failure.__notes__ == ["in Step a of step 1 (example), as the executor ran it"]
+    assert run.done() and later == []
+
+
+def test_what_was_launched_ends_before_the_failure_is_told(executor: Executor) -> None:
+    """It would write to memory that the user takes to be free."""
+    held = HeldTicket()
+    run = executor.submit(STEPS, {("Fetch", "a"): lambda: held, ("Step", "a"): breaks_here})
+    until(lambda: held.waits > 0)
+    time.sleep(0.01)
+    assert run.failure is None
+    held.let_go()
+    with pytest.raises(ValueError, match="a kernel broke"):
+        run.finish()
+
+
+def test_all_runs_under_way_fail_and_the_next_begins_afresh(executor: Executor) -> None:
+    held = threading.Event()
+    first = executor.submit(STEPS, {("Step", "a"): lambda: held.wait() and None, ("Step", "b"): breaks_here})
+    second = executor.submit(STEPS, {("Step", "a"): lambda: None})
+    held.set()
+    for run in (second, first):
+        with pytest.raises(ValueError, match="a kernel broke"):
+            run.finish()
+    third = executor.submit(program("Step a cpu -1:1", "Step b cpu -1:0"), {("Step", "a"): lambda: None})
+    third.finish()
+
+
+def test_a_failure_that_nobody_asked_for_is_told_by_the_next_call(executor: Executor) -> None:
+    run = executor.submit(STEPS, {("Step", "a"): breaks_here})
+    until(run.done)
+    with pytest.raises(ValueError, match="a kernel broke"):
+        executor.submit(STEPS, {})
+    executor.submit(STEPS, {}).finish()
+    run = executor.submit(STEPS, {("Step", "a"): breaks_here})
+    until(run.done)
+    with pytest.raises(ValueError, match="a kernel broke"):
+        executor.close()
+    executor.close()
+
+
+def test_a_ticket_that_fails_is_a_failure(executor: Executor) -> None:
+    """Whether the worker waits for it, or the user, or nobody."""
+    for steps in (program("Fetch a down", "Step a cpu 0"), program("Fetch a down"), program("Step b cpu")):
+        ticket = HeldTicket(OSError("the link broke"))
+        ticket.let_go()
+        actions = {(op.verb, op.what): lambda: None for op in steps.ops}
+        if steps.has("Fetch", "a"):
+            actions["Fetch", "a"] = lambda ticket=ticket: ticket
+            with pytest.raises(OSError, match="the link broke"):
+                executor.submit(steps, actions).finish()
+        else:
+            executor.submit(steps, actions).finish()
+
+
+def test_a_device_op_that_fails_fails_the_run(executor: Executor) -> None:
+    run = executor.submit(
+        program("Publish a device", "Step a cpu 0"), {("Publish", "a"): breaks_here, ("Step", "a"): lambda: None}
+    )
+    with pytest.raises(ValueError, match="a kernel broke"):
+        run.perform("Publish", "a")
+    with pytest.raises(ValueError, match="a kernel broke"):
+        run.wait("Step", "a")
+    executor.submit(STEPS, {}).finish()
+
+
+def test_an_op_that_nobody_can_perform_any_more_is_a_failure(executor: Executor) -> None:
+    steps = program("Publish a device", "Step a cpu -1:0")
+    actions = {("Publish", "a"): lambda: None, ("Step", "a"): lambda: None}
+    executor.submit(steps, actions)
+    run = executor.submit(steps, actions)
+    with pytest.raises(StateError, match=r"comes after Publish a of step 1.*its run has been dropped"):
+        run.finish()
+
+
+def test_closing_ends_what_has_not_begun(executor: Executor) -> None:
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+
+    def slow() -> None:
+        begun.set()
+        go_on.wait()
+        seen.append("a")
+
+    run = executor.submit(STEPS, {("Step", "a"): slow, ("Step", "b"): lambda: seen.append("b")})
+    begun.wait()
+    threading.Timer(0.02, go_on.set).start()
+    executor.close()
+    assert seen == ["a"]
+    run.wait("Step", "a")
+    with pytest.raises(StateError, match=r"step 1 \(example\) had not ended when its executor closed"):
+        run.finish()
+    with pytest.raises(StateError, match="this executor is closed"):
+        executor.submit(STEPS, {})
+
+
+def test_ctrl_c_leaves_a_wait_and_nothing_else(executor: Executor) -> None:
+    go_on, seen = threading.Event(), []
+    actions = {(op.verb, op.what): lambda op=op: seen.append(f"{op.verb} {op.what}") for op in STEPS.ops}
+    run = executor.submit(STEPS, {**actions, ("Step", "a"): lambda: go_on.wait() and None})
+    held = HeldTicket()
+    for waits in (lambda: run.wait("Step", "b"), lambda: run.perform("Publish", "b"), run.finish):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            waits()
+    go_on.set()
+    run.finish()
+    assert seen == ["Fetch a", "Step b", "Publish a", "Publish b"]
+    run = executor.submit(STEPS, {("Fetch", "a"): lambda: held})
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run.finish()
+    held.let_go()
+    run.finish()
+
+
+def test_ctrl_c_in_a_device_op_fails_the_run(executor: Executor) -> None:
+    """How far the op came, nobody can say."""
+    run = executor.submit(STEPS, {("Publish", "a"): lambda: signal.raise_signal(signal.SIGINT)})
+    with pytest.raises(KeyboardInterrupt):
+        run.perform("Publish", "a")
+    with pytest.raises(KeyboardInterrupt):
+        run.finish()
+
+
+ENDS = """
+import os, sys, threading, time
+import torch
+from zerokern.core.errors import StateError
+from zerokern.memory import Copies
+from zerokern.schedule.executor import Executor
+from zerokern.schedule.played import PlayedDevice
+from zerokern.schedule.program import Op, Program, Ref
+
+STEPS = Program("example", (
+    Op("Fetch", "a", "down"), Op("Step", "a", "cpu"), Op("Publish", "a", "device"), Op("Step", "b", "cpu", (Ref(2),))
+))
+
+def under_way(action):
+    executor = Executor()
+    actions = {("Step", "a"): action, ("Publish", "a"): lambda: None, ("Step", "b"): lambda: None}
+    return executor, executor.submit(STEPS, actions)
+
+def busy():
+    return under_way(lambda: [sum(range(1000)) for _ in range(10_000)] and None)
+
+def failed():
+    return under_way(lambda: 1 / 0)
+
+def computing():
+    return under_way(lambda: torch.ones(1 << 22).exp_() is None or None)
+
+def copying():
+    device = PlayedDevice(down_gb_s=0.0001)  # it would take 40 s
+    copies, executor = Copies(device), Executor()
+    here, there = torch.ones(1 << 20), torch.ones(1 << 20)
+    steps = Program("example", (Op("Fetch", "a", "down"), Op("Step", "a", "cpu", (Ref(0),))))
+    actions = {("Fetch", "a"): lambda: copies.to_host(here, there), ("Step", "a"): lambda: None}
+    return copies, executor, executor.submit(steps, actions)
+
+def raising():
+    global kept
+    kept = copying()
+    time.sleep(0.05)
+    raise SystemExit(3)
+
+def forked():
+    executor, run = under_way(lambda: time.sleep(0.3))
+    over, unused = Executor(), Executor()
+    ended = over.submit(STEPS, {("Step", "a"): lambda: None})
+    ended.finish()
+    device = PlayedDevice()
+    mark = device.launch(None, seconds=0.3)
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        run.finish()
+        return executor
+    asked = [lambda: executor.submit(STEPS, {}), lambda: run.wait("Step", "a"), run.finish]
+    for call in [*asked, mark.wait, device.synchronize, lambda: device.launch(None)]:
+        try:
+            call()
+        except StateError as error:
+            assert "fork" in str(error), error
+        else:
+            raise AssertionError("no error")
+    ended.finish()
+    executor.close()
+    unused.submit(STEPS, {("Step", "a"): lambda: None}).finish()
+    return executor
+
+for end in (busy, failed, computing, copying, raising, forked):
+    sys.stdout.flush()
+    began, child = time.monotonic(), os.fork()
+    if child == 0:
+        kept = end()
+        sys.exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(end.__name__, status, "late" if time.monotonic() - began > 20 else "in time")
+"""
+
+
+def test_the_interpreter_ends_with_work_under_way_and_a_fork_has_no_worker() -> None:
+    """In forks of one process, for torch takes long to load."""
+    ran = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=200)
+    statuses = {"raising": 3}
+    ends = ("busy", "failed", "computing", "copying", "raising", "forked")
+    expected = "".join(f"{end} {statuses.get(end, 0)} in time\n" for end in ends)
+    assert (ran.stdout, ran.stderr, ran.returncode) == (expected, "", 0)

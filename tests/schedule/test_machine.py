@@ -1,0 +1,107 @@
+"""Machines: what ships, with a source for each number, what a description may say, and what it is refused for."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from zerokern.schedule import Op, machine_of, shipped
+
+# seconds of a step of CPU-Adam on a DGX-2 by billions of parameters: ZeRO-Offload, table 4
+CPU_ADAM = {1: 0.22, 2: 0.51, 4: 1.03, 8: 2.41, 10: 2.57}
+LEAST = {"name": "mine", "flops_s": 1e12, "device_gb_s": 100, "down_gb_s": 10, "up_gb_s": 12, "host_gb_s": 40}
+
+
+def written(folder: Path, **changes: object) -> Path:
+    path = folder / "mine.json"
+    path.write_text(json.dumps({name: value for name, value in (LEAST | changes).items() if value is not None}))
+    return path
+
+
+class TestShipped:
+    def test_names(self) -> None:
+        assert {"a100-pcie", "dgx2-v100", "h100-pcie", "h200-pcie"} <= set(shipped())
+
+    @pytest.mark.parametrize("name", shipped())
+    def test_every_number_has_a_source(self, name: str) -> None:
+        text = (resources.files("zerokern.schedule") / "machines" / f"{name}.json").read_text("utf-8")
+        described = json.loads(text)
+        assert described["name"] == name and described["title"]
+        for field, value in described.items():
+            if field not in ("name", "title"):
+                assert len(value["source"]) > 15, f"{name}: where does {field} come from?"
+        machine = machine_of(name)
+        assert machine.sources.keys() == described.keys() - {"name", "title"}
+        assert all(machine.sources[field] in str(machine) for field in machine.sources if getattr(machine, field) > 1)
+
+    @pytest.mark.parametrize("name", shipped())
+    def test_both_directions_are_no_faster_than_one(self, name: str) -> None:
+        machine = machine_of(name)
+        assert (machine.down_both_gb_s or 0) <= machine.down_gb_s < machine.device_gb_s
+        assert (machine.up_both_gb_s or 0) <= machine.up_gb_s < machine.device_gb_s
+        assert machine.host_gb_s <= (machine.host_all_gb_s or machine.host_gb_s)
+
+    @pytest.mark.parametrize("billions, seconds", CPU_ADAM.items())
+    def test_cpu_adam_of_the_paper(self, billions: int, seconds: float) -> None:
+        """28 bytes per parameter at one rate, that of its 10B row; the paper's own rows spread from 93 to 127 GB/s."""
+        numel = billions * 10**9
+        step = Op("Step", "all", "cpu", nbytes=28 * numel, numel=numel)
+        assert machine_of("dgx2-v100").seconds(step) == pytest.approx(seconds, rel=0.17)
+
+
+class TestShared:
+    def test_of_one_host(self) -> None:
+        whole = machine_of("dgx2-v100")
+        four, all_of_it = whole.shared_by(4), whole.shared_by(16)
+        assert (four.down_gb_s, four.down_both_gb_s, four.cores) == (12, 8.6, 12), "links of 48 GB/s are enough"
+        assert (all_of_it.down_gb_s, all_of_it.up_both_gb_s) == (3, 3), "the paper's 3.0 GB/s per GPU"
+        assert all_of_it.host_gb_s == whole.host_gb_s / 16
+        assert whole.shared_by(64) == all_of_it, "more ranks have more hosts"
+
+    def test_of_a_device_with_a_host_of_its_own(self) -> None:
+        assert machine_of("h200-pcie").shared_by(8) == machine_of("h200-pcie")
+        with pytest.raises(ValueError, match="ranks=0 is not possible"):
+            machine_of("h200-pcie").shared_by(0)
+
+
+class TestDescription:
+    def test_numbers_with_and_without_sources(self, tmp_path: Path) -> None:
+        machine = machine_of(written(tmp_path, host_gb_s={"value": 50, "source": "measured"}, net_gb_s=None))
+        assert (machine.host_gb_s, machine.net_gb_s, machine.sources) == (50, None, {"host_gb_s": "measured"})
+        assert machine_of(str(tmp_path / "mine.json")) == machine and machine_of(machine) is machine
+        assert "measured" in str(machine)
+
+    @pytest.mark.parametrize(
+        "changes, says",
+        [
+            ({"host_gbs": 3}, r"has the unknown field 'host_gbs'; its fields are name, flops_s"),
+            ({"up_gb_s": None, "flops_s": None}, r"lacks flops_s, up_gb_s; its fields are"),
+            ({"down_gb_s": 0}, r"machine 'mine': down_gb_s=0 is not possible; allowed: a number above 0"),
+            ({"copy_us": -1}, r"copy_us=-1 is not possible; allowed: a number from 0 on"),
+            ({"host_gb_s": float("nan")}, r"host_gb_s=nan is not possible"),
+        ],
+    )
+    def test_refused_values(self, tmp_path: Path, changes: dict[str, object], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            machine_of(written(tmp_path, **changes))
+
+    @pytest.mark.parametrize("changes", [{"cores": 1.5}, {"up_gb_s": "12"}, {"flops_s": True}])
+    def test_refused_types(self, tmp_path: Path, changes: dict[str, object]) -> None:
+        with pytest.raises(TypeError, match=f"{next(iter(changes))}=.* is not possible; allowed: a number above 0"):
+            machine_of(written(tmp_path, **changes))
+
+    @pytest.mark.parametrize("text, says", [("{", "is no JSON"), ("[1]", "holds a list; allowed: a JSON object")])
+    def test_refused_files(self, tmp_path: Path, text: str, says: str) -> None:
+        path = tmp_path / "mine.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=says):
+            machine_of(path)
+
+    def test_an_unknown_name(self) -> None:
+        with pytest.raises(ValueError, match=r"machine='h300' is not possible; allowed: a JSON file, or one of a100"):
+            machine_of("h300")
+        with pytest.raises(TypeError, match="machine=3 is not possible"):
+            machine_of(3)  # type: ignore[arg-type]

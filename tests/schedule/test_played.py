@@ -1,0 +1,200 @@
+"""The played device is a device: streams in order and beside each other, at the rates that were given, failures that
+stay."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from ticket_cases import until
+
+from zerokern.core.errors import StateError
+from zerokern.memory import Copies
+from zerokern.schedule.played import PlayedDevice
+
+MEGA = 1_000_000
+
+
+def best_ms(step: Callable[[], None], enough: float, tries: int = 12) -> float:
+    """The shortest of some tries, for the machine may be busy; no more than are needed."""
+    best = math.inf
+    for _ in range(tries):
+        begin = time.perf_counter_ns()
+        step()
+        best = min(best, (time.perf_counter_ns() - begin) / 1e6)
+        if best < enough:
+            break
+    return best
+
+
+@pytest.fixture
+def device() -> Iterator[PlayedDevice]:
+    device = PlayedDevice(down_gb_s=1.0, up_gb_s=0.5, poison=True)
+    yield device
+    device.close()
+
+
+def span(begin_end: tuple[int, int] | None) -> float:
+    assert begin_end is not None
+    return (begin_end[1] - begin_end[0]) / 1e6
+
+
+def test_a_copy_takes_what_its_bytes_take(device: PlayedDevice) -> None:
+    """By the streams' clocks: exactly, unless this machine was too slow for it now and then."""
+    down, up = device.stream(), device.stream()
+    here, there = torch.ones(4 * MEGA, dtype=torch.uint8), torch.zeros(4 * MEGA, dtype=torch.uint8)
+    lasted: dict[str, list[float]] = {"down": [], "up": []}
+    for _ in range(3):
+        for stream, dst, src in ((down, there, here), (up, here, there)):
+            device.copy(stream, [(dst, src)])
+            mark = device.mark(stream)
+            mark.wait()
+            lasted[stream.name].append(span(mark.times()))
+    assert min(lasted["down"]) == 4.0 and min(lasted["up"]) == 8.0
+    assert here.eq(1).all() and there.eq(1).all()
+
+
+def test_copies_and_compute_run_beside_each_other() -> None:
+    """Ten times 3 ms in three streams take as long as in one; their clocks do not drift, whatever wakes up late."""
+    device = PlayedDevice(1.0, 1.0)
+    down, up = device.stream(), device.stream()
+    tensors = [torch.zeros(3 * MEGA, dtype=torch.uint8) for _ in range(4)]
+
+    def step() -> None:
+        for _ in range(10):
+            device.launch(None, seconds=0.003)
+            device.copy(down, [(tensors[0], tensors[1])])
+            device.copy(up, [(tensors[2], tensors[3])])
+        device.synchronize()
+
+    assert 30.0 <= best_ms(step, 31.5) < 31.5
+    device.close()
+
+
+def test_steps_that_go_back_and_forth_take_what_they_should() -> None:
+    """Compute, copy out, copy in, ten times over: each follows the other on the device, and nobody's delay adds up."""
+    device = PlayedDevice(1.0, 1.0)
+    copies = Copies(device)
+    here, there = torch.zeros(MEGA, dtype=torch.uint8), torch.zeros(MEGA, dtype=torch.uint8)
+
+    def step() -> None:
+        for _ in range(10):
+            device.launch(None, seconds=0.002)
+            out = copies.to_host(here, there)
+            copies.to_device(there, here, after=out).gate()
+        device.synchronize()
+
+    assert 40.0 <= best_ms(step, 42.0) < 42.0
+    copies.close()
+    device.close()
+
+
+def test_latency_comes_before_each_batch() -> None:
+    device = PlayedDevice(latency_us=2000)
+    stream, tensors = device.stream(), [torch.zeros(8) for _ in range(6)]
+    device.copy(stream, list(zip(tensors[:3], tensors[3:], strict=True)))
+    mark = device.mark(stream)
+    mark.wait()
+    assert span(mark.times()) >= 2.0
+    device.close()
+
+
+def test_a_copy_is_torn_while_it_runs(device: PlayedDevice) -> None:
+    """One half early, the other late, and ruins until then."""
+    stream, src, dst = device.stream(), torch.arange(10 * MEGA, dtype=torch.int32), torch.zeros(10 * MEGA).int()
+    device.copy(stream, [(dst, src)])
+    until(lambda: dst[1].item() == 1)
+    assert dst[-1] == torch.tensor([0xEE] * 4, dtype=torch.uint8).view(torch.int32)
+    src[-1] = 7
+    device.mark(stream).wait()
+    assert dst[-1] == 7 and dst[:-1].equal(src[:-1])
+
+
+def test_late_work_is_done_at_the_end(device: PlayedDevice) -> None:
+    ends: list[int] = []
+    for _ in range(3):
+        mark = device.launch(lambda: ends.append(time.perf_counter_ns()), seconds=0.005, late=True)
+    mark.wait()
+    begin, end = mark.times() or (0, 0)
+    assert (ends[-1] - begin) / (end - begin) > 0.9
+
+
+def test_what_is_launched_aside_runs_beside_compute(device: PlayedDevice) -> None:
+    device.launch(None, seconds=0.05)
+    with device.aside():
+        mark = device.launch(None, seconds=0.001)
+    mark.wait()
+    compute = device.mark(None)
+    assert not compute.done() and device.stream().name == "down"
+    compute.wait()
+
+
+def test_no_version_counter_sees_a_copy(device: PlayedDevice) -> None:
+    """As with copies of a device: what was written by whom is for the program to say, and at once."""
+    stream, dst = device.stream(), torch.nn.Parameter(torch.zeros(8))
+    device.copy(stream, [(dst, torch.ones(8))])
+    device.mark(stream).wait()
+    assert dst._version == 0 and dst.detach().eq(1).all()
+
+
+def test_stretching_is_drawn_from_the_seed() -> None:
+    def lasted(seed: int) -> list[float]:
+        device = PlayedDevice(stretch={"compute": 0.01}, seed=seed)
+        marks = [device.launch(None, seconds=0.001) for _ in range(4)]
+        device.close()
+        return [span(mark.times()) for mark in marks]
+
+    first, again, other = lasted(1), lasted(1), lasted(2)
+    assert all(1.0 <= one <= 11.0 for one in first)
+    assert first == again != other
+
+
+def breaks_here() -> None:
+    raise RuntimeError("an illegal address")
+
+
+def test_a_failure_stays() -> None:
+    """What comes after it is not done; marks are passed, and tell."""
+    device = PlayedDevice()
+    copies = Copies(device)
+    src, dst = torch.ones(4), torch.zeros(4)
+    device.launch(breaks_here)
+    ticket = copies.to_host(src, dst)
+    for ask in (ticket.wait, device.synchronize, device.launch(None).wait, device.close):
+        with pytest.raises(RuntimeError, match="an illegal address") as caught:
+            ask()
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert frames.count("breaks_here") == 1
+    assert dst.eq(0).all()
+
+
+def test_what_is_dropped_ends() -> None:
+    before = threading.active_count()
+    device = PlayedDevice()
+    device.own(torch.zeros(4))
+    copies = Copies(device)
+    copies.to_host(torch.ones(4), torch.zeros(4))
+    device.launch(lambda: None)
+    assert threading.active_count() == before + 3
+    del device, copies
+    until(lambda: gc.collect() >= 0 and threading.active_count() == before)
+
+
+def test_bad_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"down_gb_s=0 is not possible; allowed: GB/s above 0"):
+        PlayedDevice(down_gb_s=0)
+    with pytest.raises(ValueError, match="not below 0"):
+        PlayedDevice(latency_us=-1)
+    with pytest.raises(ValueError, match="seconds by compute, down, up"):
+        PlayedDevice(stretch={"sideways": 1.0})
+    device = PlayedDevice()
+    device.close()
+    device.close()
+    with pytest.raises(StateError, match="this played device is closed; make another one"):
+        device.launch(None)

@@ -1,0 +1,111 @@
+"""The played training is one: gradients come from the parameters that were there, losses from all of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zerokern.examples.played import PlayedTraining
+from zerokern.schedule.played import PlayedDevice
+from zerokern.schedule.recorder import Recorder
+
+UNITS = ((4000, 30), 2000, (100, 70_000))
+
+
+class Sgd:
+    """Waits for the device and updates in place."""
+
+    def __init__(self, training: PlayedTraining, lr: float = 0.01) -> None:
+        self.training, self.inner = training, torch.optim.SGD(training.parameters, lr=lr)
+
+    def step(self) -> None:
+        self.training.synchronize()
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"keep_gradients": True}, {"light": True}], ids=str)
+def test_the_device_and_the_reference_give_the_same_bits(options: dict, accumulate: int) -> None:
+    device = PlayedDevice(stretch=0.001)
+    training = PlayedTraining(device, UNITS, forward_seconds=0.0002, backward_seconds=[0.0003, 0.0, 0.0005], **options)
+    plain = training.reference()
+    for one in (training, plain):
+        one.train(Sgd(one), 4, accumulate=accumulate)
+    assert training.losses() == plain.losses() and len(plain.losses()) == 4 * accumulate
+    assert all(torch.equal(a, b) for a, b in zip(training.values(), plain.values(), strict=True))
+    device.close()
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_each_parameter_changes_everything(place: int) -> None:
+    """So no wrong value of any of them can stay unseen."""
+    one, other = PlayedTraining(None, UNITS), PlayedTraining(None, UNITS)
+    other.parameters[place].data[:1].add_(0.25)
+    for training in (one, other):
+        training.train(Sgd(training), 2)
+    assert one.losses()[0] != other.losses()[0]
+    assert all(a.ne(b).float().mean() > 0.9 for a, b in zip(one.values(), other.values(), strict=True))
+
+
+def test_hooks_run_as_those_of_autograd() -> None:
+    """After the gradient is there as a tensor, in the order of backward, before its content is."""
+    device = PlayedDevice()
+    training = PlayedTraining(device, UNITS, backward_seconds=0.01)
+    names = {param: name for name, param in training.named_parameters()}
+    seen: list[tuple[str, bool]] = []
+    for param in training.parameters:
+        param.register_post_accumulate_grad_hook(lambda p: seen.append((names[p], p.grad is not None)))
+    training.backward(training.forward())
+    assert [name for name, _ in seen] == ["2.0", "2.1", "1.0", "0.0", "0.1"] and all(there for _, there in seen)
+    first = training.parameters[0]
+    assert first.grad is not None and first.grad._version == 0
+    training.synchronize()
+    assert first.grad.isfinite().all() and first.grad._version == 0
+    training.backward(training.forward())
+    assert first.grad._version == 1
+    device.close()
+
+
+def test_a_broken_batch_and_a_varying_norm() -> None:
+    training = PlayedTraining(None, UNITS, broken=[1])
+    norms = []
+    for _ in range(6):
+        training.backward(training.forward())
+        norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in training.parameters)))
+        for param in training.parameters:
+            param.grad = None
+    assert not math.isfinite(norms.pop(1))
+    assert max(norms) / min(norms) > 10
+
+
+def test_compute_is_recorded() -> None:
+    device, recorder = PlayedDevice(), Recorder()
+    training = PlayedTraining(device, [10, 10], forward_seconds=0.002, backward_seconds=0.004, recorder=recorder)
+    training.train(Sgd(training), 2)
+    events = recorder.events
+    assert [(e.step, e.lane, e.verb, e.what) for e in events[:4]] == [
+        (1, "device", "Forward", "0"),
+        (1, "device", "Forward", "1"),
+        (1, "device", "Backward", "1"),
+        (1, "device", "Backward", "0"),
+    ]
+    assert len(events) == 8 and events[-1].step == 2
+    assert min(e.end_ns - e.begin_ns for e in events if e.verb == "Forward") == 2_000_000
+    assert min(e.end_ns - e.begin_ns for e in events if e.verb == "Backward") == 4_000_000
+    device.close()
+
+
+def test_before_step_may_do_what_loops_do() -> None:
+    training, steps = PlayedTraining(None, [10]), []
+    training.train(Sgd(training), 3, before_step=steps.append)
+    assert steps == [0, 1, 2]
+
+
+def test_seconds_for_other_units_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"forward_seconds=.* one for each unit"):
+        PlayedTraining(None, [10, 10], forward_seconds=[0.1])

@@ -1,0 +1,233 @@
+"""Programs of the schedules: golden text, what waits for what, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerokern.schedule import LANES, Delayed, Op, Program, Ref, Span, check_schedule, program_of, resident
+
+# two spans, of which the second is also shared by ranks
+SPANS = (
+    Span("a", 1000, 2000, 2000, 26_000, 2e9, 4e9),
+    Span("b", 3000, 6000, 6000, 78_000, 6e9, 12e9, reduce_nbytes=6000, gather_nbytes=6000),
+)
+
+SYNC = """\
+sync
+  0 device Forward  a    2e+09 flops              after -1:14
+  1 device Forward  b    6e+09 flops              after 0
+  2 device Backward b    1.2e+10 flops            after 1
+  3 net    Reduce   b    6.0 kB                   after 2
+  4 device Backward a    4e+09 flops              after 2
+  5 down   Fetch    b    6.0 kB                   after 3, 4
+  6 down   Fetch    a    2.0 kB                   after 5
+  7 cpu    Norm     all  8.0 kB, 4,000 elements   after 6
+  8 cpu    Step     a    26.0 kB, 1,000 elements  after 7
+  9 cpu    Step     b    78.0 kB, 3,000 elements  after 8
+ 10 up     Store    a    2.0 kB                   after 9
+ 11 up     Store    b    6.0 kB                   after 10
+ 12 net    Gather   b    6.0 kB                   after 11
+ 13 device Publish  a                             after 12
+ 14 device Publish  b                             after 13"""
+
+OVERLAP = """\
+overlap
+  0 device Forward  a    2e+09 flops              after -1:10
+  1 device Forward  b    6e+09 flops              after 0, -1:14
+  2 device Backward b    1.2e+10 flops            after 1
+  3 net    Reduce   b    6.0 kB                   after 2
+  4 down   Fetch    b    6.0 kB                   after 3, -1:11
+  5 device Backward a    4e+09 flops              after 2
+  6 down   Fetch    a    2.0 kB                   after 5, -1:8
+  7 cpu    Norm     all  8.0 kB, 4,000 elements   after 4, 6
+  8 cpu    Step     a    26.0 kB, 1,000 elements  after 7
+  9 up     Store    a    2.0 kB                   after 8
+ 10 device Publish  a                             after 9
+ 11 cpu    Step     b    78.0 kB, 3,000 elements  after 7
+ 12 up     Store    b    6.0 kB                   after 11
+ 13 net    Gather   b    6.0 kB                   after 12
+ 14 device Publish  b                             after 13"""
+
+DELAYED = """\
+delayed
+  0 device Forward  a    2e+09 flops              after -1:7, -1:8
+  1 device Forward  b    6e+09 flops              after 0
+  2 device Backward b    1.2e+10 flops            after 1
+  3 net    Reduce   b    6.0 kB                   after 2
+  4 down   Fetch    b    6.0 kB                   after 3, -1:10
+  5 device Backward a    4e+09 flops              after 2
+  6 down   Fetch    a    2.0 kB                   after 5, -1:13
+  7 device Publish  a    2.0 kB                   after 5, -1:12, -1:14
+  8 device Publish  b    6.0 kB                   after 5, -1:12, -1:14
+  9 cpu    Norm     all  8.0 kB, 4,000 elements   after 4, 6
+ 10 cpu    Step     b    78.0 kB, 3,000 elements  after 9, -1:11
+ 11 up     Store    b    6.0 kB                   after 8, 10
+ 12 net    Gather   b    6.0 kB                   after 11
+ 13 cpu    Step     a    26.0 kB, 1,000 elements  after 9, -1:14
+ 14 up     Store    a    2.0 kB                   after 7, 13"""
+
+RESIDENT = """\
+resident
+ 0 device Forward  a  2e+09 flops              after -1:5
+ 1 device Forward  b  6e+09 flops              after 0, -1:7
+ 2 device Backward b  1.2e+10 flops            after 1
+ 3 net    Reduce   b  6.0 kB                   after 2
+ 4 device Backward a  4e+09 flops              after 2
+ 5 device Step     a  26.0 kB, 1,000 elements  after 3, 4
+ 6 device Step     b  78.0 kB, 3,000 elements  after 3, 4
+ 7 net    Gather   b  6.0 kB                   after 6"""
+
+
+class TestText:
+    @pytest.mark.parametrize(
+        "program, text",
+        [
+            (program_of("sync", SPANS), SYNC),
+            (program_of("overlap", SPANS), OVERLAP),
+            (program_of(Delayed(after=3), SPANS), DELAYED),
+            (resident(SPANS), RESIDENT),
+        ],
+        ids=lambda value: value.name if isinstance(value, Program) else "",
+    )
+    def test_golden(self, program: Program, text: str) -> None:
+        assert str(program) == text
+
+    def test_runs_are_joined_within_one_step_only(self) -> None:
+        after = (Ref(0), Ref(1), Ref(2), Ref(3, 1), Ref(4, 1), Ref(4, 2))
+        ops = tuple(Op("Step", str(number), "cpu") for number in range(5))
+        program = Program("runs", (*ops, Op("Norm", "all", "cpu", after)))
+        assert str(program).splitlines()[-1].endswith("after 0..2, -1:3, -1:4, -2:4")
+
+
+def waits(program: Program, verb: str, what: str) -> set[str]:
+    """What an op waits for: "Fetch a", or "Fetch a-1" of the step before."""
+    op = program.ops[program.index(verb, what)]
+    named = [(program.ops[ref.index], ref.back) for ref in op.after]
+    return {f"{other.verb} {other.what}" + (f"-{back}" if back else "") for other, back in named}
+
+
+def reaches(program: Program, later: tuple[str, str], earlier: tuple[str, str], back: int) -> bool:
+    """Whether `later` of a step can only run when `earlier`, of `back` steps before, is over."""
+    goal, seen, todo = (program.index(*earlier), back), set(), [(program.index(*later), 0)]
+    while todo:
+        index, steps = todo.pop()
+        for ref in program.ops[index].after:
+            there = (ref.index, steps + ref.back)
+            if there == goal:
+                return True
+            if there[1] <= back and there not in seen:
+                seen.add(there)
+                todo.append(there)
+    return False
+
+
+MANY = tuple(Span(str(k), 10, 20, 20, 260, 1.0, 2.0, *((20, 20) if k % 2 else (0, 0))) for k in range(5))
+ALL = [program_of("sync", MANY), program_of("overlap", MANY), program_of("overlap", MANY, at_once=True)]
+LATE = [program_of(Delayed(), MANY), program_of(Delayed(), MANY, shadow=False)]
+
+
+class TestOrder:
+    @pytest.mark.parametrize("program", ALL, ids=["sync", "overlap", "at_once"])
+    def test_a_forward_follows_the_update_made_of_the_step_before(self, program: Program) -> None:
+        for span in MANY:
+            for verb in ("Fetch", "Norm", "Step", "Store", "Publish"):
+                what = "all" if verb == "Norm" else span.name
+                assert reaches(program, ("Forward", span.name), (verb, what), back=1), (verb, span)
+
+    @pytest.mark.parametrize("program", LATE, ids=["shadow", "host"])
+    def test_a_delayed_forward_follows_the_update_of_two_steps_before_and_not_of_one(self, program: Program) -> None:
+        for span in MANY:
+            for other in MANY:
+                assert reaches(program, ("Forward", span.name), ("Store", other.name), back=2), "never torn"
+                assert not reaches(program, ("Forward", span.name), ("Step", other.name), back=1)
+            assert not reaches(program, ("Forward", span.name), ("Norm", "all"), back=1)
+
+    @pytest.mark.parametrize("program", ALL + LATE, ids=["sync", "overlap", "at_once", "shadow", "host"])
+    def test_what_is_overwritten_has_been_read(self, program: Program) -> None:
+        for span in MANY:
+            name = span.name
+            assert reaches(program, ("Fetch", name), ("Step", name), back=1), "one buffer for gradients"
+            assert reaches(program, ("Norm", "all"), ("Fetch", name), back=0)
+            assert reaches(program, ("Step", name), ("Norm", "all"), back=0), "the factor of clipping is known"
+            for other in MANY:
+                writes = ("Publish", name) if program in LATE else ("Store", name)
+                assert reaches(program, writes, ("Backward", other.name), back=0), "nothing visible changes before"
+
+    def test_delayed_has_one_place_for_what_waits(self) -> None:
+        shadow, host = LATE
+        for span in MANY:
+            assert reaches(shadow, ("Store", span.name), ("Publish", span.name), back=0)
+            assert not reaches(shadow, ("Step", span.name), ("Publish", span.name), back=0)
+            assert reaches(host, ("Step", span.name), ("Publish", span.name), back=0)
+            assert shadow.ops[shadow.index("Publish", span.name)].nbytes == 20
+            assert host.ops[host.index("Publish", span.name)].nbytes == 0
+
+    def test_a_delayed_update_runs_in_the_order_in_which_gradients_come(self) -> None:
+        for program in LATE:
+            order = {verb: [op.what for op in program.ops if op.verb == verb] for verb in ("Fetch", "Step", "Store")}
+            assert order["Fetch"] == order["Step"] == order["Store"] == ["4", "3", "2", "1", "0"]
+
+    def test_overlap_waits_for_its_own_span_only(self) -> None:
+        lazy, at_once = ALL[1:]
+        assert waits(lazy, "Forward", "2") == {"Forward 1", "Publish 2-1"}
+        assert waits(lazy, "Publish", "2") == {"Store 2"} and waits(lazy, "Publish", "1") == {"Gather 1"}
+        assert waits(lazy, "Fetch", "1") == {"Reduce 1", "Step 1-1"}
+        assert waits(at_once, "Forward", "0") == {f"Publish {k}-1" for k in range(5)}
+        assert waits(at_once, "Forward", "2") == {"Forward 1"}
+
+    def test_what_lies_on_the_host_does_not_move(self) -> None:
+        spans = [Span("a", 10, step_nbytes=260), Span("b", 0)]
+        for schedule in ("sync", "overlap", Delayed()):
+            program = program_of(schedule, spans)
+            assert {op.verb for op in program.ops} == {"Forward", "Backward", "Norm", "Step", "Publish"}
+            assert reaches(program, ("Norm", "all"), ("Backward", "a"), back=0)
+            assert {op.lane for op in program.ops} == {"device", "cpu"}
+
+    @pytest.mark.parametrize("program", [*ALL, *LATE, resident(MANY)], ids=lambda program: program.name)
+    def test_one_worker_can_walk_it(self, program: Program) -> None:
+        for index, op in enumerate(program.ops):
+            assert op.lane in LANES
+            assert all(ref.back or ref.index < index for ref in op.after)
+
+
+class TestRefused:
+    def test_schedules(self) -> None:
+        assert check_schedule("sync") == "sync" and check_schedule(Delayed(2)) == Delayed(after=2)
+        with pytest.raises(ValueError, match=r"schedule='Delayed' is not possible.*zk.Delayed\(after=40\)"):
+            check_schedule("Delayed")
+        with pytest.raises(TypeError, match=r"'sync', 'overlap' or zk.Delayed\(after=N\). It holds how many"):
+            check_schedule(Delayed)
+        with pytest.raises(TypeError, match="schedule=None is not possible"):
+            check_schedule(None)
+
+    @pytest.mark.parametrize("after, error", [(-1, ValueError), (1.0, TypeError), (True, TypeError), ("3", TypeError)])
+    def test_delayed(self, after: object, error: type[Exception]) -> None:
+        with pytest.raises(error, match="exact steps"):
+            Delayed(after=after)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        "op, says",
+        [
+            (Op("Step", "b", "gpu"), r"ops\[1\].lane='gpu' is not possible; allowed: device, net"),
+            (Op("Step", "b", "cpu", (Ref(1),)), r"ops\[1\].after='1' is not possible.*\(< 1\)"),
+            (Op("Step", "b", "cpu", (Ref(2, 1),)), r"after='-1:2' is not possible.*index < 2"),
+            (Op("Step", "b", "cpu", (Ref(0, -1),)), "not possible"),
+            (Op("Step", "b", "cpu", nbytes=-1), "not negative"),
+            (Op("Step", "a", "cpu"), r"ops='Step a' is not possible.*unique"),
+        ],
+    )
+    def test_programs(self, op: Op, says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            Program("bad", (Op("Step", "a", "cpu"), op))
+
+    def test_spans(self) -> None:
+        with pytest.raises(ValueError, match=r"spans=\[\] is not possible; allowed: at least one span"):
+            program_of("sync", [])
+        with pytest.raises(ValueError, match=r"Span\.numel=-3"):
+            Span("a", -3)
+        with pytest.raises(ValueError, match="Names of spans are unique"):
+            program_of("overlap", [Span("a", 1), Span("a", 2)])
+
+    def test_an_op_that_is_not_there(self) -> None:
+        with pytest.raises(KeyError, match="Gather a is not in program 'sync'; Gather: b"):
+            program_of("sync", SPANS).index("Gather", "a")

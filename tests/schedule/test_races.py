@@ -1,0 +1,80 @@
+"""Each overlap with its racing side stretched gives the bits of the plain loop; without the dependency that protects
+it, it does not. So the played device would have shown a race, if there were one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from program_cases import same, trained, without
+
+from zerokern.schedule.played import PlayedDevice
+from zerokern.schedule.policies import Delayed
+
+STEPS = 8
+SCHEDULES = ("sync", "overlap", Delayed())
+SLOW = {
+    "nothing": {},
+    "compute": {"stretch": {"compute": 0.003}},
+    "down": {"stretch": {"down": 0.004}},
+    "up": {"stretch": {"up": 0.004}},
+    "all": {"stretch": 0.002},
+    "cpu": {},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("slow", SLOW)
+def test_same_bits_whatever_is_slow(schedule: object, slow: str) -> None:
+    device = PlayedDevice(poison=True, **SLOW[slow])
+    found, expected = trained(schedule, STEPS, device, slow_cpu=0.003 if slow == "cpu" else 0.0)
+    device.close()
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_same_bits_with_gradients_in_the_same_memory(schedule: object, dtype: torch.dtype) -> None:
+    """The next backward may not write a gradient that is still on its way."""
+    device = PlayedDevice(poison=True, stretch={"down": 0.008}, seed=3)
+    found, expected = trained(schedule, STEPS, device, dtype=dtype, keep_gradients=True)
+    device.close()
+    assert same(found, expected)
+
+
+# what is left out, and what has to be slow for it to show
+NEEDED = [
+    ("overlap", "Fetch", "Backward", "user"),
+    ("overlap", "Norm", "Fetch", "down"),
+    ("overlap", "Store", "Step", "cpu"),
+    ("overlap", "Publish", "Store", "up"),
+    ("sync", "Norm", "Fetch", "down"),
+    ("sync", "Store", "Step", "cpu"),
+    ("sync", "Publish", "Store", "up"),
+    (Delayed(), "Fetch", "Backward", "user"),
+    (Delayed(), "Fetch", "Step", "cpu"),
+    (Delayed(), "Norm", "Fetch", "down"),
+    (Delayed(), "Store", "Step", "cpu"),
+    (Delayed(), "Step", "Store", "up"),
+    (Delayed(), "Store", "Publish", "compute"),
+    (Delayed(), "Publish", "Store", "up"),
+]
+HARD = {
+    "compute": {"stretch": {"compute": 0.006}},
+    "down": {"stretch": {"down": 0.02}},
+    "up": {"stretch": {"up": 0.02}},
+    "cpu": {},
+    "user": {},
+}
+
+
+@pytest.mark.parametrize("schedule, verb, before, slow", NEEDED, ids=lambda value: str(value))
+def test_each_dependency_is_needed(schedule: object, verb: str, before: str, slow: str) -> None:
+    device = PlayedDevice(poison=True, **HARD[slow])
+    try:
+        cpu, user = (0.008 if slow == who else 0.0 for who in ("cpu", "user"))
+        found, expected = trained(schedule, STEPS, device, lambda program: without(program, verb, before), cpu, user)
+    except (KeyError, RuntimeError):
+        return
+    finally:
+        device.close()
+    assert not same(found, expected), f"{verb} without {before} before it gives the same bits all the same"

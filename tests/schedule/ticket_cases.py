@@ -1,0 +1,57 @@
+"""Tickets that end when a test says so, and programs made of little."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from zerokern.schedule.program import Op, Program, Ref
+
+PATIENCE = 30.0
+
+
+class HeldTicket:
+    """Ends when it is let go; `gates` counts what was put behind it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.gates, self.waits = error, 0, 0
+        self._ended = threading.Event()
+
+    def let_go(self) -> None:
+        self._ended.set()
+
+    def wait(self) -> None:
+        self.waits += 1
+        assert self._ended.wait(PATIENCE), "nobody let the ticket go"
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+
+class GatedTicket(HeldTicket):
+    def gate(self) -> None:
+        self.gates += 1
+
+
+def program(*lines: str) -> Program:
+    """Of lines such as "Step a cpu 0 -1:2": verb, what, lane, and what it comes after."""
+    ops = []
+    for line in lines:
+        verb, what, lane, *after = line.split()
+        refs = [tuple(map(int, one.removeprefix("-").split(":"))) for one in after]
+        ops.append(Op(verb, what, lane, tuple(Ref(ref[-1], ref[0] if len(ref) == 2 else 0) for ref in refs)))
+    return Program("example", tuple(ops))
+
+
+def until(reached: Callable[[], bool]) -> None:
+    patience = time.monotonic() + PATIENCE
+    while not reached():
+        assert time.monotonic() < patience, "it never came to that"
+        time.sleep(0.001)
+
+
+def threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())

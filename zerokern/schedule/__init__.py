@@ -1,0 +1,24 @@
+"""When things happen: one optimizer step as a program, executed, or simulated on a described machine."""
+
+from .machine import Machine, machine_of, shipped
+from .policies import Delayed, check_schedule, program_of, resident
+from .program import LANES, Op, Program, Ref, Span
+from .simulator import Timeline, flow_bound, simulate
+
+__all__ = [
+    "LANES",
+    "Delayed",
+    "Machine",
+    "Op",
+    "Program",
+    "Ref",
+    "Span",
+    "Timeline",
+    "check_schedule",
+    "flow_bound",
+    "machine_of",
+    "program_of",
+    "resident",
+    "shipped",
+    "simulate",
+]

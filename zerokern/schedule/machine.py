@@ -1,0 +1,199 @@
+"""A described machine: how fast it computes, updates and moves bytes, each number with its source. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+
+from zerokern.core.errors import got
+from zerokern.schedule.program import Op
+
+__all__ = ["Machine", "machine_of", "shipped"]
+
+_TEXT = ("name", "title", "sources")
+_WHOLE = ("cores", "devices")
+_NEEDED = ("name", "flops_s", "device_gb_s", "down_gb_s", "up_gb_s", "host_gb_s")
+_MAY_BE_ZERO = ("copy_us", "net_us", "step_us")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates that are reached, not those of data sheets: flops, GB (10^9 bytes) and elements per second.
+
+    >>> machine = Machine("mine", flops_s=500e12, device_gb_s=2000, down_gb_s=50, up_gb_s=50, host_gb_s=150)
+    >>> machine.seconds(Op("Fetch", "head", "down", nbytes=2 * 10**9))
+    0.04
+    """
+
+    name: str
+    flops_s: float
+    """of forward and backward"""
+    device_gb_s: float
+    """memory of the device, read and written"""
+    down_gb_s: float
+    """device to host, nothing else crossing"""
+    up_gb_s: float
+    """host to device"""
+    host_gb_s: float
+    """what the update moves through host memory with all cores and nothing beside it"""
+    down_both_gb_s: float | None = None
+    """device to host while as much goes the other way; default: as alone"""
+    up_both_gb_s: float | None = None
+    """host to device while as much goes the other way"""
+    host_all_gb_s: float | None = None
+    """update and copies together; default: copies take nothing from the update"""
+    cores: int = 1
+    update_numel_s: float | None = None
+    """elements that one core updates where memory does not limit it; default: it always does"""
+    devices: int = 1
+    """that share the host"""
+    links_gb_s: float | None = None
+    """all devices together, in one direction; default: each has its own"""
+    net_gb_s: float | None = None
+    """what one rank sends to others; None: there are no others"""
+    copy_us: float = 0.0
+    """what a copy costs besides its bytes"""
+    net_us: float = 0.0
+    step_us: float = 0.0
+    title: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.name not in _TEXT:
+                self._check(one.name, getattr(self, one.name), one.default is None)
+
+    def _check(self, name: str, value: object, optional: bool) -> None:
+        if value is None and optional:
+            return
+        number = isinstance(value, int if name in _WHOLE else (int, float)) and not isinstance(value, bool)
+        least = "from 0 on" if name in _MAY_BE_ZERO else "above 0"
+        if not number:
+            raise TypeError(got(f"machine {self.name!r}: {name}", value, f"a number {least}"))
+        if not (value >= 0 if name in _MAY_BE_ZERO else value > 0):  # type: ignore[operator]
+            raise ValueError(got(f"machine {self.name!r}: {name}", value, f"a number {least}"))
+
+    def seconds(self, op: Op, beside: Collection[str] = ()) -> float:
+        """How long an op takes while the lanes `beside` are busy too.
+
+        >>> store = Op("Store", "head", "up", nbytes=10**9)
+        >>> round(machine_of("h100-pcie").seconds(store, beside={"down"}), 4)
+        0.024
+        """
+        if op.lane == "device":
+            return op.flops / self.flops_s + self._on_device(op) / (self.device_gb_s * 1e9)
+        if op.lane in ("down", "up"):
+            return self.copy_us / 1e6 + op.nbytes / (self._link(op.lane, beside) * 1e9) if op.nbytes else 0.0
+        if op.lane == "net":
+            if op.nbytes and self.net_gb_s is None:
+                advice = "Give it where several ranks are to be simulated"
+                raise ValueError(got(f"machine {self.name!r}: net_gb_s", None, "a rate in GB/s", advice))
+            return self.net_us / 1e6 + op.nbytes / ((self.net_gb_s or 1.0) * 1e9) if op.nbytes else 0.0
+        return self._on_host(op, beside)
+
+    @staticmethod
+    def _on_device(op: Op) -> int:
+        """What is put in place is read and written."""
+        return 2 * op.nbytes if op.verb == "Publish" else op.nbytes
+
+    def _link(self, lane: str, beside: Collection[str]) -> float:
+        alone, both = (self.down_gb_s, self.down_both_gb_s) if lane == "down" else (self.up_gb_s, self.up_both_gb_s)
+        other = "up" if lane == "down" else "down"
+        return both if both is not None and other in beside else alone
+
+    def _on_host(self, op: Op, beside: Collection[str]) -> float:
+        rate = self.host_gb_s
+        if self.host_all_gb_s is not None:
+            copies = sum(self._link(lane, beside) for lane in ("down", "up") if lane in beside)
+            # where links could take all of the memory, hardware shares it out
+            rate = min(rate, max(self.host_all_gb_s - copies, self.host_all_gb_s / 4))
+        arithmetic = 0.0
+        if self.update_numel_s is not None and op.verb == "Step":
+            arithmetic = op.numel / (self.update_numel_s * self.cores)
+        return max(op.nbytes / (rate * 1e9), arithmetic) + (self.step_us / 1e6 if op.nbytes or op.numel else 0.0)
+
+    def shared_by(self, ranks: int) -> Machine:
+        """What one of so many ranks has of it: of a host at most as many as it has devices, equal parts of the rest.
+
+        >>> whole = machine_of("dgx2-v100")
+        >>> whole.shared_by(16).down_gb_s, whole.shared_by(16).cores, whole.shared_by(1) == whole
+        (3.0, 3, True)
+        """
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+            raise ValueError(got("ranks", ranks, "a whole number from 1 on"))
+        together = min(ranks, self.devices)
+        if together == 1:
+            return self
+        most = math.inf if self.links_gb_s is None else self.links_gb_s / together
+        both = [rate and min(rate, most) for rate in (self.down_both_gb_s, self.up_both_gb_s)]
+        return replace(
+            self,
+            down_gb_s=min(self.down_gb_s, most),
+            up_gb_s=min(self.up_gb_s, most),
+            down_both_gb_s=both[0],
+            up_both_gb_s=both[1],
+            host_gb_s=self.host_gb_s / together,
+            host_all_gb_s=self.host_all_gb_s and self.host_all_gb_s / together,
+            cores=max(1, self.cores // together),
+            devices=1,
+            links_gb_s=None,
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.title}" if self.title else self.name]
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name not in _TEXT and value != one.default:
+                lines.append(f"  {one.name:<14} {value:>10.4g}  {self.sources.get(one.name, '')}".rstrip())
+        return "\n".join(lines)
+
+
+def shipped() -> tuple[str, ...]:
+    """Names of the machines that come with zerokern.
+
+    >>> shipped()
+    ('a100-pcie', 'dgx2-v100', 'h100-pcie', 'h200-pcie')
+    """
+    folder = resources.files("zerokern.schedule") / "machines"
+    return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
+
+
+def machine_of(what: str | os.PathLike[str] | Machine) -> Machine:
+    """A machine by its name, or from a JSON file whose numbers are numbers or {"value": number, "source": text}.
+
+    >>> machine_of("dgx2-v100").host_gb_s
+    109
+    """
+    if isinstance(what, Machine):
+        return what
+    if not isinstance(what, (str, os.PathLike)):
+        raise TypeError(got("machine", what, "a name, the path of a JSON file, or a zerokern.schedule.Machine"))
+    if what in shipped():
+        return _parse((resources.files("zerokern.schedule") / "machines" / f"{what}.json").read_text("utf-8"), what)
+    path = Path(what)
+    if not path.is_file():
+        advice = "A description is a JSON object with the fields of zerokern.schedule.Machine"
+        raise ValueError(got("machine", os.fspath(what), f"a JSON file, or one of {', '.join(shipped())}", advice))
+    return _parse(path.read_text("utf-8"), path)
+
+
+def _parse(text: str, where: str | os.PathLike[str]) -> Machine:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} holds a {type(found).__name__}; allowed: a JSON object that describes a machine")
+    names = [one.name for one in fields(Machine) if one.name != "sources"]
+    unknown, missing = sorted(found.keys() - names), [name for name in _NEEDED if name not in found]
+    if unknown or missing:
+        wrong = f"has the unknown field {unknown[0]!r}" if unknown else f"lacks {', '.join(missing)}"
+        raise ValueError(f"machine {os.fspath(where)} {wrong}; its fields are {', '.join(names)}")
+    values = {name: one["value"] if isinstance(one, dict) else one for name, one in found.items()}
+    sources = {name: str(one.get("source", "")) for name, one in found.items() if isinstance(one, dict)}
+    return Machine(**values, sources=sources)

@@ -1,0 +1,173 @@
+"""One optimizer step as data: what is done, in which lane, after what. Text for a reader and for tests, no torch.
+
+A program has two interpreters: `executor` runs it, `simulator` times it on a described machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from zerokern.core.errors import got
+
+__all__ = ["LANES", "VERBS", "Op", "Program", "Ref", "Span"]
+
+LANES = ("device", "net", "down", "cpu", "up")
+"""compute stream | collectives | device to host | the CPU's worker | host to device"""
+VERBS = ("Forward", "Backward", "Reduce", "Fetch", "Norm", "Step", "Store", "Gather", "Publish")
+
+
+class Ref(NamedTuple):
+    """An op that has to be over: of this program, or of the same program `back` steps ago.
+
+    >>> str(Ref(3)), str(Ref(3, back=1))
+    ('3', '-1:3')
+    """
+
+    index: int  # type: ignore[assignment]  # a tuple's own index() is of no use here
+    back: int = 0
+
+    def __str__(self) -> str:
+        return f"-{self.back}:{self.index}" if self.back else str(self.index)
+
+
+class Op(NamedTuple):
+    """One thing that is done: `nbytes` are moved, `numel` elements updated, `flops` computed."""
+
+    verb: str
+    what: str
+    lane: str
+    after: tuple[Ref, ...] = ()
+    nbytes: int = 0
+    numel: int = 0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """What is moved and updated together: a unit, or a bucket of parameters. Zero bytes: nothing has to move.
+
+    >>> Span("layer.0", numel=1000, grad_nbytes=2000, param_nbytes=2000, step_nbytes=26_000).numel
+    1000
+    """
+
+    name: str
+    numel: int
+    """elements that this rank updates"""
+    grad_nbytes: int = 0
+    """gradients that cross the link to the host"""
+    param_nbytes: int = 0
+    """parameters that cross the link to the device"""
+    step_nbytes: int = 0
+    """what the update moves through memory"""
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    reduce_nbytes: int = 0
+    """gradients that ranks exchange, as each of them sends"""
+    gather_nbytes: int = 0
+    """updated parameters that ranks exchange, as each of them sends"""
+
+    def __post_init__(self) -> None:
+        for field, value in vars(self).items():
+            if field != "name" and value < 0:
+                raise ValueError(got(f"Span.{field}", value, "a number that is not negative"))
+
+
+@dataclass(frozen=True)
+class Program:
+    """The ops of one step, in an order in which one worker may walk them.
+
+    >>> fetch = Op("Fetch", "head", "down", nbytes=4096)
+    >>> program = Program("example", (fetch, Op("Step", "head", "cpu", (Ref(0), Ref(1, back=1)), numel=2048)))
+    >>> print(program)
+    example
+     0 down Fetch head  4.1 kB
+     1 cpu  Step  head  2,048 elements  after 0, -1:1
+    >>> program.index("Step", "head")
+    1
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+
+    def __post_init__(self) -> None:
+        if len(self._places) != len(self.ops):
+            twice = next(key for key in self._places if sum(op[:2] == key for op in self.ops) > 1)
+            raise ValueError(got("ops", " ".join(twice), "every verb once for every span", "Names of spans are unique"))
+        for index, op in enumerate(self.ops):
+            _check(index, op, len(self.ops))
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, str], int]:
+        return {(op.verb, op.what): index for index, op in enumerate(self.ops)}
+
+    def index(self, verb: str, what: str) -> int:
+        """Where an op stands; KeyError names those that there are."""
+        try:
+            return self._places[verb, what]
+        except KeyError:
+            there = ", ".join(op.what for op in self.ops if op.verb == verb) or "no such verb"
+            raise KeyError(f"{verb} {what} is not in program {self.name!r}; {verb}: {there}") from None
+
+    def has(self, verb: str, what: str) -> bool:
+        """Whether such an op is part of the step."""
+        return (verb, what) in self._places
+
+    def __str__(self) -> str:
+        rows = [(str(i), op.lane, op.verb, op.what, _amount(op), _after(op.after)) for i, op in enumerate(self.ops)]
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
+        lines = [self.name]
+        for number, lane, verb, what, amount, after in rows:
+            cells = f"{number:>{widths[0]}} {lane:<{widths[1]}} {verb:<{widths[2]}} {what:<{widths[3]}}"
+            lines.append(f" {cells}  {amount:<{widths[4]}}  {after}".rstrip())
+        return "\n".join(lines)
+
+
+def _check(index: int, op: Op, count: int) -> None:
+    if op.lane not in LANES:
+        raise ValueError(got(f"ops[{index}].lane", op.lane, ", ".join(LANES)))
+    if min(op.nbytes, op.numel, op.flops) < 0:
+        raise ValueError(got(f"ops[{index}]", op, "nbytes, numel and flops that are not negative"))
+    for ref in op.after:
+        if ref.back < 0 or not 0 <= ref.index < (count if ref.back else index):
+            allowed = f"an op of a step before (back >= 1, index < {count}) or one of this step before it (< {index})"
+            raise ValueError(got(f"ops[{index}].after", str(ref), allowed, "Who walks the ops in order may not wait"))
+
+
+def _amount(op: Op) -> str:
+    parts = [_bytes(op.nbytes)] if op.nbytes else []
+    parts += [f"{op.numel:,} elements"] if op.numel else []
+    parts += [f"{op.flops:.3g} flops"] if op.flops else []
+    return ", ".join(parts)
+
+
+def _bytes(nbytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+def _after(refs: Sequence[Ref]) -> str:
+    """ "after 3..5, -1:7": consecutive ops as a run."""
+    return "after " + ", ".join(_runs(sorted(refs, key=lambda ref: (ref.back, ref.index)))) if refs else ""
+
+
+def _runs(refs: Iterable[Ref]) -> Iterator[str]:
+    first = last = None
+    for ref in refs:
+        if last is not None and ref == Ref(last.index + 1, last.back):
+            last = ref
+            continue
+        if first is not None and last is not None:
+            yield _run(first, last)
+        first = last = ref
+    if first is not None and last is not None:
+        yield _run(first, last)
+
+
+def _run(first: Ref, last: Ref) -> str:
+    between = {0: "", 1: f", {last}"}.get(last.index - first.index, f"..{last.index}")
+    return f"{first}{between}"
