@@ -82,9 +82,9 @@ def test_torchs_hints_that_change_no_meaning_are_taken(settings: dict[str, Any])
     assert not same_bits(params, make_params())
 
 
-def test_keywords_of_later_times_do_not_exist_yet() -> None:
-    with pytest.raises(TypeError, match="schedule"):
-        AdamW(make_params(), schedule="sync")
+def test_keywords_that_are_none() -> None:
+    with pytest.raises(TypeError, match="offload"):
+        AdamW(make_params(), offload="cpu")
 
 
 def test_the_same_parameter_twice() -> None:

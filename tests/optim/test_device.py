@@ -194,7 +194,7 @@ class Nothing:
 
     def __init__(self, place: torch.device, nrows: Any, ngroups: Any) -> None:
         nrows = nrows if isinstance(nrows, int) else 0  # a list of numels: a table of sums
-        words = ("group", "numel", "key", "grad")
+        words = ("group", "numel", "key", "first", "grad")
         pointers = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out")
         self.columns = {name: memoryview(bytearray(8 * nrows)).cast("Q") for name in (*words, *pointers)}
 

@@ -2,8 +2,9 @@
 
 from zerokern.optim.adagrad import Adagrad
 from zerokern.optim.adam import Adam, AdamW
+from zerokern.optim.clip import clip_grad_norm_
 from zerokern.optim.convert import convert_state
 from zerokern.optim.lion import Lion
 from zerokern.optim.sgd import SGD
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "convert_state"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "clip_grad_norm_", "convert_state"]

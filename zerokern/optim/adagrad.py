@@ -11,6 +11,7 @@ from zerokern.io import Nvme
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
+from zerokern.schedule import Delayed
 
 
 class Adagrad(FusedOptimizer):
@@ -42,6 +43,7 @@ class Adagrad(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         tier: str | Nvme = "device",
+        schedule: str | Delayed = "sync",
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,
@@ -62,6 +64,7 @@ class Adagrad(FusedOptimizer):
             params,
             defaults,
             tier=tier,
+            schedule=schedule,
             state_format=state_format,
             master_format=master_format,
             stochastic_seed=stochastic_seed,

@@ -11,6 +11,7 @@ from zerokern.io import Nvme
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
+from zerokern.schedule import Delayed
 
 
 class Adam(FusedOptimizer):
@@ -26,9 +27,14 @@ class Adam(FusedOptimizer):
         for fp16 ones; an fp32 parameter is its own master.
     max_grad_norm: clips the global norm within the update, and skips a step whose norm is not finite.
     stochastic_seed: rounds stochastically where master_format is "none": same seed, same bits.
-    tier: where the state rests. "device": where the parameters are; "cpu", for CPU parameters, is the same.
-        `zk.Nvme(path)`, for CPU parameters: a folder on disk, through which it passes at each step with the same bits,
-        and which is private to this optimizer.
+    tier: where the state rests. "device": where the parameters are. "cpu": in one exact-size, pinned piece of host
+        memory, where it is updated too; of CUDA parameters, gradients come down and parameters go up in their own
+        dtypes. `zk.Nvme(path)`, for CPU parameters: a folder on disk, through which it passes at each step with the
+        same bits, and which is private to this optimizer.
+    schedule: when the update runs. "sync": in order. "overlap": the same bits, gradients leaving during backward,
+        parameters coming back one by one; under zk.shard forwards wait for their own, and `flush()` comes before
+        reading parameters in other ways. `zk.Delayed(after=N)`: after N exact steps each update is published by the
+        next `step()`, and runs beside the forward and backward between.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -60,6 +66,7 @@ class Adam(FusedOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         tier: str | Nvme = "device",
+        schedule: str | Delayed = "sync",
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,
@@ -82,6 +89,7 @@ class Adam(FusedOptimizer):
             params,
             defaults,
             tier=tier,
+            schedule=schedule,
             state_format=state_format,
             master_format=master_format,
             stochastic_seed=stochastic_seed,
@@ -126,6 +134,7 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         tier: str | Nvme = "device",
+        schedule: str | Delayed = "sync",
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,
@@ -145,6 +154,7 @@ class AdamW(Adam):
             fused=fused,
             decoupled_weight_decay=True,
             tier=tier,
+            schedule=schedule,
             state_format=state_format,
             master_format=master_format,
             max_grad_norm=max_grad_norm,

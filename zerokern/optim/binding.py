@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.optim.exact import Exact, begin
 from zerokern.optim.formats import Algorithm, Slot
+from zerokern.optim.host_room import HostRoom
 from zerokern.optim.masters import Witness
 from zerokern.optim.rows import Row, count_step, set_groups, table_of
-from zerokern.optim.state import Entry, check_entries, make, pull
+from zerokern.optim.state import Entry, check_entries, make, pull, untangled
 from zerokern.optim.steps import StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.optim.watched import WatchedState
@@ -35,12 +37,15 @@ class Binding:
         initial: Sequence[float],
         previous: Binding | None,
         witness: Witness | None,
+        exact: Exact | None = None,
+        room: HostRoom | None = None,
     ) -> None:
         """Check all state, then make what is missing (moments start at `initial[owner]`, or zero) and point at it.
 
-        `previous` is an intact binding of the same state, whose rows need no second look.
+        `previous` is an intact binding of the same state, whose rows need no second look. `exact` knows of values that
+        parameters began with and that were rounded away. `room`: where state is to lie, if not in memory of its own.
         """
-        self.survey = survey
+        self.survey, self._exact, self._room = survey, exact, room
         present = set(map(id, survey.everyone))
         last = {} if previous is None else previous.rows
         self.rows: dict[int, Row] = {key: row for key, row in last.items() if key in present}
@@ -87,14 +92,23 @@ class Binding:
             entries.append(state.get(param) or {})
             made += [(i, param, entries[-1], slot) for slot in layout.slots if entries[-1].get(slot.key) is None]
         with torch.no_grad():
-            make([(param, entry, slot) for _, param, entry, slot in made])
+            if self._room is not None:
+                self._untangle(entries, new)
+            make([(param, entry, slot) for _, param, entry, slot in made], self._room)
             self._start(algorithm, state, initial, made)
             for i, entry in zip(new, entries, strict=True):
-                pull(entry, survey.layouts[i], survey.params[i].device)
+                pull(entry, survey.layouts[i], survey.params[i], self._room)
         firsts = {i for i, _, _, slot in made if slot.key in optional}
         for i, entry in zip(new, entries, strict=True):
             param = survey.params[i]
             self.rows[id(param)] = Row(param, survey.param_pointers[i], survey.layouts[i], entry, i in firsts)
+
+    def _untangle(self, entries: Sequence[Entry], new: Sequence[int]) -> None:
+        """State that was exchanged between parameters is brought back from copies, not from what is being written."""
+        assert self._room is not None
+        places = self._room.places()
+        for i, entry in zip(new, entries, strict=True):
+            entry.update(untangled(entry, self.survey.params[i], places))
 
     def _start(
         self,
@@ -106,8 +120,8 @@ class Binding:
         moments = {key for key, _ in algorithm.moments}
         for i, param, entry, slot in made:
             state[param] = entry
-            if slot.key == "master":
-                entry["master"].copy_(param)
+            if slot.key in ("master", "remainder"):
+                begin(param, slot, entry[slot.key], None if self._exact is None else self._exact(param))
             elif slot.key in moments and initial[self.survey.owners[i]]:
                 entry[slot.key].fill_(initial[self.survey.owners[i]])
 
@@ -127,6 +141,11 @@ class Binding:
         """Everything that the native call reads: hyperparameters, step counts, where the gradients are."""
         set_groups(self.table, self.groups, settings)
         self.table.columns["grad"][:] = pointers
+
+    def tensors_of(self, param: Tensor) -> Sequence[Tensor]:
+        """The state that an update of this parameter reads and writes."""
+        row = self.rows.get(id(param))
+        return () if row is None else row.tensors
 
     def run(self, scale: float) -> None:
         """The update: one native call."""

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zerokern.core.errors import got
 from zerokern.kernels import ops
-from zerokern.kernels.formats import STATE_FORMATS
+from zerokern.kernels.formats import BLOCK, STATE_FORMATS, blocks
+from zerokern.optim.cuts import Cut
+from zerokern.zero.sharded import Sharded
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 _CODED = ("exp_avg", "exp_avg_sq")
@@ -37,6 +40,17 @@ def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str,
 
 
 def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
+    divided = {key: value for key, value in entry.items() if isinstance(value, (DTensor, Sharded))}
+    cut = next((Cut(v) for key, v in divided.items() if isinstance(v, DTensor) and not key.endswith("_scale")), None)
+    if cut is not None:
+        if state_format == "int8" and not cut.aligned:
+            raise ValueError(got("state_format", state_format, "'fp32' or 'bf16'", cut.misaligned))
+        local = {**entry, **{key: cut.take("state", key, value) for key, value in divided.items()}}
+        converted = _converted(local, state_format)
+        return {k: cut.show(k, v) if k in divided or k.endswith("_scale") else v for k, v in converted.items()}
+    if any(isinstance(value, Sharded) for value in entry.values()):
+        local = {key: value.local if isinstance(value, Sharded) else value for key, value in entry.items()}
+        return _shown_whole(entry, _converted(local, state_format))
     made: dict[str, Any] = {}
     for key, value in entry.items():
         if key not in _MOMENTS or not isinstance(value, Tensor):
@@ -48,6 +62,19 @@ def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
             made[key], made[f"{key}_scale"] = ops.encode_int8(_widened(key, entry).contiguous(), key)
         else:
             raise ValueError(got("state_format", state_format, f"'fp32' or 'bf16' for {key!r}"))
+    return made
+
+
+def _shown_whole(entry: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """This rank's converted spans under the shapes of whole parameters; blocks are counted from their element 0."""
+    for key, value in made.items():
+        moment = entry[key.removesuffix("_scale")]
+        if isinstance(moment, Sharded) and key.endswith("_scale") and key not in entry:
+            shape = torch.Size([blocks(moment.shape.numel())])
+            name = f"{moment.name}_scale"
+            made[key] = Sharded(value, shape, moment.start // BLOCK, name=name, kind="state", group=moment.group)
+        elif isinstance(entry.get(key), Sharded):
+            made[key] = entry[key].like(value)
     return made
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
-from zerokern.optim import checks, device
+from zerokern.optim import device
 from zerokern.optim.binding import Binding
 from zerokern.optim.device_steps import DeviceSteps
+from zerokern.optim.exact import Exact
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.interrupts import whole
 from zerokern.optim.judge import Judge
@@ -47,6 +48,7 @@ class DeviceBinding(Binding):
         previous: DeviceBinding | None,
         last: DeviceBinding | None,
         witness: Witness | None,
+        exact: Exact | None = None,
     ) -> None:
         """`last` is the binding before this one, intact or not; `previous` is the same if it is."""
         self.place = judge.device
@@ -57,7 +59,9 @@ class DeviceBinding(Binding):
         self._sums: _Sums | None = None
         self._in_graph = self._done = False
         with launching(self.place):
-            super().__init__(algorithm, survey, groups, state, initial=initial, previous=previous, witness=witness)
+            super().__init__(
+                algorithm, survey, groups, state, initial=initial, previous=previous, witness=witness, exact=exact
+            )
         self._last = None
 
     def _add(
@@ -156,7 +160,7 @@ class DeviceBinding(Binding):
             witnesses=self._witnesses,
             outcome=judge.outcome,
             max_norm=judge.max_norm,
-            sums=None if judge.max_norm is None or self._sums is None else self._sums.run(self._pointers),
+            sums=None if judge.max_norm is None or self._sums is None else self._sums.run(self._pointers, judge),
             grad_scale=judge.grad_scale,
             found_inf=judge.found_inf,
         )
@@ -200,21 +204,22 @@ class DeviceBinding(Binding):
 
 
 class _Sums:
-    """The sums of squares of the gradients on the device, one for each of their dtypes."""
+    """The sums of squares of the gradients on the device: one for each dtype, or for each share over all ranks."""
 
     def __init__(self, survey: Survey, place: torch.device, make: Any) -> None:
-        dtypes = [dtype for dtype in checks.DTYPES if dtype in survey.grad_dtypes]
         self._place = place
-        self._chosen = [[found is dtype for found in survey.grad_dtypes] for dtype in dtypes]
+        self._shares = [share for share, _ in survey.terms]
+        self._chosen = [survey.chosen(*term) for term in survey.terms]
         self._tables = [
             make(place, list(compress(survey.numels, chosen)), dtype)
-            for dtype, chosen in zip(dtypes, self._chosen, strict=True)
+            for (_, dtype), chosen in zip(survey.terms, self._chosen, strict=True)
         ]
-        self._out = torch.zeros(len(dtypes), dtype=torch.float64, device=place)
+        self._out = torch.zeros(len(self._tables), dtype=torch.float64, device=place)
+        self._totals = torch.zeros(survey.nshares, dtype=torch.float64, device=place)
         self._known: array[int] | None = None
         self._words: list[Tensor] = []
 
-    def run(self, pointers: array[int]) -> Tensor:
+    def run(self, pointers: array[int], judge: Judge) -> Tensor:
         if pointers != self._known:
             mine = [array("Q", compress(pointers, chosen)) for chosen in self._chosen]
             if self._words:
@@ -225,4 +230,10 @@ class _Sums:
             self._known = pointers
         for index, (table, words) in enumerate(zip(self._tables, self._words, strict=True)):
             table.run(words, self._out, index)
-        return self._out
+        if judge.add_up is None:
+            return self._out
+        sums = [torch.zeros((), dtype=torch.float64, device=self._place) for _ in self._totals]
+        for share, one in zip(self._shares, self._out.unbind(), strict=True):
+            sums[share] = sums[share] + one
+        judge.add_up(sums, self._totals, judge.found_inf)
+        return self._totals

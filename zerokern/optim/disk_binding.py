@@ -15,6 +15,7 @@ from zerokern.core.errors import ZerokernError
 from zerokern.memory import Slot, flow
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_state import described, moved_in, stand_ins
+from zerokern.optim.exact import Exact
 from zerokern.optim.formats import Algorithm, Layout
 from zerokern.optim.interrupts import whole
 from zerokern.optim.masters import Witness
@@ -61,11 +62,13 @@ class DiskBinding:
         *,
         initial: Sequence[float],
         witness: Witness | None,
+        exact: Exact | None = None,
     ) -> None:
         """Check all state, make room for what is missing (moments start at `initial[owner]`, or zero), plan the update.
 
-        Nothing is written to the state before there is room on disk for all of it.
+        Nothing is written to the state before there is room on disk for all of it. `exact` as for `Binding`.
         """
+        self._exact = exact
         self.survey, self._disk, self._state = survey, disk, state
         unknown = [i for i in range(len(survey.params)) if state.mark.changed or not self._knows(i)]
         if unknown:
@@ -127,6 +130,9 @@ class DiskBinding:
             for layout in (survey.layouts[i],)
         ]
         owners = dict(zip(stored, self._disk.make(wanted) if wanted else (), strict=True))
+        for i, owner in owners.items():
+            if self._exact is not None and owner.has_master:
+                owner.exact = self._exact(survey.params[i])
         entries: list[Entry] = [{ON_DISK: owners[i]} if i in owners else {} for i in fresh]
         pairs = zip(fresh, entries, strict=True)
         make([(survey.params[i], entry, slot) for i, entry in pairs for slot in survey.layouts[i].counter])
@@ -174,9 +180,9 @@ class DiskBinding:
         self.owners = [survey.owners[i] for i in chosen]
         self.numbers = [survey.numbers[i] for i in chosen]
         self.grad_dtypes = [survey.grad_dtypes[i] for i in chosen]
+        self.firsts = [survey.firsts[i] + start for i, start in zip(chosen, starts, strict=True)]
         self._shifts = [start * dtype.itemsize for start, dtype in zip(starts, self.grad_dtypes, strict=True)]
         self.table, self.groups = table_of(self, groups, rows, [self._steps[i] for i in chosen])
-        self.table.columns["first"][:] = array("Q", starts)
 
     def _row(self, i: int, place: Place | None, slot: Slot | None) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
@@ -260,9 +266,10 @@ class DiskBinding:
         for item in self._items:
             if item.record.unsettled or not item.record.stored:
                 item.record.stored = True
-                for _, place in item.visits:
+                for i, place in item.visits:
                     place.begun = True
                     item.record.unsettled.discard(place)
+                    self._owners[i].forget_exact()  # type: ignore[union-attr]
         if any(group.first for group in self.groups):
             for owner in self._owners:
                 if owner is not None:

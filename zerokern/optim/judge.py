@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from zerokern.optim import checks
 from zerokern.optim.device import refuse_capture
 
 __all__ = ["Judge"]
+
+AddUp = Callable[[Sequence[Tensor], Tensor, Tensor | None], None]
 
 
 class Judge:
@@ -33,10 +37,25 @@ class Judge:
             Any
         ] = []  # what launches in CUDA graphs refer to by address, for as long as there may be some
 
-    def ask(self, *, max_norm: float | None, grad_scale: Any, found_inf: Any) -> None:
-        """What is to be considered in the next step; numbers, or tensors as torch.amp.GradScaler hands them in."""
-        self.max_norm = max_norm
+    def ask(
+        self,
+        *,
+        max_norm: float | None,
+        grad_scale: Any,
+        found_inf: Any,
+        fold: float | Tensor = 1.0,
+        add_up: AddUp | None = None,
+    ) -> None:
+        """What is to be considered in the next step; numbers, or tensors as torch.amp.GradScaler hands them in.
+
+        `fold`: a factor of the gradients. `add_up` makes sums of squares those of all ranks, and asks for a norm.
+        """
+        self.max_norm = math.inf if max_norm is None and add_up is not None else max_norm
+        self.add_up = add_up
         self.grad_scale = None if grad_scale is None else self._scalar("grad_scale", grad_scale)
+        if isinstance(fold, Tensor) or fold != 1.0:
+            undone = 1.0 if self.grad_scale is None else self.grad_scale
+            self.grad_scale = undone / self._scalar("fold", fold)
         self.found_inf = None if found_inf is None else self._scalar("found_inf", found_inf)
 
     def _scalar(self, name: str, value: Any) -> Tensor:

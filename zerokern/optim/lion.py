@@ -11,6 +11,7 @@ from zerokern.io import Nvme
 from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
+from zerokern.schedule import Delayed
 
 
 class Lion(FusedOptimizer):
@@ -41,6 +42,7 @@ class Lion(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         tier: str | Nvme = "device",
+        schedule: str | Delayed = "sync",
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,
@@ -60,6 +62,7 @@ class Lion(FusedOptimizer):
             params,
             defaults,
             tier=tier,
+            schedule=schedule,
             state_format=state_format,
             master_format=master_format,
             stochastic_seed=stochastic_seed,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.optim.fingerprint import fingerprint
 from zerokern.optim.records import on_disk_of
 
 _version_of = operator.attrgetter("_version")
@@ -22,6 +23,8 @@ class Witness:
     def __init__(self, params: Iterable[Tensor], *, loaded: bool = False) -> None:
         self.params = list(params)
         self.loaded = loaded  # nothing has stepped since load_state_dict
+        # torch's set_state_dict loads the model, whose parameters hold the checkpoint's values already, after this
+        self._prints = [int(fingerprint(param)) for param in self.params] if loaded else []
         self.look()
 
     @classmethod
@@ -60,7 +63,11 @@ class Witness:
         versions = list(map(_version_of, self.params))
         if versions == self.versions:
             return []
-        return [p for p, was, now in zip(self.params, self.versions, versions, strict=True) if was != now]
+        found = zip(self.params, self.versions, versions, strict=True)
+        written = [place for place, (_, was, now) in enumerate(found) if was != now]
+        if self.loaded:
+            written = [i for i in written if int(fingerprint(self.params[i])) != self._prints[i]]
+        return [self.params[i] for i in written]
 
     def moved(self) -> list[Tensor]:
         """The parameters whose memory is not where it was."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.kernels.formats import BLOCK
+from zerokern.optim.exact import begin
 from zerokern.optim.formats import Layout, Slot
 from zerokern.optim.pieces import Width, columns
 from zerokern.optim.watched import ON_DISK
@@ -45,16 +46,17 @@ class OnDisk:
     """Stands in `optimizer.state` for the tensors of one parameter that lie on disk; `state_dict` reads them back.
 
     `initial`: what moments begin with. `first`: a moment is yet to start from the gradient. `kept`: remainders were
-    loaded that are not all zero.
+    loaded that are not all zero. `exact`: the fp32 values that the parameter began with, for places yet to begin.
     """
 
-    __slots__ = ("first", "home", "initial", "kept", "layout", "param", "places", "shape", "slots", "widths")
+    __slots__ = ("exact", "first", "home", "initial", "kept", "layout", "param", "places", "shape", "slots", "widths")
 
     def __init__(self, home: object, param: Tensor, layout: Layout, initial: float, first: bool) -> None:
         self.home, self.param, self.layout, self.shape = home, param, layout, param.shape
         self.slots = layout.columns
         self.widths = tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in self.slots)
         self.initial, self.first, self.kept = initial, first, False
+        self.exact: Tensor | None = None
         self.places: list[Place] = []
 
     @property
@@ -80,8 +82,14 @@ class OnDisk:
         """Let the masters follow the parameter when they are next fetched; whether that drops loaded remainders."""
         for place in self.places:
             place.record.unsettled.add(place)
+        self.exact = None
         lost, self.kept = loaded and self.kept, False
         return lost
+
+    def forget_exact(self) -> None:
+        """Once every place has begun."""
+        if self.exact is not None and all(place.begun for place in self.places):
+            self.exact = None
 
     def spans(self, place: Place) -> Iterable[tuple[Slot, int, int, int]]:
         """Each tensor's part in a place: (slot, offset in the record, offset in the whole tensor, bytes)."""
@@ -122,14 +130,16 @@ def fill(owner: OnDisk, place: Place, base: int, tensors: dict[str, Tensor]) -> 
 
 def settle(owner: OnDisk, place: Place, tensors: Sequence[Tensor]) -> None:
     """Give the span's tensors, flat and in the order of `owner.slots`, what they begin with, or masters anew."""
-    param = owner.param.detach().reshape(-1)[place.start : place.start + place.numel]
+    mine = slice(place.start, place.start + place.numel)
+    param = owner.param.detach().reshape(-1)[mine]
+    exact = None if owner.exact is None or place.begun else owner.exact.view(-1)[mine]
     for slot, tensor in zip(owner.slots, tensors, strict=True):
         if slot.key == "master":
             if place.begun:
                 torch.where(tensor.to(param.dtype) == param, tensor, param.float(), out=tensor)
             else:
-                tensor.copy_(param)
+                begin(param, slot, tensor, exact)
         elif slot.key == "remainder":
-            tensor.zero_()
+            begin(param, slot, tensor.zero_(), exact)
         elif not place.begun:
             tensor.fill_(owner.initial if slot.extent == "param" else 0.0)

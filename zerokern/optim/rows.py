@@ -57,6 +57,7 @@ class Columns(Protocol):
     numbers: list[int]
     numels: list[int]
     grad_dtypes: list[torch.dtype]
+    firsts: list[int]  # the element of a whole parameter that the row begins with
 
 
 def pointer_words(pointers: dict[str, int]) -> tuple[int, ...]:
@@ -115,6 +116,7 @@ def table_of(
     table.columns["group"][:] = members
     table.columns["numel"][:] = array("Q", columns.numels)
     table.columns["key"][:] = array("Q", columns.numbers)
+    table.columns["first"][:] = array("Q", columns.firsts)
     for name, words in zip(_POINTERS, zip(*(row.words for row in rows), strict=True), strict=bool(rows)):
         table.columns[name][:] = array("Q", words)
     return table, made

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.formats import Layout, Slot, format_name
+from zerokern.optim.host_room import HostRoom
 from zerokern.optim.memory import zeros
 from zerokern.optim.survey import Groups, Survey, names_of
 
@@ -95,16 +96,23 @@ def _convert_hint(layout: Layout) -> str:
     )
 
 
-def pull(entry: Entry, layout: Layout, place: torch.device) -> None:
+def pull(entry: Entry, layout: Layout, param: Tensor, room: HostRoom | None = None) -> None:
     """Bring what was moved to another device, or made non-contiguous, back to where the kernels can reach it."""
+    place = param.device
     for slot in layout.slots:
         value = entry.get(slot.key)
-        if isinstance(value, Tensor) and slot.key != "step" and not (value.device == place and value.is_contiguous()):
+        if not isinstance(value, Tensor) or slot.key == "step":
+            continue
+        if room is not None and slot.column and not room.has(param, slot, value):
+            entry[slot.key] = room.brought_back(param, slot, value)
+        elif not (value.device == place and value.is_contiguous()):
             entry[slot.key] = value.detach().to(place).contiguous()
 
 
-def make(wanted: Sequence[tuple[Tensor, Entry, Slot]]) -> None:
+def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostRoom | None = None) -> None:
     """Put a zeroed tensor for each slot into its entry: in host memory slots of one key side by side, and counters."""
+    if room is not None:
+        wanted = _placed(wanted, room, zeroed=True)
     keys = list(dict.fromkeys(slot.key for _, _, slot in wanted))
     order = sorted(range(len(wanted)), key=lambda i: keys.index(wanted[i][2].key))
     at_home = [i for i in order if wanted[i][0].is_cpu or wanted[i][2].extent == "scalar"]
@@ -119,7 +127,31 @@ def make(wanted: Sequence[tuple[Tensor, Entry, Slot]]) -> None:
         )
 
 
-def copied(entries: Sequence[tuple[Tensor, Entry, Layout]]) -> list[Entry]:
+def untangled(entry: Entry, param: Tensor, places: Mapping[int, tuple[int, str]]) -> Entry:
+    """The same values, none of them in the `places` of another slot, where something is about to be copied."""
+    made = dict(entry)
+    for key, value in entry.items():
+        if (
+            isinstance(value, Tensor)
+            and value.is_cpu
+            and places.get(value.data_ptr(), (id(param), key)) != (id(param), key)
+        ):
+            made[key] = value.clone()
+    return made
+
+
+def _placed(
+    wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostRoom, *, zeroed: bool
+) -> list[tuple[Tensor, Entry, Slot]]:
+    """Put what `room` has for these slots into their entries; returns what is left: counters."""
+    housed = [one for one in wanted if one[2].column]
+    tensors = room.state([(param, slot) for param, _, slot in housed], zeroed=zeroed)
+    for (_, entry, slot), tensor in zip(housed, tensors, strict=True):
+        entry[slot.key] = tensor
+    return [one for one in wanted if not one[2].column]
+
+
+def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | None = None) -> list[Entry]:
     """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor."""
     made: list[Entry] = [{} for _ in entries]
     wanted = [
@@ -128,8 +160,13 @@ def copied(entries: Sequence[tuple[Tensor, Entry, Layout]]) -> list[Entry]:
         for slot in layout.slots
         if entry.get(slot.key) is not None
     ]
+    sources = [entry for _, entry, _ in entries]
+    if room is not None:  # what is there may be what is copied: not zeroed, and set apart
+        places = room.places()
+        sources = [untangled(entry, param, places) for param, entry, _ in entries]
+        wanted = _placed(wanted, room, zeroed=False)
     make(wanted)
-    for (param, entry, _), mine in zip(entries, made, strict=True):
+    for (param, _, _), entry, mine in zip(entries, sources, made, strict=True):
         for key in mine:
             value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
             mine[key].copy_(value.reshape(()) if key == "step" else value)

@@ -71,7 +71,12 @@ def added(terms: Iterable[float]) -> float:
 class Survey:
     """The parameters that have a gradient, in group order, as columns."""
 
-    def __init__(self, groups: Groups, layout_of: LayoutOf) -> None:
+    def __init__(
+        self, groups: Groups, layout_of: LayoutOf, shares: Sequence[int] = (), starts: Sequence[int] = ()
+    ) -> None:
+        """`shares`: for each parameter of the groups, the number of the sum that the squares of its gradient go into.
+        `starts`: for each, where in a whole parameter it begins.
+        """
         self.everyone: list[Tensor] = list(chain.from_iterable(group["params"] for group in groups))
         owners = [number for number, group in enumerate(groups) for _ in group["params"]]
         grads = [param.grad for param in self.everyone]
@@ -80,6 +85,7 @@ class Survey:
         self.params = list(compress(self.everyone, active))
         self.owners = list(compress(owners, active))
         self.numbers = list(compress(range(len(active)), active))
+        self.firsts = list(compress(starts, active)) if starts else [0] * len(self.params)
         dense_grads: list[Tensor] = [grad for grad in grads if grad is not None]
         _refuse(groups, self.numbers, self.params, dense_grads)
         home = self.params[0].device if self.params else None
@@ -94,7 +100,13 @@ class Survey:
         self.param_dtypes = list(map(_dtype_of, self.params))
         dtypes = self.param_dtypes, self.grad_dtypes
         self._reader = reader_of(self.params, self.param_pointers, self.numels, *dtypes)
-        self._sums = [_SumsqColumns(dtype, self) for dtype in checks.DTYPES if dtype in self.grad_dtypes]
+        self.nshares = max(shares, default=0) + 1
+        self.shares = list(compress(shares, active)) if self.nshares > 1 else [0] * len(self.params)
+        terms = {(share, dtype) for share, dtype in zip(self.shares, self.grad_dtypes, strict=True)}
+        self.terms = [
+            (share, dtype) for share in range(self.nshares) for dtype in checks.DTYPES if (share, dtype) in terms
+        ]
+        self._sums = [(share, _SumsqColumns(self.chosen(share, dtype), dtype, self)) for share, dtype in self.terms]
 
     def pointers(self, groups: Groups) -> array[int] | None:
         """The gradients' addresses, or None if anything but their addresses and values has changed since the survey."""
@@ -151,17 +163,22 @@ class Survey:
         """
         return list(map(_grad_of, self.params)) if len(sys._current_frames()) > 1 else []
 
-    def sumsq(self, pointers: array[int]) -> float:
-        """Sum of the squares of all gradients."""
-        return added(columns.sumsq(pointers) for columns in self._sums)
+    def chosen(self, share: int, dtype: torch.dtype) -> list[bool]:
+        """Which gradients of one dtype are of that share."""
+        return [pair == (share, dtype) for pair in zip(self.shares, self.grad_dtypes, strict=True)]
+
+    def sumsq(self, pointers: array[int]) -> list[float]:
+        """Sums of the squares of all gradients, by share."""
+        return [
+            added(columns.sumsq(pointers) for of, columns in self._sums if of == share) for share in range(self.nshares)
+        ]
 
 
 class _SumsqColumns:
-    """The gradients of one dtype."""
+    """The gradients that are `chosen`, all of one dtype."""
 
-    def __init__(self, dtype: torch.dtype, survey: Survey) -> None:
+    def __init__(self, chosen: list[bool], dtype: torch.dtype, survey: Survey) -> None:
         self.dtype = dtype
-        chosen = [found is dtype for found in survey.grad_dtypes]
         self.chosen = None if all(chosen) else chosen
         self.numels = array("q", compress(survey.numels, chosen))
 

@@ -1,0 +1,88 @@
+"""Models under DistributedDataParallel: gradients are reduced after they have been accumulated, and leave later."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from dtensor_cases import on_ranks
+from offload_cases import Late
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zerokern as zk
+from zerokern.memory import Copies
+from zerokern.optim import hosted
+from zerokern.schedule.played import PlayedDevice
+
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.3}
+STEPS = 8
+
+
+def model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24)).to(dtype)
+
+
+def train(rank: int, net: nn.Module, optimizer: Any, dtype: torch.dtype, device: PlayedDevice | None = None) -> list:
+    """What every rank saw of each step, and its parameters at the end."""
+    reduced = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    losses: list[Any] = []
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + rank)
+        if device is not None:
+            device.synchronize()
+        batch = torch.randn(8, 24).to(dtype)
+        if step % 3 == 2:  # accumulated by this rank alone, then reduced with the next pass
+            with reduced.no_sync():
+                (reduced(batch) - batch).square().mean().backward()
+        loss = (reduced(batch) - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if device is not None:
+        device.synchronize()
+    return [*losses, *(param.detach().float().tolist() for param in net.parameters())]
+
+
+def compared(rank: int, schedule: str, played: bool, dtype: torch.dtype) -> tuple[list, list, int]:
+    """What ours shows, what the loop by hand does, and how many bytes of gradients came down to the host."""
+    down = []
+
+    class Counted(Copies):
+        def to_host(self, src: Any, dst: Any, **how: Any) -> Any:
+            down.append(sum(one.nbytes for one in ([src] if isinstance(src, Tensor) else src)))
+            return super().to_host(src, dst, **how)
+
+    hosted.Copies = Counted
+    device = PlayedDevice(poison=True) if played else None
+    net, by_hand = model(dtype), model(dtype)
+    for param in net.parameters() if device is not None else ():
+        device.own(param)
+    delay = zk.Delayed(after=2) if schedule == "delayed" else schedule
+    ours = zk.AdamW(net.parameters(), tier="cpu", schedule=delay, **SETTINGS)
+    expected: Any = zk.AdamW(by_hand.parameters(), **SETTINGS)
+    if schedule == "delayed":
+        ahead = copy.deepcopy(list[Tensor](by_hand.parameters()))
+        expected = Late(by_hand.parameters(), ahead, zk.AdamW(ahead, **SETTINGS), after=2)
+    found = train(rank, net, ours, dtype, device), train(rank, by_hand, expected, dtype)
+    if device is not None:
+        device.close()
+    values = down[0] if down else 0  # the twins begin as what the parameters are
+    return *found, sum(down) - values
+
+
+@pytest.mark.parametrize("played", [False, True], ids=["in host memory", "on a device"])
+@pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed"])
+def test_reduced_gradients_are_what_is_applied(schedule: str, played: bool) -> None:
+    dtype = torch.bfloat16 if played else torch.float32
+    first, second = on_ranks(2, compared, schedule, played, dtype)
+    nbytes = sum(param.nbytes for param in model(dtype).parameters())
+    for found, expected, down in (first, second):
+        assert found == expected
+        assert down == (STEPS * nbytes if played else 0), "each gradient crosses once, when it is final"
+    assert first[0][STEPS:] == second[0][STEPS:], "the ranks have drifted apart"
+    assert first[0][:STEPS] != second[0][:STEPS], "both ranks were fed the same"

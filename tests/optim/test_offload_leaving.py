@@ -1,0 +1,134 @@
+"""Gradients that leave during backward: who is told, for how long, and that nobody else is needed for it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from dtensor_cases import on_ranks
+from torch import nn
+
+import zerokern as zk
+from zerokern.core.errors import StateError
+from zerokern.schedule.played import PlayedDevice
+
+
+@pytest.fixture
+def device() -> Iterator[PlayedDevice]:
+    played = PlayedDevice(poison=True)
+    yield played
+    played.close()
+
+
+def built(device: PlayedDevice, stage: int | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 8))
+    if stage is not None:
+        zk.shard(model, stage=stage)
+    for param in model.parameters():
+        device.own(param)
+    return model
+
+
+def train(device: PlayedDevice, model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        device.synchronize()
+        loss = model(torch.randn(4, 24)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def step_alone(rank: int) -> list[float]:
+    """A model that this rank alone has."""
+    if rank:
+        return []
+    with_threads = PlayedDevice()
+    model = built(with_threads)
+    losses = train(with_threads, model, [zk.AdamW(model.parameters(), tier="cpu", schedule="overlap")], 3)
+    with_threads.close()
+    return losses
+
+
+def test_a_rank_may_step_plain_parameters_alone() -> None:
+    """Asking whether others might reduce its gradients must not make it wait for these."""
+    assert len(on_ranks(2, step_alone)[0]) == 3
+
+
+def test_two_optimizers_of_one_model_both_hear_of_its_buckets(device: PlayedDevice) -> None:
+    model = built(device, stage=2)
+    first, second = (list(module.parameters()) for module in (model[0], model[2]))
+    optimizers = [zk.AdamW(params, tier="cpu", schedule="overlap") for params in (first, second)]
+    train(device, model, optimizers, 2)
+    device.synchronize()
+    model(torch.randn(4, 24)).square().mean().backward()
+    assert all(optimizer._leaving.departures() for optimizer in optimizers)
+
+    alone = built(device, stage=2)
+    one = zk.AdamW([*alone[0].parameters(), *alone[2].parameters()], tier="cpu", schedule="overlap")
+    again = built(device, stage=2)
+    two = [zk.AdamW(module.parameters(), tier="cpu", schedule="overlap") for module in (again[0], again[2])]
+    assert train(device, alone, [one], 4) == train(device, again, two, 4)
+
+
+@pytest.mark.parametrize("stage", [None, 2])
+def test_hooks_go_with_their_optimizer(device: PlayedDevice, stage: int | None) -> None:
+    model = built(device, stage)
+    optimizer = zk.AdamW(model.parameters(), tier="cpu", schedule="overlap")
+    train(device, model, [optimizer], 2)
+    params = list(model.parameters())
+
+    def hooked() -> int:
+        if stage is None:
+            return sum(len(param._post_accumulate_grad_hooks or ()) for param in params)
+        return sum(len(bucket.listeners) for bucket in params[0]._zk_home.sharding.gradient_buckets)
+
+    assert hooked()
+    model(torch.randn(4, 24))  # publishes the last step
+    del optimizer
+    gc.collect()
+    assert not hooked()
+
+
+def pending(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = zk.SGD(model.parameters(), lr=0.5, momentum=0.9, schedule=zk.Delayed(after=0))
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(4, 3), torch.zeros(2, 3, dtype=torch.float64)])
+def test_pending_values_of_another_kind_are_refused_before_anything_changes(wrong: torch.Tensor) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = pending(model)
+    saved = optimizer.state_dict()
+    expected = saved["state"][0]["pending"].clone()
+    saved["state"][0] = {**saved["state"][0], "pending": wrong}
+    with pytest.raises(StateError, match=r"'pending' of parameter 0.*nothing is cast"):
+        optimizer.load_state_dict(saved)
+    optimizer.flush()
+    assert torch.equal(model.weight, expected)
+
+
+def test_a_checkpoint_replaces_what_is_pending_without_a_warning() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = pending(model)
+    weight, saved = model.weight.detach().clone(), optimizer.state_dict()
+    expected = saved["state"][0]["pending"].clone()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict({"weight": weight})
+        optimizer.load_state_dict(saved)
+    assert torch.equal(model.weight, weight)
+    optimizer.flush()
+    assert torch.equal(model.weight, expected)

@@ -1,0 +1,298 @@
+"""What people do to an optimizer, its gradients and its parameters while an update is under way."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import (
+    SCHEDULES,
+    ByHand,
+    Row,
+    agree,
+    backward,
+    copied,
+    exact_calls,
+    one_thread,
+    optimizer_of,
+    rarely,
+    train,
+    values,
+)
+from optim_cases import same_bits
+from worlds import World
+
+import zerokern as zk
+from zerokern.core.errors import StateError
+
+WORLD = World(0, 1)
+ROW = Row(dtype="bf16", steps=8)
+
+
+def begun(row: Row, schedule: Any, seed: int = 0, **settings: Any) -> tuple[torch.nn.Module, Any]:
+    model = row.model(WORLD, seed)
+    return model, optimizer_of(row, model, tier="cpu", schedule=schedule, **settings)
+
+
+def reference(row: Row, schedule: Any) -> ByHand:
+    """The loop by hand that a schedule stands for: exact ones are never late."""
+    return ByHand(row, WORLD, exact_calls(schedule))
+
+
+@pytest.fixture(params=["overlap", "delayed", *rarely("sync", "delayed after 2")])
+def schedule(request: pytest.FixtureRequest) -> Any:
+    return SCHEDULES[request.param]
+
+
+def both(row: Row, schedule: Any) -> Iterator[tuple[torch.nn.Module, Any, list]]:
+    """The loop by hand and ours, each with what has been published, to do the same with."""
+    hand = reference(row, schedule)
+    yield hand.model, hand, [hand.ahead]
+    model, optimizer = begun(row, schedule)
+    yield model, optimizer, []
+
+
+def follow(row: Row, schedule: Any, work: Callable[[torch.nn.Module, Any, list], Any]) -> None:
+    """The same is done to both between the steps 0-2 and 3-7."""
+    traces = []
+    for model, optimizer, others in both(row, schedule):
+        train(WORLD, row, model, optimizer, range(3))
+        work(model, optimizer, others)
+        traces.append(train(WORLD, row, model, optimizer, range(3, row.steps)))
+    agree(traces[1], traces[0], ahead=True)
+
+
+def test_stepped_by_hand_between_with_the_gradients_that_are_there(schedule: Any) -> None:
+    """Each call counts: one more of them publishes what the one before has made."""
+
+    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
+        backward(WORLD, ROW, model, 3)
+        for _ in range(3):
+            optimizer.step()
+
+    follow(ROW, schedule, work)
+
+
+def test_stepped_by_hand_between_without_gradients(schedule: Any) -> None:
+    follow(ROW, schedule, lambda model, optimizer, others: optimizer.step())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("before_backward", [True, False])
+def test_a_parameter_written_during_a_pending_update_keeps_what_was_written(dtype: str, before_backward: bool) -> None:
+    """Its pending value is dropped with one warning, its moments stay; the others are published."""
+    row = Row(dtype=dtype, steps=8)
+
+    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
+        if not before_backward:
+            backward(WORLD, row, model, 3)
+        with torch.no_grad():
+            for one in (model, *others):
+                one.blocks[1].up.weight.fill_(0.25)
+        if not before_backward:
+            optimizer.step()
+            model.zero_grad()
+
+    with pytest.warns(UserWarning, match=r"(?s)written.*flush") as caught:
+        follow(row, zk.Delayed(), work)
+    assert len([one for one in caught if "written" in str(one.message)]) == 1
+
+
+def test_a_parameter_written_while_nothing_is_pending_is_followed_without_a_word(schedule: Any) -> None:
+    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
+        optimizer.flush() if hasattr(optimizer, "flush") else None
+        with torch.no_grad():
+            for one in (model, *others):
+                one.blocks[1].up.weight.mul_(0.5)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        follow(ROW, schedule, work)
+
+
+def test_a_model_saved_without_its_optimizer_is_what_was_seen(schedule: Any) -> None:
+    """One whole set of parameters; what it lacks is the update that was pending, and state."""
+    model, optimizer = begun(ROW, schedule)
+    train(WORLD, ROW, model, optimizer, range(3))
+    hand = reference(ROW, schedule)
+    train(WORLD, ROW, hand.model, hand, range(3))
+    kept = copy.deepcopy(model.state_dict())
+    assert same_bits(list(kept.values()), values(hand.model))
+    again, fresh = begun(ROW, schedule, seed=9)
+    again.load_state_dict(kept)
+    hand = ByHand(ROW, WORLD, hand.after, seed=9)
+    for one in (hand.model, hand.ahead):
+        one.load_state_dict(kept)
+    rest = range(3, ROW.steps)
+    agree(train(WORLD, ROW, again, fresh, rest), train(WORLD, ROW, hand.model, hand, rest), ahead=True)
+
+
+def test_a_model_loaded_without_its_optimizer_drops_what_is_pending() -> None:
+    other = ROW.model(WORLD, seed=5).state_dict()
+
+    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
+        for one in (model, *others):
+            one.load_state_dict(other)
+
+    with pytest.warns(UserWarning, match="written") as caught:
+        follow(ROW, zk.Delayed(), work)
+    assert len([one for one in caught if "written" in str(one.message)]) == 1
+
+
+def test_a_closure_runs_first(schedule: Any) -> None:
+    hand = reference(ROW, schedule)
+    expected = train(WORLD, ROW, hand.model, hand)
+    model, optimizer = begun(ROW, schedule)
+    losses = []
+    for step in range(ROW.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 + (step % 5)) / 5
+
+        def closure(step: int = step) -> float:
+            assert torch.is_grad_enabled()
+            model.zero_grad()
+            return backward(WORLD, ROW, model, step)
+
+        with one_thread(), torch.no_grad():
+            losses.append(optimizer.step(closure))
+    assert losses == expected.losses and same_bits(values(model), expected.values)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("when", ["in backward", "after backward", "in the closure"])
+def test_an_exception_between_backward_and_step_costs_that_step_only(schedule: Any, when: str) -> None:
+    """Gradients that have left for the host already are those of nobody."""
+
+    def strike(grad: torch.Tensor) -> None:
+        raise Broken
+
+    def interrupted(model: torch.nn.Module, optimizer: Any, others: list) -> None:
+        handle = model.enter.weight.register_hook(strike) if when == "in backward" else None
+        if when == "in the closure" and not isinstance(optimizer, ByHand):
+            with pytest.raises(Broken):
+                optimizer.step(lambda: [backward(WORLD, ROW, model, 77), strike(torch.ones(1))])
+        elif handle is not None:
+            with pytest.raises(Broken):
+                backward(WORLD, ROW, model, 77)
+            handle.remove()
+        else:
+            backward(WORLD, ROW, model, 77)
+        model.zero_grad()
+
+    follow(ROW, schedule, interrupted)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_zero_grad_that_keeps_gradients(schedule: Any, accumulate: int) -> None:
+    """The memory of a gradient is written again as soon as step() has returned."""
+    row = Row(dtype="bf16", accumulate=accumulate, steps=8)
+    hand = reference(row, schedule)
+    expected = train(WORLD, row, hand.model, hand)
+    model, optimizer = begun(row, schedule)
+    model.zero_grad = lambda: torch.nn.Module.zero_grad(model, set_to_none=False)  # type: ignore[method-assign]
+    agree(train(WORLD, row, model, optimizer), expected, ahead=True)
+
+
+def test_gradients_edited_after_step_do_not_count(schedule: Any) -> None:
+    hand = reference(ROW, schedule)
+    expected = train(WORLD, ROW, hand.model, hand)
+    model, optimizer = begun(ROW, schedule)
+    model.zero_grad = lambda: ruin(model)  # type: ignore[method-assign]
+    agree(train(WORLD, ROW, model, optimizer), expected, ahead=True)
+
+
+def ruin(model: torch.nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.fill_(float("nan"))
+        param.grad = None
+
+
+@pytest.mark.parametrize("edit", ["clip_grad_norm_", "in place", "another tensor", "none of it"])
+def test_gradients_edited_before_step_count(schedule: Any, edit: str) -> None:
+    def edited(model: torch.nn.Module) -> None:
+        params = list(model.parameters())
+        if edit == "clip_grad_norm_":
+            torch.nn.utils.clip_grad_norm_(params, 0.05)
+        for param in params[1:3]:
+            if edit == "in place":
+                param.grad.mul_(0.5)
+            elif edit == "another tensor":
+                param.grad = param.grad * 0.25
+            elif edit == "none of it":
+                param.grad = None
+
+    traces = []
+    for model, optimizer, _ in both(ROW, schedule):
+        step = optimizer.step
+
+        def after_edits(*arguments: Any, model: Any = model, step: Any = step) -> None:
+            edited(model)
+            step(*arguments)
+
+        optimizer.step = after_edits
+        traces.append(train(WORLD, ROW, model, optimizer))
+    agree(traces[1], traces[0], ahead=True)
+
+
+def test_hyperparameters_and_groups_may_change_until_step(schedule: Any) -> None:
+    """Between backward and step: learning rates, and parameters that move to a group of their own."""
+
+    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        backward(WORLD, ROW, model, 3)
+        inner.param_groups[0]["weight_decay"] = 0.3
+        moved = inner.param_groups[0]["params"].pop()
+        inner.add_param_group({"params": [moved], "weight_decay": 0.0, "betas": (0.8, 0.9)})
+        optimizer.step()
+        model.zero_grad()
+
+    follow(ROW, schedule, work)
+
+
+def test_state_moved_behind_our_back_is_taken_over(schedule: Any) -> None:
+    """Lightning and Accelerate replace every tensor of state by a moved copy."""
+
+    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        for entry in inner.state.values():
+            for key in list(entry):
+                entry[key] = entry[key].to("cpu", copy=True)
+
+    follow(ROW, schedule, work)
+
+
+@pytest.mark.parametrize("into", SCHEDULES)
+@pytest.mark.parametrize("source", SCHEDULES)
+def test_loaded_into_another_schedule(source: str, into: str) -> None:
+    """Nothing is substituted: what is pending needs a schedule that has such a thing. Exact calls are counted from
+    the first call, or from the load where the checkpoint did not count."""
+    hand, late = reference(ROW, SCHEDULES[source]), isinstance(SCHEDULES[into], zk.Delayed)
+    train(WORLD, ROW, hand.model, hand, range(4))
+    model, optimizer = begun(ROW, SCHEDULES[source])
+    train(WORLD, ROW, model, optimizer, range(4))
+    if not late and isinstance(SCHEDULES[source], zk.Delayed):
+        again, other = begun(ROW, SCHEDULES[into], seed=4)
+        with pytest.raises(StateError, match=r"pending.*Delayed.*flush"):
+            other.load_state_dict(optimizer.state_dict())
+        assert not other.state
+        for one in (hand, optimizer):
+            one.flush()
+    again, other = begun(ROW, SCHEDULES[into], seed=4)
+    again.load_state_dict(copy.deepcopy(model.state_dict()))
+    other.load_state_dict(copied(optimizer.state_dict()))
+    if not late:
+        hand.after = 10**9
+    elif isinstance(SCHEDULES[source], zk.Delayed):
+        hand.after = 0
+    else:
+        hand.after = hand.calls + SCHEDULES[into].after
+    rest = range(4, ROW.steps)
+    agree(train(WORLD, ROW, again, other, rest), train(WORLD, ROW, hand.model, hand, rest), ahead=True)

@@ -1,0 +1,308 @@
+"""tier="cpu" on a device that is played: whatever is slow, each schedule has the bits that it promises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import LIMITS, SCHEDULES, ByHand, Late, Row, agree, exact_calls, local, optimizer_of, rarely, train
+from optim_cases import MAKERS, copies, same_bits
+from torch import nn
+from worlds import World, alone, on_ranks, on_threads, ranked
+
+import zerokern as zk
+from zerokern.comm.fake import FakeGroup
+from zerokern.core.errors import StateError
+from zerokern.examples.played import PlayedTraining
+from zerokern.kernels.cpu import UpdateTable
+from zerokern.memory.copies import Copy
+from zerokern.optim.hosted import Twin
+from zerokern.optim.leaving import Departure
+from zerokern.schedule.played import PlayedDevice
+from zerokern.zero.homes import home_of
+
+UNITS = (3000, (700, 1, 130), 5000, (64, 64))
+STEPS = 10
+SLOW_S = 0.002
+NAMES = ["overlap", "delayed", *rarely("sync", "delayed after 2")]
+# What is prolonged at random, so that what runs beside it is ahead.
+SLOW = {
+    "nothing": {},
+    "compute": {"stretch": {"compute": SLOW_S}},
+    "copies down": {"stretch": {"down": SLOW_S}},
+    "copies up": {"stretch": {"up": SLOW_S}},
+    "everything": {"stretch": SLOW_S, "seed": 7, "latency_us": 50.0},
+    "the link": {"down_gb_s": 0.02, "up_gb_s": 0.01},
+}
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[Callable[..., PlayedDevice]]:
+    made: list[PlayedDevice] = []
+
+    def make(**settings: Any) -> PlayedDevice:
+        made.append(PlayedDevice(**{"poison": True, **settings}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def played(
+    device: PlayedDevice,
+    schedule: Any,
+    *,
+    accumulate: int = 1,
+    steps: int = STEPS,
+    before_step: Callable[[Any], object] = lambda optimizer: None,
+    settings: dict[str, Any] | None = None,
+    **training: Any,
+) -> tuple[Any, Any]:
+    """Losses, norms and values of a training on the device, and of the loop by hand without one."""
+    clipped = {"max_grad_norm": 70.0, "lr": 1e-2, **(settings or {})}
+    ours = PlayedTraining(device, UNITS, **training)
+    plain = ours.reference()
+    ahead = copies(plain.parameters)
+    late = Late(plain.parameters, ahead, MAKERS["adamw"](ahead, **clipped), exact_calls(schedule))
+    optimizer = MAKERS["adamw"](ours.parameters, tier="cpu", schedule=schedule, **clipped)
+    found = []
+    for one, loop, inner in ((plain, late, late.optimizer), (ours, optimizer, optimizer)):
+        norms: list[float] = []
+
+        def scheduled(step: int, inner: Any = inner, norms: list = norms, one: Any = one) -> None:
+            norms.append(inner.grad_norm)
+            inner.param_groups[0]["lr"] = 1e-2 * (1 + step % 5) / 5
+            before_step(one)
+
+        one.train(loop, steps, accumulate=accumulate, before_step=scheduled)
+        found.append((one.losses(), repr(norms), inner.skipped_steps, one.values()))
+        loop.flush()
+        found[-1] += (one.values(),)
+    return found[1], found[0]
+
+
+def the_same(ours: Any, expected: Any) -> None:
+    assert ours[0] == expected[0], "losses"
+    assert ours[1:3] == expected[1:3], "norms, and what was skipped"
+    assert same_bits(ours[3], expected[3]), "what is seen at the end"
+    assert same_bits(ours[4], expected[4]), "what flush() publishes"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *rarely(torch.float32)], ids=str)
+@pytest.mark.parametrize("slow", ["compute", "copies down", "copies up", *rarely("nothing", "everything", "the link")])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_whatever_is_slow(schedule: str, slow: str, dtype: torch.dtype, device: Callable[..., PlayedDevice]) -> None:
+    the_same(*played(device(**SLOW[slow]), SCHEDULES[schedule], dtype=dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_many_ways_of_being_slow(schedule: str, accumulate: int, seed: int, device: Callable) -> None:
+    settings = {"stretch": dict.fromkeys(["compute", "down", "up"], 0.001 * (1 + seed % 3)), "seed": seed}
+    timed = {"forward_seconds": 0.0003 * (seed % 2), "backward_seconds": 0.0005}
+    result = played(
+        device(**settings), SCHEDULES[schedule], steps=100, accumulate=accumulate, broken=(5, 20, 21), **timed
+    )
+    the_same(*result)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_accumulated_kept_and_broken_gradients(schedule: str, kept: bool, device: Callable) -> None:
+    slow = device(stretch={"down": SLOW_S, "compute": SLOW_S / 4})
+    the_same(
+        *played(
+            slow,
+            SCHEDULES[schedule],
+            accumulate=3,
+            steps=8,
+            keep_gradients=kept,
+            broken=(4, 9, 10),
+            dtype=torch.bfloat16,
+        )
+    )
+
+
+@pytest.mark.parametrize("limit", [LIMITS["none"], *rarely(LIMITS["never"], 1.0)])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_clipped_never_or_always(schedule: str, limit: float | None, device: Callable) -> None:
+    the_same(*played(device(**SLOW["everything"]), SCHEDULES[schedule], settings={"max_grad_norm": limit}, steps=8))
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("formats", ["int8 split8", *rarely("fp32 fp32", "bf16 none")])
+def test_other_formats(formats: str, schedule: str, device: Callable) -> None:
+    settings = dict(zip(("state_format", "master_format"), formats.split(), strict=True))
+    slow = device(**SLOW["everything"])
+    the_same(*played(slow, SCHEDULES[schedule], settings=settings, steps=8, dtype=torch.bfloat16))
+
+
+def halve(training: PlayedTraining, *, counted: bool = True) -> None:
+    """Some gradients, on the device; they may be on their way already. Not every edit is counted as a version."""
+    for param in training.parameters[1:3]:
+        assert param.grad is not None
+        if counted:
+            torch.autograd.graph.increment_version(param.grad)
+        training._launch(partial(param.grad.data.mul_, 0.5))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_gradients_edited_on_the_device_before_step(schedule: str, kept: bool, device: Callable) -> None:
+    """Also where their memory is written again as soon as step() has returned."""
+    slow = device(**SLOW["copies down"])
+    the_same(*played(slow, SCHEDULES[schedule], before_step=halve, steps=8, keep_gradients=kept))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_edits_that_nobody_counts(kept: bool, device: Callable) -> None:
+    """Overlap looks in step() and follows them; Delayed finds them later, and then nothing is updated."""
+    edits = {"before_step": partial(halve, counted=False), "keep_gradients": kept, "steps": 8}
+    slow = SLOW["copies down"]
+    the_same(*played(device(**slow), "overlap", **edits))
+    with pytest.raises(StateError, match=r"edited between backward and step\(\).*overlap"):
+        played(device(**slow), zk.Delayed(), **edits)
+
+
+@pytest.fixture
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = UpdateTable.run
+
+    def slowly(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
+        time.sleep(SLOW_S)
+        run(self, *arguments, **settings)
+
+    monkeypatch.setattr(UpdateTable, "run", slowly)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_slow_cpu(schedule: str, slow_cpu: None, device: Callable) -> None:
+    the_same(*played(device(), SCHEDULES[schedule], dtype=torch.bfloat16, steps=8))
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_poisoned_memory(schedule: str, device: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROKERN_POISON", "1")
+    the_same(*played(device(**SLOW["everything"]), SCHEDULES[schedule], dtype=torch.bfloat16, steps=8, broken=(3,)))
+
+
+def unordered_fetches(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Copy, "wait", lambda self: None)
+
+
+def nothing_is_fetched_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Twin, "holds", lambda self, grad: self.fetched is not None)
+    patch.setattr(Departure, "correct", lambda self, **_: None)
+
+
+@pytest.mark.parametrize(
+    "sabotage, schedule, slow", [(unordered_fetches, "sync", "down"), (nothing_is_fetched_again, "overlap", "compute")]
+)
+def test_a_race_that_is_lost_shows(
+    sabotage: Callable, schedule: str, slow: str, device: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that are slow come after an edit, by luck; so where the edit is to be late, the device is slow."""
+    sabotage(monkeypatch)
+    ours, expected = played(device(stretch={slow: 0.01}), schedule, steps=6, before_step=halve)
+    assert ours[0] != expected[0]
+
+
+def on_device(device: PlayedDevice, row: Row, model: nn.Module) -> None:
+    """The memory that a model's parameters have here plays being the device's."""
+    for param in model.parameters():
+        home = home_of(param)
+        device.own(param if home is None else home.piece)
+        if row.wrap == "fsdp2":
+            device.own(param._local_tensor)
+
+
+def compare(world: World, row: Row, schedule: Any) -> None:
+    """A model that autograd trains: the host computes, so it waits for the device where a device would not."""
+    device = PlayedDevice(stretch=SLOW_S, poison=True)
+    hand = ByHand(row, world, exact_calls(schedule))
+    expected = train(world, row, hand.model, hand)
+    model = row.model(world)
+    on_device(device, row, model)
+    ours = optimizer_of(row, model, tier="cpu", schedule=schedule)
+    wait = lambda step: device.synchronize()  # noqa: E731
+    agree(train(world, row, model, ours, between=wait), expected, ahead=True)
+    ours.flush()
+    device.synchronize()
+    hand.flush()
+    assert same_bits(*([local(param) for param in one.parameters()] for one in (model, hand.model)))
+    device.close()
+
+
+ROWS = [
+    Row("plain", "bf16", "random", accumulate=4, broken=(2, 7)),
+    Row("plain", "fp32", "random", scaled=True, broken=(2, 7)),
+    Row("stage 2", "bf16", "random", broken=(3,)),
+    Row("stage 0", "mixed", "random"),
+    Row("stage 1", "fp32", "often", accumulate=2),
+    Row("stage 3", "mixed", "random", accumulate=2),
+]
+
+
+@pytest.mark.parametrize("row", [*ROWS[:3], *rarely(*ROWS[3:])], ids=str)
+@pytest.mark.parametrize("schedule", NAMES)
+def test_models_that_autograd_trains(schedule: str, row: Row) -> None:
+    alone(compare, replace(row, steps=8), SCHEDULES[schedule])
+
+
+@ranked
+def fsdp2_on_devices(world: World) -> None:
+    for schedule in SCHEDULES.values():
+        compare(world, Row("fsdp2", "bf16", "random", accumulate=2, steps=6), schedule)
+
+
+def test_fsdp2_on_devices_of_real_ranks() -> None:
+    on_ranks(2, fsdp2_on_devices)
+
+
+@pytest.mark.parametrize("wrap", ["stage 2", "stage 3", *rarely("stage 0")])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_slow_collectives(schedule: str, wrap: str, slow_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank is late in its own way; bits are those of fast ones."""
+    take = FakeGroup._take
+    monkeypatch.setenv("ZEROKERN_POISON", "1")
+
+    def slowly(self: FakeGroup, waiting: Any) -> Any:
+        time.sleep(SLOW_S * ((self.rank + waiting.count) % 3) / 2)
+        return take(self, waiting)
+
+    row = Row(wrap, "bf16", "random", steps=8)
+
+    def follow(world: World) -> None:
+        hand = ByHand(row, world, exact_calls(SCHEDULES[schedule]))
+        expected = train(world, row, hand.model, hand)
+        model = row.model(world)
+        ours = optimizer_of(row, model, tier="cpu", schedule=SCHEDULES[schedule])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeGroup, "_take", slowly)
+            agree(train(world, row, model, ours), expected, ahead=True)
+
+    on_threads(2, follow)
+
+
+def test_a_device_that_fails_is_heard_of_and_nothing_hangs() -> None:
+    slow = PlayedDevice(stretch={"down": SLOW_S})
+    training = PlayedTraining(slow, UNITS)
+    optimizer = MAKERS["adamw"](training.parameters, tier="cpu", schedule=zk.Delayed(), max_grad_norm=1.0)
+    training.train(optimizer, 2)
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    slow.launch(fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        training.train(optimizer, 3)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        slow.close()

@@ -1,0 +1,141 @@
+"""Who reads between steps, while an update is under way, sees one whole set of parameters: that of the loop by hand."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import (
+    SCHEDULES,
+    ByHand,
+    Row,
+    backward,
+    copied,
+    exact_calls,
+    local,
+    one_thread,
+    optimizer_of,
+    rarely,
+    same_states,
+    values,
+)
+from optim_cases import same_bits
+from torch import Tensor, nn
+from worlds import World, anywhere, full
+from zero_cases import batch
+
+from zerokern.kernels.cpu import UpdateTable
+from zerokern.zero.sharded import Sharded
+
+SLOW_S = 0.002
+STEPS = 4
+
+
+def gathered(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    return list(full(model).values())
+
+
+def from_state_dict(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    return [local(value.detach().clone()) for value in model.state_dict().values()]
+
+
+def evaluated(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    model.eval()
+    with torch.no_grad():
+        out = model(batch(3)[0].to(next(model.parameters()).dtype))
+    model.train()
+    return [out]
+
+
+def values_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    return values(model)
+
+
+def copied_whole(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    return [param.detach() for param in copy.deepcopy(model).parameters()]
+
+
+READERS = [gathered, from_state_dict, evaluated]
+NAMES = ["overlap", "delayed", *rarely("delayed after 2")]
+
+
+@pytest.fixture(autouse=True)
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each update takes its time, and begins late."""
+    run = UpdateTable.run
+
+    def slowly(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
+        time.sleep(SLOW_S)
+        run(self, *arguments, **settings)
+
+    monkeypatch.setattr(UpdateTable, "run", slowly)
+
+
+def follow(world: World, row: Row, schedule: Any, read: Callable[[nn.Module, Any], list[Tensor]]) -> None:
+    hand = ByHand(row, world, exact_calls(schedule))
+    model = row.model(world)
+    optimizer = optimizer_of(row, model, tier="cpu", schedule=schedule)
+    for step in range(STEPS):
+        seen = []
+        for one, loop in ((hand.model, hand), (model, optimizer)):
+            work(world, row, one, loop, step)
+            seen.append([value.clone() for value in read(one, loop)])
+        assert same_bits(*seen), f"what is read after step {step}"
+
+
+def work(world: World, row: Row, model: nn.Module, loop: Any, step: int) -> None:
+    """One step, and nothing after it."""
+    with one_thread():
+        backward(world, row, model, step)
+        loop.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize(
+    "size, wrap",
+    [(2, "stage 2"), (2, "stage 3"), *rarely((1, "stage 2"), (1, "stage 3"), (2, "stage 0"), (2, "stage 1"))],
+)
+def test_of_sharded_models(size: int, wrap: str, schedule: str, read: Callable) -> None:
+    anywhere(size, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
+
+
+@pytest.mark.parametrize("read", [from_state_dict, evaluated, values_of, copied_whole], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("schedule", NAMES)
+def test_of_plain_models(schedule: str, read: Callable) -> None:
+    anywhere(1, follow, Row("plain", "bf16"), SCHEDULES[schedule], read)
+
+
+def direct(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """As averages and logs do it. Stage 3 waits in every op; below, overlap promises nothing before flush()."""
+    waits = isinstance(next(model.parameters()), Sharded)
+    if getattr(optimizer, "schedule", "") == "overlap" and not waits:
+        optimizer.flush()
+    return [local(param.detach().clone()) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("size, wrap", [(2, "stage 3"), *rarely((2, "stage 2"), (1, "stage 3"), (1, "stage 1"))])
+def test_parameters_themselves(size: int, wrap: str, schedule: str) -> None:
+    anywhere(size, follow, Row(wrap, "bf16"), SCHEDULES[schedule], direct)
+
+
+def states(world: World, row: Row, schedule: Any) -> None:
+    hand = ByHand(row, world, exact_calls(schedule))
+    model = row.model(world)
+    optimizer = optimizer_of(row, model, tier="cpu", schedule=schedule)
+    for step in range(STEPS):
+        for one, loop in ((hand.model, hand), (model, optimizer)):
+            work(world, row, one, loop, step)
+        same_states(copied(optimizer.state_dict()), copied(hand.optimizer.state_dict()), ahead=True)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 2")])
+def test_states(size: int, wrap: str, schedule: str) -> None:
+    anywhere(size, states, Row(wrap, "bf16"), SCHEDULES[schedule])

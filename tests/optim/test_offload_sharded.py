@@ -1,0 +1,245 @@
+"""What people do to a model under zk.shard while an update of it is under way."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import (
+    SCHEDULES,
+    ByHand,
+    Row,
+    agree,
+    backward,
+    exact_calls,
+    one_thread,
+    optimizer_of,
+    rarely,
+    train,
+    values,
+)
+from optim_cases import same_bits
+from torch import nn
+from worlds import World, anywhere, full
+
+import zerokern as zk
+from zerokern.core.errors import StateError
+from zerokern.kernels.cpu import UpdateTable
+
+NAMES = ["overlap", "delayed", *rarely("delayed after 2")]
+PLACES = [(2, "stage 2"), *rarely((2, "stage 3"), (1, "stage 2"), (2, "stage 0"), (1, "stage 3"))]
+
+
+def row_of(wrap: str, **settings: Any) -> Row:
+    return Row(wrap, "bf16", **{"steps": 7, **settings})
+
+
+def reference(world: World, row: Row, schedule: Any) -> ByHand:
+    return ByHand(row, world, exact_calls(schedule))
+
+
+def begun(world: World, row: Row, schedule: Any, seed: int = 0) -> tuple[nn.Module, Any]:
+    model = row.model(world, seed)
+    return model, optimizer_of(row, model, tier="cpu", schedule=schedule)
+
+
+def keep_gradients(world: World, row: Row, schedule: Any) -> None:
+    """The memory of gradients is zeroed as soon as step() has returned."""
+    hand = reference(world, row, schedule)
+    expected = train(world, row, hand.model, hand)
+    for through_optimizer in (True, False):
+        model, optimizer = begun(world, row, schedule)
+        owner = optimizer if through_optimizer else copy.copy(model)
+        clear = type(owner).zero_grad
+        model.zero_grad = lambda owner=owner, clear=clear: clear(owner, set_to_none=False)  # type: ignore[method-assign]
+        agree(train(world, row, model, optimizer), expected, ahead=True)
+
+
+@pytest.mark.parametrize("size, wrap", PLACES)
+@pytest.mark.parametrize("schedule", NAMES)
+def test_zero_grad_that_keeps_gradients(schedule: str, size: int, wrap: str) -> None:
+    anywhere(size, keep_gradients, row_of(wrap, accumulate=2), SCHEDULES[schedule])
+
+
+def fail_between(world: World, row: Row, schedule: Any, when: str) -> None:
+    hand = reference(world, row, schedule)
+    model, optimizer = begun(world, row, schedule)
+    traces = []
+    for one, loop in ((hand.model, hand), (model, optimizer)):
+        train(world, row, one, loop, range(3))
+        if when == "in forward":
+            handle = one.blocks[1].down.register_forward_pre_hook(strike)
+        elif when == "in backward":
+            handle = one.blocks[0].down.register_full_backward_hook(strike)
+        else:
+            handle = one.register_forward_hook(lambda *_: None)
+            with one_thread():
+                backward(world, row, one, 99)
+        if when != "after backward":
+            with pytest.raises(ZeroDivisionError):
+                backward(world, row, one, 99)
+        handle.remove()
+        one.zero_grad()
+        traces.append(train(world, row, one, loop, range(3, row.steps)))
+    agree(traces[1], traces[0], ahead=True)
+
+
+def strike(*arguments: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("when", ["in backward", *rarely("in forward", "after backward")])
+@pytest.mark.parametrize("size, wrap", PLACES)
+@pytest.mark.parametrize("schedule", NAMES)
+def test_an_exception_between_two_steps_costs_that_step_only(schedule: str, size: int, wrap: str, when: str) -> None:
+    anywhere(size, fail_between, row_of(wrap), SCHEDULES[schedule], when)
+
+
+def load_back(world: World, row: Row, schedule: Any) -> None:
+    """A checkpoint of three steps, loaded after five, with nothing said to anybody."""
+    model, optimizer = begun(world, row, schedule)
+    train(world, row, model, optimizer, range(3))
+    with zk.gathered(model):
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    state = optimizer.state_dict()
+    kept = {**state, "state": {n: {k: v.clone() for k, v in e.items()} for n, e in state["state"].items()}}
+    kept["param_groups"] = copy.deepcopy(state["param_groups"])
+    rest = range(3, row.steps)
+    expected = train(world, row, model, optimizer, rest)
+    with one_thread():
+        backward(world, row, model, 50)
+        optimizer.step()
+        model.zero_grad()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(kept)
+    agree(train(world, row, model, optimizer, rest), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*written while an update")
+@pytest.mark.parametrize("size, wrap", PLACES)
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_checkpoint_loaded_while_an_update_is_under_way(schedule: str, size: int, wrap: str) -> None:
+    anywhere(size, load_back, row_of(wrap), SCHEDULES[schedule])
+
+
+def write_inside(world: World, row: Row, schedule: Any) -> None:
+    """Inside of zk.gathered(write=True) whatever is under way has been waited for."""
+    hand = reference(world, row, schedule)
+    model, optimizer = begun(world, row, schedule)
+    traces = []
+    for one, loop, others in ((hand.model, hand, [hand.ahead]), (model, optimizer, [])):
+        train(world, row, one, loop, range(3))
+        if isinstance(schedule, zk.Delayed):
+            loop.flush()
+        for each in (one, *others):
+            with zk.gathered(each, write=True), torch.no_grad():
+                each.blocks[1].up.weight.fill_(0.125)
+        traces.append(train(world, row, one, loop, range(3, row.steps)))
+    agree(traces[1], traces[0], ahead=True)
+
+
+@pytest.mark.parametrize("size, wrap", PLACES)
+@pytest.mark.parametrize("schedule", NAMES)
+def test_parameters_written_while_gathered(schedule: str, size: int, wrap: str) -> None:
+    anywhere(size, write_inside, row_of(wrap), SCHEDULES[schedule])
+
+
+def write_outside(world: World, row: Row) -> None:
+    """Either the update is over, and what was written counts; or nobody can tell the two apart, and nothing goes on."""
+    hand = reference(world, row, "overlap")
+    train_one(world, row, hand.model, hand)
+    halve(hand.model, hand.ahead)
+    train_one(world, row, hand.model, hand)
+    model, optimizer = begun(world, row, "overlap")
+    train_one(world, row, model, optimizer)
+    halve(model)
+    said = told(lambda: train_one(world, row, model, optimizer))
+    if said:
+        assert "blocks.1.up.weight" in said and "flush" in said
+        assert row.wrap != "stage 3", "there the write itself can wait"
+        return
+    optimizer.flush()
+    assert same_bits(values(model), values(hand.model))
+
+
+def halve(*models: nn.Module) -> None:
+    with torch.no_grad():
+        for model in models:
+            model.blocks[1].up.weight.mul_(0.5)
+
+
+def told(work: Callable[[], object]) -> str:
+    """What a refusal says; empty where there is none."""
+    try:
+        work()
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def train_one(world: World, row: Row, model: nn.Module, optimizer: Any) -> None:
+    with one_thread():
+        backward(world, row, model, 3)
+        optimizer.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("size, wrap", PLACES)
+def test_parameters_written_under_an_update_are_not_mixed_with_it(
+    size: int, wrap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = UpdateTable.run
+
+    def slowly(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
+        time.sleep(0.01)
+        run(self, *arguments, **settings)
+
+    monkeypatch.setattr(UpdateTable, "run", slowly)
+    anywhere(size, write_outside, row_of(wrap))
+
+
+def clip_apart(world: World, row: Row, schedule: Any) -> None:
+    """zk.clip_grad_norm_ leaves its factor with the model, and the update of that step takes it."""
+    hand = reference(world, row, schedule)
+    model, optimizer = begun(world, row, schedule)
+    late, exact = hand.step, optimizer.step
+    hand.step = lambda _: late(lambda one: (zk.clip_grad_norm_(hand.ahead, 0.05), one.step()))  # type: ignore[method-assign]
+    optimizer.step = lambda: (zk.clip_grad_norm_(model, 0.05), exact())
+    agree(*(train(world, row, *pair) for pair in ((model, optimizer), (hand.model, hand))), ahead=True)
+
+
+@pytest.mark.parametrize("size, wrap", [(2, "stage 2"), (2, "stage 3")])
+@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
+def test_clipped_by_zk_clip_grad_norm(schedule: str, size: int, wrap: str) -> None:
+    anywhere(size, clip_apart, row_of(wrap, clip="none"), SCHEDULES[schedule])
+
+
+def two_models(world: World, schedule: Any) -> None:
+    """One optimizer over two sharded models and a plain one; only some of them have gradients in each step."""
+    runs = []
+    for chosen in ("sync", schedule):
+        rows = [row_of("stage 2"), row_of("stage 3"), row_of("plain")]
+        models = [row.model(world, seed) for seed, row in enumerate(rows)]
+        params = [param for model in models for param in model.parameters()]
+        optimizer = zk.AdamW(params, lr=1e-2, tier="cpu", schedule=chosen, max_grad_norm=0.7)
+        losses = []
+        for step in range(7):
+            with one_thread():
+                for number, (row, model) in enumerate(zip(rows, models, strict=True)):
+                    if (step + number) % 3:
+                        losses.append(backward(world, row, model, step))
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.flush()
+        runs.append((losses, [value for model in models for value in values(model)]))
+    assert runs[0][0] == runs[1][0] and same_bits(runs[0][1], runs[1][1])
+    assert full(models[1])
+
+
+@pytest.mark.parametrize("size", [1, *rarely(2)])
+def test_one_optimizer_for_several_models(size: int) -> None:
+    anywhere(size, two_models, "overlap")

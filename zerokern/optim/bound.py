@@ -1,0 +1,53 @@
+"""What an optimizer learned in earlier steps, and the binding that fits where its state lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerokern.optim.binding import Binding
+from zerokern.optim.device_binding import DeviceBinding
+from zerokern.optim.disk import Disk
+from zerokern.optim.disk_binding import DiskBinding
+from zerokern.optim.formats import Algorithm
+from zerokern.optim.host_room import HostRoom
+from zerokern.optim.judge import Judge
+from zerokern.optim.masters import Witness
+from zerokern.optim.survey import Groups, Survey
+from zerokern.optim.watched import WatchedState
+
+__all__ = ["AnyBinding", "Bound", "FormatKey", "bind"]
+
+AnyBinding = Binding | DiskBinding
+FormatKey = tuple[bool, str, str | None, int | None]
+
+
+@dataclass
+class Bound:
+    """All of it can be learned anew from parameters, groups and state."""
+
+    binding: AnyBinding | None = None
+    witness: Witness | None = None
+    formats: list[FormatKey] = field(default_factory=list)
+
+
+def bind(
+    subject: tuple[Algorithm, Survey, Groups, WatchedState],
+    disk: Disk | None,
+    judge: Judge | None,
+    last: AnyBinding | None,
+    previous: AnyBinding | None,
+    room: HostRoom | None = None,
+    **begins: Any,
+) -> AnyBinding:
+    """State on disk, on a device or in host memory. `last` is the binding before, `previous` is the same if intact.
+
+    `begins`: what new state and its witness begin with.
+    """
+    if disk is not None:
+        return DiskBinding(*subject, disk, **begins)
+    if judge is not None:
+        before = last if isinstance(last, DeviceBinding) and last.place == subject[1].device else None
+        intact = before if before is previous else None
+        return DeviceBinding(*subject, judge, previous=intact, last=before, **begins)
+    return Binding(*subject, previous=previous if type(previous) is Binding else None, room=room, **begins)

@@ -1,0 +1,127 @@
+"""Clipping apart from the update: torch's function, for parameters at any stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_ as clip_plain
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from zerokern.core.errors import got
+from zerokern.kernels import sumsq
+from zerokern.kernels.ops import sumsq_there
+from zerokern.optim.dtensors import is_dtensor, spans_of
+from zerokern.optim.local import gradient_of, scale_gradients, with_gradients
+from zerokern.zero.homes import Home, home_of
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | torch.nn.Module | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, also of gradients that are divided: the norm is that of all ranks.
+
+    Every rank calls it. Gradients that zk.shard has divided stay as they are: the next update multiplies them by the
+    factor, and is skipped where the norm is not finite; those of DTensors are scaled here, as torch does. In both cases
+    a plain tensor is returned. `max_grad_norm` of an optimizer does the same without this call.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2)); weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm_([weight], max_norm=1.0), weight.grad
+    (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    params = _listed(parameters)
+    homes = [(param, home) for param in params if (home := home_of(param)) is not None]
+    divided = [(param, home) for param, home in homes if not home.sharding.replicated]
+    tensors = [param for param in params if is_dtensor(param)]
+    if not divided and not tensors:
+        return clip_plain(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    kind = float(norm_type)
+    if kind not in (2.0, math.inf):
+        raise ValueError(got("norm_type", norm_type, "2.0 or inf for parameters that are divided"))
+    known = {id(param) for param in (*tensors, *(param for param, _ in divided))}
+    spans = spans_of(tensors)
+    plain = [param for param in params if id(param) not in known and param.grad is not None]
+    total = _total(divided, spans, plain, kind, foreach)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the total norm of order {kind} of the gradients is {float(total)}, so they cannot be clipped; with "
+            "error_if_nonfinite=False the next update is skipped instead"
+        )
+    shown = total.to(torch.float32)
+    if plain:
+        clip_grads_with_norm_(plain, max_norm, shown, foreach)
+    for _, grads in spans:
+        scale = torch.clamp(float(max_norm) / (shown + 1e-6), max=1.0)
+        torch._foreach_mul_(grads, scale.to(grads[0].device))
+    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    factor = torch.where(torch.isfinite(total), factor, 1.0)  # the update is skipped; a batch after it is not
+    for sharding, mine in _by_sharding(divided).items():
+        if with_gradients(sharding) <= {id(home_of(param)) for param in mine}:
+            sharding.fold(factor.item() if factor.is_cpu else factor)
+        else:
+            scale_gradients(mine, factor)
+    return shown
+
+
+def _listed(parameters: Tensor | torch.nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(parameters, torch.nn.Module):
+        return list(parameters.parameters())
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _by_sharding(divided: Iterable[tuple[Tensor, Home]]) -> dict[Any, list[Tensor]]:
+    """The parameters of each model."""
+    made: dict[Any, list[Tensor]] = {}
+    for param, home in divided:
+        made.setdefault(home.sharding, []).append(param)
+    return made
+
+
+def _total(
+    divided: list[tuple[Tensor, Home]],
+    spans: list[tuple[Any, list[Tensor]]],
+    plain: list[Tensor],
+    kind: float,
+    foreach: bool | None,
+) -> Tensor:
+    """The norm over all ranks as a 0-dim float64 tensor: one collective for each group of ranks."""
+    sums: dict[Any, list[Tensor]] = {}
+    for sharding, params in _by_sharding(divided).items():
+        homes = [(param, home_of(param)) for param in params]
+        grads = [gradient_of(param, home) for param, home in homes if home is not None]
+        factor = sharding.take_fold()
+        sharding.fold(factor)
+        own = _measure([grad for grad in grads if grad is not None and grad.numel()], kind, sharding.group.device)
+        sums.setdefault(sharding.group, []).append(own * (factor**2 if kind == 2.0 else factor))
+    for team, spread in spans:
+        place = team.device
+        sums.setdefault(team, []).append(_measure([g for g in spread if g.numel()], kind, place).to(place))
+    totals = []
+    for group, terms in sums.items():
+        own = torch.stack(terms).sum() if kind == 2.0 else torch.stack(terms).amax()
+        totals.append(own.reshape(1))
+        group.all_reduce(totals[-1], "sum" if kind == 2.0 else "max").wait()
+    if plain:
+        alone = get_total_norm([p.grad for p in plain if p.grad is not None], kind, foreach=foreach)
+        totals.append((alone.double() ** 2 if kind == 2.0 else alone.double()).reshape(1).to(totals[0].device))
+    found = torch.cat(totals)
+    return found.sum().sqrt() if kind == 2.0 else found.amax()
+
+
+def _measure(grads: list[Tensor], kind: float, place: torch.device) -> Tensor:
+    """The sum of squares, or the largest magnitude, NaN if there is any."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=place)
+    if kind == 2.0:
+        return sumsq_there(grads) if grads[0].is_cuda else torch.tensor(sumsq(grads), dtype=torch.float64)
+    return torch.stack([torch.linalg.vector_norm(grad, math.inf) for grad in grads]).amax().double()

@@ -1,0 +1,293 @@
+"""FSDP2's parameters and other DTensors: what this rank holds of them stands in for them, as with zk.shard's.
+
+`homes_of` finds where parameters live, whoever divided them. A `DTensorHome` has what the optimizer asks of a
+`zerokern.zero.homes.Home`; the two differ in who moves the values: here the program that made the DTensor does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zerokern.comm import Group
+from zerokern.comm.handle import Handle
+from zerokern.core.errors import StateError, got
+from zerokern.optim.cuts import Cut, over
+from zerokern.zero.homes import Home, alias, home_of
+
+__all__ = [
+    "DTensorHome",
+    "DTensorSharding",
+    "homes_of",
+    "is_dtensor",
+    "local_gradient",
+    "refuse_int8",
+    "spans_of",
+    "stays",
+]
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Team:
+    """The ranks that hold the parts of a DTensor: those along the sharded dimensions of its mesh.
+
+    One group for each dimension: sums go along one after the other, so that every rank has the same bits.
+    """
+
+    def __init__(self, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+        self.size = math.prod(mesh.size(dim) for dim in dims)
+        self.device = torch.device(mesh.device_type)
+        self._mesh, self._dims = mesh, dims
+        self._groups: list[Group] | None = None
+
+    def join(self) -> list[Group]:
+        """The groups, which find each other the first time: every rank comes here then, in its user's thread."""
+        if self._groups is None:
+            mesh, kind = self._mesh, self._mesh.device_type
+            each = [mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), kind) for dim in self._dims]
+            self._groups = [Group.of(one, self.device) for one in each]
+        return self._groups
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
+        """As `Group.all_reduce`, over all of them."""
+        handle = Handle()
+        for group in self.join():
+            handle.wait()
+            handle = group.all_reduce(tensor, op)
+        return handle
+
+
+class DTensorSharding:
+    """The DTensors of one optimizer that are divided over the same ranks; what a `Sharding` is to its model."""
+
+    def __init__(self, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+        self.replicated = not dims
+        self.stage = 0 if self.replicated else 3
+        self.group = Team(mesh, dims)
+        self.homes: list[DTensorHome] = []
+
+    @property
+    def zero_order(self) -> list[Tensor]:
+        """The parameters."""
+        return [home.param for home in self.homes]
+
+    def publish(self) -> None:
+        """Nothing moves; writes to pieces count as writes to their parameters, which their owner has accounted for."""
+        trained = [home for home in self.homes if home.param.requires_grad]
+        known = [home for home in trained if not home.written]
+        torch.autograd.graph.increment_version([t for home in trained for t in (home.param, home.local)])
+        for home in known:
+            home.seen_versions = home.versions
+
+    def fold(self, factor: float | Tensor) -> None:
+        """Scale the gradients by a factor, now: any optimizer may step a DTensor, and most would not know of it."""
+        with torch.no_grad():
+            for home in self.homes:
+                grad = local_gradient(home.param)
+                if grad is not None:
+                    grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+
+    def take_fold(self) -> float:
+        """No factor is ever pending."""
+        return 1.0
+
+    def settle(self) -> None:
+        """There is nothing to settle."""
+
+
+class DTensorHome:
+    """What this rank holds of a DTensor parameter: `piece`, flat, over the memory of the local tensor."""
+
+    gradients = None  # reduced by whoever divided the parameter, not by zk.shard
+
+    def __init__(self, name: str, param: DTensor, sharding: DTensorSharding) -> None:
+        self.name, self.param, self.sharding = name, param, sharding
+        self.local = _local_of(name, param)
+        self.cut = Cut(param)
+        self.shape, self.start, self.numel = param.shape, self.cut.start, self.local.numel()
+        if self.numel != self.cut.numel:
+            do = "every rank must hold what its placements say"
+            raise ValueError(got(f"{name}.to_local()", tuple(self.local.shape), f"{tuple(self.cut.local_shape)}", do))
+        self.piece = nn.Parameter(alias(self.local, 0, (self.numel,)), requires_grad=param.requires_grad)
+        if hasattr(self.piece, "grad_dtype"):
+            self.piece.grad_dtype = None  # whatever the gradients come in
+        self.piece.zk_name = name  # type: ignore[attr-defined]
+        driver = getattr(self.local, "_zk_driver", getattr(param, "_zk_driver", None))
+        if driver is not None:
+            self.piece._zk_driver = driver  # type: ignore[attr-defined]
+        self._address, self._spec = self.local.data_ptr(), param._spec
+        self.seen_versions = self.versions
+
+    def __repr__(self) -> str:
+        return f"DTensorHome({self.name!r}, {tuple(self.cut.local_shape)} at {self.cut.offsets} of {tuple(self.shape)})"
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Writes to the DTensor do not count on the tensor within, nor the other way round."""
+        return self.param._version, self.local._version
+
+    @property
+    def written(self) -> bool:
+        """Whether anybody else has written to the parameter since its owner last looked."""
+        return self.seen_versions != self.versions
+
+    def look(self) -> None:
+        """Writes to the parameter count as writes to the piece."""
+        versions = self.versions
+        if versions != self.seen_versions:
+            torch.autograd.graph.increment_version(self.piece)
+            self.seen_versions = versions
+
+    def fits(self, param: Tensor) -> bool:
+        """Whether this is that parameter, divided as it was, and its values lie where they did."""
+        if param is not self.param or not isinstance(param, DTensor):
+            return False
+        local = param._local_tensor
+        return (
+            (local is self.local or (local.shape == self.local.shape and local.dtype == self.local.dtype))
+            and local.data_ptr() == self._address
+            and local.device == self.piece.device
+            and (param._spec is self._spec or param._spec == self._spec)
+        )
+
+    def local_gradient(self, param: Tensor) -> Tensor | None:
+        """This rank's elements of the parameter's gradient, 1-D; None where it has none."""
+        grad = local_gradient(self.param, self.name)
+        if grad is None:
+            return None
+        if not self.sharding.replicated:
+            self.sharding.group.join()  # here, not on a thread of the update
+        return grad
+
+    def take_initial(self) -> None:
+        """Nothing is known of what the dtype rounded away of the values that a DTensor began with."""
+
+    def as_shown(self, key: str, value: Any, before: Any = None) -> Any:
+        """State of the piece under its parameter's name; `before`, if it shows that already."""
+        if key == "step" or not isinstance(value, Tensor):
+            return value
+        return self.cut.show(key, value, before, name=self.name, group=self.sharding.group)
+
+    def as_local(self, key: str, value: Any, *, own: bool = False) -> Any:
+        """This rank's elements of a value of state that is shown or was loaded."""
+        if key == "step" or not isinstance(value, Tensor):
+            return value
+        return self.cut.take(self.name, key, value, own=own)
+
+
+def homes_of(
+    params: Sequence[Tensor], names: Sequence[str], before: Sequence[Home | DTensorHome | None] = ()
+) -> list[Home | DTensorHome | None]:
+    """Where each parameter lives; None for a plain one. Of those `before`, the ones that still fit are kept.
+
+    >>> homes_of([nn.Parameter(torch.ones(2))], ["weight"])
+    [None]
+    """
+    known = {id(home.param): home for home in before if isinstance(home, DTensorHome)}
+    shardings: dict[Any, DTensorSharding] = {}
+    for home in known.values():
+        shardings.setdefault((home.cut.mesh, home.cut.dims), home.sharding)
+    found: list[Home | DTensorHome | None] = []
+    for name, param in zip(names, params, strict=True):
+        if not isinstance(param, DTensor):
+            found.append(home_of(param))
+            continue
+        last = known.get(id(param))
+        if last is not None and last.fits(param):
+            found.append(last)
+            continue
+        mesh, dims = param.device_mesh, _divided(name, param)
+        if (mesh, dims) not in shardings:
+            shardings[mesh, dims] = DTensorSharding(mesh, dims)
+        found.append(DTensorHome(name, param, shardings[mesh, dims]))
+    for sharding in shardings.values():
+        sharding.homes = [home for home in found if isinstance(home, DTensorHome) and home.sharding is sharding]
+    return found
+
+
+def stays(param: Tensor, home: Home | DTensorHome | None) -> bool:
+    """Whether a parameter lives where it was found to.
+
+    >>> stays(nn.Parameter(torch.ones(2)), None)
+    True
+    """
+    if isinstance(param, DTensor):
+        return isinstance(home, DTensorHome) and home.fits(param)
+    return home_of(param) is home
+
+
+def is_dtensor(param: Tensor) -> bool:
+    """Whether a parameter is one that torch.distributed.tensor has divided or replicated.
+
+    >>> is_dtensor(nn.Parameter(torch.ones(2)))
+    False
+    """
+    return isinstance(param, DTensor)
+
+
+def refuse_int8(homes: Iterable[Home | DTensorHome | None]) -> None:
+    """Blocks are counted from a whole parameter's element 0, so no block may be on two ranks."""
+    for home in homes:
+        if isinstance(home, DTensorHome) and not home.cut.aligned:
+            do = f"{home.cut.misaligned}, so {home.name} goes into a param_group with state_format='fp32'"
+            raise ValueError(got("state_format", "int8", "'fp32' or 'bf16'", do))
+
+
+def local_gradient(param: DTensor, name: str = "a parameter") -> Tensor | None:
+    """This rank's elements of a DTensor's gradient, 1-D and in the gradient's own memory; None where it has none.
+
+    A gradient that is divided in another way (a partial sum) is divided as the parameter is, once.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    if not isinstance(grad, DTensor):
+        do = "DTensor.from_local makes one of this rank's part"
+        raise StateError(got(f"{name}.grad", type(grad).__name__, "a DTensor, as the parameter is", do))
+    local = grad._local_tensor
+    same = grad._spec is param._spec or tuple(grad.placements) == tuple(param.placements)
+    if not same or not local.is_contiguous() or type(local) not in _PLAIN:
+        with torch.no_grad():
+            there = grad.redistribute(param.device_mesh, param.placements)
+            local = there.to_local().contiguous()  # waits for what is under way
+            param.grad = over(local, param.device_mesh, param.placements, param.shape, param.stride())
+    return local.detach().view(-1)
+
+
+def spans_of(params: Iterable[Tensor]) -> list[tuple[Team, list[Tensor]]]:
+    """This rank's elements of the gradients of DTensors, by the ranks that hold the others; replicated ones alone."""
+    found: dict[Any, list[Tensor]] = {}
+    for number, param in enumerate(params):
+        if not isinstance(param, DTensor):
+            continue
+        name = f"parameter {number}"
+        grad = local_gradient(param, name)
+        if grad is not None:
+            found.setdefault((param.device_mesh, _divided(name, param)), []).append(grad)
+    return [(Team(mesh, dims), grads) for (mesh, dims), grads in found.items()]
+
+
+def _divided(name: str, param: DTensor) -> tuple[int, ...]:
+    """The dimensions of the mesh that the parameter is divided along."""
+    if any(placement.is_partial() for placement in param.placements):
+        do = f"{name}.redistribute(placements=...) sums it up"
+        raise ValueError(got(f"{name}.placements", tuple(param.placements), "Shard and Replicate", do))
+    return tuple(dim for dim, placement in enumerate(param.placements) if not placement.is_replicate())
+
+
+def _local_of(name: str, param: DTensor) -> Tensor:
+    """The tensor within, without the padding that FSDP2 keeps behind it."""
+    local = param._local_tensor
+    if type(local) not in _PLAIN:
+        raise TypeError(got(f"{name}.to_local()", type(local).__name__, "torch.Tensor", "pass the tensor it wraps"))
+    if not local.is_contiguous():
+        do = "make the DTensor of a contiguous local tensor"
+        raise ValueError(got(f"{name}.to_local().stride()", tuple(local.stride()), "a contiguous one", do))
+    return local

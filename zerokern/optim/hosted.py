@@ -1,0 +1,309 @@
+"""Twins in host memory of parameters that are elsewhere, or that nobody may see change while they are updated.
+
+A twin has its parameter's dtype and values, and a gradient of its own. An update fetches gradients, steps the twins,
+and stores them: into the parameters, or, with a delay, into shadows on the device that are put in place later.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerokern.core import env
+from zerokern.memory import placement
+from zerokern.memory.copies import Copies, Copy
+from zerokern.optim import device
+from zerokern.optim.fingerprint import fingerprint
+from zerokern.optim.formats import Layout
+from zerokern.optim.host_room import HostRoom, Wanted
+from zerokern.optim.link import driver_of, put_in_place
+from zerokern.zero.homes import alias
+
+__all__ = ["Host", "Twin"]
+
+LayoutOf = Callable[[int, torch.dtype], Layout]
+_DROPPED = (
+    "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
+    "values is dropped. opt.flush() before writing keeps it; a model is loaded before its optimizer"
+)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(eq=False)
+class Twin:
+    """One parameter, `near` to the compute, and what the host has of it."""
+
+    near: Tensor
+    values: nn.Parameter
+    grad: Tensor
+    shadow: Tensor | None = None
+    others: dict[torch.dtype, Tensor] = field(default_factory=dict)  # room for gradients of other dtypes than the last
+    seen: tuple[int, int] = (0, 0)  # version and address of `near`, as of the last time both agreed
+    fetched: tuple[Tensor, int] | None = None  # the gradient that left before `step()`, and its version then
+    checked: bool = False  # copies to and from it have been checked
+    free: bool = True  # no update has yet to read the gradient that is here
+    last: weakref.ref[Tensor] | None = None  # the gradient that the last step was made of
+    loaded: int | None = None  # the fingerprint of `near` when pending values were loaded, until they are published
+    pending: bool = False  # the values are those of an update that has yet to be published
+
+    def look(self) -> bool:
+        """Whether somebody wrote or moved the parameter. Who loads a model after its optimizer may change nothing."""
+        if (self.near._version, self.near.data_ptr()) == self.seen:
+            return False
+        if self.loaded is None or int(fingerprint(self.near)) != self.loaded:
+            return True
+        self.agree()
+        return False
+
+    def agree(self) -> None:
+        self.seen = (self.near._version, self.near.data_ptr())
+
+    def keeps(self, grad: Tensor) -> bool:
+        """Whether its gradients may be written where they are, as far as is known: the last step's was the same."""
+        kept = self.last is None or self.last() is grad
+        self.last = weakref.ref(grad)
+        return kept
+
+    def holds(self, grad: Tensor) -> bool:
+        """Whether this gradient, as it is now, has been fetched."""
+        if self.fetched is None or self.fetched[1] != grad._version:
+            return False
+        left = self.fetched[0]  # it may be shown through another view of the same memory
+        return left.data_ptr() == grad.data_ptr() and left.dtype == grad.dtype and left.numel() == grad.numel()
+
+
+@dataclass(eq=False)
+class Host:
+    """The twins of one optimizer. `delays`: parameters change when they are published, not when twins are stored."""
+
+    room: HostRoom
+    delays: bool
+    twins: dict[int, Twin] = field(default_factory=dict)
+    late: bool = False  # an update waits to be published: on all ranks or none, whatever is pending on this one
+    driver: Any = None
+    copies: Copies | None = None
+    freed: Callable[[], None] = _nothing  # is called when gradients have been read
+    _prints: Tensor | None = None
+    _cells: list[Tensor] = field(default_factory=list)
+    _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
+
+    def take_in(self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], layout_of: LayoutOf) -> list[Tensor]:
+        """What stands for each of these here: the values of its twin, or itself where it is not trained."""
+        trained = [i for i, one in enumerate(near) if one.requires_grad]
+        new = [i for i in trained if id(near[i]) not in self.twins]
+        if new:
+            self._link([near[i] for i in trained])
+            self._make(
+                [near[i] for i in new], [grad_dtypes[i] for i in new], [layout_of(i, near[i].dtype) for i in new]
+            )
+        present = set(map(id, near))  # frozen ones keep theirs: they may be trained again
+        gone = [twin for key, twin in self.twins.items() if key not in present]
+        self.twins = {key: twin for key, twin in self.twins.items() if key in present}
+        self.room.forget([twin.values for twin in gone])
+        return [self.twins[id(one)].values if one.requires_grad else one for one in near]
+
+    def _link(self, near: Sequence[Tensor]) -> None:
+        if self.copies is None:
+            if device.serves(near[0].device):
+                placement.keep_off_framework()
+            self.driver = driver_of(near[0])
+            self.copies = None if self.driver is None else Copies(self.driver)
+        home = near[0].device
+        for one in near:
+            if one.device != home:
+                raise ValueError(
+                    f"parameters are on {home} and on {one.device}; allowed: one optimizer for the parameters of each "
+                    "device"
+                )
+
+    def _make(self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> None:
+        wanted = [Wanted("values", one.shape, one.dtype) for one in near]
+        wanted += [Wanted("gradients", one.shape, dtype) for one, dtype in zip(near, grad_dtypes, strict=True)]
+        slots = [(one, slot) for one, layout in zip(near, layouts, strict=True) for slot in layout.columns]
+        slots.sort(key=lambda pair: pair[1].key)
+        wanted += [Wanted(slot.key, slot.shape(one), slot.dtype) for one, slot in slots]
+        if self.driver is not None:
+            wanted.append(Wanted("fingerprints", torch.Size([2 * len(near)]), torch.int64))
+        tensors = self.room.take(wanted)
+        if self.driver is not None:
+            self._prints = tensors.pop()
+        count = len(near)
+        made: list[Twin] = []
+        for one, values, grad in zip(near, tensors, tensors[count:], strict=False):
+            param = nn.Parameter(values)
+            if grad.dtype != values.dtype:
+                param.grad_dtype = grad.dtype
+            made.append(Twin(one, param, grad))
+        kept: dict[int, dict[str, Tensor]] = {}
+        for (one, slot), tensor in zip(slots, tensors[2 * count :], strict=True):
+            kept.setdefault(id(one), {})[slot.key] = tensor
+        for twin, layout in zip(made, layouts, strict=True):
+            state = kept.get(id(twin.near), {})
+            self.room.keep(twin.values, layout, [state[slot.key] for slot in layout.columns])
+            if self.delays and self.driver is not None:
+                twin.shadow = self._shadow(twin.near)
+            self.twins[id(twin.near)] = twin
+        self.refetch(made)
+
+    def _shadow(self, near: Tensor) -> Tensor:
+        shadow = torch.empty_like(near.detach())
+        own = getattr(self.driver, "own", None)
+        if own is not None:
+            own(shadow)
+        return shadow
+
+    def prints(self, count: int) -> Tensor:
+        """Two numbers for each of `count` gradients, which a copy may write."""
+        free = 0 if self._prints is None else self._prints.numel()
+        if free < 2 * count:
+            return self.room.take([Wanted("fingerprints", torch.Size([2, count]), torch.int64)])[0]
+        assert self._prints is not None
+        found, self._prints = self._prints[: 2 * count].view(2, count), self._prints[2 * count :]
+        return found
+
+    def of(self, near: Iterable[Tensor]) -> list[Twin]:
+        """The twins of these; those that are not trained have none."""
+        return [self.twins[id(one)] for one in near if id(one) in self.twins]
+
+    def look(self) -> None:
+        """Follow what was written to parameters, or moved, since host and device last agreed."""
+        changed = [twin for twin in self.twins.values() if twin.near.requires_grad and twin.look()]
+        if changed:
+            self.follow(changed)
+
+    def follow(self, twins: Sequence[Twin]) -> None:
+        """These parameters were written: that counts, and not what an update has made of them meanwhile."""
+        lost = sum(twin.pending for twin in twins)
+        if lost:
+            warnings.warn(_DROPPED % lost, stacklevel=2)
+        self.refetch(twins)
+
+    def refetch(self, twins: Sequence[Twin]) -> None:
+        """The values of the twins are those of the parameters."""
+        if not twins:
+            return
+        pairs = [(twin.near.detach(), twin.values.detach()) for twin in twins]
+        if self.copies is None:
+            for near, values in pairs:
+                values.copy_(near)
+        else:
+            self.copies.to_host([near.contiguous() for near, _ in pairs], [values for _, values in pairs]).wait()
+            torch.autograd.graph.increment_version([twin.values for twin in twins])
+        for twin in twins:
+            twin.pending = twin.checked = False
+            twin.agree()
+
+    def fetch(
+        self, pairs: Sequence[tuple[Twin, Tensor]], *, left_as: Sequence[int] = (), ready: Copy | None = None
+    ) -> Copy | None:
+        """Gradients to where the update reads them, once `ready`; a ticket where they are on their way.
+
+        `left_as`: their versions when `ready` was set; they may yet be edited. What was not is not fetched again.
+        """
+        if not left_as:
+            pairs = [(twin, grad) for twin, grad in pairs if not twin.holds(grad)]
+        for place, (twin, grad) in enumerate(pairs):
+            if twin.grad.dtype != grad.dtype:
+                self._exchange(twin, grad.dtype)
+            twin.fetched = (grad, left_as[place]) if left_as else None
+        if self.copies is None:
+            for twin, grad in pairs:
+                twin.grad.copy_(grad.detach())
+            return None
+        if not pairs:
+            return None
+        sources, targets = [grad.detach() for _, grad in pairs], [twin.grad for twin, _ in pairs]
+        # a gradient is checked when it is found; its twin, once
+        ticket = self.copies.to_host(sources, targets, ready=ready, checked=all(twin.checked for twin, _ in pairs))
+        for twin, _ in pairs:
+            twin.checked = True
+        return ticket
+
+    def _exchange(self, twin: Twin, dtype: torch.dtype) -> None:
+        """Gradients come in another dtype from here on; what the old one took is kept for when it comes back."""
+        twin.others[twin.grad.dtype] = twin.grad
+        found = twin.others.pop(dtype, None)
+        if found is None:
+            (found,) = self.room.take([Wanted("gradients", twin.near.shape, dtype)])
+        twin.grad, twin.values.grad_dtype, twin.checked = found, dtype, False
+
+    def store(self, twins: Sequence[Twin], ready: Any) -> Copy | None:
+        """Updated values to the device, once `ready`; without one, `publish` takes them."""
+        if self.copies is None:
+            return None
+        targets = [twin.near.detach() if twin.shadow is None else twin.shadow for twin in twins]
+        sources = [twin.values.detach() for twin in twins]
+        return self.copies.to_device(sources, targets, ready=ready, checked=all(twin.checked for twin in twins))
+
+    def reading(self, value: Any) -> Callable[[], Any]:
+        """What a number on the device is now, for whoever asks later, on any thread, and waits for nothing else."""
+        if not isinstance(value, Tensor):
+            return lambda: value
+        if self.copies is None or value.is_cpu:
+            kept = value.detach().clone()
+            return lambda: kept
+        wanted = Wanted("scalars", torch.Size([1]), torch.float32)
+        cell = self._cells.pop() if self._cells else self.room.take([wanted])[0]
+        ticket = self.copies.to_host(value.detach().to(torch.float32).reshape(1), cell)
+
+        def read() -> Any:
+            ticket.wait()
+            found = cell.clone()
+            self._cells.append(cell)
+            return found
+
+        return read
+
+    def here(self) -> Copy | None:
+        """A ticket for all that the device has been given until now."""
+        return None if self.copies is None else self.copies.here()
+
+    def consumed(self, twins: Sequence[Twin], *, updated: bool) -> None:
+        """The gradients of these are of no more use; with `updated`, their values are of the step to come."""
+        for twin in twins:
+            twin.pending, twin.fetched = twin.pending or (updated and self.delays), None
+            if self._poisons:
+                twin.grad.fill_(torch.nan)
+            twin.free = True  # last: from now on the next one may be fetched
+        self.freed()
+
+    @property
+    def pending(self) -> list[Twin]:
+        return [twin for twin in self.twins.values() if twin.pending]
+
+    def publish(self, updated: Sequence[Twin]) -> None:
+        """What was `updated`, or is pending where updates are delayed, is what everybody sees: all of it at once."""
+        twins = self.pending if self.delays else list(updated)
+        with torch.no_grad():
+            if self.delays and self.driver is None:
+                for twin in twins:
+                    twin.near.detach().copy_(twin.values.detach())
+            elif self.delays:
+                shadowed = [(alias(twin.near, 0, twin.near.shape), twin.shadow) for twin in twins]
+                put_in_place(self.driver, [(near, shadow) for near, shadow in shadowed if shadow is not None])
+        torch.autograd.graph.increment_version([twin.near for twin in twins])
+        for twin in twins:
+            twin.pending, twin.loaded = False, None
+            twin.agree()
+
+    def pend(self, near: Tensor, values: Tensor) -> None:
+        """Values that were saved with their update yet to be published, if they are others than the twin's."""
+        twin = self.twins[id(near)]
+        if torch.equal(values.to(twin.values.device), twin.values):
+            return
+        with torch.no_grad():
+            alias(twin.values, 0, twin.values.shape).copy_(values)  # its master comes with it, and is not to begin anew
+        if self.copies is not None:
+            ticket = self.store([twin], None)
+            assert ticket is not None
+            ticket.wait()
+        twin.pending, twin.loaded = True, int(fingerprint(near))

@@ -1,0 +1,395 @@
+"""Parameters that zk.shard divides: their pieces on this rank stand in for them, and their state is shown whole.
+
+Within an optimizer everything is about pieces: 1-D, with gradients and state of their length. What users see, under
+`opt.state` and in a state_dict, belongs to their parameters and has the logical shape. Where a `Host` is given, the
+pieces are twins, in host memory, of what is `near` to the compute: pieces of sharded parameters, or plain parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import StateError
+from zerokern.optim import checks
+from zerokern.optim.dtensors import DTensorHome, homes_of, is_dtensor, refuse_int8, stays
+from zerokern.optim.hosted import Host, LayoutOf, Twin
+from zerokern.optim.shown import as_local, as_shown
+from zerokern.optim.survey import Groups, added, names_of, same_objects
+from zerokern.optim.watched import WatchedState
+from zerokern.zero.homes import Home, home_of
+from zerokern.zero.sharding import Sharding
+
+__all__ = ["NOT_DELAYED", "PENDING", "Local", "localised", "scale_gradients", "sharded"]
+
+PENDING = "pending"  # in a state_dict: values of a parameter that an update has made and no step has published
+NOT_DELAYED = (
+    "this state was saved while a delayed update was pending, which this optimizer would lose; load it into one with "
+    "schedule=zk.Delayed(...), and flush() that, or call opt.flush() before saving"
+)
+
+_LATE = (
+    "{name}: its optimizer has stepped before zk.shard divided it, so its state is of another shape. Build the "
+    "optimizer after zk.shard (or fully_shard); to keep the state, take state_dict() and load it into that one"
+)
+_EXPOSED = (
+    "{name}: its gradient is with the parameter that zk.shards(model) returned for it; since that call, optimizers are "
+    "built over zk.shards(model), this one too"
+)
+
+
+def sharded(groups: Groups) -> bool:
+    """Whether any parameter is divided or replicated by zk.shard, or is a DTensor."""
+    return any(is_dtensor(param) or home_of(param) is not None for group in groups for param in group["params"])
+
+
+def localised(
+    last: Local | None,
+    groups: Groups,
+    state: WatchedState | None = None,
+    stepped: bool = False,
+    host: tuple[Host, LayoutOf] | None = None,
+) -> Local:
+    """What is known of the parameters, anew if they are others, or elsewhere; `state` as it has been assigned since."""
+    local = last if last is not None and last.knows(groups) else Local(groups, host, last)
+    if state is not None:
+        local.adopt(state, refuse_plain=stepped and last is None)
+    return local
+
+
+class Local:
+    """The parameters of one optimizer, and their pieces in the same order.
+
+    `shares`: for each of them 0 if its gradient counts here alone, else the number of the group that it is summed over.
+    `starts`: the elements of the whole parameters that the pieces begin with.
+    """
+
+    def __init__(self, groups: Groups, host: tuple[Host, LayoutOf] | None = None, last: Local | None = None) -> None:
+        self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
+        self.homes: list[Home | DTensorHome | None] = homes_of(
+            self.everyone, names_of(groups), () if last is None else last.homes
+        )
+        pairs = list(zip(self.everyone, self.homes, strict=True))
+        self._wholes = [None if home is None or param is home.piece else home for param, home in pairs]
+        self.near: list[Tensor] = [param if home is None else home.piece for param, home in pairs]
+        for param, near in zip(self.everyone, self.near, strict=True):
+            if near is not param and hasattr(param, "_zk_driver"):
+                near._zk_driver = param._zk_driver  # type: ignore[attr-defined]
+        self.host = None if host is None else host[0]
+        self._trained = [one.requires_grad for one in self.near]
+        self.pieces = self.near if host is None else host[0].take_in(self.near, self._grad_dtypes(), host[1])
+        self.shardings = list({id(h.sharding): h.sharding for h in self.homes if h is not None}.values())
+        # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
+        self.defers = any(isinstance(s, Sharding) and (host or not s.replicated) for s in self.shardings)
+        self.publishers = [s.publisher for s in self.shardings if isinstance(s, Sharding)]
+        divided = [sharding for sharding in self.shardings if not sharding.replicated]
+        self.teams = list({id(sharding.group): sharding.group for sharding in divided}.values())
+        numbers = {id(team): number for number, team in enumerate(self.teams, 1)}
+        self.shares = [
+            0 if home is None or home.sharding.replicated else numbers[id(home.sharding.group)] for home in self.homes
+        ]
+        self.starts = [0 if home is None else home.start for home in self.homes]
+        self.state = WatchedState()
+        self._home_of = {id(p): home for p, home in zip(self.pieces, self.homes, strict=True) if home is not None}
+        self._stand_ins = [(p, h) for p, h in zip(self.everyone, self._wholes, strict=True) if h is not None]
+        self._outer: Mapping[Any, Any] | None = None
+        self._exported: dict[int, dict[str, Any]] = {}
+        self._lent: list[int] = []
+        self._fold: float | Tensor = 1.0
+        self._borrowed: list[tuple[Tensor, Tensor | None]] = []
+        self._folds: list[tuple[Any, float | Tensor]] = []
+
+    def knows(self, groups: Groups) -> bool:
+        """Whether these are the parameters, and they live where they did."""
+        everyone = [param for group in groups for param in group["params"]]
+        known = same_objects(everyone, self.everyone) and all(map(stays, everyone, self.homes))
+        return known and (self.host is None or self._trained == [one.requires_grad for one in self.near])
+
+    def _grad_dtypes(self) -> list[torch.dtype]:
+        """What gradients come in, as far as that is known before they do."""
+        made = []
+        for param, home, near in zip(self.everyone, self.homes, self.near, strict=True):
+            found = param.grad if home is None else home.local_gradient(param)
+            made.append(found.dtype if found is not None else getattr(near, "grad_dtype", None) or near.dtype)
+        return made
+
+    def groups(self, groups: Groups) -> list[dict[str, Any]]:
+        """The optimizer's groups, or these with loaded values, over pieces; messages call those by their parameters."""
+        made, start = [], 0
+        for number, group in enumerate(groups):
+            some = slice(start, start := start + len(group["params"]))
+            if group.get("state_format") == "int8":
+                refuse_int8(self.homes[some])
+            places = [f'param_groups[{number}]["params"][{i}]' for i in range(len(group["params"]))]
+            names = [place if h is None else h.name for place, h in zip(places, self.homes[some], strict=True)]
+            made.append({"param_names": names, **group, "params": self.pieces[some]})
+        return made
+
+    def look(self) -> None:
+        """Writes to whole parameters count as writes to their pieces; our own have been accounted for by `publish`."""
+        for param, home in self._stand_ins:
+            if isinstance(home, DTensorHome):
+                home.look()
+                continue
+            version = param._version
+            if version != home.seen_version:
+                torch.autograd.graph.increment_version(home.piece)
+                home.seen_version = version
+        if self.host is not None:
+            self.host.look()
+
+    def gradients(self) -> dict[int, Tensor]:
+        """The gradients that there are near the compute, by their place."""
+        found: dict[int, Tensor] = {}
+        for place, (param, home, near) in enumerate(zip(self.everyone, self.homes, self.near, strict=True)):
+            grad = param.grad if home is None else home.local_gradient(param)
+            if grad is None and home is not None and near.grad is not None and param is not near:
+                raise StateError(_EXPOSED.format(name=home.name))
+            if grad is None:
+                continue
+            plain = grad.dtype == near.dtype and grad.shape == near.shape and grad.is_contiguous()
+            if not plain or grad.device != near.device or grad.layout is not torch.strided or grad.is_neg():
+                checks.gradient(f"parameter {place}" if home is None else home.name, near, grad)
+            found[place] = grad
+        return found
+
+    def lend(self, places: Iterable[int]) -> None:
+        """Let the twins of these have the gradients that are fetched for them, until `leave`."""
+        self._lent = list(places)
+        for place in self._lent:
+            twin = self.twin(place)
+            self._borrowed.append((twin.values, None))
+            twin.values.grad = twin.grad
+
+    def twin(self, place: int) -> Twin:
+        assert self.host is not None
+        found = self.host.of([self.near[place]])
+        if not found:
+            raise StateError(f"parameter {place} has a gradient, and does not require one; allowed: requires_grad=True")
+        return found[0]
+
+    def readings(self, places: Iterable[int]) -> list[tuple[Tensor, int]]:
+        """The gradients that an update of these reads where they lie, and their versions."""
+        grads = [self.pieces[place].grad for place in places]
+        return [(grad, grad._version) for grad in grads if grad is not None]
+
+    def enter(self) -> None:
+        """Lend the gradients to the pieces, until `leave`."""
+        self.look()
+        for param, home in self._stand_ins:
+            piece, grad = home.piece, home.local_gradient(param)
+            before = piece.grad
+            if grad is None and before is not None:
+                raise StateError(_EXPOSED.format(name=home.name))
+            if grad is not before:
+                piece.grad = grad
+                self._borrowed.append((piece, before))
+
+    def leave(self, *, undone: bool) -> None:
+        """Take the gradients back. `undone`: nothing has changed, so a factor taken up is there for the next step."""
+        for piece, before in self._borrowed:
+            piece.grad = before
+        self._borrowed.clear()
+        for sharding, factor in self._folds if undone else ():
+            sharding.fold(factor)
+        self._folds.clear()
+
+    def adopt(self, outer: WatchedState, *, refuse_plain: bool = False) -> None:
+        """Follow what was assigned to the optimizer's state since it was last shown.
+
+        `refuse_plain`: state that was made before its parameter was sharded is no state for it.
+        """
+        if outer is self._outer and not outer.mark.changed:
+            return
+        made: dict[Any, Any] = {}
+        for param, piece, home in zip(self.everyone, self.pieces, self._wholes, strict=True):
+            entry = outer.get(param)
+            if entry is None:
+                continue
+            if home is None:
+                made[piece] = entry
+                continue
+            if entry and refuse_plain:
+                raise StateError(_LATE.format(name=home.name))
+            mine, shown = self.state.get(piece) or {}, self._exported.get(id(piece), {})
+            made[piece] = {
+                key: mine[key] if key in mine and value is shown.get(key) else as_local(home, key, value, own=True)
+                for key, value in entry.items()
+            }
+        made.update(self._others(outer))
+        for near, piece, entry in zip(self.near, self.pieces, map(made.get, self.pieces), strict=True):
+            if entry and PENDING in entry and entry[PENDING].data_ptr() != piece.data_ptr():
+                values = entry.pop(PENDING)
+                if self.host is not None and self.host.delays:
+                    self.host.pend(near, values)
+                elif not torch.equal(values.to(near.device), near):
+                    raise StateError(NOT_DELAYED)
+        self.state = WatchedState(made)
+        outer.watch_all()
+        self._outer = outer
+
+    def _others(self, outer: Mapping[Any, Any]) -> dict[Any, Any]:
+        """State under keys that are none of the parameters."""
+        known = set(map(id, self.everyone))
+        return {key: entry for key, entry in outer.items() if id(key) not in known}
+
+    def shown(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> dict[Any, Any]:
+        """State of pieces as it is shown of their parameters; tensors that `outer` shows already are the same ones."""
+        made = self._others(outer)
+        for param, piece, home in zip(self.everyone, self.pieces, self._wholes, strict=True):
+            entry = state.get(piece)
+            if entry is None:
+                continue
+            if home is None:
+                made[param] = entry
+            else:
+                before = outer.get(param) or {}
+                made[param] = {key: as_shown(home, key, value, before.get(key)) for key, value in entry.items()}
+        return made
+
+    def export(self, outer: WatchedState) -> None:
+        """Show in the optimizer's state what has been made here."""
+        for param, entry in self.shown(self.state, outer).items():
+            if outer.get(param) is not entry:
+                outer[param] = entry
+        outer.watch_all()
+        self._exported = {
+            id(piece): dict(outer[param])
+            for param, piece in zip(self.everyone, self.pieces, strict=True)
+            if param in outer
+        }
+        self._outer = outer
+
+    def bound(self, pieces: Iterable[Tensor], outer: WatchedState) -> None:
+        """State has been made for these: what it did not take of their first values is of no use."""
+        for piece in pieces:
+            self.exact(piece)
+        if self.host is not None and self.host.delays:
+            for piece in self.pieces:
+                if piece in self.state:  # shown, because who flattens a state_dict asks a fresh optimizer for its keys
+                    self.state[piece].setdefault(PENDING, piece.detach())
+        self.export(outer)
+
+    def loading(
+        self, groups: Groups, merged: Groups, state_dict: dict[str, Any]
+    ) -> tuple[Groups, Groups, dict[str, Any]]:
+        """Groups, merged groups and a state_dict as if they were about the pieces."""
+        ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+        state = dict(state_dict["state"])
+        for key, home in zip(ids, self._wholes, strict=True):
+            if home is not None and key in state:
+                state[key] = {name: as_local(home, name, value) for name, value in state[key].items()}
+        return self.groups(groups), self.groups(merged), {**state_dict, "state": state}
+
+    def saved(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> dict[Any, Any]:
+        """As `shown`, with copies of pending values: who loads a checkpoint writes into what a state_dict shows."""
+        waiting = {key: entry for key, entry in state.items() if isinstance(entry, dict) and PENDING in entry}
+        copies = {key: {**entry, PENDING: entry[PENDING].clone()} for key, entry in waiting.items()}
+        return self.shown({**state, **copies}, outer)
+
+    def refetch(self) -> None:
+        """Parameters may have been written in ways that nobody counts: what they hold is what counts."""
+        if self.host is not None:
+            self.host.follow(list(self.host.twins.values()))
+
+    def loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
+        """Take loaded state of pieces over; returns it as it is shown."""
+        mine = set(map(id, self.pieces))
+        self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine})
+        outer = WatchedState({key: entry for key, entry in state.items() if id(key) not in mine})
+        if self.host is not None:
+            self.host.refetch(self.host.pending)  # replaced, not lost: nobody need be warned of it
+        self.look()
+        if self.host is not None:
+            for place, values in pending.items():
+                self.host.pend(self.near[place], values)
+        self.bound(self.state, outer)
+        return outer
+
+    def exact(self, piece: Tensor) -> Tensor | None:
+        """The fp32 values that a piece began with, if its dtype rounded them: once."""
+        home = self._home_of.get(id(piece))
+        initial = None if home is None else home.take_initial()
+        return None if initial is None else initial.to(piece.device)
+
+    def take_fold(self) -> float | Tensor:
+        """The factor of all gradients that clipping has left pending; one that is not that of all is applied here."""
+        if self.host is None:
+            return self._folded([place for place, piece in enumerate(self.pieces) if piece.grad is not None])
+        fold, self._fold = self._fold, 1.0
+        return fold
+
+    def fold_near(self, places: Iterable[int]) -> None:
+        """What clipping has left pending, before gradients are fetched: what is applied here is applied near them."""
+        self._fold = self._folded(places)
+
+    def _folded(self, places: Iterable[int]) -> float | Tensor:
+        folds = [(sharding, factor) for sharding in self.shardings for factor in (sharding.take_fold(),)]
+        folds = [(sharding, factor) for sharding, factor in folds if isinstance(factor, Tensor) or factor != 1.0]
+        if not folds:
+            return 1.0
+        mine = {id(self.homes[place] or self.pieces[place]) for place in places}
+        if len(self.shardings) == 1 and mine == with_gradients(self.shardings[0]):
+            self._folds = folds
+            return folds[0][1]
+        for sharding, factor in folds:
+            scale_gradients(sharding.zero_order, factor)
+        return 1.0
+
+    def total(self, sums: Sequence[float], *, skip: bool) -> float:
+        """The sum of squares over all ranks; not finite on any of them if this one is to `skip`."""
+        terms = [sums[0]]
+        broken = skip or not math.isfinite(sums[0])
+        for own, team in zip(sums[1:], self.teams, strict=True):
+            term = torch.tensor([math.inf if broken else own], dtype=torch.float64, device=team.device)
+            team.all_reduce(term).wait()
+            terms.append(term.item())
+        return added(terms)
+
+    def total_there(self, sums: Sequence[Tensor], out: Tensor, found_inf: Tensor | None) -> None:
+        """As `total`, of 0-dim tensors on a device and into `out`, without waiting for it."""
+        out[0].copy_(sums[0])
+        broken = torch.isfinite(sums[0]).logical_not()
+        if found_inf is not None:
+            broken = broken | (found_inf.reshape(()) != 0)
+        for number, (own, team) in enumerate(zip(sums[1:], self.teams, strict=True), 1):
+            term = out[number : number + 1]
+            term.copy_(torch.where(broken, math.inf, own))
+            team.all_reduce(term).wait()
+
+    def announce(self) -> None:
+        """What the host has updated counts as what is near the compute: at once, or, with a delay, as of now."""
+        if self.host is not None:
+            self.host.publish(self.host.of(self.near[place] for place in self._lent))
+
+    def publish(self) -> None:
+        """Let all ranks see what was updated."""
+        self.announce()
+        for sharding in self.shardings:
+            sharding.publish()
+
+
+def gradient_of(param: Tensor, home: Home | DTensorHome) -> Tensor | None:
+    """This rank's span of a gradient, which is with the piece where the piece is what is trained (`zk.shards`)."""
+    found = home.local_gradient(param)
+    return home.piece.grad if found is None else found
+
+
+def with_gradients(sharding: Any) -> set[int]:
+    """The ids of the homes of all parameters of a model that have gradients."""
+    homes = [(param, home) for param in sharding.zero_order if (home := home_of(param)) is not None]
+    return {id(home) for param, home in homes if param.grad is not None or home.piece.grad is not None}
+
+
+def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply this rank's span of each gradient in place."""
+    with torch.no_grad():
+        for param in params:
+            home = home_of(param)
+            grad = param.grad if home is None else gradient_of(param, home)
+            if grad is not None:
+                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)

@@ -1,0 +1,74 @@
+"""What of an update is fetched, stepped and stored together: a bucket of zk.shard, or a run of plain parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zerokern.zero.homes import Home
+
+__all__ = ["Part", "parts_of", "row_ranges"]
+
+LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's rate
+
+
+@dataclass(frozen=True)
+class Part:
+    """`members`: places among an optimizer's parameters. `sharding`, `bucket`: which of its buckets this is."""
+
+    name: str
+    members: tuple[int, ...]
+    sharding: Any = None
+    bucket: int = -1
+
+
+def parts_of(pieces: Sequence[Tensor], homes: Sequence[Any]) -> list[Part]:
+    """In the order in which forwards need them, as far as that is known: parameters in theirs, then buckets in theirs.
+
+    >>> import torch
+    >>> [part.members for part in parts_of([torch.empty(3 << 20), torch.ones(1), torch.ones(2)], [None] * 3)]
+    [(0,), (1, 2)]
+    """
+    parts: list[Part] = []
+    members: list[int] = []
+    nbytes = 0
+    buckets: dict[tuple[int, int], list[int]] = {}
+    shardings: dict[int, Any] = {}
+    for place, (piece, home) in enumerate(zip(pieces, homes, strict=True)):
+        if isinstance(home, Home):
+            if home.gradients is not None:
+                shardings[id(home.sharding)] = home.sharding
+                buckets.setdefault((id(home.sharding), home.gradients.number), []).append(place)
+            continue
+        members.append(place)
+        nbytes += piece.nbytes
+        if nbytes >= LEAST_NBYTES:
+            parts.append(Part(f"parameters {members[0]} to {members[-1]}", tuple(members)))
+            members, nbytes = [], 0
+    if members:
+        parts.append(Part(f"parameters {members[0]} to {members[-1]}", tuple(members)))
+    for number, sharding in enumerate(shardings.values()):
+        prefix = f"model {number} " if len(shardings) > 1 else ""
+        for bucket in sorted(key[1] for key in buckets if key[0] == id(sharding)):
+            name = f"{prefix}bucket {bucket}"
+            parts.append(Part(name, tuple(buckets[id(sharding), bucket]), sharding, bucket))
+    return parts
+
+
+def row_ranges(part: Part, rows: dict[int, int]) -> list[tuple[int, int]]:
+    """The rows of these members in a table, as few [begin, end) as possible. `rows`: a member's row.
+
+    >>> row_ranges(Part("p", (4, 5, 6, 9)), {4: 0, 5: 1, 9: 2, 7: 3})
+    [(0, 3)]
+    """
+    found = sorted(rows[member] for member in part.members if member in rows)
+    ranges: list[tuple[int, int]] = []
+    for row in found:
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = (ranges[-1][0], row + 1)
+        else:
+            ranges.append((row, row + 1))
+    return ranges
