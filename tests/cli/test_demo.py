@@ -63,7 +63,7 @@ def test_options_are_read() -> None:
         (["--steps", "0"], "--steps: count='0' is not possible; allowed: a whole number from 1 on"),
         (["--out", "demo.txt"], "out='demo.txt' is not possible; allowed: a .png"),
         (["--out", "no-such-folder/demo.png"], "in a folder that exists"),
-        (["--act", "3"], "invalid choice: '3'"),
+        (["--act", "4"], "invalid choice: '4'"),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,14 +281,14 @@ def test_picture_has_a_panel_for_each_act(tmp_path: Path) -> None:
 
 
 def test_the_quick_demo_runs(tmp_path: Path) -> None:
-    """As CI runs it: both acts, plain lines, a picture."""
+    """As CI runs it: all acts, plain lines, a picture."""
     command = [sys.executable, "-m", "zerokern", "demo", "--quick", "--out", str(tmp_path / "demo.png")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     said = ("OUT OF MEMORY (step 1, optimizer)", "zk.AdamW int8: trained", "exact on disk: trained", "Act 2")
-    for words in (*said, "demo.png written"):
+    for words in (*said, "Act 3", "planned for a rank", "demo.png written"):
         assert words in ran.stdout
-    assert picture_size(tmp_path / "demo.png") == (2880, 864)
+    assert picture_size(tmp_path / "demo.png") == (3840, 864)
 
 
 def test_a_spec_survives_the_command_line() -> None:

@@ -59,6 +59,56 @@ def test_a_page_without_its_markers_is_refused(page: str) -> None:
         readme.between_markers(page)
 
 
+ZERO_PAGE = f"# x\n{readme.ZERO_BEGIN}\n{readme.ZERO_END}\nafter\n"
+STEPS = {
+    "op": "zero",
+    "label": "CPU, gloo: no claim for GPUs",
+    "machine": {"cpu": "CPU", "isa": "avx512"},
+    "versions": {"torch": "2.13.0"},
+    "date": "2026-11-21T10:00:00+00:00",
+    "command": "zerokern bench zero",
+    "contests": [
+        {
+            "name": "GPT 25M",
+            "sequences_per_rank": 2,
+            "context": 32,
+            "ddp_communication_share": 0.27,
+            "peers": {"ddp": {}},
+        }
+    ],
+    "rows": [
+        {
+            "contest": "GPT 25M",
+            "name": "zk.shard stage 2",
+            "ns": 250_000_000,
+            "peer": False,
+            "ratio": {"ddp": 1.04},
+            "ratio_interval": {"ddp": [1.0, 1.1]},
+        },
+        {"contest": "GPT 25M", "name": "ddp", "ns": 260_000_000, "peer": True, "ratio": {}, "ratio_interval": {}},
+    ],
+}
+
+
+def test_table_of_whole_steps() -> None:
+    page = readme.written(ZERO_PAGE, STEPS, "bench/results/z.json")
+    assert readme.between_markers(page, readme.ZERO_BEGIN, readme.ZERO_END) == readme.steps_table(
+        STEPS, "bench/results/z.json"
+    )
+    lines = page.splitlines()
+    assert "| GPT 25M | a step | vs ddp (260 ms) |" in lines
+    assert "| zk.shard stage 2 | 250 ms | **1.04x** (1.00 to 1.10) |" in lines
+    assert any(line.startswith("CPU, gloo: no claim for GPUs. CPU (avx512)") for line in lines)
+
+
+@pytest.mark.parametrize("op", sorted(readme.MARKERS))
+def test_the_readme_shows_the_steps_that_were_measured(op: str) -> None:
+    shown = readme.between_markers((ROOT / "README.md").read_text(encoding="utf-8"), *readme.MARKERS[op])
+    source = readme.source_of(shown)
+    assert source.startswith("bench/results/")
+    assert shown == readme.steps_table(json.loads((ROOT / source).read_text(encoding="utf-8")), source)
+
+
 def test_the_readme_shows_what_was_measured() -> None:
     """Numbers in the README are those of the file that it names; `python -m bench.readme <file>` writes them."""
     shown = readme.between_markers((ROOT / "README.md").read_text(encoding="utf-8"))

@@ -11,15 +11,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from zerokern.cli import bench_offload, bench_zero
 from zerokern.core.errors import got
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream", "io")
+OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream", "io", "zero", "offload")
 PEERS = (
     "torch", "torch-optim", "torch-tiled", "foreach", "for", "compile", "deepspeed", "torchao", "bitsandbytes", "avx2",
-    "fio",
+    "fio", "ddp", "zero1", "fsdp2", "fsdp2-ours",
 )  # fmt: skip
 DEFAULT_PEERS = {"io": ("fio",)}
 TIERS = ("cpu", "nvme")
@@ -54,7 +55,7 @@ def parse_peers(text: str) -> tuple[str, ...]:
     (('torch', 'compile'), ())
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in PEERS]
+    unknown = [name for name in names if name not in (*PEERS, bench_offload.NONE)]
     if unknown:
         raise argparse.ArgumentTypeError(got("vs", ",".join(unknown), f"a list of {', '.join(PEERS)}"))
     return names
@@ -98,6 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the result, to a new file")
     parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw the result")
     parser.add_argument("--smoke", action="store_true", help="a few rounds on little data: does it work")
+    bench_zero.add_arguments(parser)
+    bench_offload.add_arguments(parser)
 
 
 def suite(module: str) -> ModuleType:
@@ -120,7 +123,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     console = Console(highlight=False, soft_wrap=True)
     try:
-        if args.path is not None:
+        if args.op == "zero":
+            _keep(args, bench_zero.measure(args, console, suite, _command()), suite("zero.plot"))
+        elif args.op == "offload":
+            _keep(args, bench_offload.measure(args, console, suite, _command()), suite("offload.plot"))
+        elif args.path is not None:
             _measure_disk(args, console)
         else:
             _measure(args, console)
@@ -132,6 +139,9 @@ def run(args: argparse.Namespace) -> int:
 
 def mismatch(args: argparse.Namespace) -> str:
     """What of the options does not fit together, or nothing."""
+    says = bench_offload.mismatch(args)
+    if says or args.op in ("zero", "offload"):
+        return says
     on_disk = args.op == "io" or args.tier == "nvme"
     if args.tier == "nvme" and args.op != "adam":
         return got("tier", "nvme", "cpu with any other op than adam")

@@ -49,7 +49,7 @@ class Act:
         return held | {"ring": self.ring_nbytes}, {role: nbytes for role, nbytes in roles.items() if role in ON_DISK}
 
 
-FULL = Act(Shape(8, 1024, 64), ("torch", "exact", "int8-split8"), 1_500_000_000, 4, 30, 2e-4, 35.0)
+FULL = Act(Shape(8, 1024, 64), ("torch", "exact", "int8-split8"), 1_500_000_000, 4, 30, 2e-4, 28.0)
 LOWER = replace(FULL, contenders=("torch", "int8-split8", f"exact{DISK}"), cap=600_000_000, steps=6, seconds=12.0)
 QUICK = Act(Shape(8, 512, 64), ("torch", "int8-split8"), 300_000_000, 2, 3, 1e-3, 8.0, 4 << 20)
 QUICK_LOWER = replace(QUICK, contenders=("int8-split8", f"exact{DISK}"), cap=170_000_000)

@@ -1,4 +1,4 @@
-"""demo.png: what each optimizer holds under the cap, and the loss curves on top of each other."""
+"""demo.png: what each optimizer holds under the cap, the loss curves on top of each other, what each rank holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from zerokern.cli.demo import memory, race
+from zerokern.cli.demo import memory, race, together
 
 INK = "#1f2430"
 GRID = "#e4e6eb"
@@ -26,7 +26,11 @@ ROLE_COLOURS = {
     "exp_avg": "#e08e45",
     "exp_avg_sq": "#f2c38f",
     "ring": "#5b6472",
+    "buffers": "#5b6472",
+    "scratch": "#c3c7cf",
+    "gathered": "#a9c4a4",
 }
+DARK = ("parameters", "ring", "buffers")
 LANE_STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#b9bec8", "linewidth": 6.0, "solid_capstyle": "round"},
     {"color": "#2f5d8a", "linewidth": 2.2},
@@ -59,7 +63,7 @@ def stack(axes: Axes, x: int, bottom: float, needs: dict[str, int], least: float
         )
         axes.bar(x, height, BAR_WIDTH, bottom, **fill)
         if nbytes > least:
-            ink = "white" if role == "parameters" else INK
+            ink = "white" if role in DARK else INK
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1} if on_disk else None
             name = f"{role}, on disk" if on_disk else role
             axes.text(x, bottom + height / 2, name, ha="center", va="center", fontsize=11, color=ink, bbox=box)
@@ -118,10 +122,69 @@ def draw_losses(axes: Axes, gaps: Axes, lanes: list[race.Lane]) -> None:
     gaps.set_xlabel("step")
 
 
-def draw(path: Path, capped: list[tuple[memory.Act, list[memory.Outcome]]], lanes: list[race.Lane]) -> None:
-    """Writes the picture of the acts that ran, a panel for each cap and one for the losses."""
+def draw_ranks(axes: Axes, curves: Axes, outcome: together.Outcome) -> None:
+    """What one process, the plan and each rank hold, and below it their losses."""
+    gathered = {"gathered": max(one.gathered for one in outcome.ranks)}
+    bars = [
+        ("torch,\none process", outcome.plain.roles, outcome.plain.pages),
+        ("planned\nfor a rank", outcome.plan.roles, 0),
+        *((f"rank {rank},\nmeasured", one.roles | gathered, one.pages) for rank, one in enumerate(outcome.ranks)),
+    ]
+    least = 2 * LEAST_NAMED * max(sum(roles.values()) for _, roles, _ in bars)
+    for x, (_, roles, pages) in enumerate(bars):
+        ordered = {role: roles[role] for role in ROLE_COLOURS if role in roles}
+        top = stack(axes, x, 0.0, ordered, least, on_disk=False)
+        if pages:
+            axes.hlines(
+                pages / 1e6,
+                x - 0.4,
+                x + 0.4,
+                color=ALARM,
+                linewidth=1.8,
+                label="" if x else "pages after a step, from outside",
+            )
+        axes.annotate(
+            f"{top:,.0f} MB",
+            (x, max(top, pages / 1e6)),
+            (0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontweight="bold",
+        )
+    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.legend(frameon=False, loc="upper right")
+    axes.margins(y=0.16)
+    axes.set_ylabel("MB, besides activations")
+    act = outcome.act
+    clean(axes, f"{act.shape.numel / 1e6:.0f}M parameters on {act.world} processes, stage {act.stage}")
+    steps = range(1, len(outcome.ranks[0].losses) + 1)
+    for told, style, name in (
+        (outcome.plain, LANE_STYLES[0], "torch, one process"),
+        (outcome.ranks[0], LANE_STYLES[1], f"zk.shard, {act.world} processes"),
+    ):
+        curves.plot(steps, told.losses[: len(steps)], label=name, **style)
+    curves.spines[["top", "right"]].set_visible(False)
+    curves.grid(axis="y", color=GRID)
+    curves.legend(frameon=False, loc="upper right")
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
+    curves.set_ylabel("training loss")
+    curves.set_xlabel("step")
+
+
+def draw(
+    path: Path,
+    capped: list[tuple[memory.Act, list[memory.Outcome]]],
+    lanes: list[race.Lane],
+    ranks: together.Outcome | None = None,
+) -> bool:
+    """Writes the picture of the acts that ran: a panel for each cap, one for the losses, one for the ranks. False where
+    there is none.
+    """
     capped = [(act, outcomes) for act, outcomes in capped if outcomes]
-    panels = len(capped) + bool(lanes)
+    ranks = None if ranks is None or ranks.failure else ranks
+    panels = len(capped) + bool(lanes) + bool(ranks)
+    if not panels:
+        return False
     with plt.rc_context(FONT | TICKS):
         figure = plt.figure(figsize=(8.0 * panels, 7.2), layout="constrained", dpi=120)
         columns = iter(figure.subfigures(1, panels, squeeze=False, wspace=0.04)[0])
@@ -130,5 +193,9 @@ def draw(path: Path, capped: list[tuple[memory.Act, list[memory.Outcome]]], lane
         if lanes:
             losses, gaps = next(columns).subplots(2, 1, sharex=True, height_ratios=(4, 1))
             draw_losses(losses, gaps, lanes)
+        if ranks:
+            held, curves = next(columns).subplots(2, 1, height_ratios=(3, 2))
+            draw_ranks(held, curves, ranks)
         figure.savefig(path)
         plt.close(figure)
+    return True

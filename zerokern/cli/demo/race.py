@@ -32,7 +32,7 @@ class Act:
     seconds: float
 
 
-FULL = Act(Shape(6, 384, 64), ("torch", "exact-fp32", "int8-fp32"), rows=8, steps=100, lr=5e-4, seconds=95.0)
+FULL = Act(Shape(6, 384, 64), ("torch", "exact-fp32", "int8-fp32"), rows=6, steps=100, lr=5e-4, seconds=65.0)
 QUICK = Act(Shape(2, 128, 64), ("torch", "exact-fp32", "int8-fp32"), rows=4, steps=20, lr=1e-3, seconds=6.0)
 
 

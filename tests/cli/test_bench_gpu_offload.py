@@ -1,0 +1,227 @@
+"""The offload sections of `bench/gpu.sh`: who trains wrongly is not timed, the worst is told of, peaks the system's."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zerokern.cli import bench
+
+asked, contest, device, offload, offload7b, offloadmax, run, sections, settings, syncs, timers, watch = (
+    bench.suite(name)
+    for name in (
+        "gpu.asked", "contest", "offload.device", "gpu.sections.offload", "gpu.sections.offload7b",
+        "gpu.sections.offloadmax", "run", "gpu.sections", "gpu.settings", "offload.syncs", "timers", "offload.watch",
+    )
+)  # fmt: skip
+case = bench.suite("offload.case")
+STAGE = device.Stage(torch.device("cpu"), offload.TOY)
+KIND = f"{offload.RESIDENT}, int8"
+SMALL = case.Case(device.SYNC, "exact", 6, 512, 32, (32,), 3, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [section.name for section in sections.ALONE])
+def test_a_section_is_rehearsed(name: str, tmp_path: Path) -> None:
+    # in a process of its own: sections are forks, and one of this process, which has OpenMP threads, would wait for
+    # threads that a fork does not have
+    program = "import sys; from zerokern.cli import bench; sys.exit(bench.suite('gpu.__main__').main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "--rehearse", str(tmp_path), name]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads((tmp_path / f"rehearsal-{name}.json").read_text())
+    assert found["could_not"] == []
+    wanted = [one.key for one in asked.ASKED_ALONE if one.section == name]
+    assert [(line["key"], line["measured"]) for line in found["asked"]] == [(key, "rehearsed") for key in wanted]
+    missing = {who: why for about in found["contests"] for who, why in about["missing"].items()}
+    assert {who: why for who, why in missing.items() if "is not installed" not in why} == {}
+    assert not {"seconds", "tokens_per_s", "host_bytes_per_param"} & set(json.dumps(found).replace('"', " ").split())
+
+
+def test_a_run_of_everything_does_without_them() -> None:
+    alone = {section.name for section in sections.ALONE}
+    assert not alone & {section.name for section in sections.SECTIONS}
+    assert {one.section for one in asked.ASKED_ALONE} == alone
+    assert all(sections.section(name).least < sections.section(name).seconds for name in alone)
+
+
+@pytest.fixture(scope="module")
+def course() -> Iterator[dict[str, list]]:
+    """Everyone of the contest at toy size, in a world of one rank."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield offload.entrants(STAGE, 64)
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+class TestEntrants:
+    @pytest.mark.parametrize("form", device.FORMATS)
+    def test_ours_have_the_losses_of_fp32(self, course, form: str) -> None:
+        mine = [entrant for entrant, kept in (*course[""], *course[f"{offload.RESIDENT}, {form}"]) if kept == form]
+        assert len(mine) == 4
+        for entrant in mine:
+            entrant.check()
+            entrant.batch = entrant.checked_on
+            entrant.run()
+            entrant.settle()
+
+    def test_fsdp2_has_them_too(self, course) -> None:
+        ((entrant, _),) = course["fsdp2"]
+        entrant.check()
+
+    def test_delayed_must_be_late_and_others_must_not(self, course) -> None:
+        exact, late = (device.truth(STAGE, STAGE.batch(64), delayed) for delayed in (False, True))
+        assert late[:2] == pytest.approx([exact[0]] * 2) and late[2] == pytest.approx(exact[1])
+        for name, truth in ((device.SYNC, late), (device.DELAYED, exact)):
+            entrant = offload.Entrant(
+                name, lambda name=name: device.ours(STAGE, name, "exact"), lambda truth=truth: truth, STAGE.batch(64)
+            )
+            with pytest.raises(contest.WrongResult, match=f"{name}: the loss of step 2 is"):
+                entrant.check()
+
+    def test_who_fails_once_is_named_in_every_contest(self) -> None:
+        def broken() -> None:
+            raise OSError("no such link")
+
+        entrant = offload.Entrant("peer", broken, tuple, ())
+        with pytest.raises(OSError, match="no such link"):
+            entrant.check()
+        with pytest.raises(contest.Missing, match="no such link"):
+            entrant.check()
+
+    def test_nothing_is_under_way_after_a_sample(self) -> None:
+        settled: list[str] = []
+        entrant = offload.Entrant("late", None, tuple, (), trainer=device.Trainer(None, lambda: settled.append("late")))
+
+        class Clock:
+            def sample_ns(self, run: Callable, repeats: int) -> float:
+                assert settled == []
+                return 7.0
+
+        assert offload.Settled(Clock(), [entrant]).sample_ns(lambda: None, 1) == 7.0
+        assert settled == ["late"]
+
+
+class Desk:
+    """Notes what it is told."""
+
+    def __init__(self, rehearse: bool = False) -> None:
+        self.settings = settings.Settings(rehearse)
+        self.figures, self.refused = {}, {}
+
+    def figure(self, key: str, value: object, of: str = "") -> None:
+        self.figures[key] = (value, of)
+
+    def could_not(self, key: str, why: str) -> None:
+        self.refused[key] = why
+
+
+def outcome_of(ratios: dict[tuple[str, str], float], missing: dict[str, str] | None = None) -> object:
+    """Rows by name, with their ratios to peers."""
+    one = timers.Estimate(1.0, 1.0, 1.0)
+    rows = [
+        run.Row(
+            name, one, 1.0, 1, "", math.nan,
+            {peer: timers.Estimate(ratio, ratio, ratio) for (who, peer), ratio in ratios.items() if who == name},
+        )
+        for name in dict.fromkeys(who for who, _ in ratios)
+    ]  # fmt: skip
+    return run.Outcome("step", rows, {}, missing or {}, "", {})
+
+
+class TestJudge:
+    def test_the_worst_number_of_tokens_is_told_of_from_where_it_is_asked(self) -> None:
+        late, early, exact = f"{device.DELAYED}, int8", f"{device.OVERLAP}, int8", f"{device.OVERLAP}, exact"
+        shares = {4096: (0.3, 0.4), 16384: (0.97, 0.8), 32768: (0.96, 0.93), 65536: (0.99, 0.95)}
+        found = {
+            count: outcome_of(
+                {(late, KIND): delayed, (early, KIND): overlap, (exact, "deepspeed"): 2.0 + overlap},
+                {"fsdp2": "not today"},
+            )
+            for count, (delayed, overlap) in shares.items()
+        }
+        desk = Desk()
+        offload.judge(desk, found)
+        told = {key: (value.median, of) for key, (value, of) in desk.figures.items()}
+        assert told == {
+            "offload.delayed": (0.96, f"{late}, 32,768 tokens"),
+            "offload.overlap": (0.93, f"{early}, 32,768 tokens"),
+            "offload.deepspeed": (2.4, f"{exact}, 4,096 tokens"),
+        }
+        assert desk.refused == {"offload.fsdp2": "not today"}
+
+    def test_shares_of_processes_of_their_own(self) -> None:
+        def of(seconds: dict[int, float]) -> object:
+            return watch.Found([{"tokens": count, "seconds": value} for count, value in seconds.items()])
+
+        desk = Desk()
+        found = {
+            offload.RESIDENT: of({16384: 1.0, 32768: 2.0}),
+            device.DELAYED: of({16384: 1.25, 32768: 2.0, 65536: 4.0}),
+            device.OVERLAP: watch.Found(failed="ended with 1: out of memory"),
+        }
+        offload7b.judge(desk, found)
+        assert desk.figures == {"offload7b.delayed": (0.8, f"{device.DELAYED}, 16,384 tokens")}
+        assert desk.refused == {"offload7b.overlap": "ended with 1: out of memory"}
+
+    def test_ten_falling_losses_are_a_training(self) -> None:
+        def of(losses: list[float], failed: str = "") -> bool:
+            return offloadmax.trained(watch.Found([{"tokens": 64, "losses": losses}], failed=failed))
+
+        assert of([5.0 - i / 10 for i in range(10)])
+        assert not of([5.0] * 9)
+        assert not of([5.0 + i for i in range(10)])
+        assert not of([math.nan] * 10)
+        assert not of([5.0 - i / 10 for i in range(10)], "ended with -9")
+
+
+class TestWatch:
+    def test_host_memory_is_what_the_system_says(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Parameters, gradients, remainders, two states: 14 B a parameter, and what a step of this size needs."""
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        found = watch.run_case(SMALL, tmp_path / "log", 120)
+        assert found.failed == "" and found.numel == SMALL.shape.numel
+        (told,) = found.told
+        assert told["tokens"] == 32 and len(told["losses"]) == 3 and told["seconds"] > 0
+        assert found.at(32) == told and found.at(64) == {}
+        assert 14.0 <= found.host_per_parameter <= 19.0
+
+    def test_one_that_is_late_is_stopped(self, tmp_path: Path) -> None:
+        found = watch.run_case(SMALL, tmp_path / "log", 0.3)
+        assert found.failed.startswith("stopped after 0 s")
+        assert found.told == []
+
+    @pytest.mark.slow
+    def test_one_that_fails_leaves_its_last_words(self, tmp_path: Path) -> None:
+        wrong = case.Case(device.SYNC, "int7", 2, 64, 32, (32,), 3, "cpu")
+        found = watch.run_case(wrong, tmp_path / "log", 120)
+        assert found.failed.startswith("ended with 1: ") and "int7" in found.failed
+
+    def test_the_device_is_read_from_its_own_program(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        program = tmp_path / "smi"
+        program.write_text("#!/bin/sh\necho 100\necho 300\necho '[N/A]'\necho 200\nexec sleep 60\n")
+        program.chmod(0o700)
+        monkeypatch.setattr(watch, "SMI", (str(program),))
+        seen = watch.DeviceWatch()
+        while seen.peak != 300 << 20:
+            pass
+        assert seen.close() == 300 << 20
+        monkeypatch.setattr(watch, "SMI", (str(tmp_path / "nothing"),))
+        assert watch.DeviceWatch().close() is None
+
+
+@pytest.mark.parametrize("module", [syncs, case, offloadmax])
+def test_examples(module: object) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0

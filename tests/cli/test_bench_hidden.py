@@ -1,0 +1,92 @@
+"""`python -m bench.offload.hidden`: what it foretells, that it is written down before anything runs, and its result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zerokern.cli.bench import suite
+from zerokern.core import native
+from zerokern.schedule.recorder import Event
+
+hidden = suite("offload.hidden")
+RATES = hidden.Rates(update_numel_s=1e9, norm_gb_s=20.0, device_gb_s=20.0)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = native.threads()
+    yield
+    native.set_threads(before)
+
+
+def by_hand(case: hidden.Case) -> float:
+    """Seconds of a step of even units: what lies one behind the other, added up."""
+    count, numel = len(case.units), case.units[0]
+    compute = count * (case.forward_ms + case.backward_ms) / 1e3
+    down, up = (2 * numel / rate / 1e9 for rate in (case.down_gb_s, case.up_gb_s))
+    norm, update = 2 * count * numel / RATES.norm_gb_s / 1e9, numel / RATES.update_numel_s
+    if case.schedule == "sync":
+        return compute + count * (down + update + up) + norm
+    late = max(0.0, count * down - (count - 1) * case.backward_ms / 1e3 - down)  # of the fetches, behind backward
+    return compute + late + down + norm + max(update + count * up, count * update + up)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_it_foretells_what_adding_up_says(index: int) -> None:
+    """Putting in place is a copy of its own on the device, and not part of what is added up."""
+    case = hidden.CASES[index]
+    said = hidden.foretell(case, RATES)
+    placed = 2 * 2 * sum(case.units) / RATES.device_gb_s / 1e9
+    assert by_hand(case) <= said.step_s * (1 + 1e-6) and said.step_s <= by_hand(case) + placed + 1e-6
+    assert said.bound_s <= said.step_s * (1 + 1e-6)
+
+
+def test_with_a_delay_compute_is_all_there_is() -> None:
+    case = next(one for one in hidden.CASES if one.schedule == "delayed" and one.name == "much compute")
+    said = hidden.foretell(case, RATES)
+    compute = len(case.units) * (case.forward_ms + case.backward_ms) / 1e3
+    assert compute <= said.step_s <= 1.02 * compute and said.hidden > 0.9
+
+
+def test_there_are_cases_enough() -> None:
+    assert len(hidden.CASES) >= 6 + 1
+    assert len({(case.name, case.schedule) for case in hidden.CASES}) == len(hidden.CASES)
+
+
+def test_it_is_written_down_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
+    told = tmp_path / "told.json"
+
+    def run_case(case: hidden.Case, steps: int):
+        assert len(json.loads(told.read_text())["cases"]) == len(hidden.SMOKE)
+        return hidden.median_estimate([2e7]), 0.5
+
+    monkeypatch.setattr(hidden, "run_case", run_case)
+    monkeypatch.setattr(hidden, "measured_rates", lambda steps: RATES)
+    outcome = hidden.measure(hidden.SMOKE, 3, lambda text: None, told)
+    assert [row.told.step_s for row in outcome.rows] == [one["step_s"] for one in json.loads(told.read_text())["cases"]]
+    row = outcome.rows[0]
+    assert row.of_bound == 0.02 / row.told.bound_s and row.error == pytest.approx(0.02 / row.told.step_s - 1)
+
+
+def test_steps_are_counted_from_forward_to_forward(monkeypatch) -> None:
+    begins = [0, 50, 90, 120, 150, 180, 215, 250, 290, 330, 370, 400, 450]
+    events = [Event(step, "device", "Forward", "0", at, at + 5, 0) for step, at in enumerate(begins, 1)]
+    monkeypatch.setattr(hidden, "_events", lambda case, steps: events)
+    step, _ = hidden.run_case(hidden.SMOKE[0], 8)
+    # steps 1 to 4 warm up; the time of 5 to 8, and of 9 to 12
+    assert (step.low, step.high) == ((290 - 150) / 4, (450 - 290) / 4)
+
+
+def test_a_small_run(tmp_path: Path, capsys) -> None:
+    written = tmp_path / "hidden.json"
+    assert hidden.main(["--smoke", "--json", str(written)]) == 0
+    out = capsys.readouterr().out
+    assert "of bound: at most" in out and "error: at most" in out
+    content = json.loads(written.read_text())
+    assert [row["name"] for row in content["rows"]] == ["overlap: a few steps", "delayed: a few steps"]
+    assert content["foretold"]["date"] <= content["date"]
+    for row, said in zip(content["rows"], content["foretold"]["cases"], strict=True):
+        assert row["foretold_ns"] == pytest.approx(said["step_s"] * 1e9) and row["ns"] > 0

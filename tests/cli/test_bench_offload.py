@@ -1,0 +1,244 @@
+"""`zerokern bench offload`: losses before speed, delayed ones against a delayed truth, memory by the system."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zerokern.cli import bench
+from zerokern.cli.main import main
+from zerokern.core import native
+
+asked, contenders, jobs, measure, memory, ours, rank = (
+    bench.suite(f"offload.{name}") for name in ("asked", "contenders", "job", "measure", "memory", "ours", "rank")
+)
+zero, plain, trainer, turns, zero_measure = (
+    bench.suite(f"zero.{name}") for name in ("job", "plain", "trainer", "turns", "measure")
+)
+JOB = jobs.OffloadJob("tiny", "bf16", 2, 2)
+EFFORT = turns.Effort(rounds=2, steps=1, trial_rounds=1, trial_steps=1, check_steps=3)
+MIB = 1 << 20
+
+
+def silent(*_: object) -> None:
+    return None
+
+
+@pytest.fixture(scope="module")
+def lone_seat() -> Iterator[object]:
+    """A world of one rank in this process, with one thread as in the command's ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield trainer.Seat(jobs.OffloadJob("tiny", "fp32", 1, 2, peers=("none", "fsdp2")), 0)
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+class TestJob:
+    def test_it_travels_as_text(self) -> None:
+        job = jobs.OffloadJob("25M", "bf16", 4, 6, 1, ("none",), {"none": "a wiring"}, ("none", "zk sync"), stage=3)
+        assert jobs.OffloadJob.from_json(job.to_json()) == job
+        assert job.name == "GPT 25M, bf16, 4 ranks, stage 3"
+
+    def test_every_model_has_a_batch(self) -> None:
+        assert jobs.BATCHES.keys() == zero.MODELS.keys()
+
+
+class TestDelayedTruth:
+    """The contest's own reference of the delayed schedule: what it publishes, and when."""
+
+    def losses(self, seat: object, make: object, steps: int) -> list[float]:
+        floor = turns.Floor(seat, silent)
+        return floor.losses(floor.seated(trainer.Candidate("truth", {}, make)), steps, whole=True)
+
+    def test_the_first_call_publishes_nothing_and_the_second_the_first_update(self, lone_seat) -> None:
+        exact = self.losses(lone_seat, lambda: plain.truth(lone_seat), 3)
+        late = self.losses(lone_seat, lambda: contenders.delayed_truth(lone_seat), 3)
+        model = lone_seat.job.build_model()
+        start = [model(*zero.Data(lone_seat.job).of_all(step)).item() for step in range(3)]
+        assert late[:2] == pytest.approx(start[:2])
+        assert exact[1] != pytest.approx(start[1]) and late[2] != pytest.approx(start[2])
+
+    def test_each_update_is_made_of_the_gradient_of_one_call_before(self, lone_seat) -> None:
+        """By hand: the third loss is that after one update, made of the first gradient."""
+        seen = self.losses(lone_seat, lambda: contenders.delayed_truth(lone_seat), 3)
+        model, data = lone_seat.job.build_model(), zero.Data(lone_seat.job)
+        optimizer = trainer.fused_adamw(list(model.parameters()))
+        model(*data.of_all(0)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), zero.MAX_NORM)
+        optimizer.step()
+        assert seen[2] == pytest.approx(model(*data.of_all(2)).item())
+
+
+class TestContest:
+    def test_wrong_losses_of_ours_end_it(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ours clips at twice the norm of the others."""
+        monkeypatch.setattr(ours, "MAX_NORM", 2 * zero.MAX_NORM)
+        found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
+        assert found.keys() == {"wrong"}
+        assert "zk sync: its loss in step" in found["wrong"]
+
+    def test_a_delayed_step_that_is_not_late_is_wrong(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ours, "NAMES", (ours.DELAYED,))
+        monkeypatch.setattr(ours, "keywords", lambda name: {})
+        found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
+        assert "zk delayed: its loss in step 2" in found["wrong"]
+
+    def test_a_peer_with_wrong_losses_is_named_and_left_out(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
+        fsdp2 = bench.suite("peers.fsdp2_offload")
+        build = fsdp2.trainer
+
+        def unscaled(*arguments: object) -> object:
+            made = build(*arguments)
+            return trainer.Trainer(lambda *batch: made.step(*batch) + 0.001)
+
+        monkeypatch.setattr(fsdp2, "trainer", unscaled)
+        found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
+        assert set(found["times"]) == {*ours.NAMES, ours.RESIDENT, plain.NAME}
+        assert "fsdp2: its loss in step 1 is" in found["missing"]["fsdp2"]
+
+    def test_the_schedules_train_alike_and_delayed_on_its_own(self, lone_seat) -> None:
+        found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
+        losses = found["losses"]
+        assert set(losses) == {*ours.NAMES, ours.RESIDENT, "fsdp2", plain.NAME}
+        assert losses[ours.SYNC] == losses[ours.OVERLAP] == losses[ours.RESIDENT] != losses[ours.DELAYED]
+        assert found["missing"] == {}
+
+    def test_trained_apart_spares_delayed(self) -> None:
+        losses = {ours.SYNC: 2.0, ours.DELAYED: 2.5, "deepspeed": 2.0, plain.NAME: 9.0}
+        assert rank.trained_apart(losses) == ""
+        assert "zk overlap has the loss 2.5" in rank.trained_apart({**losses, ours.OVERLAP: 2.5})
+
+
+class TestMemory:
+    def test_what_is_held_and_what_a_step_takes_for_a_while(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of one that keeps 16 MiB and takes another 64 MiB in each step, the small model not counted."""
+
+        def build(seat: object) -> object:
+            kept = torch.ones(4 * MIB) if seat.job.model == "25M" else None
+
+            def step(*batch: torch.Tensor) -> torch.Tensor:
+                return torch.ones(16 * MIB).max() + (kept is None)
+
+            return trainer.Trainer(step)
+
+        def groups(seat: object) -> dict[str, object]:
+            return {"hoarder": lambda: trainer.wirings("hoarder", lambda: build(seat))}
+
+        monkeypatch.setattr(memory, "groups", groups)
+        job = jobs.OffloadJob("25M", "fp32", 1, 2, names=("hoarder",))
+        found = memory.weigh(turns.Floor(trainer.Seat(job, 0), silent))
+        assert found["held"] == pytest.approx(16 * MIB, abs=2 * MIB)
+        assert found["peak"] == pytest.approx(80 * MIB, abs=4 * MIB)
+
+    def test_who_cannot_be_made_has_no_memory(self, lone_seat) -> None:
+        job = jobs.OffloadJob("tiny", "fp32", 1, 2, names=("torchao",), peers=("torchao",))
+        found = memory.weigh(turns.Floor(trainer.Seat(job, 0), silent))
+        assert "torchao cannot be made" in found["missing"]
+
+
+class TestMeasure:
+    def test_ratios_are_formed_within_rounds(self) -> None:
+        """The machine is twice slower in the second round, and three times in the second set: no ratio sees it."""
+        first = zero_measure.Turns({"zk sync": [1.0, 2.0], "none": [0.9, 1.8]}, {"zk sync": 2.0})
+        second = zero_measure.Turns(
+            {"zk sync": [3.0, 3.0], "deepspeed": [6.0, 6.0], plain.NAME: [1.5, 1.5]}, {"zk sync": 2.0}
+        )
+        row = zero_measure.row("zk sync", "", JOB, [first, second], ours.NAMES)
+        assert {peer: ratio.median for peer, ratio in row.ratio.items()} == {"none": 0.9, "deepspeed": 2.0}
+        assert (row.roof_share, row.is_peer, row.is_roof) == (0.5, False, False)
+        roof = zero_measure.row(plain.NAME, "", JOB, [zero_measure.Turns(second.times, {plain.NAME: 1.0})], ours.NAMES)
+        assert (roof.ratio, roof.roof_share, roof.is_peer, roof.is_roof) == ({}, None, True, True)
+
+    @pytest.mark.parametrize("gib, sets", [(6, 3), (9, 2), (100, 1)])
+    def test_sets_hold_every_peer_once_and_ours_always(self, gib: int, sets: int) -> None:
+        names = [*ours.NAMES, ours.RESIDENT, "deepspeed", plain.NAME]
+        gigabyte = measure.Weight(10**9, 2 * 10**9)
+        found = measure.split(names, dict.fromkeys(names, gigabyte), JOB, gib * 2**30)
+        assert [name for one in found for name in one[3:]] == names[3:]
+        assert all(one[:3] == ours.NAMES for one in found)
+        assert len(found) == sets
+
+    def test_what_was_asked_is_told(self) -> None:
+        times = {"zk sync": [1.0], "zk overlap": [1.0], "deepspeed": [1.3]}
+        turned = zero_measure.Turns(times, dict.fromkeys(times, 2.0))
+        job = jobs.OffloadJob("25M", "bf16", 2, 6)
+        rows = [zero_measure.row(name, "", job, [turned], ours.NAMES) for name in times]
+        (sync, overlap) = asked.verdicts([measure.Outcome(job, rows, {}, {}, [], 1)])
+        assert (sync["what"], sync["asked"], sync["met"]) == ("zk sync against deepspeed", 1.4, False)
+        assert overlap["measured"] == 1.3
+        other = jobs.OffloadJob("25M", "fp32", 2, 6)
+        assert asked.verdicts([measure.Outcome(other, rows, {}, {}, [], 1)]) == []
+
+
+def run(tmp_path: Path, *arguments: str) -> dict[str, object]:
+    result, chart = tmp_path / "result.json", tmp_path / "chart.png"
+    assert main(["bench", "offload", *arguments, "--json", str(result), "--plot", str(chart)]) == 0
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    content = json.loads(result.read_text())
+    assert {"machine", "versions", "date", "commit", "command", "label", "asked"} <= content.keys()
+    return content
+
+
+class TestCommand:
+    def test_smoke(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = run(tmp_path, "--smoke", "--vs", "none,fsdp2,torchao")
+        rows = {row["name"]: row for row in content["rows"]}
+        assert list(rows) == [*ours.NAMES, ours.RESIDENT, "fsdp2", plain.NAME]
+        assert list(rows[ours.SYNC]["ratio"]) == [ours.RESIDENT, "fsdp2"]
+        assert content["contests"][0]["missing"].keys() == {"torchao"}
+        shown = capsys.readouterr().out
+        assert "CPU, gloo: no claim for GPUs" in shown
+        assert "zk delayed: the losses are right" in shown
+
+    def test_hidden(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """On the played device; how near it comes is measured on a quiet machine, not here."""
+        result, threads = tmp_path / "result.json", native.threads()
+        try:
+            assert main(["bench", "offload", "--hidden", "--smoke", "--json", str(result)]) == 0
+        finally:
+            native.set_threads(threads)
+        content, told = (json.loads(path.read_text()) for path in (result, tmp_path / "result.foretold.json"))
+        assert content["foretold"] == told and len(told["cases"]) == len(content["rows"]) == 2
+        assert "of bound" in capsys.readouterr().out
+
+    @pytest.mark.slow
+    def test_tuned_and_weighed_against_deepspeed(self, tmp_path: Path) -> None:
+        """Minutes where DeepSpeed has to compile first."""
+        content = run(tmp_path, "--model", "tiny", "--pairs", "2", "--vs", "none,deepspeed")
+        rows = {row["name"]: row for row in content["rows"]}
+        assert "deepspeed" in content["contests"][0]["missing"] or "deepspeed" in rows[ours.SYNC]["ratio"]
+        assert all(row["host_peak_per_param"] is not None for row in rows.values())
+
+    @pytest.mark.parametrize(
+        "arguments, says",
+        [
+            (["zero", "--stage", "2"], "--stage belongs to offload"),
+            (["zero", "--hidden"], "--hidden belongs to offload"),
+            (["offload", "--hidden", "--model", "25M"], "--model has no meaning"),
+            (["adam", "--vs", "none"], "vs='none' belongs to offload"),
+            (["adam", "--ranks", "2"], "--ranks belongs to zero"),
+            (["offload", "--numel", "1M"], "--numel has no meaning"),
+            (["offload", "--tier", "nvme"], "--tier has no meaning"),
+            (
+                ["offload", "--vs", "ddp"],
+                "vs='ddp' is not possible; allowed: a list of none, deepspeed, fsdp2, torchao",
+            ),
+        ],
+    )
+    def test_options_that_do_not_fit_are_taught(
+        self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["bench", *arguments]) == 2
+        assert says in capsys.readouterr().err
+
+    def test_a_stage_that_does_not_exist_is_taught(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["bench", "offload", "--stage", "4"])
+        assert "stage='4' is not possible; allowed: a list of 1, 2, 3" in capsys.readouterr().err

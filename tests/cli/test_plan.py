@@ -1,0 +1,177 @@
+"""`zerokern plan`: a number, a shape or a model in; tables, a program, JSON and a picture out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zerokern as zk
+from zerokern.cli.main import main
+
+MODELS = """
+import torch
+from torch import nn
+from zerokern.examples.model import GPT, Shape
+
+def small():
+    return GPT(Shape(2, 128, 32))
+
+def on_meta():
+    model = small()
+    assert all(param.is_meta for param in model.parameters())
+    return model
+
+def empty():
+    return nn.ReLU()
+
+def nothing():
+    return None
+
+def failing():
+    raise RuntimeError("no weights here")
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the working folder, where a user's own lies."""
+    name = f"models_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is told of arguments that cannot be; argparse leaves by itself."""
+    try:
+        status: object = main(["plan", *arguments])
+    except SystemExit as left:
+        status = left.code
+    heard = capsys.readouterr()
+    assert (status in (1, 2), heard.out) == (True, "")
+    return heard.err
+
+
+def test_a_number_on_several_numbers_of_ranks(capsys) -> None:
+    """The first table is that of the ZeRO paper; the others are of the largest number of ranks."""
+    out = said(capsys, "--numel", "7.5B", "--world", "64,1,1024,4", "--param-dtype", "fp16", "--device-memory", "32GB")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
+    assert [row[0] for row in cells[2:6]] == ["1", "4", "64", "1,024"]
+    assert cells[4] == ["64", "120", "31.4", "16.6", "1.88", "stages 1, 2, 3"]
+    assert "### 7.5B parameters, on 1,024 ranks" in out
+    assert out.endswith("\n") and not any(line != line.rstrip() for line in out.splitlines())
+
+
+def test_it_prints_what_zk_plan_prints(capsys) -> None:
+    out = said(capsys, "--numel", "1.3B", "--world", "8", "--stage", "3", "--state-format", "int8", "--tier", "nvme")
+    assert out == f"{zk.plan('1.3B', world=8, stage=3, state_format='int8', tier='nvme')}\n"
+
+
+def test_a_model_is_built_without_memory(models: str) -> None:
+    """In a process of its own: where fresh memory is poisoned, as in these tests, torch.device has no power over it."""
+    command = ["-m", "zerokern", "plan", "--model", f"{models}:on_meta", "--world", "4", "--stage", "3", "--program"]
+    ran = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "### GPT, 431,360 parameters in 20 tensors, on 4 ranks" in ran.stdout
+    program = [line.split()[:2] for line in ran.stdout.split("A step at stage 3:")[1].splitlines() if line]
+    assert program[:3] == [["Gather", "root"], ["Gather", "blocks.0"], ["Gather", "blocks.1"]]
+
+
+def test_a_transformer_has_activations(capsys) -> None:
+    shape = ["--layers", "128", "--hidden", "25600", "--heads", "256", "--batch", "2", "--seq", "1024"]
+    out = said(capsys, *shape, "--world", "1024", "--stage", "3", "--device-memory", "h100,v100")
+    assert (
+        "### Transformer of 128 layers, hidden 25,600: 1T parameters, batch 2 x 1,024 on a rank, on 1,024 ranks" in out
+    )
+    assert "| activation checkpoints " in out
+    assert "Without activation checkpoints all activations are" in out
+
+
+def test_json_is_for_programs(capsys) -> None:
+    out = said(capsys, "--numel", "1B", "--world", "2,4", "--json")
+    two, four = json.loads(out)
+    assert (two["world"], four["world"]) == (2, 4)
+    assert four["stages"][2]["roles"] == zk.plan("1B", world=4).roles
+
+
+@pytest.mark.parametrize("arguments", [("--numel", "7.5B", "--world", "1,8,64"), ("--layers", "4", "--hidden", "512")])
+@pytest.mark.parametrize("memory", [(), ("--device-memory", "h100,16GB"), ("--device-memory", "1MB")])
+def test_it_draws(capsys, tmp_path: Path, arguments, memory) -> None:
+    said(capsys, *arguments, *memory, "--plot", str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ((), "one of --numel, --model or --layers with --hidden says what to plan; none was given"),
+        (("--numel", "1B", "--layers", "2"), "--numel and --layers were given"),
+        (("--layers", "2"), "--hidden is missing"),
+        (("--layers", "2", "--hidden", "8", "--batch", "2"), "heads, seq is missing"),
+        (("--layers", "2.5", "--hidden", "8"), "count='2.5'"),
+        (("--numel", "7.5x"), "numel='7.5x' is not possible; allowed: a whole number of parameters"),
+        (("--numel", "1B", "--world", "0"), "world='0'"),
+        (("--numel", "1B", "--world", "4,x"), "such as 8 or 1,4,16,64"),
+        (("--numel", "1B", "--stage", "5"), "stage=5 is not possible; allowed: 0 (all is replicated)"),
+        (("--numel", "1B", "--optimizer", "sparse"), "optimizer='sparse'"),
+        (("--numel", "1B", "--device-memory", "80G"), "80GB is 80·10^9, 80GiB is 80·2^30"),
+        (("--numel", "1B", "--plot", "plan.txt"), "plot='plan.txt'"),
+        (("--model", "nowhere"), "model='nowhere' is not possible; allowed: MODULE:FUNCTION"),
+        (("--model", "nowhere.at.all:f"), "there is no module 'nowhere'"),
+        (("--model", "json:f"), "json has no function 'f'"),
+    ],
+)
+def test_what_cannot_be_is_refused(capsys, arguments, says: str) -> None:
+    assert says in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "function, says",
+    [
+        ("empty", "ReLU has no parameters"),
+        ("nothing", "returned a NoneType; allowed: an nn.Module"),
+        ("failing", "raised RuntimeError: no weights here. It is called without arguments under torch.device('meta')"),
+        ("torch", "has no function 'torch'"),
+    ],
+)
+def test_a_model_that_cannot_be_had(capsys, models: str, function: str, says: str) -> None:
+    assert says in refused(capsys, "--model", f"{models}:{function}")
+
+
+HOST = ("--numel", "1B", "--tier", "cpu")
+
+
+def test_it_predicts_steps_on_a_described_machine(capsys, tmp_path: Path) -> None:
+    out = said(capsys, *HOST, "--schedule", "delayed", "--hardware", "h200-pcie", "--tokens", "4k,1000")
+    plan = zk.plan("1B", tier="cpu", schedule=zk.Delayed())
+    assert out == f"{plan}\n\n{plan.predict('h200-pcie', tokens=[1000, 4096])}\n"
+    described = {"name": "mine", "flops_s": 1e14, "device_gb_s": 900, "down_gb_s": 9, "up_gb_s": 9, "host_gb_s": 40}
+    (tmp_path / "mine.json").write_text(json.dumps(described))
+    by_file = ("--hardware", str(tmp_path / "mine.json"), "--tokens", "1m", "--json")
+    (found,) = json.loads(said(capsys, *HOST, *by_file))
+    assert found["forecast"]["machine"] == "mine" and found["schedule"] == "sync"
+    assert {row["tokens"] for row in found["forecast"]["predictions"]} == {1 << 20}
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--tokens", "4k"), "--tokens says how much a step computes on --hardware, which is missing: a100-pcie"),
+        (("--hardware", "x100"), "machine='x100' is not possible; allowed: a JSON file, or one of a100-pcie"),
+        (("--hardware", "h200-pcie", "--tokens", "4q"), "tokens='4q' is not possible; allowed: numbers from 1 on"),
+        (("--hardware", "h200-pcie", "--world", "4"), "net_gb_s=None is not possible"),
+        (("--schedule", "late"), "invalid choice: 'late'"),
+        (("--schedule", "overlap", "--tier", "device"), "'sync' for parameters on a device, or tier='cpu'"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(capsys, arguments, says: str) -> None:
+    assert says in refused(capsys, *HOST, *arguments)

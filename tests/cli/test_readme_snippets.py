@@ -1,0 +1,114 @@
+"""What the README shows runs as it is shown: its Python, its commands for one process, one node, several, its plan."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerokern.cli.main import main
+from zerokern.examples.model import GPT, Shape
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+PROGRAM = next(one for one in SNIPPETS if one.startswith("# train.py\n"))
+COMMANDS = [
+    line.partition("  #")[0] for line in README.splitlines() if re.match(r"(python|torchrun) .*train\.py", line)
+]
+SAID = re.compile(r"rank (\d) of (\d), step (\d): loss (\d\.\d{4})")
+LOSS_ERROR = 2e-4  # what is printed has four digits; sums of another order
+
+
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def started(command: str, folder: Path) -> subprocess.Popen[str]:
+    """A command of the README in that folder; in place of its program on the path, that of this environment."""
+    program, *words = shlex.split(command)
+    words = ["-m", "torch.distributed.run", *words] if program == "torchrun" else words
+    return subprocess.Popen(
+        [sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def trained(commands: list[str], folder: Path) -> list[float]:
+    """The mean over ranks of each step's loss; all ranks, on all nodes, must have come to the end."""
+    (folder / "train.py").write_text(PROGRAM)
+    nodes = [started(command, folder) for command in commands]
+    try:
+        texts = [node.communicate(timeout=120)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0] * len(nodes), "\n".join(texts)
+    assert not re.search("warn", "".join(texts).replace("OMP_NUM_THREADS", ""), re.IGNORECASE), "\n".join(texts)
+    losses: dict[int, list[float]] = defaultdict(list)
+    for _, _, step, loss in SAID.findall("".join(texts)):
+        losses[int(step)].append(float(loss))
+    worlds = {int(world) for _, world, _, _ in SAID.findall("".join(texts))}
+    assert {len(of_ranks) for of_ranks in losses.values()} == worlds, "\n".join(texts)
+    return [sum(losses[step]) / len(losses[step]) for step in sorted(losses)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("alone")
+    losses = trained(COMMANDS[:1], folder)
+    return losses, torch.load(folder / "gpt.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("snippet", [one for one in SNIPPETS if one is not PROGRAM], ids=range(len(SNIPPETS) - 1))
+def test_a_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "a snippet of the README", "exec"), {"__name__": "readme"})
+
+
+def test_there_are_commands_for_one_process_one_node_and_several() -> None:
+    assert [command.partition(" ")[0] for command in COMMANDS] == ["python", "torchrun", "torchrun"]
+    assert "--standalone" in COMMANDS[1] and "--nnodes=4" in COMMANDS[2]
+
+
+def test_one_process_trains(alone: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    losses, saved = alone
+    assert len(losses) == 10 and losses[-1] < losses[0] - 1
+    GPT(Shape(layers=2, width=128, context=64)).load_state_dict(saved)
+
+
+def test_torchrun_trains_the_same(alone: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    losses = trained([COMMANDS[1].replace("--nproc-per-node=8", "--nproc-per-node=2")], tmp_path)
+    same_as(alone, losses, tmp_path)
+
+
+@pytest.mark.slow
+def test_several_nodes_train_the_same(alone: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """Two torchruns on this machine, as on two nodes."""
+    command = COMMANDS[2].replace("--nnodes=4", "--nnodes=2").replace("--nproc-per-node=8", "--nproc-per-node=1")
+    command = command.replace("node0:29400", f"127.0.0.1:{port()}")
+    same_as(alone, trained([command] * 2, tmp_path), tmp_path)
+
+
+def same_as(alone: tuple[list[float], dict[str, torch.Tensor]], losses: list[float], folder: Path) -> None:
+    assert losses == pytest.approx(alone[0], abs=LOSS_ERROR)
+    saved = torch.load(folder / "gpt.pt", weights_only=True)
+    assert saved.keys() == alone[1].keys()
+    for name, whole in saved.items():
+        torch.testing.assert_close(whole, alone[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_the_plan_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Replace what stands between the markers by the first table of what the command prints."""
+    (command,) = re.findall(r"`zerokern (plan --numel [^`]+)`", README)
+    assert main(shlex.split(command)) == 0
+    table = next(part for part in capsys.readouterr().out.split("\n\n") if part.startswith("|"))
+    assert README.split("<!-- plan:begin -->\n")[1].split("\n<!-- plan:end -->")[0] == table

@@ -1,0 +1,184 @@
+"""`zerokern trace`: a described machine, a played one, and this one; text, colours, and a file for Perfetto."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from zerokern.cli import trace, trace_live
+from zerokern.cli.main import main
+from zerokern.examples.model import GPT, Shape
+from zerokern.schedule.recorder import Event, Recorder
+
+LANES = ("device", "down", "cpu", "up")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["trace", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    try:
+        status: object = main(["trace", *arguments])
+    except SystemExit as left:
+        status = left.code
+    heard = capsys.readouterr()
+    assert (status, heard.out) == (2, "")
+    return heard.err
+
+
+def pictures(lines: list[str]) -> list[dict[str, str]]:
+    """The bars of each picture by lane."""
+    found: list[dict[str, str]] = []
+    for line in lines:
+        lane = line.split(" ")[0]
+        if lane == "device":
+            found.append({})
+        if lane in (*LANES, "net"):
+            found[-1][lane] = line
+    return found
+
+
+def milliseconds(lines: list[str]) -> list[float]:
+    told = [re.match(r"([\d.]+) (ms|s) a step; ", line) for line in lines]
+    return [float(one[1]) * (1000 if one[2] == "s" else 1) for one in told if one]
+
+
+def test_a_described_machine(capsys) -> None:
+    """Ten lines for each schedule, none wider than 100 columns; what is hidden makes steps shorter."""
+    lines = said(capsys, "--hardware", "h100-pcie", "--numel", "1B", "--tokens", "16k")
+    titles = [line for line in lines if line.endswith("(simulated)")]
+    assert [title.split(":")[0] for title in titles] == ["sync", "overlap", "delayed"]
+    assert "1B parameters in bf16, 16,384 tokens a step" in titles[0]
+    assert [tuple(one) for one in pictures(lines)] == [LANES] * 3
+    assert all(len(line) <= 100 for bars in pictures(lines) for line in bars.values())
+    blocks = "\n".join(lines).split("\n\n")
+    assert [len(block.splitlines()) for block in blocks if block] == [10] * 3
+    sync, overlap, delayed = milliseconds(lines)
+    assert sync > overlap > delayed
+
+
+def test_several_ranks_have_a_net(capsys) -> None:
+    (bars,) = pictures(said(capsys, "--hardware", "dgx2-v100", "--ranks", "16", "--schedule", "overlap"))
+    assert tuple(bars) == ("device", "net", "down", "cpu", "up")
+    assert set("RG") <= set(bars["net"].upper())
+
+
+def test_a_file_for_perfetto(capsys, tmp_path: Path) -> None:
+    written = tmp_path / "trace.json"
+    lines = said(capsys, "--hardware", "a100-pcie", "--schedule", "sync,delayed", "--json", str(written))
+    assert lines[-1] == f"{written} written: open it at ui.perfetto.dev"
+    events = json.loads(written.read_text())["traceEvents"]
+    processes = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert [name.split(":")[0] for name in processes] == ["sync", "delayed"]
+    for process in (0, 1):
+        slices = [one for one in events if one["ph"] == "X" and one["pid"] == process]
+        assert min(one["ts"] for one in slices) == 0
+        assert {one["cat"] for one in slices} >= {"Forward", "Backward", "Fetch", "Norm", "Step", "Store"}
+    assert any(one["ph"] == "s" for one in events)
+
+
+def steady(traced: trace.Traced, step: int) -> dict[str, list[Event]]:
+    """What ran of one step, by verb."""
+    found: dict[str, list[Event]] = {}
+    for event in traced.events:
+        if event.step == step:
+            found.setdefault(event.verb, []).append(event)
+    return found
+
+
+def test_a_played_device(monkeypatch) -> None:
+    """Everything but the device is real, and each schedule is what it says, however busy this machine is."""
+    monkeypatch.setattr(trace_live, "PLAYED_UNITS", 2)
+    step = trace_live.WARM_STEPS + 1
+    traced = {schedule: trace_live.played(schedule, 1) for schedule in trace.SCHEDULES}
+    of = {schedule: steady(one, step) for schedule, one in traced.items()}
+    computed = {schedule: max(event.end_ns for event in ran["Backward"]) for schedule, ran in of.items()}
+    for ran in of.values():
+        assert {verb: len(events) for verb, events in ran.items() if verb not in ("Publish", "Norm")} == dict.fromkeys(
+            ("Forward", "Backward", "Fetch", "Step", "Store"), 2
+        )
+        assert all(event.nbytes == 2 * trace_live.PLAYED_NUMEL for event in [*ran["Fetch"], *ran["Store"]])
+    for schedule in ("overlap", "delayed"):
+        assert min(event.begin_ns for event in of[schedule]["Fetch"]) < computed[schedule]
+    assert min(event.begin_ns for event in of["sync"]["Fetch"]) >= computed["sync"]
+    waits = {
+        schedule: min(event.begin_ns for event in steady(one, step + 1)["Forward"]) for schedule, one in traced.items()
+    }
+    for schedule, waited in (("sync", True), ("overlap", True), ("delayed", False)):
+        assert (waits[schedule] >= max(event.end_ns for event in of[schedule]["Store"])) == waited
+
+
+@pytest.mark.parametrize("schedule", ["sync", "delayed"])
+def test_this_machine(schedule: str, monkeypatch) -> None:
+    """On a CPU nothing crosses; a step in place is noted too, though no program ran."""
+    monkeypatch.setattr(trace_live, "ON_CPU", (Shape(layers=2, width=64, context=32), 2))
+    traced = trace_live.live(schedule, 1)
+    assert traced.title.startswith(f"{schedule}: GPT of ")
+    for step in range(1, trace_live.WARM_STEPS + 3):
+        ran = steady(traced, step)
+        assert [len(ran[verb]) for verb in ("Forward", "Backward")] == [4, 4]
+        assert ran["Step"]
+        late = ran["Step"][0].begin_ns >= ran["Backward"][-1].end_ns
+        assert late and not {"Fetch", "Store"} & set(ran)
+
+
+def test_units_are_seen_in_order() -> None:
+    """Forward from the embedding to the head, backward the other way round, one after the other without gaps."""
+    observed = trace_live.Observed(GPT(Shape(layers=3, width=64, context=8)), trace_live.Clock())
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    recorder = Recorder()
+    for step in (1, 2):
+        observed.forward_backward(tokens, tokens)
+        observed.pending()(recorder, step)
+    for step in (1, 2):
+        mine = [event for event in recorder.events if event.step == step]
+        names = ["embedding", "block 0", "block 1", "block 2", "head"]
+        assert [event.what for event in mine] == [*names, *reversed(names)]
+        assert [event.verb for event in mine] == ["Forward"] * 5 + ["Backward"] * 5
+        assert all(before.end_ns <= after.begin_ns for before, after in itertools.pairwise(mine))
+        computed = sum(event.end_ns - event.begin_ns for event in mine)
+        assert computed > 0.8 * (mine[-1].end_ns - mine[0].begin_ns)
+
+
+def test_colours_on_a_terminal_say_the_same() -> None:
+    """The text is that of a pipe; each operation has the colour of its verb."""
+    events = [
+        Event(1, "device", "Forward", "a", 0, 4_000_000, 0),
+        Event(1, "cpu", "Step", "a", 4_000_000, 9_000_000, 0),
+    ]
+    traced = trace.Traced("a title", events, notes=("a note",))
+    plain, coloured = StringIO(), StringIO()
+    trace.show(traced, 1, Console(file=plain, width=100))
+    trace.show(traced, 1, Console(file=coloured, width=100, force_terminal=True, color_system="standard", _environ={}))
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured.getvalue()) == plain.getvalue()
+    assert "\x1b[32mS" in coloured.getvalue() and "\x1b[34mF" in coloured.getvalue()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--schedule", "late"), "schedule='late' is not possible; allowed: a list of sync, overlap, delayed"),
+        (("--tokens", "4k"), "--tokens needs --hardware"),
+        (("--numel", "1B", "--ranks", "2", "--played"), "--numel, --ranks needs --hardware"),
+        (("--hardware", "h100-pcie", "--played"), "leave one of them out"),
+        (("--hardware", "pdp-11"), "machine='pdp-11' is not possible; allowed: a JSON file, or one of a100-pcie"),
+        (("--hardware", "h100-pcie", "--numel", "many"), "numel='many' is not possible"),
+        (("--hardware", "h100-pcie", "--tokens", "0"), "tokens='0' is not possible"),
+        (("--hardware", "h100-pcie", "--ranks", "8"), "net_gb_s=None is not possible"),
+        (("--json", "there.json"), "exists already"),
+    ],
+)
+def test_what_is_refused(arguments: Any, says: str, capsys, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "there.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, *arguments)

@@ -1,0 +1,76 @@
+"""A plan as people read it: aligned, with units, and with what it leaves out."""
+
+from __future__ import annotations
+
+import torch
+
+import zerokern as zk
+from zerokern.examples.model import GPT, Shape
+from zerokern.planner import Transformer, table
+
+
+def gpt() -> torch.nn.Module:
+    with torch.device("meta"):
+        return GPT(Shape(4, 256, 64))
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The cells of the stages by the name of the row."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return {row[0]: row[2:] for row in rows}
+
+
+class TestText:
+    def test_table_of_a_number(self) -> None:
+        text = str(zk.plan("7.5B", world=64, param_dtype="fp16", device_memory="v100,24GB"))
+        rows = rows_of(text)
+        assert text.startswith("### 7.5B parameters, on 64 ranks\n")
+        assert "in GB (10^9 bytes)" in text
+        assert rows["**model states**"] == ["120", "31.4", "16.6", "1.88"]
+        assert rows["fits v100 (32 GB)"] == ["no, 375 %", "yes, 98 %", "yes, 52 %", "yes, 6 %"]
+        assert rows["fits 24GB"][:2] == ["no, 500 %", "no, 131 %"]
+        assert rows["volume of a step"] == ["2.00 Ψ", "2.00 Ψ", "2.00 Ψ", "3.00 Ψ"]
+        assert rows["units gathered"] == ["-", "-", "-", "?"], "a number does not say what is gathered"
+        assert len({line.count("|") for line in text.splitlines() if line.startswith("| on each")}) == 1
+
+    def test_table_is_aligned_markdown(self) -> None:
+        blocks = str(zk.plan(gpt(), stage=3, world=8, device_memory="h100")).split("\n\n")
+        tables = [block.splitlines() for block in blocks if block.startswith("|")]
+        assert len(tables) == 2
+        for lines in tables:
+            assert len({len(line) for line in lines}) == 1
+            assert set(lines[1]) <= set("|-: ")
+
+    def test_lossy_formats_say_so(self) -> None:
+        rows = [
+            line for line in str(zk.plan("1B", world=2)).splitlines() if line.startswith(("| fp32", "| bf16", "| int8"))
+        ]
+        cells = [[cell.strip() for cell in row.split("|")[1:4]] for row in rows]
+        assert len(cells) == 12
+        for state_format, master_format, _ in cells:
+            assert state_format.endswith("*(lossy)*") == (not state_format.startswith("fp32"))
+            assert master_format.endswith("*(lossy)*") == master_format.startswith(("split8", "none"))
+        assert [cell[2] for cell in cells[:2]] == ["10", "12"], "the exact ones come first"
+
+    def test_dict_says_the_same(self) -> None:
+        plan = zk.plan("1B", stage=1, world=4, device_memory={"mine": "4GB"})
+        found = plan.to_dict()
+        assert found["stages"][1]["total"] == plan.total
+        assert found["stages"][1]["roles"] == plan.roles
+        assert found["stages"][3]["fits"] == {"mine": True} and found["stages"][0]["fits"] == {"mine": False}
+
+    def test_activations_of_a_transformer_count(self) -> None:
+        shape = Transformer(8, 1024, heads=16, batch=2, seq=512)
+        with_, without = zk.plan(shape, world=2), zk.plan(Transformer(8, 1024), world=2)
+        assert with_.total - without.total == shape.checkpoints + shape.working_activations
+        assert "activation checkpoints" in str(with_) and "Not counted: activations" in str(without)
+
+    def test_numbers_of_ranks_below_each_other(self) -> None:
+        plans = [zk.plan("7.5B", world=world, param_dtype="fp16", device_memory="32GB") for world in (1, 4, 1024)]
+        lines = table.of_worlds(plans).splitlines()
+        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+        assert cells[2:] == [
+            ["1", "120", "120", "120", "120", "none"],
+            ["4", "120", "52.5", "41.3", "30.0", "stage 3"],
+            ["1,024", "120", "30.1", "15.1", "0.117", "stages 1, 2, 3"],
+        ]

@@ -1,0 +1,206 @@
+"""`zerokern plan`: what each rank holds and sends at every ZeRO stage, before anything of it is allocated, and how long
+a step takes on a described machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from zerokern.cli.bench import parse_count, picture
+from zerokern.core.errors import ZerokernError, got
+from zerokern.schedule import Delayed, shipped
+
+if TYPE_CHECKING:
+    from zerokern.planner import Plan
+    from zerokern.planner.forecast import Forecast
+
+SHAPE = ("layers", "hidden", "heads", "batch", "seq", "ci")
+_META = "It is called without arguments under torch.device('meta'), so that no memory is needed"
+
+
+class ModelError(ZerokernError):
+    """A model that `--model` names and that cannot be had."""
+
+
+def parse_worlds(text: str) -> tuple[int, ...]:
+    """
+    >>> parse_worlds("64,1,16")
+    (1, 16, 64)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(got("world", text, "numbers of ranks from 1 on, such as 8 or 1,4,16,64"))
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """Numbers of tokens; k and m are powers of 1024, as lengths of sequences are.
+
+    >>> parse_tokens("4k,16k,1000")
+    (1000, 4096, 16384)
+    """
+    found = [re.fullmatch(r"(\d+)([km]?)", part.strip().lower()) for part in text.split(",")]
+    numbers = {int(one[1]) << {"": 0, "k": 10, "m": 20}[one[2]] for one in found if one}
+    if None in found or not all(numbers):
+        raise argparse.ArgumentTypeError(
+            got("tokens", text, "numbers from 1 on, such as 8192 or 4k,16k,32k (k is 1024)")
+        )
+    return tuple(sorted(numbers))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zerokern plan`."""
+    what = parser.add_argument_group("what to plan: one of")
+    what.add_argument("--numel", metavar="N", help="a number of parameters: 350M, 7.5B, 1T (powers of 1000)")
+    what.add_argument("--model", metavar="MODULE:FUNCTION", help="what returns an nn.Module; exact, by tensor")
+    what.add_argument("--layers", type=parse_count, metavar="N", help="a transformer's layers; needs --hidden")
+    what.add_argument("--hidden", type=parse_count, metavar="N", help="its hidden size: 12 hidden² parameters each")
+    seen = parser.add_argument_group("activations of a transformer")
+    for name, text in (("heads", "attention heads"), ("batch", "sequences on each rank"), ("seq", "tokens in each")):
+        seen.add_argument(f"--{name}", type=parse_count, metavar="N", help=text)
+    seen.add_argument("--ci", type=parse_count, metavar="N", help="layers between two activation checkpoints (1)")
+    run_ = parser.add_argument_group("the run")
+    run_.add_argument("--world", type=parse_worlds, default=(1,), metavar="N,...", help="numbers of ranks (1)")
+    run_.add_argument("--stage", type=int, default=2, help="whose step and notes are shown; the table has all (2)")
+    run_.add_argument("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, none")
+    run_.add_argument("--param-dtype", metavar="DTYPE", help="bf16, fp16, fp32 (a number: bf16; a model: its own)")
+    run_.add_argument("--reduce-dtype", metavar="DTYPE", help="of gradients (the parameters')")
+    run_.add_argument("--state-format", default="fp32", metavar="FORMAT", help="fp32, bf16, int8")
+    run_.add_argument("--master-format", metavar="FORMAT", help="split16, fp32, split8, none")
+    run_.add_argument("--tier", default="device", help="where optimizer state lies: device, cpu, nvme")
+    run_.add_argument("--schedule", choices=("sync", "overlap", "delayed"), default="sync", help="of the update (sync)")
+    run_.add_argument("--bucket-bytes", type=parse_count, default=32 << 20, metavar="N", help="as in zk.shard")
+    run_.add_argument("--accumulate", type=parse_count, default=1, metavar="N", help="micro-batches in a step (1)")
+    run_.add_argument("--no-sync", action="store_true", help="all micro-batches but the last under zk.no_sync")
+    run_.add_argument("--device", help="cuda or cpu: where collectives run")
+    run_.add_argument("--device-memory", metavar="SIZE,...", help="what is to fit: 80GB, 40GiB, h100, v100, ...")
+    timed = parser.add_argument_group("how long a step takes, without offload and with the update on the host")
+    timed.add_argument("--hardware", metavar="NAME", help=f"{', '.join(shipped())}, or a JSON file that describes one")
+    timed.add_argument("--tokens", type=parse_tokens, metavar="N,...", help="in a step of one rank (4k,16k,32k,64k)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--program", action="store_true", help="the step at --stage, operation by operation")
+    out.add_argument("--json", action="store_true", help="print JSON")
+    out.add_argument("--plot", type=picture, metavar="FILE.png", help="draw it")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        plans = _plans(args)
+        forecast = _forecast(plans[-1], args)
+    except (ValueError, TypeError) as error:
+        print(f"zerokern plan: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        numbers = [plan.to_dict() for plan in plans]
+        if forecast is not None:
+            numbers[-1]["forecast"] = forecast.to_dict()
+        print(json.dumps(numbers, indent=1))
+    else:
+        show(plans, program=args.program)
+        if forecast is not None:
+            print(f"\n{forecast}")
+    if args.plot:
+        from zerokern.cli import plan_plot
+
+        plan_plot.draw(plans, args.plot)
+    return 0
+
+
+def show(plans: list[Plan], *, program: bool) -> None:
+    """The table of the last plan, before it one of all numbers of ranks, behind it its step."""
+    from zerokern.planner import table
+
+    if len(plans) > 1:
+        print(table.of_worlds(plans), end="\n\n")
+    print(plans[-1])
+    if program:
+        print(f"\nA step at stage {plans[-1].stage}:\n")
+        print("\n".join(f"    {op}" for op in plans[-1].program))
+
+
+def _forecast(plan: Plan, args: argparse.Namespace) -> Forecast | None:
+    """Of the largest number of ranks."""
+    if args.hardware is None:
+        if args.tokens is not None:
+            raise ValueError(
+                f"--tokens says how much a step computes on --hardware, which is missing: {', '.join(shipped())}"
+            )
+        return None
+    return plan.predict(args.hardware, args.tokens)
+
+
+def _plans(args: argparse.Namespace) -> list[Plan]:
+    from zerokern.planner import plan
+
+    what = _subject(args)
+    return [
+        plan(
+            what,
+            stage=args.stage,
+            world=world,
+            optimizer=args.optimizer,
+            param_dtype=args.param_dtype,
+            reduce_dtype=args.reduce_dtype,
+            state_format=args.state_format,
+            master_format=args.master_format,
+            tier=args.tier,
+            schedule=Delayed() if args.schedule == "delayed" else args.schedule,
+            bucket_bytes=args.bucket_bytes,
+            accumulate=args.accumulate,
+            no_sync=args.no_sync,
+            device=args.device,
+            device_memory=args.device_memory,
+        )
+        for world in args.world
+    ]
+
+
+def _subject(args: argparse.Namespace) -> Any:
+    shape = {name: value for name in SHAPE if (value := getattr(args, name)) is not None}
+    given = [name for name, value in (("numel", args.numel), ("model", args.model), ("layers", shape)) if value]
+    if len(given) != 1:
+        found = f"{' and '.join(f'--{name}' for name in given)} were given" if given else "none was given"
+        raise ValueError(f"one of --numel, --model or --layers with --hidden says what to plan; {found}")
+    if args.model:
+        return load_model(args.model)
+    if args.numel:
+        return args.numel
+    missing = [f"--{name}" for name in ("layers", "hidden") if name not in shape]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} is missing: a transformer has --layers and --hidden")
+    from zerokern.planner import Transformer
+
+    return Transformer(**shape)
+
+
+def load_model(path: str) -> Any:
+    """The module that `package.module:function` returns, on the meta device."""
+    module_name, _, function_name = path.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(got("model", path, "MODULE:FUNCTION, such as my_package.models:build"))
+    import torch
+
+    sys.path.insert(0, "")  # as `python -m` has it: what lies in this folder
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise ModelError(f"--model {path}: there is no module {error.name!r} in this folder or installed") from error
+    finally:
+        sys.path.remove("")
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ModelError(f"--model {path}: {module_name} has no function {function_name!r}")
+    try:
+        with torch.device("meta"):
+            model = function()
+    except Exception as error:
+        raise ModelError(f"--model {path} raised {type(error).__name__}: {error}. {_META}") from error
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"--model {path} returned a {type(model).__name__}; allowed: an nn.Module")
+    return model

@@ -1,0 +1,146 @@
+"""A plan as a picture: what each rank holds at each stage, and how that falls with the number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.layout_engine import ConstrainedLayoutEngine as LayoutEngine
+from matplotlib.ticker import FuncFormatter
+
+from zerokern.planner.amounts import gigabytes
+from zerokern.planner.share import STATES, WORKING
+from zerokern.planner.table import NAMES, settings
+from zerokern.zero.stage import STAGES
+
+if TYPE_CHECKING:
+    from zerokern.planner import Plan
+
+INK, FAINT, GRID, ALARM = "#1f2430", "#6b7785", "#e4e6eb", "#b3261e"
+BAR_WIDTH = 0.62
+FAR = 3.0  # bars this many times as high as the largest device are cut, so that the others can be seen
+WHITE: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+ROLE_COLOURS = {
+    "parameters": "#2f5d8a",
+    "gradients": "#9aa1ad",
+    "master": "#7fa8d1",
+    "remainder": "#7fa8d1",
+    "exp_avg": "#e08e45",
+    "exp_avg_sq": "#f2c38f",
+    "sum": "#e08e45",
+    "momentum_buffer": "#e08e45",
+    "gathered": "#4f8a74",
+    "buffers": "#93bfae",
+    "scratch": "#c4ddd3",
+    "shadow": "#d9b44a",
+    "checkpoints": "#8a6fa8",
+    "activations": "#c3b3d6",
+}
+STAGE_COLOURS = ("#9aa1ad", "#e08e45", "#7fa8d1", "#2f5d8a")
+FONT: dict[Any, Any] = {"font.size": 13, "font.family": "DejaVu Sans", "text.color": INK, "axes.labelcolor": INK}
+TICKS: dict[Any, Any] = {"xtick.color": INK, "ytick.color": INK, "axes.edgecolor": "#9aa1ad"}
+
+
+def draw(plans: list[Plan], path: Path) -> None:
+    """Writes the picture: bars of the last plan and, of several, a curve for each stage."""
+    count = 1 + (len(plans) > 1)
+    last = plans[-1]
+    with plt.rc_context(FONT | TICKS):
+        layout = LayoutEngine(w_pad=0.2, h_pad=0.15)
+        figure = plt.figure(figsize=(9.4 * count, 7.4), layout=layout, dpi=120)
+        panels: list[Axes] = [figure.add_subplot(1, count, 1 + i) for i in range(count)]
+        draw_stages(panels[0], last)
+        if len(plans) > 1:
+            draw_worlds(panels[1], plans)
+        shape = last.subject.transformer
+        counted = "" if shape is not None and shape.has_activations else " Activations are not counted."
+        said = f"{last.subject.title}\n{settings(last)}\nGB is 10^9 bytes.{counted}"
+        figure.supxlabel(said, x=0.012, ha="left", fontsize=10, color=FAINT)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def draw_stages(axes: Axes, plan: Plan) -> None:
+    """Bytes on the device, stacked by role, with each device's memory as a line."""
+    shares = [plan.at(stage).share for stage in STAGES]
+    tops = [0.0] * len(shares)
+    for role in (*STATES, *WORKING):
+        heights = [
+            sum(one.nbytes for one in share.held if one.role == role and one.tier == "device") / 1e9 for share in shares
+        ]
+        if any(heights):
+            axes.bar(STAGES, heights, BAR_WIDTH, tops, color=ROLE_COLOURS[role], label=NAMES.get(role, role))
+            tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    most = max(plan.device_memory.values(), default=0) / 1e9
+    highest = 1.1 * max(*tops, most)
+    if most and max(tops) > FAR * most:
+        highest = 1.6 * most
+    axes.set_ylim(0, highest)
+    for stage, top in zip(STAGES, tops, strict=True):
+        name_bar(axes, stage, top, highest, ALARM if most and top > most else INK)
+    mark_devices(axes, dict(plan.device_memory))
+    axes.set_xticks(STAGES, ["0\nall replicated", "1\nstate sharded", "2\nand gradients", "3\nand parameters"])
+    axes.set_xlim(-0.5, 3.5)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.set_ylabel("GB on each rank's device")
+    axes.legend(
+        frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, fontsize=11,
+        handlelength=1.2, columnspacing=1.3,
+    )  # fmt: skip
+    axes.grid(axis="y", color=GRID)
+    rows = -(-len(axes.get_legend_handles_labels()[1]) // 5)
+    finish(axes, f"ZeRO stages on {plan.world:,} rank{'' if plan.world == 1 else 's'}", 14 + 19 * rows)
+
+
+def name_bar(axes: Axes, stage: int, top: float, highest: float, colour: str) -> None:
+    """The bar's sum above it, or, where it is cut, an arrow and the sum within."""
+    cut = top > highest
+    text = f"{gigabytes(top * 1e9)} GB"
+    at, offset, side = ((stage, highest), -8, "top") if cut else ((stage, top), 6, "bottom")
+    label = axes.annotate(
+        f"\N{UPWARDS ARROW} {text}" if cut else text, at, (0, offset), textcoords="offset points", ha="center", va=side
+    )
+    label.set(fontweight="bold", color=colour, bbox=WHITE)
+
+
+def draw_worlds(axes: Axes, plans: list[Plan]) -> None:
+    """How the whole falls with the ranks, on logarithmic axes."""
+    worlds = [plan.world for plan in plans]
+    for stage, colour in zip(STAGES, STAGE_COLOURS, strict=True):
+        totals = [plan.at(stage).share.total / 1e9 for plan in plans]
+        axes.plot(worlds, totals, color=colour, linewidth=2.4, marker="o", markersize=6)
+        end = (worlds[-1], totals[-1])
+        text = f"stage {stage}: {gigabytes(totals[-1] * 1e9)} GB"
+        label = axes.annotate(text, end, (10, 0), textcoords="offset points", va="center", fontsize=12)
+        label.set(color=INK, bbox=WHITE)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.set_xlim(worlds[0] * 0.85, worlds[-1] * max(1.5, worlds[-1] / worlds[0]) ** 0.32)
+    mark_devices(axes, dict(plans[-1].device_memory))
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("GB on each rank's device")
+    axes.grid(color=GRID)
+    finish(axes, "The same with the number of ranks", 14)
+
+
+def mark_devices(axes: Axes, memory: dict[str, int]) -> None:
+    """A line for each device's memory, named behind its right end."""
+    for name, nbytes in memory.items():
+        axes.axhline(nbytes / 1e9, color=ALARM, linewidth=1.6, linestyle=(0, (5, 3)), zorder=1.5)
+        end, frame = (1.0, nbytes / 1e9), axes.get_yaxis_transform()
+        label = axes.annotate(name.replace(" (", "\n("), end, (5, 0), xycoords=frame, textcoords="offset points")
+        label.set(va="center", color=ALARM, fontsize=11)
+
+
+def finish(axes: Axes, title: str, pad: float) -> None:
+    axes.set_title(title, loc="left", fontsize=15, fontweight="bold", pad=pad)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)

@@ -1,0 +1,21 @@
+"""Bytes per rank, role and tier: planned before anything is allocated, and measured on the live thing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from zerokern.planner.planning import Plan, plan
+from zerokern.planner.transformer import Transformer
+
+if TYPE_CHECKING:
+    from zerokern.planner.measuring import Measured, measure
+
+__all__ = ["Measured", "Plan", "Transformer", "measure", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    """What measures needs torch; planning a number does not."""
+    if name in ("Measured", "measure"):
+        return getattr(importlib.import_module("zerokern.planner.measuring"), name)
+    raise AttributeError(f"module 'zerokern.planner' has no attribute {name!r}")

@@ -1,0 +1,115 @@
+"""Numbers as people write them: 7.5B parameters, 80GB of memory, the devices they know; and back again."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from zerokern.core.errors import got
+
+__all__ = ["DEVICES", "Memory", "count", "gigabytes", "parse_device_memory", "parse_numel"]
+
+_THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
+_NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([KMBGT]?)", re.IGNORECASE)
+_NBYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([MGT])(i?)B", re.IGNORECASE)
+_ALLOWED_MEMORY = "bytes as a whole number, text with its unit (80GB is 80·10^9, 80GiB is 80·2^30), or one of "
+
+DEVICES = {  # bytes of memory as the data sheets name them
+    "t4": 16 * 10**9,
+    "v100-16": 16 * 10**9,
+    "v100": 32 * 10**9,
+    "rtx4090": 24 * 10**9,
+    "l40s": 48 * 10**9,
+    "a100-40": 40 * 10**9,
+    "a100": 80 * 10**9,
+    "h100": 80 * 10**9,
+    "h200": 141 * 10**9,
+    "b200": 180 * 10**9,
+    "mi300x": 192 * 10**9,
+}
+
+Memory = int | str | Sequence[int | str] | Mapping[str, int | str] | None
+
+
+def parse_numel(value: int | str) -> int:
+    """A number of parameters; K, M, B (or G) and T are powers of 1000.
+
+    >>> parse_numel("7.5B"), parse_numel("1T"), parse_numel(1234)
+    (7500000000, 1000000000000, 1234)
+    """
+    allowed = "a whole number of parameters from 1 on, or text such as '350M', '7.5B' or '1T' (powers of 1000)"
+    if isinstance(value, str):
+        found = _NUMEL.fullmatch(value.strip())
+        digits = found[1].replace(",", "").replace("_", "") if found else "0"
+        numel = round(float(digits) * 10 ** _THOUSANDS[found[2].upper()]) if found else 0
+    elif isinstance(value, int) and not isinstance(value, bool):
+        numel = value
+    else:
+        raise TypeError(got("numel", value, allowed))
+    if numel < 1:
+        raise ValueError(got("numel", value, allowed))
+    return numel
+
+
+def parse_device_memory(value: Memory) -> dict[str, int]:
+    """Bytes of each device to fit into, by name.
+
+    >>> parse_device_memory("h100, 32GB")
+    {'h100 (80 GB)': 80000000000, '32GB': 32000000000}
+    >>> parse_device_memory({"mine": "24GiB"})
+    {'mine': 25769803776}
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {str(name): _one_memory(nbytes)[1] for name, nbytes in value.items()}
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()] or [value]
+    if isinstance(value, int):
+        value = [value]
+    if not isinstance(value, Sequence):
+        raise TypeError(got("device_memory", value, _ALLOWED_MEMORY + ", ".join(DEVICES)))
+    return dict(_one_memory(one) for one in value)
+
+
+def _one_memory(value: object) -> tuple[str, int]:
+    if isinstance(value, str):
+        name = value.strip().lower()
+        if name in DEVICES:
+            return f"{name} ({DEVICES[name] / 1e9:g} GB)", DEVICES[name]
+        found = _NBYTES.fullmatch(value.strip())
+        if found:
+            power = {"M": 2, "G": 3, "T": 4}[found[2].upper()]
+            nbytes = round(float(found[1]) * (1024 if found[3] else 1000) ** power)
+            if nbytes > 0:
+                return value.strip(), nbytes
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return f"{gigabytes(value)} GB", value
+    raise ValueError(got("device_memory", value, _ALLOWED_MEMORY + ", ".join(DEVICES)))
+
+
+def gigabytes(nbytes: float) -> str:
+    """Bytes in GB (10^9), to three digits.
+
+    >>> [gigabytes(n) for n in (16e12, 31.40625e9, 7.5e9, 117187500, 3072, 0)]
+    ['16,000', '31.4', '7.50', '0.117', '0.000003', '0']
+    """
+    value = nbytes / 1e9
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(digits, 6)}f}"
+
+
+def count(numel: int) -> str:
+    """A number of parameters as people say it; small ones in full.
+
+    >>> count(7_500_000_000), count(10_774_272), count(1234)
+    ('7.5B', '10.8M', '1,234')
+    """
+    for power, unit in ((12, "T"), (9, "B"), (6, "M")):
+        if numel >= 10**power:
+            value = numel / 10**power
+            return f"{value:.{0 if value >= 100 else 1}f}".removesuffix(".0") + unit
+    return f"{numel:,}"

@@ -1,0 +1,192 @@
+"""`zk.measure`: what a rank really holds, by role, to lay beside its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zerokern.core.errors import got
+from zerokern.optim.records import on_disk_of
+from zerokern.planner import table
+from zerokern.planner.planning import Plan
+from zerokern.planner.recipe import short
+from zerokern.planner.share import STATES, WORKING, Held, summed
+from zerokern.zero.homes import home_of
+
+if TYPE_CHECKING:
+    from zerokern.zero.sharding import Sharding
+
+__all__ = ["Measured", "measure"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes that this rank holds now, by role and tier: a sum over distinct storages.
+
+    >>> import zerokern as zk
+    >>> held = zk.measure(torch.nn.Linear(256, 255))
+    >>> held.roles, held.total
+    ({'parameters': 262140}, 262140)
+    """
+
+    title: str
+    held: tuple[Held, ...]
+    world: int = 1
+    stage: int = 0
+    pinned: int = 0
+    """Bytes that the optimizer has locked in host memory, in whole pages: what `Plan.pinned` says"""
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """Bytes by role, all tiers together."""
+        return summed(self.held, lambda one: one.role)
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Bytes by tier, all roles together; "device" is where the parameters are."""
+        return summed(self.held, lambda one: one.tier)
+
+    @property
+    def states(self) -> int:
+        """Bytes of parameters, gradients and optimizer state, wherever they lie."""
+        return sum(one.nbytes for one in self.held if one.role in STATES)
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.tiers.get("device", 0)
+
+    def beside(self, plan: Plan) -> str:
+        """The plan's table at its stage with a column of what is held, and by how much it differs.
+
+        >>> import zerokern as zk
+        >>> model = torch.nn.Linear(1024, 1024)
+        >>> print(zk.measure(model).beside(zk.plan(model, stage=0, optimizer=None)))  # doctest: +ELLIPSIS
+        ### Linear, 1M parameters in 2 tensors, on 1 rank
+        ...
+        """
+        if (plan.world, plan.stage) != (self.world, self.stage):
+            raise ValueError(
+                f"the plan is of stage {plan.stage} on {plan.world} ranks, what was measured of stage {self.stage} on "
+                f"{self.world}; plan that: zk.plan(model, stage={self.stage}, world={self.world})"
+            )
+        return table.of_measured(plan, self)
+
+    def __str__(self) -> str:
+        return table.of_held(self.title, self.held)
+
+
+def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measured:
+    """What this rank holds of a model and its optimizer at this moment: the same roles as `zk.plan` has.
+
+    Works on any module: after `zk.shard`, under FSDP2, or plain. Activations and step counters are not counted.
+
+    >>> import zerokern as zk
+    >>> model = torch.nn.Linear(256, 256, bias=False)
+    >>> opt = zk.AdamW(model.parameters())
+    >>> model(torch.ones(1, 256)).sum().backward(); opt.step()
+    >>> zk.measure(model, opt).roles
+    {'parameters': 262144, 'gradients': 262144, 'exp_avg': 262144, 'exp_avg_sq': 262144}
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(got("model", model, "an nn.Module"))
+    if opt is not None and not isinstance(opt, torch.optim.Optimizer):
+        raise TypeError(got("opt", opt, "None or a torch.optim.Optimizer"))
+    params = list(model.parameters())
+    if not params:
+        raise ValueError(f"{type(model).__name__} has no parameters, so that there is nothing to measure")
+    shardings = {id(home.sharding): home.sharding for param in params if (home := home_of(param)) is not None}
+    tally = _Tally(params[0].device.type)
+    for role, tensor in _of_model(params, shardings.values()):
+        tally.add(role, tensor)
+    if opt is not None:
+        _of_optimizer(opt, tally)
+    world = max((one.group.size for one in shardings.values()), default=1)
+    stage = max((one.stage for one in shardings.values()), default=0)
+    room = getattr(opt, "_room", None)
+    pinned = 0 if room is None else room.nbytes
+    return Measured(f"{type(model).__name__}, what this rank holds", tuple(tally.rows()), world, stage, pinned)
+
+
+class _Tally:
+    """Bytes by (role, format, tier); a storage counts once, for the first role that has it."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._seen: set[int] = set()
+        self._keep: list[Tensor] = []  # a storage that is freed meanwhile could lend its address to the next
+        self._found: dict[tuple[str, str, str], int] = {}
+
+    def add(self, role: str, tensor: Tensor, form: str = "") -> None:
+        local = _local(tensor)
+        storage = local.untyped_storage()
+        if storage.nbytes() == 0 or local.device.type == "meta" or storage.data_ptr() in self._seen:
+            return
+        self._seen.add(storage.data_ptr())
+        self._keep.append(local)
+        tier = "device" if local.device.type == self.device else local.device.type
+        self.put(role, form or _format(local), tier, storage.nbytes())
+
+    def put(self, role: str, form: str, tier: str, nbytes: int) -> None:
+        key = (role, form if role in STATES else "", tier)
+        self._found[key] = self._found.get(key, 0) + nbytes
+
+    def rows(self) -> Iterator[Held]:
+        order = [*STATES, *WORKING]
+        keys = sorted(self._found, key=lambda key: order.index(key[0]) if key[0] in order else len(order))
+        return (Held(*key, self._found[key]) for key in keys)
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a sharded tensor, ours or a DTensor; else the tensor."""
+    local = getattr(tensor, "local", None)
+    if isinstance(local, Tensor):
+        return local
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _of_model(params: Iterable[nn.Parameter], shardings: Iterable[Sharding]) -> Iterator[tuple[str, Tensor]]:
+    for sharding in shardings:
+        for role, tensors in sharding.holdings().items():
+            yield from ((role, tensor) for tensor in tensors)
+    for param in params:
+        if home_of(param) is None:
+            yield "parameters", param.detach()
+        if param.grad is not None:
+            yield "gradients", param.grad
+
+
+def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
+    host = getattr(getattr(opt, "_local", None), "host", None)
+    for twin in [] if host is None else host.twins.values():
+        tally.add("host parameters", twin.values.detach())
+        tally.add("host gradients", twin.grad)
+        if twin.shadow is not None:
+            tally.add("shadow", twin.shadow)
+    for entry in opt.state.values():
+        if not isinstance(entry, dict):
+            continue
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.ndim:
+                tally.add(*_role(key, value))
+        owner = on_disk_of(entry)
+        for key, stand_in in ({} if owner is None else owner.described()).items():
+            role, _, form = _role(key, stand_in)
+            tally.put(role, form, "nvme", stand_in.numel() * stand_in.dtype.itemsize)
+    disk = getattr(opt, "_disk", None)
+    if disk is not None and disk.is_open:
+        tally.put("ring", "", "cpu", sum(slot.lease.nbytes for slot in disk.ring.slots))
+
+
+def _role(key: str, value: Tensor) -> tuple[str, Tensor, str]:
+    """Of a tensor of optimizer state: its role, itself, its format. Codes of int8 and their scales are one."""
+    role = key.removesuffix("_scale")
+    return role, value, "int8" if role != key or value.dtype is torch.uint8 else _format(value)
+
+
+def _format(value: Tensor) -> str:
+    return short(str(value.dtype).removeprefix("torch."))

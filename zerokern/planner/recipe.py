@@ -1,0 +1,232 @@
+"""Dtypes and formats of a training run, checked, and the bytes that they mean; no torch is needed to say them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zerokern.core.errors import got
+from zerokern.schedule import Delayed, check_schedule
+
+__all__ = ["BLOCK", "OPTIMIZERS", "Recipe", "StateRole", "dtype_of", "itemsize", "short"]
+
+BLOCK = 128
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
+_ITEMSIZE |= {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_BY_NAME = {**{name: name for name in _SHORT}, **{short: name for name, short in _SHORT.items()}}
+_TRAINED = ("float32", "bfloat16", "float16")
+
+OPTIMIZERS: dict[str, tuple[str, ...]] = {  # the state keys that grow with the parameters
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "adagrad": ("sum",),
+    "sgd": (),
+    "sgd-momentum": ("momentum_buffer",),
+    "none": (),
+}
+_FACES = {"adamw": "zk.AdamW", "adam": "zk.Adam", "lion": "zk.Lion", "adagrad": "zk.Adagrad", "sgd": "zk.SGD"}
+_STATE_FORMATS = ("fp32", "bf16", "int8")
+_WITHOUT_INT8 = ("adagrad", "sgd", "sgd-momentum")
+_MASTERS = {  # by dtype of the parameter: the default, and what else there is
+    "float32": ("own", ()),
+    "bfloat16": ("split16", ("split16", "fp32", "split8", "none")),
+    "float16": ("fp32", ("fp32", "none")),
+}
+MASTER_FORMATS = ("fp32", "split16", "split8", "none")
+_RING_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class StateRole:
+    """One tensor of a parameter's optimizer state: bytes for each element, and for each block of 128."""
+
+    role: str
+    format: str
+    per_element: int
+    per_block: int = 0
+
+    def nbytes(self, numel: int, blocks: int) -> int:
+        return numel * self.per_element + blocks * self.per_block
+
+    def tensors(self, numel: int) -> list[tuple[str, int]]:
+        """Names and bytes of the tensors of one parameter.
+
+        >>> StateRole("exp_avg", "int8", 1, 4).tensors(130)
+        [('exp_avg', 130), ('exp_avg_scale', 8)]
+        """
+        codes = [(self.role, numel * self.per_element)]
+        return codes + ([(f"{self.role}_scale", -(-numel // BLOCK) * self.per_block)] if self.per_block else [])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the parameters are trained. `param_dtype` and `reduce_dtype` None: the parameter's own.
+
+    >>> [(one.role, one.per_element) for one in Recipe().state_of("bfloat16")]
+    [('remainder', 2), ('exp_avg', 4), ('exp_avg_sq', 4)]
+    """
+
+    optimizer: str = "adamw"
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    state_format: str = "fp32"
+    master_format: str | None = None
+    tier: str = "device"
+    ring_nbytes: int = 0
+    schedule: str | Delayed = "sync"
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        optimizer: str | None,
+        param_dtype: object,
+        reduce_dtype: object,
+        mp_policy: object,
+        state_format: str,
+        master_format: str | None,
+        tier: object,
+        schedule: object = "sync",
+    ) -> Recipe:
+        """The keywords of `zk.shard` and `zk.AdamW`, checked."""
+        if mp_policy is not None:
+            if param_dtype is not None or reduce_dtype is not None:
+                raise ValueError(
+                    "mp_policy says both dtypes already; leave out param_dtype and reduce_dtype, or mp_policy"
+                )
+            param_dtype = getattr(mp_policy, "param_dtype", None)
+            reduce_dtype = getattr(mp_policy, "reduce_dtype", None)
+        name = "none" if optimizer is None else optimizer
+        if name not in OPTIMIZERS:
+            raise ValueError(got("optimizer", optimizer, " | ".join(map(repr, OPTIMIZERS))))
+        formats = tuple(one for one in _STATE_FORMATS if one != "int8" or name not in _WITHOUT_INT8)
+        if state_format not in formats:
+            raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, formats))} with {name}"))
+        if master_format is not None and master_format not in MASTER_FORMATS:
+            raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
+        place, ring_nbytes = _tier(tier)
+        chosen = check_schedule(schedule)
+        if place == "nvme" and chosen != "sync":
+            raise ValueError(got("schedule", schedule, "'sync' with state on NVMe", "It is updated as it streams by"))
+        return cls(
+            name,
+            None if param_dtype is None else dtype_of("param_dtype", param_dtype),
+            None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype),
+            state_format,
+            master_format,
+            place,
+            ring_nbytes,
+            chosen,
+        )
+
+    @property
+    def delays(self) -> bool:
+        return isinstance(self.schedule, Delayed)
+
+    def has_twins(self, device: str) -> bool:
+        """Whether what is updated are copies in host memory of parameters on such a device."""
+        if device != "cpu" and self.tier != "cpu" and self.schedule != "sync":
+            advice = "The update of state on the device has nothing to hide behind"
+            raise ValueError(got("schedule", self.schedule, "'sync' for parameters on a device, or tier='cpu'", advice))
+        return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier == "cpu"))
+
+    def update_nbytes(self, dtype: str) -> float:
+        """Bytes that an update of a parameter of this dtype moves: gradient, parameter and state, read and written.
+
+        >>> int8 = Recipe(state_format="int8", master_format="split8")
+        >>> Recipe().update_nbytes("bfloat16"), int8.update_nbytes("bfloat16")
+        (26.0, 12.125)
+        """
+        state = self.state_of(dtype)
+        own = itemsize(dtype) * (1 if any(one.role == "master" for one in state) else 2)
+        moved = sum(2.0 * (one.per_element + one.per_block / BLOCK) for one in state)
+        return itemsize(self.wire_dtype(dtype)) + own + moved
+
+    def master_of(self, dtype: str) -> str:
+        """The master format of a parameter of this dtype; "own" where the parameter is its own master."""
+        default, allowed = _MASTERS[dtype]
+        if default == "own" or self.master_format is None:
+            return default
+        if self.master_format not in allowed:
+            options = " | ".join(map(repr, allowed))
+            raise ValueError(got("master_format", self.master_format, f"{options} for {short(dtype)} parameters"))
+        return self.master_format
+
+    def state_of(self, dtype: str) -> list[StateRole]:
+        """What the optimizer keeps for a trainable parameter of this dtype."""
+        if self.optimizer == "none":
+            return []
+        if dtype not in _TRAINED:
+            raise ValueError(got("dtype", dtype, f"parameters in {', '.join(_TRAINED)}", "Freeze it, or convert it"))
+        master = self.master_of(dtype)
+        roles = []
+        if master == "fp32":
+            roles.append(StateRole("master", "fp32", 4))
+        elif master in ("split16", "split8"):
+            bits = 16 if master == "split16" else 8
+            roles.append(StateRole("remainder", f"int{bits}", bits // 8))
+        itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[self.state_format]
+        scales = 4 if self.state_format == "int8" else 0
+        return roles + [StateRole(key, self.state_format, itemsize, scales) for key in OPTIMIZERS[self.optimizer]]
+
+    def wire_dtype(self, dtype: str) -> str:
+        """In which a gradient of a parameter of this dtype is reduced and kept."""
+        return self.reduce_dtype or dtype
+
+    def alternatives(self, dtype: str) -> list[Recipe]:
+        """The same run in every format there is for parameters of this dtype, the exact ones first."""
+        if self.optimizer == "none":
+            return []
+        masters = _MASTERS[dtype][1] or (None,)
+        states = [one for one in _STATE_FORMATS if one != "int8" or self.optimizer not in _WITHOUT_INT8]
+        states = states if OPTIMIZERS[self.optimizer] else states[:1]
+        made = [replace(self, state_format=state, master_format=master) for state in states for master in masters]
+        return sorted(made, key=Recipe.is_lossy)
+
+    def is_lossy(self) -> bool:
+        """Whether these formats round away what the exact ones keep."""
+        return self.state_format != "fp32" or self.master_format in ("split8", "none")
+
+    @property
+    def face(self) -> str:
+        """The optimizer as users know it."""
+        return _FACES.get(self.optimizer.removesuffix("-momentum"), "no optimizer")
+
+
+def dtype_of(argument: str, value: object) -> str:
+    """The name of a dtype given as torch's own or as text.
+
+    >>> dtype_of("param_dtype", "bf16")
+    'bfloat16'
+    """
+    name = str(value).removeprefix("torch.")
+    if name not in _BY_NAME:
+        raise ValueError(got(argument, value, " | ".join(map(repr, _SHORT.values())) + ", or torch's dtypes"))
+    return _BY_NAME[name]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element.
+
+    >>> itemsize("bfloat16"), itemsize("float8_e4m3fn")
+    (2, 1)
+    """
+    return _ITEMSIZE.get(dtype, 1)
+
+
+def short(dtype: str) -> str:
+    """
+    >>> short("bfloat16"), short("int64")
+    ('bf16', 'int64')
+    """
+    return _SHORT.get(dtype, dtype)
+
+
+def _tier(tier: Any) -> tuple[str, int]:
+    if hasattr(tier, "ring_nbytes"):
+        return "nvme", int(tier.ring_nbytes)
+    if tier in ("device", "cpu", "nvme"):
+        return str(tier), _RING_NBYTES if tier == "nvme" else 0
+    raise ValueError(got("tier", tier, "'device' | 'cpu' | 'nvme', or zk.Nvme(path)"))

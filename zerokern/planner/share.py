@@ -1,0 +1,139 @@
+"""What one rank holds at one stage, by role and tier, and what it sends in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from zerokern.planner.buckets import Buckets, Load
+from zerokern.planner.recipe import Recipe, itemsize, short
+from zerokern.planner.settings import Settings
+from zerokern.planner.subject import Subject
+from zerokern.zero.stage import shards_gradients, shards_parameters, shards_state
+
+__all__ = ["STATES", "TWINS", "WORKING", "Held", "Share", "share_of", "summed"]
+
+STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
+TWINS = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
+WORKING = ("gathered", "buffers", "scratch", "ring", *TWINS, "checkpoints", "activations")
+_BUFFERS = 2  # one is filled by backward while the other is reduced
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one role in one tier; `format` says what they are made of."""
+
+    role: str
+    format: str
+    tier: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part at one stage.
+
+    `padding`: elements of all buckets that belong to no parameter. `arriving`: bytes of a bucket's gradients as
+    autograd makes them, which lie beside the rest while backward runs.
+    """
+
+    stage: int
+    held: tuple[Held, ...]
+    padding: int = 0
+    arriving: int = 0
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """Bytes by role, all tiers together."""
+        return summed(self.held, lambda one: one.role)
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Bytes by tier, all roles together."""
+        return summed(self.held, lambda one: one.tier)
+
+    @property
+    def states(self) -> int:
+        """Bytes of model states: parameters, gradients and optimizer state, wherever they lie."""
+        return sum(one.nbytes for one in self.held if one.role in STATES)
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.tiers.get("device", 0)
+
+
+def summed(held: Iterable[Held], key: Callable[[Held], str]) -> dict[str, int]:
+    """Bytes by what `key` says of each.
+
+    >>> summed([Held("exp_avg", "fp32", "device", 4), Held("exp_avg", "fp32", "cpu", 2)], lambda one: one.role)
+    {'exp_avg': 6}
+    """
+    found: dict[str, int] = {}
+    for one in held:
+        found[key(one)] = found.get(key(one), 0) + one.nbytes
+    return found
+
+
+def share_of(subject: Subject, recipe: Recipe, stage: int, settings: Settings) -> Share:
+    """Rank 0's share, which no other rank's exceeds by more than the padding at a cut."""
+    buckets = subject.buckets(stage, settings.world, settings.bucket_bytes)
+    held = [*_states(buckets, recipe, stage, settings), *_working(buckets, subject, recipe, stage, settings)]
+    arriving = max((kind.largest_numel * kind.itemsize for kind in buckets.trained), default=0)
+    return Share(stage, tuple(one for one in held if one.nbytes), buckets.padding, arriving)
+
+
+def _states(buckets: Buckets, recipe: Recipe, stage: int, settings: Settings) -> Iterator[Held]:
+    for kind in buckets.kinds:
+        numel = kind.shard_numel if shards_parameters(stage) else kind.padded_numel
+        yield Held("parameters", short(kind.dtype), "device", numel * kind.itemsize)
+    for kind in buckets.trained:
+        wire = recipe.wire_dtype(kind.dtype)
+        yield Held("gradients", short(wire), "device", _gradient_numel(kind, stage, settings) * itemsize(wire))
+    for kind in buckets.trained:
+        own = (kind.own_numel, kind.own_blocks) if shards_state(stage) else (kind.numel, kind.blocks)
+        for state in recipe.state_of(kind.dtype):
+            yield Held(state.role, state.format, recipe.tier, state.nbytes(*own))
+    if recipe.has_twins(settings.device):
+        yield from _twins(buckets, recipe, stage, settings)
+
+
+def _twins(buckets: Buckets, recipe: Recipe, stage: int, settings: Settings) -> Iterator[Held]:
+    """What the update reads and writes on the host; with a delay, room on the device for what is not yet published."""
+    for kind in buckets.trained:
+        wire = recipe.wire_dtype(kind.dtype)
+        numel = kind.own_numel if shards_state(stage) else kind.numel
+        yield Held("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
+        yield Held("host gradients", short(wire), "cpu", numel * itemsize(wire))
+        if recipe.delays and settings.device != "cpu":
+            yield Held("shadow", short(kind.dtype), "device", numel * kind.itemsize)
+
+
+def _gradient_numel(kind: Load, stage: int, settings: Settings) -> int:
+    """Below stage 2 the reduced shard lies in the whole bucket, unless the next micro-batch needs that again."""
+    if shards_gradients(stage):
+        return kind.shard_numel
+    moves_out = settings.world > 1 and settings.accumulate > 1 and not settings.no_sync and shards_state(stage)
+    return kind.padded_numel + (kind.shard_numel if moves_out else 0)
+
+
+def _working(buckets: Buckets, subject: Subject, recipe: Recipe, stage: int, settings: Settings) -> Iterator[Held]:
+    """What is there besides the states while a step runs."""
+    if settings.world > 1:
+        wire = [(kind, itemsize(recipe.wire_dtype(kind.dtype))) for kind in buckets.trained]
+        largest = max((kind.largest_numel * size for kind, size in wire), default=0)
+        if shards_parameters(stage) and subject.units:
+            yield Held("gathered", "", "device", buckets.gathered_nbytes)
+        if shards_gradients(stage) and settings.accumulate > 1 and settings.no_sync:
+            yield Held("buffers", "", "device", sum(kind.padded_numel * size for kind, size in wire))
+        elif shards_gradients(stage):
+            count = min(_BUFFERS, sum(kind.count for kind in buckets.trained))
+            yield Held("buffers", "", "device", count * largest)
+        if settings.device == "cpu":
+            yield Held("scratch", "", "device", largest // settings.world * (settings.world - 1))
+    if recipe.tier == "nvme":
+        yield Held("ring", "", "cpu", recipe.ring_nbytes)
+    shape = subject.transformer
+    if shape is not None and shape.has_activations:
+        yield Held("checkpoints", "", "device", shape.checkpoints)
+        yield Held("activations", "", "device", shape.working_activations)

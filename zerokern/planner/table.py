@@ -1,0 +1,295 @@
+"""A plan as text to paste into a design document, and as numbers for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from zerokern.planner.amounts import gigabytes
+from zerokern.planner.markdown import table_of
+from zerokern.planner.recipe import BLOCK, OPTIMIZERS, short
+from zerokern.planner.share import STATES, WORKING, Held, Share
+from zerokern.schedule import Delayed
+from zerokern.zero.stage import STAGES
+
+if TYPE_CHECKING:
+    from zerokern.planner.measuring import Measured
+    from zerokern.planner.planning import Plan
+
+__all__ = ["NAMES", "as_dict", "of_held", "of_measured", "of_plan", "of_worlds"]
+
+NAMES = {
+    "gathered": "units gathered",
+    "buffers": "bucket buffers",
+    "scratch": "scratch of collectives",
+    "ring": "staging ring",
+    "host parameters": "parameters to update",
+    "host gradients": "gradients to update with",
+    "shadow": "parameters to publish",
+    "checkpoints": "activation checkpoints",
+    "activations": "activations, working",
+}
+TIERS = {"device": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
+STAGE_HEADS = [f"stage {stage}" for stage in STAGES]
+NOTHING, UNKNOWN = "-", "?"
+
+
+def of_plan(plan: Plan) -> str:
+    """All stages side by side, then the other formats."""
+    parts = [
+        f"### {title(plan)}",
+        f"Each rank holds, in GB (10^9 bytes), with {settings(plan)}:",
+        _stages(plan),
+        "\n".join(f"* {note}" for note in notes(plan)),
+    ]
+    formats = _formats(plan)
+    if formats:
+        where = "Locked in host memory" if plan.pinned else "Total on the device"
+        parts += [f"{where} in other formats, in GB; lossy ones are never a default:", formats]
+    return "\n\n".join(parts)
+
+
+def title(plan: Plan) -> str:
+    """What is planned, and on how many ranks."""
+    return f"{plan.subject.title}, on {plan.world:,} rank{'' if plan.world == 1 else 's'}"
+
+
+def settings(plan: Plan) -> str:
+    """The formats in one phrase."""
+    recipe, dtype = plan.recipe, plan.subject.main_dtype
+    words = [recipe.face, f"{short(dtype)} parameters", f"gradients reduced in {short(recipe.wire_dtype(dtype))}"]
+    if recipe.optimizer != "none":
+        words += [f'state_format="{recipe.state_format}"'] if OPTIMIZERS[recipe.optimizer] else []
+        master = recipe.master_of(dtype)
+        words += [] if master == "own" else [f'master_format="{master}"']
+        words += [] if recipe.tier == "device" else [f"state {TIERS[recipe.tier]}"]
+        words += [] if recipe.schedule == "sync" else [f"schedule={recipe.schedule!r}"]
+    if plan.settings.accumulate > 1:
+        how = "all but the last under zk.no_sync" if plan.settings.no_sync else "each reduced"
+        words.append(f"{plan.settings.accumulate} micro-batches in a step, {how}")
+    return ", ".join(words)
+
+
+def notes(plan: Plan) -> list[str]:
+    """What the table means, and what it leaves out."""
+    share, subject, world = plan.share, plan.subject, plan.world
+    said = []
+    if world > 1:
+        said.append(
+            f"Ψ is {subject.numel:,} parameters; a volume of Ψ is a reduce-scatter or all-gather of all of them, and a "
+            f"rank sends {world - 1}/{world} of it."
+        )
+    if world > 1 and subject.members:
+        padding = f"{share.padding:,} elements of all, {_percent(share.padding / subject.numel)}"
+        said.append(f"Padding at cuts between ranks: {padding}.")
+    if world > 1 and not subject.members:
+        said.append(
+            "A number alone has no layers: what stage 3 gathers to compute (?) comes on top. Plan a model or the shape "
+            "of a transformer to know it."
+        )
+    if subject.members and share.arriving:
+        arriving = gigabytes(share.arriving)
+        said.append(f"During backward autograd's own gradients of one bucket lie beside these: at most {arriving} GB.")
+    if plan.pinned:
+        said.append(f"The optimizer locks {plan.pinned:,} bytes of host memory at stage {plan.stage}, in whole pages.")
+    takers = "what the framework, its allocator and the driver of the device take"
+    shape = subject.transformer
+    if shape is not None and shape.has_activations:
+        everything = gigabytes(shape.activations)
+        said.append(f"Without activation checkpoints all activations are {everything} GB on each rank.")
+        said.append(f"Not counted: {takers}.")
+    else:
+        said.append(f"Not counted: activations, and {takers}.")
+    return said
+
+
+def _stages(plan: Plan) -> str:
+    shares = [plan.at(stage).share for stage in STAGES]
+    several = len({one.tier for share in shares for one in share.held}) > 1
+    rows = _held(shares, STATES, several)
+    rows.append(["**model states**", "", *(gigabytes(share.states) for share in shares)])
+    if not plan.subject.units and plan.world > 1:
+        rows.append([NAMES["gathered"], "", *[NOTHING] * 3, UNKNOWN])
+    rows += _held(shares, WORKING, several)
+    rows.append(["**total on the device**", "", *(f"**{gigabytes(share.total)}**" for share in shares)])
+    for tier in ("cpu", "nvme"):
+        if any(tier in share.tiers for share in shares):
+            rows.append([f"**total {TIERS[tier]}**", "", *(_gb(share.tiers.get(tier, 0)) for share in shares)])
+    for name, most in plan.device_memory.items():
+        rows.append([f"fits {name}", "", *(fit(share.total, most) for share in shares)])
+    if plan.world > 1:
+        traffic = [plan.at(stage).traffic for stage in STAGES]
+        rows.append(["volume of a step", "", *(f"{one.numel / plan.numel:.2f} Ψ" for one in traffic)])
+        rows.append(["reduced in a step", "", *(_gb(one.reduced_nbytes) for one in traffic)])
+        rows.append(["gathered in a step", "", *(_gb(one.gathered_nbytes) for one in traffic)])
+        rows.append(["sent by a rank in a step", "", *(_gb(one.sent_nbytes) for one in traffic)])
+    return table_of(["on each rank", "format", *STAGE_HEADS], rows, left=2)
+
+
+def _gb(nbytes: int) -> str:
+    return gigabytes(nbytes) if nbytes else NOTHING
+
+
+def _held(shares: Sequence[Share], roles: Sequence[str], names_tiers: bool) -> list[list[str]]:
+    """A row for each role, format and tier that any stage has."""
+    found = {(one.role, one.format, one.tier) for share in shares for one in share.held if one.role in roles}
+    rows = []
+    for key in sorted(found, key=lambda key: (roles.index(key[0]), key)):
+        cells = [_gb(_sum(share.held, key)) for share in shares]
+        rows.append([NAMES.get(key[0], key[0]), _form(key, names_tiers), *cells])
+    return rows
+
+
+def _form(key: tuple[str, str, str], names_tier: bool) -> str:
+    return ", ".join(word for word in (key[1], TIERS.get(key[2], key[2]) if names_tier else "") if word)
+
+
+def _sum(held: Sequence[Held], key: tuple[str, str, str]) -> int:
+    return sum(one.nbytes for one in held if (one.role, one.format, one.tier) == key)
+
+
+def fit(nbytes: int, most: int) -> str:
+    """
+    >>> fit(60, 80), fit(81, 80), fit(80_001, 80_000), fit(16000, 80)
+    ('yes, 75 %', 'no, 101 %', 'no, 101 %', 'no, 200x')
+    """
+    if nbytes > 10 * most:
+        return f"no, {nbytes / most:.0f}x"
+    percent = round(100 * nbytes / most)
+    return f"yes, {percent} %" if nbytes <= most else f"no, {max(101, percent)} %"
+
+
+def _formats(plan: Plan) -> str:
+    rows = []
+    for other in plan.in_other_formats():
+        recipe, dtype = other.recipe, plan.subject.main_dtype
+        totals = [other.at(stage).total for stage in STAGES]
+        width = sum(state.per_element + state.per_block / BLOCK for state in recipe.state_of(dtype))
+        master = recipe.master_of(dtype)
+        rows.append(
+            [
+                recipe.state_format + (" *(lossy)*" if recipe.state_format != "fp32" else ""),
+                master + (" *(lossy)*" if master in ("split8", "none") else ""),
+                f"{width:.3g}",
+                *map(gigabytes, [other.at(stage).pinned for stage in STAGES] if plan.pinned else totals),
+                *(fitting(totals, most) for most in plan.device_memory.values()),
+            ]
+        )
+    header = ["state_format", "master_format", "state, B/parameter", *STAGE_HEADS]
+    return table_of(header + [f"fits {name}" for name in plan.device_memory], rows, left=2) if len(rows) > 1 else ""
+
+
+def fitting(totals: Sequence[int], most: int) -> str:
+    """The stages whose total fits.
+
+    >>> fitting([90, 80, 70, 60], 80), fitting([90] * 4, 80)
+    ('stages 1, 2, 3', 'none')
+    """
+    stages = [str(stage) for stage, nbytes in zip(STAGES, totals, strict=True) if nbytes <= most]
+    return "none" if not stages else f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
+
+
+def of_worlds(plans: Sequence[Plan]) -> str:
+    """Model states at each number of ranks, as the ZeRO paper has them, and at which stages everything fits."""
+    first = plans[0]
+    rows = []
+    for plan in plans:
+        shares = [plan.at(stage).share for stage in STAGES]
+        fits = [fitting([share.total for share in shares], most) for most in first.device_memory.values()]
+        rows.append([f"{plan.world:,}", *(gigabytes(share.states) for share in shares), *fits])
+    said = "Model states (parameters, gradients, optimizer state) on each rank, in GB (10^9 bytes), with "
+    header = ["ranks", *STAGE_HEADS, *(f"fits {name}" for name in first.device_memory)]
+    parts = [f"### {first.subject.title}", f"{said}{settings(first)}:", table_of(header, rows, left=0)]
+    if first.device_memory:
+        parts.append("What fits is counted with what collectives and computing need besides.")
+    return "\n\n".join(parts)
+
+
+def of_held(heading: str, held: Sequence[Held]) -> str:
+    """What is held, in one column."""
+    several = len({one.tier for one in held}) > 1
+    rows = [
+        [NAMES.get(one.role, one.role), _form((one.role, one.format, one.tier), several), gigabytes(one.nbytes)]
+        for one in held
+    ]
+    states = sum(one.nbytes for one in held if one.role in STATES)
+    rows.append(["**model states**", "", gigabytes(states)])
+    rows.append(["**total**", "", f"**{gigabytes(sum(one.nbytes for one in held))}**"])
+    return f"### {heading}\n\n" + table_of(["held, GB (10^9 bytes)", "format", "now"], rows, left=2)
+
+
+def of_measured(plan: Plan, measured: Measured) -> str:
+    """Planned and measured side by side, by role."""
+    planned, found = plan.roles, measured.roles
+    order = [*STATES, *WORKING]
+    roles = sorted({*planned, *found}, key=lambda role: order.index(role) if role in order else len(order))
+    pairs = [(NAMES.get(role, role), planned.get(role, 0), found.get(role, 0)) for role in roles]
+    pairs.insert(sum(role in STATES for role in roles), ("**model states**", plan.states, measured.states))
+    rows = [[name, _gb(expected), _gb(actual), _difference(expected, actual)] for name, expected, actual in pairs]
+    resting = {"gathered", "checkpoints", "activations"} & {*planned} - {*found}
+    for row in rows:
+        if row[0] in {NAMES[role] for role in resting}:
+            row[2:] = ["in a step only", NOTHING]
+    total = plan.total - sum(planned[role] for role in resting)
+    name = "**total on the device**" if not resting else "**total on the device, at rest**"
+    rows.append([name, _gb(total), _gb(measured.total), _difference(total, measured.total)])
+    header = [f"stage {plan.stage}, on each rank", "planned", "measured", "difference"]
+    return f"### {title(plan)}\n\nIn GB (10^9 bytes), with {settings(plan)}:\n\n{table_of(header, rows)}"
+
+
+def _difference(expected: int, actual: int) -> str:
+    if not expected:
+        return NOTHING if not actual else "not planned"
+    return f"{100 * (actual - expected) / expected:+.2f} %"
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Numbers alone."""
+    recipe, dtype = plan.recipe, plan.subject.main_dtype
+    formats = {
+        "optimizer": recipe.optimizer,
+        "param_dtype": dtype,
+        "reduce_dtype": recipe.wire_dtype(dtype),
+        "state_format": recipe.state_format,
+        "master_format": None if recipe.optimizer == "none" else recipe.master_of(dtype),
+        "tier": recipe.tier,
+        "schedule": f"delayed, {recipe.schedule.after}" if isinstance(recipe.schedule, Delayed) else recipe.schedule,
+    }
+    return {
+        "model": plan.subject.title,
+        "numel": plan.numel,
+        "world": plan.world,
+        "stage": plan.stage,
+        "device": plan.settings.device,
+        "bucket_bytes": plan.settings.bucket_bytes,
+        "accumulate": plan.settings.accumulate,
+        "no_sync": plan.settings.no_sync,
+        **formats,
+        "device_memory": dict(plan.device_memory),
+        "stages": [_stage_dict(plan.at(stage)) for stage in STAGES],
+    }
+
+
+def _stage_dict(plan: Plan) -> dict[str, Any]:
+    share, traffic = plan.share, plan.traffic
+    return {
+        "stage": share.stage,
+        "roles": share.roles,
+        "tiers": share.tiers,
+        "states": share.states,
+        "total": share.total,
+        "pinned": plan.pinned,
+        "fits": {name: share.total <= most for name, most in plan.device_memory.items()},
+        "volume_numel": traffic.numel,
+        "reduced_nbytes": traffic.reduced_nbytes,
+        "gathered_nbytes": traffic.gathered_nbytes,
+        "sent_nbytes": traffic.sent_nbytes,
+    }
+
+
+def _percent(share: float) -> str:
+    """
+    >>> _percent(0.00042), _percent(0)
+    ('0.042 %', '0 %')
+    """
+    return f"{100 * share:.2g} %"
