@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .frame import FAINT, INK, framed
+
 NAMES = {
     "torch-optim": "torch.optim fused",
     "torch-tiled": "torch fused, hand-tiled",
@@ -18,29 +20,17 @@ NAMES = {
     "avx2": "zerokern on AVX2",
 }
 EXACT, LOSSY, PEER = "#0b6bcb", "#7fb3e6", "#c3c9d1"
-INK, FAINT, ROOF = "#16202c", "#6b7785", "#d9480f"
-BAR_HEIGHT, ROW_INCHES = 0.68, 0.44
+ROOF = "#d9480f"
+BAR_HEIGHT = 0.68
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
     """Draw the JSON of a run; one panel per contest."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    def panel(axis: Any, contest: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+        _panel(axis, contest, rows, content)
 
-    contests = content["contests"]
-    panels = [[row for row in content["rows"] if row["contest"] == contest["name"]] for contest in contests]
-    heights = [len(rows) * ROW_INCHES + 1.5 for rows in panels]
-    with plt.rc_context({"font.family": "DejaVu Sans", "text.color": INK, "svg.fonttype": "none"}):
-        size, layout = (11, sum(heights) + 0.55), "constrained"
-        figure, axes = plt.subplots(len(panels), 1, figsize=size, height_ratios=heights, squeeze=False, layout=layout)
-        figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
-        for axis, contest, rows in zip(axes[:, 0], contests, panels, strict=True):
-            _panel(axis, contest, rows, content)
-        figure.supxlabel(footer(content), x=0.012, ha="left", fontsize=8, color=FAINT)
-        figure.savefig(path, dpi=200, facecolor="white")
-        plt.close(figure)
+    framed(path, content, content["contests"], panel, footer=footer(content), title_inches=1.5, gap=0.15)
 
 
 def footer(content: dict[str, Any]) -> str:

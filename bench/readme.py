@@ -1,6 +1,6 @@
-"""The README's table comes from a committed result file: numbers are generated, never typed.
+"""The README's tables come from committed result files: numbers are generated, never typed.
 
-`python -m bench.readme bench/results/<file>.json` writes the table between the README's markers.
+`python -m bench.readme bench/results/<file>.json` writes the table of that op between its markers in the README.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 from .plot import count, peer_name
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+ZERO_BEGIN, ZERO_END = "<!-- zero:begin -->", "<!-- zero:end -->"
+OFFLOAD_BEGIN, OFFLOAD_END = "<!-- offload:begin -->", "<!-- offload:end -->"
+MARKERS = {"zero": (ZERO_BEGIN, ZERO_END), "offload": (OFFLOAD_BEGIN, OFFLOAD_END)}
 SOURCE = "<!-- from "
 
 
@@ -28,6 +31,51 @@ def table(content: Mapping[str, Any], source: str) -> str:
     lines = [f"{SOURCE}{source} -->", "", _line(header), _line(["---"] + ["---:"] * (len(header) - 1))]
     lines += [_line(_cells(row, peers, content["shape"]["numel"])) for row in rows if not row["peer"]]
     return "\n".join([*lines, "", conditions(content)])
+
+
+def steps_table(content: Mapping[str, Any], source: str) -> str:
+    """A Markdown table of the contests of whole steps: our rows, time, and the ratio to each peer."""
+    lines = [f"{SOURCE}{source} -->"]
+    for contest in content["contests"]:
+        rows = [row for row in content["rows"] if row["contest"] == contest["name"]]
+        raced = {peer for row in rows if not row["peer"] for peer in row["ratio"]}
+        peers = [row["name"] for row in rows if row["name"] in raced]
+        times = {row["name"]: f"{row['ns'] / 1e6:.0f} ms" for row in rows}
+        held = {row["name"]: row["host_bytes_per_param"] for row in rows if row.get("host_bytes_per_param")}
+        header = [contest["name"], "a step", *(["bytes/param"] if held else [])]
+        header += [f"vs {peer} ({times[peer]}{_held(held, peer)})" for peer in peers]
+        lines += ["", _line(header), _line(["---"] + ["---:"] * (len(header) - 1))]
+        for row in rows:
+            if not row["peer"]:
+                ratios = [_ratio(row, peer) if peer in row["ratio"] else "" for peer in peers]
+                memory = [f"{held[row['name']]:.1f}"] if held else []
+                lines.append(_line([row["name"], times[row["name"]], *memory, *ratios]))
+        lines += [
+            "",
+            f"{contest['sequences_per_rank']} sequences of {contest['context']} tokens per rank, AdamW with clipping"
+            f"{_share(contest)}{_roof(contest, times)}. Each peer at its best of the settings that were tried.",
+            "",
+        ]
+    lines.append(
+        f"{content['label']}. {content['machine']['cpu']} ({content['machine']['isa']}), torch "
+        f"{content['versions']['torch']}, {content['date'][:10]}, `{content['command']}`; medians of paired turns with "
+        "95 % intervals."
+    )
+    return "\n".join(lines)
+
+
+def _held(held: Mapping[str, float], peer: str) -> str:
+    return f", {held[peer]:.1f} B" if peer in held else ""
+
+
+def _share(contest: Mapping[str, Any]) -> str:
+    share = contest.get("ddp_communication_share")
+    return "" if share is None else f"; DDP communicates {100 * share:.0f} % of its step"
+
+
+def _roof(contest: Mapping[str, Any], times: Mapping[str, str]) -> str:
+    roof = contest.get("roof")
+    return f", a step without other ranks takes {times[roof]}" if roof in times else ""
 
 
 def conditions(content: Mapping[str, Any]) -> str:
@@ -55,11 +103,11 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def between_markers(readme: str) -> str:
+def between_markers(readme: str, begin: str = BEGIN, end: str = END) -> str:
     """What the README shows now."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README.md; allowed: {BEGIN} and {END}, once each")
-    return readme.split(BEGIN)[1].split(END)[0].strip("\n")
+    if readme.count(begin) != 1 or readme.count(end) != 1:
+        raise ValueError(f"README.md; allowed: {begin} and {end}, once each")
+    return readme.split(begin)[1].split(end)[0].strip("\n")
 
 
 def source_of(shown: str) -> str:
@@ -71,10 +119,12 @@ def source_of(shown: str) -> str:
 
 
 def written(readme: str, content: Mapping[str, Any], source: str) -> str:
-    """The README with the table of `content` between its markers."""
-    before, _, rest = readme.partition(BEGIN)
-    between_markers(readme)
-    return f"{before}{BEGIN}\n{table(content, source)}\n{END}{rest.partition(END)[2]}"
+    """The README with the table of `content` between the markers of its op."""
+    begin, end = MARKERS.get(content.get("op", ""), (BEGIN, END))
+    shown = steps_table(content, source) if content.get("op") in MARKERS else table(content, source)
+    between_markers(readme, begin, end)
+    before, _, rest = readme.partition(begin)
+    return f"{before}{begin}\n{shown}\n{end}{rest.partition(end)[2]}"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,15 +10,16 @@ from pathlib import Path
 from zerokern.core.errors import got
 
 from .runner import Run
-from .sections import SECTIONS
+from .sections import ALONE, SECTIONS
 from .settings import Settings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    names = [section.name for section in SECTIONS]
+    everything = [section.name for section in SECTIONS]
+    names = [*everything, *(section.name for section in ALONE)]
     parser = argparse.ArgumentParser(prog="bench/gpu.sh", description=__doc__)
     parser.add_argument("out", type=Path, help="an existing folder for JSON and logs")
-    parser.add_argument("section", nargs="?", help=f"one of {', '.join(names)}; all of them without it")
+    parser.add_argument("section", nargs="?", help=f"one of {', '.join(names)}; all but offload* without it")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU at toy sizes; nothing is measured")
     parser.add_argument("--tree", type=Path, metavar="FOLDER", help="the sources, for their tests")
     parser.add_argument("--within", type=float, default=540.0, metavar="S", help="seconds for all sections (540)")
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.out.is_dir():
         parser.error(f"{args.out}: there is no such folder")
     settings = Settings(args.rehearse, args.tree)
-    chosen = [args.section] if args.section else names
+    chosen = [args.section] if args.section else everything
     words = ["bench/gpu.sh", "OUT", *chosen[: len(chosen) == 1], *(["--rehearse"] if args.rehearse else [])]
     try:
         return Run(args.out.resolve(), chosen, settings, args.within, shlex.join(words)).run()

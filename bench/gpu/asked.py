@@ -50,7 +50,24 @@ ASKED = (
     Asked("copies.both", "both at once vs the best duplex measured", "x", 0.95),
     Asked("gather.loop", "2,000 small tensors -> pinned host, cast and norm, vs a loop of copy_", "x", 3.0),
     Asked("gather.link_share", "the same: share of the link's rate", "", 0.9),
+    Asked("zero.overhead", "zk.shard on one rank, stages 0 to 3: step beyond that of plain parameters", " %", most=2.0),
     Asked("step1b.ms", "exact step of 1B parameters", " ms", most=6.6),
+)
+ASKED_ALONE = (  # of sections that a run of everything does without
+    Asked("offload.delayed", "1B, int8 on the host, Delayed: share of no offload from 16k tokens a step on", "", 0.95),
+    Asked("offload.overlap", "the same with overlap, from 32k tokens on", "", 0.90),
+    Asked("offload.deepspeed", "1B, exact, overlap vs DeepSpeed's offload", "x", 1.5),
+    Asked("offload.fsdp2", "1B, exact, overlap vs FSDP2's CPUOffloadPolicy", "x", 1.5),
+    Asked("offload.host_syncs", "host syncs of a step that a deeper model has more", "", most=0.0),
+    Asked(
+        "offload7b.delayed", "7B, int8 on the host, Delayed: share of no offload from 16k tokens a step on", "", 0.95
+    ),
+    Asked("offload7b.overlap", "the same with overlap, from 32k tokens on", "", 0.90),
+    Asked("offloadmax.exact", "largest model, exact, 10 steps on one GPU and its host", "B", 8.0),
+    Asked("offloadmax.int8", "largest model, int8 states with split8, the same", "B", 15.0),
+    Asked("offloadmax.exact_bytes", "host memory of it at most, exact, per parameter", " B", most=14.2),
+    Asked("offloadmax.int8_bytes", "host memory of it at most, int8 with split8, per parameter", " B", most=7.3),
+    Asked("offloadmax.loss", "loss after 10 steps against no offload, at a size that fits", " %", most=1.0),
 )
 
 
@@ -65,7 +82,7 @@ def verdicts(
     ('>= 0.92', '0.900 (split8)', 'no')
     """
     lines: list[dict[str, object]] = []
-    for asked in ASKED:
+    for asked in (*ASKED, *ASKED_ALONE):
         if asked.section not in sections:
             continue
         line = {"key": asked.key, "what": asked.what, "asked": asked.text}

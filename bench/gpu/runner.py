@@ -26,7 +26,7 @@ from typing import Any
 from . import asked, machine, warm
 from .clock import Budget, EventClock, RehearsalClock
 from .report import Desk
-from .sections import SECTIONS, Section
+from .sections import ALONE, SECTIONS, Section
 from .settings import Settings
 
 GRACE = 1.5  # a section that is late does fewer rounds; one that is later than this is stopped
@@ -51,7 +51,7 @@ class Run:
 
     def __init__(self, out: Path, names: Sequence[str], settings: Settings, within_s: float, command: str) -> None:
         self.out, self.settings, self.command = out, settings, command
-        self.sections = [one for one in SECTIONS if one.name in names]
+        self.sections = [one for one in (*SECTIONS, *ALONE) if one.name in names]
         self.all = Budget(within_s)
         stem = "rehearsal" if settings.rehearse else "gpu"
         self.stem = stem if len(self.sections) > 1 else f"{stem}-{self.sections[0].name}"

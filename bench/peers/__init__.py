@@ -19,11 +19,15 @@ MODULES = {
     "foreach": ("torch_foreach",),
     "for": ("torch_for",),
     "compile": ("torch_compile",),
-    "deepspeed": ("deepspeed", "deepspeed_aio"),
-    "torchao": ("torchao",),
+    "deepspeed": ("deepspeed", "deepspeed_aio", "deepspeed_zero", "deepspeed_offload"),
+    "torchao": ("torchao", "torchao_offload"),
     "bitsandbytes": ("bitsandbytes",),
     "avx2": ("kernels_avx2",),
     "fio": ("fio",),
+    "ddp": ("ddp",),
+    "zero1": ("zero_redundancy",),
+    "fsdp2": ("fsdp2", "fsdp2_offload"),
+    "fsdp2-ours": ("fsdp2_ours",),
 }
 
 

@@ -29,11 +29,18 @@ SECTIONS = (
     Section("copies", 20, 8, "large spans to and from pinned host memory, one way and both at once"),
     Section("gather", 20, 8, "many small tensors into pinned host memory with cast and norm"),
     Section("step1b", 20, 8, "the exact step of 1B parameters"),
+    Section("zero", 40, 15, "ZeRO stages 0 to 3 on one rank against the same steps without zk.shard"),
     Section("ops", 15, 6, "sum of squares, cast and accumulate against torch's own"),
     Section("eightbit", 25, 8, "int8 states with split8 against the 8-bit optimizers that are installed"),
     Section("sweep", 35, 10, "launch configurations of the update kernels: which is the best per format"),
 )
-NAMES = ("build", *(section.name for section in SECTIONS))
+# each is a run of its own, of nearly ten minutes: a run of everything does without them
+ALONE = (
+    Section("offload", 240, 60, "a GPT of 1B with its state on the host: every schedule, and what others offload with"),
+    Section("offload7b", 240, 60, "a GPT of 7B with its state on the host, each schedule in a process", timed=False),
+    Section("offloadmax", 240, 60, "the largest model that trains on one GPU and its host", timed=False),
+)
+NAMES = ("build", *(section.name for section in (*SECTIONS, *ALONE)))
 
 
 def section(name: str) -> Section:
@@ -41,4 +48,4 @@ def section(name: str) -> Section:
     >>> section("update").timed
     True
     """
-    return next(one for one in SECTIONS if one.name == name)
+    return next(one for one in (*SECTIONS, *ALONE) if one.name == name)

@@ -1,0 +1,345 @@
+"""How near a step comes to what the flow of its data allows, and to what the simulator said before it ran.
+
+The device is played (`zerokern.schedule.played`): forward and backward last as long as they are told to, copies as
+long as the link allows; optimizer, executor and the update on the CPU are real. How fast the CPU updates is measured
+first and alone. From that, the link and the times of compute, the simulator says how long each case will take; what it
+said is kept, with the time, before the first case runs.
+
+    python -m bench.offload.hidden --json hidden.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zerokern as zk
+from zerokern.core import native
+from zerokern.core.errors import got
+from zerokern.examples.played import PlayedTraining
+from zerokern.optim.link import put_in_place
+from zerokern.optim.parts import parts_of
+from zerokern.schedule import Delayed, Machine, Program, Span, flow_bound, program_of, simulate
+from zerokern.schedule.played import PlayedDevice
+from zerokern.schedule.recorder import Event, Recorder
+from zerokern.schedule.timeline import hidden, step_begins
+
+from ..machine import birth, today
+from ..quality import parse_count, parse_new_file
+from ..report import SCHEMA, columns, write_json
+from ..timers import Estimate, median_estimate
+
+MI = 1 << 20
+SCHEDULES: dict[str, str | Delayed] = {"sync": "sync", "overlap": "overlap", "delayed": Delayed()}
+DTYPE = torch.bfloat16
+GOAL, ERROR = 1.05, 0.10
+FLOPS_S = 1e12  # of the machine that is simulated: compute is given in seconds, and these cancel out
+WARM_STEPS = 4
+PERIOD = 4  # steps that are timed as one: long and short ones may take turns
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. `units`: parameters of each; times are those of a unit with as many as the average one."""
+
+    name: str
+    schedule: str
+    units: tuple[int, ...]
+    down_gb_s: float
+    up_gb_s: float
+    forward_ms: float
+    backward_ms: float
+
+    def seconds(self, milliseconds: float) -> list[float]:
+        mean = sum(self.units) / len(self.units)
+        return [milliseconds / 1e3 * numel / mean for numel in self.units]
+
+
+EVEN, UNEVEN, MANY = (4 * MI,) * 4, (8 * MI, 4 * MI, 12 * MI, 4 * MI), (MI,) * 24
+CASES = (
+    Case("compute, then the update", "sync", EVEN, 2.0, 2.0, 10, 20),
+    Case("much compute", "overlap", EVEN, 2.0, 2.0, 20, 40),
+    Case("little compute", "overlap", EVEN, 2.0, 2.0, 4, 8),
+    Case("a slow way down", "overlap", EVEN, 0.5, 2.0, 8, 16),
+    Case("uneven units", "overlap", UNEVEN, 2.0, 1.0, 10, 20),
+    Case("many small units", "overlap", MANY, 2.0, 2.0, 2, 4),
+    Case("much compute", "delayed", EVEN, 2.0, 2.0, 20, 40),
+    Case("little compute: the rest decides", "delayed", EVEN, 2.0, 2.0, 1, 2),
+    Case("a slow way down decides", "delayed", EVEN, 0.25, 2.0, 4, 8),
+    Case("a slow way up decides", "delayed", EVEN, 2.0, 0.25, 4, 8),
+    Case("uneven units", "delayed", UNEVEN, 2.0, 1.0, 10, 20),
+    Case("many small units", "delayed", MANY, 2.0, 2.0, 4, 8),
+)
+SMOKE = (
+    Case("a few steps", "overlap", (MI // 4,) * 2, 1.0, 1.0, 2, 4),
+    Case("a few steps", "delayed", (MI // 4,) * 2, 1.0, 1.0, 2, 4),
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine's CPU does in a second, alone: the update and the norm on the host, copies on the device."""
+
+    update_numel_s: float
+    norm_gb_s: float
+    device_gb_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"update {self.update_numel_s / 1e6:,.0f}M parameters/s, norm {self.norm_gb_s:.1f} GB/s, put in place "
+            f"{self.device_gb_s:.1f} GB/s"
+        )
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was said before: seconds of a step, what the flow of data allows, the share hidden."""
+
+    step_s: float
+    bound_s: float
+    hidden: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case as it was said to be, and as it was."""
+
+    case: Case
+    told: Told
+    step_ns: Estimate
+    hidden: float
+
+    @property
+    def of_bound(self) -> float:
+        return self.step_ns.median / 1e9 / self.told.bound_s
+
+    @property
+    def error(self) -> float:
+        """How far the truth lies from what was said: 0.02 is 2 % slower."""
+        return self.step_ns.median / 1e9 / self.told.step_s - 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All cases, and the rates before and after them: if those differ, the machine was not the same."""
+
+    told_at: str
+    rates: Rates
+    rates_after: Rates
+    rows: tuple[Row, ...]
+
+
+def measure(cases: Sequence[Case], steps: int, say: Say, told_to: Path | None = None) -> Outcome:
+    """Rates, then what the simulator says (into a file of its own, if named), then the cases."""
+    rates = measured_rates(steps)
+    say(f"alone: {rates}")
+    told = [foretell(case, rates) for case in cases]
+    at = today()
+    if told_to is not None:
+        write_json(told_to, _told_json(at, rates, cases, told))
+    say(f"foretold at {at}")
+    rows = []
+    for case, said in zip(cases, told, strict=True):
+        rows.append(Row(case, said, *run_case(case, steps)))
+        say("  ".join(_cells(rows[-1])))
+    return Outcome(at, rates, measured_rates(steps), tuple(rows))
+
+
+def measured_rates(steps: int) -> Rates:
+    """Of a step where nothing runs beside it: no compute, an endless link, the schedule "sync"."""
+    alone = Case("alone", "sync", EVEN, 0, 0, 0, 0)
+    events = [event for event in _events(alone, steps) if event.step > WARM_STEPS]
+
+    def seconds(verb: str) -> float:
+        """Of one step."""
+        spent: dict[int, int] = {}
+        for event in events:
+            if event.verb == verb:
+                spent[event.step] = spent.get(event.step, 0) + event.end_ns - event.begin_ns
+        return statistics.median(spent.values()) / 1e9
+
+    numel = sum(EVEN)
+    return Rates(numel / seconds("Step"), 2 * numel / seconds("Norm") / 1e9, _device_gb_s(steps))
+
+
+def _device_gb_s(steps: int) -> float:
+    """Read and written where updated parameters are put in place."""
+    device = PlayedDevice()
+    pairs = [(torch.ones(numel, dtype=DTYPE), torch.ones(numel, dtype=DTYPE)) for numel in EVEN]
+    times = []
+    for _ in range(WARM_STEPS + steps):
+        put_in_place(device, pairs)
+        mark = device.mark(None)
+        mark.wait()
+        begin, end = mark.times() or (0, 0)
+        times.append(end - begin)
+    device.close()
+    return 2 * sum(dst.nbytes for dst, _ in pairs) / statistics.median(times[WARM_STEPS:])
+
+
+def foretell(case: Case, rates: Rates) -> Told:
+    """What the simulator says of a case, of which it knows no more than is written down here."""
+    machine = Machine(
+        case.name,
+        flops_s=FLOPS_S,
+        device_gb_s=rates.device_gb_s,
+        down_gb_s=case.down_gb_s,
+        up_gb_s=case.up_gb_s,
+        host_gb_s=rates.norm_gb_s,
+    )
+    program = program_for(case, rates)
+    timeline = simulate(program, machine)
+    return Told(timeline.step_seconds, flow_bound(program, machine), timeline.hidden)
+
+
+def program_for(case: Case, rates: Rates) -> Program:
+    """The program that the optimizer makes of a case. What the update moves is said in bytes at the norm's rate."""
+    forward, backward = case.seconds(case.forward_ms), case.seconds(case.backward_ms)
+    pieces = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in case.units]
+    spans = []
+    for part in parts_of(pieces, [None] * len(pieces)):
+        numel = sum(case.units[unit] for unit in part.members)
+        spans.append(
+            Span(
+                part.name,
+                numel,
+                grad_nbytes=2 * numel,
+                param_nbytes=2 * numel,
+                step_nbytes=round(numel / rates.update_numel_s * rates.norm_gb_s * 1e9),
+                forward_flops=FLOPS_S * sum(forward[unit] for unit in part.members),
+                backward_flops=FLOPS_S * sum(backward[unit] for unit in part.members),
+            )
+        )
+    return program_of(SCHEDULES[case.schedule], spans, at_once=case.schedule == "overlap")
+
+
+def run_case(case: Case, steps: int) -> tuple[Estimate, float]:
+    """The time of a step, from one first forward to the next, and the share hidden."""
+    events = _events(case, steps)
+    begins = [begin for step, begin in step_begins(events) if step > WARM_STEPS]
+    times = [(after - before) / PERIOD for before, after in itertools.pairwise(begins[::PERIOD])]
+    return median_estimate(times), hidden(events, (begins[0], begins[-1])) or 0.0
+
+
+def _events(case: Case, steps: int) -> list[Event]:
+    """What ran when in so many steps after the first ones, and one more, which says where the last of them ends."""
+    device, recorder = PlayedDevice(case.down_gb_s or None, case.up_gb_s or None), Recorder()
+    try:
+        training = PlayedTraining(
+            device,
+            case.units,
+            dtype=DTYPE,
+            forward_seconds=case.seconds(case.forward_ms),
+            backward_seconds=case.seconds(case.backward_ms),
+            light=True,
+            recorder=recorder,
+        )
+        optimizer = zk.AdamW(training.parameters, tier="cpu", schedule=SCHEDULES[case.schedule], max_grad_norm=1.0)
+        optimizer._recorder = recorder
+        training.train(optimizer, WARM_STEPS + steps + 1)
+        optimizer.flush()
+        training.synchronize()
+    finally:
+        device.close()
+    return recorder.events
+
+
+HEADER = ("", "schedule", "step", "foretold", "error", "bound", "of bound", "hidden", "foretold")
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.case.name, row.case.schedule, f"{row.step_ns.median / 1e6:.1f} ms", f"{row.told.step_s * 1e3:.1f} ms",
+        f"{row.error:+.1%}", f"{row.told.bound_s * 1e3:.1f} ms", f"{row.of_bound:.3f}", f"{row.hidden:.0%}",
+        f"{row.told.hidden:.0%}",
+    ]  # fmt: skip
+
+
+def lines(outcome: Outcome) -> list[str]:
+    """One aligned line for each case; below them what was reached."""
+    near = [row.of_bound for row in outcome.rows if row.case.schedule != "sync"]
+    errors = [abs(row.error) for row in outcome.rows]
+    drift = outcome.rates_after.update_numel_s / outcome.rates.update_numel_s - 1
+    return [
+        *columns(HEADER, map(_cells, outcome.rows)),
+        "",
+        f"  of bound: at most {max(near):.3f} for overlap and delayed, asked for {GOAL}",
+        f"  error: at most {max(errors):.1%} in {len(errors)} cases, asked for {ERROR:.0%}",
+        f"  alone: {outcome.rates}; foretold from that at {outcome.told_at}",
+        f"  afterwards the update alone was {drift:+.1%} as fast",
+    ]
+
+
+def document(outcome: Outcome, command: str) -> dict[str, Any]:
+    """The JSON of a run."""
+    cases, told = [row.case for row in outcome.rows], [row.told for row in outcome.rows]
+    return {
+        "schema": SCHEMA,
+        **birth("offload-hidden", command),
+        "threads": native.threads(),
+        "foretold": _told_json(outcome.told_at, outcome.rates, cases, told),
+        "rates_after": dataclasses.asdict(outcome.rates_after),
+        "rows": [_row_json(row) for row in outcome.rows],
+    }
+
+
+def _told_json(at: str, rates: Rates, cases: Sequence[Case], told: Sequence[Told]) -> dict[str, Any]:
+    pairs = zip(cases, told, strict=True)
+    said = [{"case": dataclasses.asdict(case), **dataclasses.asdict(one)} for case, one in pairs]
+    return {"date": at, "rates": dataclasses.asdict(rates), "cases": said}
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "name": f"{row.case.schedule}: {row.case.name}",
+        "ns": round(row.step_ns.median, 1),
+        "ns_interval": [round(row.step_ns.low, 1), round(row.step_ns.high, 1)],
+        "foretold_ns": round(row.told.step_s * 1e9, 1),
+        "error": round(row.error, 4),
+        "roof_share": round(1 / row.of_bound, 4),
+        "hidden": round(row.hidden, 4),
+        "ratio": {},
+    }
+
+
+def parse_steps(text: str) -> int:
+    if not text.isdigit() or int(text) < 1 or int(text) % PERIOD:
+        raise argparse.ArgumentTypeError(got("steps", text, f"a multiple of {PERIOD}"))
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures all cases and prints them."""
+    parser = argparse.ArgumentParser(prog="python -m bench.offload.hidden", description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=parse_steps, default=36, help="of each case, a multiple of 4 (36)")
+    parser.add_argument("--threads", type=parse_count, help="of the update (all CPUs but one, which plays the device)")
+    parser.add_argument("--json", type=parse_new_file, metavar="FILE", help="the result, to a new file")
+    parser.add_argument(
+        "--foretold", type=parse_new_file, metavar="FILE", help="what the simulator says, before it runs"
+    )
+    parser.add_argument("--smoke", action="store_true", help="a few steps of little: does it work")
+    args = parser.parse_args(argv)
+    native.set_threads(args.threads or max(1, native.threads() - 1))
+    cases, steps = (SMOKE, PERIOD) if args.smoke else (CASES, args.steps)
+    outcome = measure(cases, steps, lambda text: print(text, flush=True), args.foretold)
+    print("")
+    for line in lines(outcome):
+        print(line)
+    if args.json:
+        write_json(args.json, document(outcome, "python -m bench.offload.hidden"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

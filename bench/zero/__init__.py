@@ -1,0 +1,1 @@
+"""Whole training steps of a GPT on several ranks: zk.shard against what people use now."""
