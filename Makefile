@@ -46,13 +46,13 @@ ifneq ($(VENV),none)
 	@echo "ready: . $(VENV)/bin/activate"
 endif
 
-demo: $(installed) ## train where torch runs out of memory, then compare; under 4 minutes
+demo: $(installed) ## train where torch runs out of memory, compare, shard over 2 processes; under 4 minutes
 	zerokern demo
 
-test: $(installed) ## the representative tests; under 10 minutes
+test: $(installed) ## the representative tests; under 15 minutes
 	$(pytest) tests
 
-test-all: $(installed) ## every test, every format on every instruction set; under 30 minutes
+test-all: $(installed) ## every test, every format on every instruction set; under 50 minutes
 	$(pytest) tests --all
 
 lint: $(installed) ## ruff, mypy and clang-format

@@ -13,10 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerokern import io, kernels
-    from zerokern.core.errors import BackendError, BudgetError, IoError, KernelError, StateError, ZerokernError
+    from zerokern.api import build, gathered, no_sync, shard, shards
+    from zerokern.core.errors import (
+        BackendError,
+        BudgetError,
+        CommError,
+        IoError,
+        KernelError,
+        ShardError,
+        StateError,
+        ZerokernError,
+    )
     from zerokern.io import Nvme
-    from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, convert_state
+    from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, clip_grad_norm_, convert_state
+    from zerokern.planner import Plan, measure, plan
     from zerokern.report import info
+    from zerokern.schedule import Delayed
 
 __all__ = [
     "SGD",
@@ -25,17 +37,29 @@ __all__ = [
     "AdamW",
     "BackendError",
     "BudgetError",
+    "CommError",
+    "Delayed",
     "IoError",
     "KernelError",
     "Lion",
     "Nvme",
+    "Plan",
+    "ShardError",
     "StateError",
     "ZerokernError",
     "__version__",
+    "build",
+    "clip_grad_norm_",
     "convert_state",
+    "gathered",
     "info",
     "io",
     "kernels",
+    "measure",
+    "no_sync",
+    "plan",
+    "shard",
+    "shards",
 ]
 
 try:
@@ -44,12 +68,25 @@ except PackageNotFoundError:  # a source tree on the path: only the installed pa
     __version__ = "0+source"
 
 _HOMES = {
-    **dict.fromkeys(("SGD", "Adagrad", "Adam", "AdamW", "Lion", "convert_state"), "zerokern.optim"),
+    **dict.fromkeys(("SGD", "Adagrad", "Adam", "AdamW", "Lion", "clip_grad_norm_", "convert_state"), "zerokern.optim"),
     **dict.fromkeys(
-        ("BackendError", "BudgetError", "IoError", "KernelError", "StateError", "ZerokernError"), "zerokern.core.errors"
+        (
+            "BackendError",
+            "BudgetError",
+            "CommError",
+            "IoError",
+            "KernelError",
+            "ShardError",
+            "StateError",
+            "ZerokernError",
+        ),
+        "zerokern.core.errors",
     ),
+    **dict.fromkeys(("build", "gathered", "no_sync", "shard", "shards"), "zerokern.api"),
+    **dict.fromkeys(("Plan", "measure", "plan"), "zerokern.planner"),
     "Nvme": "zerokern.io",
     "info": "zerokern.report",
+    "Delayed": "zerokern.schedule",
 }
 
 

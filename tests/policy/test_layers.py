@@ -18,6 +18,7 @@ LAYERS = {
     "optim": 6,
     "saving": 7,
     "api": 8,
+    "planner": 8,
     "examples": 8,  # the small GPT that the demo and bench.quality train
     "report": 8,  # zk.info(): what the layers below say of themselves
     "bench": 9,
@@ -30,7 +31,10 @@ PLANNERS = {  # pure plans: they run in milliseconds, without torch
     "zerokern/memory/layout.py",
     "zerokern/zero/partition.py",
     "zerokern/zero/stage.py",
+    "zerokern/schedule/machine.py",
+    "zerokern/schedule/policies.py",
     "zerokern/schedule/program.py",
+    "zerokern/schedule/simulator.py",
 }
 
 

@@ -12,9 +12,9 @@ import pytest
 from .tree import Finding, assert_clean, dotted, files, imports, is_package, module_name, read
 
 COLLECTIVES = frozenset(
-    "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all all_to_all_single barrier broadcast "
-    "broadcast_object_list batch_isend_irecv gather gather_object irecv isend monitored_barrier recv reduce "
-    "reduce_scatter reduce_scatter_tensor scatter scatter_object_list send".split()
+    "all_reduce all_gather all_gather_into_tensor all_gather_single all_gather_object all_to_all all_to_all_single "
+    "barrier broadcast broadcast_object_list batch_isend_irecv gather gather_object irecv isend monitored_barrier recv "
+    "reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single scatter scatter_object_list send".split()
 )
 HOOKS = frozenset(
     "register_backward_hook register_forward_hook register_forward_pre_hook register_full_backward_hook "
