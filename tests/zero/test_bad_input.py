@@ -126,7 +126,10 @@ def rename(net: nn.Module) -> None:
 
 
 DIFFERENCES: dict[str, tuple[Callable[[nn.Module], object], list[str]]] = {
-    "another shape": (lambda net: setattr(net, "leave", nn.Linear(10, 4)), ["leave.weight", "(4, 10)", "(3, 10)"]),
+    "another shape": (
+        lambda net: setattr(net, "leave", built(lambda: nn.Linear(10, 4))),
+        ["leave.weight", "(4, 10)", "(3, 10)"],
+    ),
     "another dtype": (lambda net: net.blocks[1].bfloat16(), ["blocks.1", "bfloat16", "float32"]),
     "another name": (rename, ["leave.weight", "exit.weight"]),
     "one more": (lambda net: setattr(net, "more", built(lambda: nn.Linear(2, 2))), ["more.weight"]),
