@@ -111,6 +111,14 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
+        self._take_over(state_dict, self._kept)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _take_over(
+        self, state_dict: dict[str, Any], keep: Callable[[Sequence[loading.Checked]], list[dict[str, Any]]]
+    ) -> None:
+        """Groups and state are those of the state_dict, whose entries are held as `keep` keeps them."""
         self._abandon()
         groups = loading.merged_groups(self.param_groups, state_dict["param_groups"])
         for group in groups:
@@ -126,7 +134,7 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
             else local.loading(self.param_groups, groups, state_dict)
         )
         state_dict, pending = _set_apart(subject[2], local, [param for group in groups for param in group["params"]])
-        state = loading.loaded_state(self._algorithm, self._layout, *subject[:2], state_dict, self._kept)
+        state = loading.loaded_state(self._algorithm, self._layout, *subject[:2], state_dict, keep)
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.update(group)
         self._local = local
@@ -135,8 +143,6 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         self._torn = False
         said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
         self._keep_back(any(said) if said else bool(pending))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def _kept(self, entries: Sequence[loading.Checked]) -> list[dict[str, Any]]:
         """Loaded entries as this optimizer holds them."""

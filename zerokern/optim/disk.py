@@ -40,6 +40,8 @@ class Disk:
         self.slot_nbytes = nbytes - SKEW if nbytes >= LARGE else nbytes
         self.tier = tier
         self.records: dict[str, Record] = {}
+        self.ahead: dict[Record, tuple[Slot, Any]] = {}  # what is read for a save: slots of the ring, and tickets
+        self.version = 0  # counts what may have changed records
         self._numbers = itertools.count()
 
     @property
@@ -66,6 +68,19 @@ class Disk:
         """In a forked child the ring's memory is not there, and an update would write to it all the same."""
         if self.is_open:
             self.ring.slots[0].lease.tensor(torch.uint8, (1,))
+
+    def stop_reading(self) -> None:
+        """Nothing is on its way into the ring that a save has yet to ask for."""
+        while self.ahead:
+            _, ticket = self.ahead.popitem()[1]
+            if ticket is not None:
+                with contextlib.suppress(ZerokernError):  # nobody has asked for it
+                    ticket.wait()
+
+    def begin_change(self) -> None:
+        """Records are about to be written: what a save has read of them is of no more use, nor what it will read."""
+        self.stop_reading()
+        self.version += 1
 
     def view(self, slot: Slot, record: Record) -> Tensor:
         """The bytes that a record has in a slot."""
@@ -153,6 +168,9 @@ class Disk:
         *,
         fetched: bool = False,
     ) -> None:
+        self.stop_reading()
+        self.version += not fetched
+
         def fetch(i: int, slot: Slot, after: Any) -> Any:
             return self.store.get(records[i].key, self.view(slot, records[i]), after=after) if fetched else None
 

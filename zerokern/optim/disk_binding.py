@@ -207,6 +207,7 @@ class DiskBinding:
     def run(self, scale: float) -> None:
         """The update, record by record. An error before the first of them is updated leaves everything as it was."""
         self._disk.refuse_in_child()
+        self._disk.begin_change()
         self._scale, self._computing, self.carried_out = scale, -1, False
         try:
             with whole("the step"):

@@ -10,6 +10,7 @@ import torch
 
 from zerokern.core.errors import got
 
+from .chunks import chunk_list, held, part_of, write_items
 from .sharded_ops import rule_for
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
@@ -117,6 +118,19 @@ class Sharded(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse("pickling (torch.save, copy.copy, multiprocessing)", self, "save")
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        if self.settle is not None:
+            self.settle()
+        return write_items(fqn, self.shape, self.local.dtype, held(self))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(held(self))
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        if self.settle is not None:
+            self.settle()
+        return part_of(self, index.offset)
 
     @classmethod
     def __torch_function__(

@@ -1,0 +1,341 @@
+"""One optimizer's state, tensor by tensor where it lies: for who saves it, and for who fills it.
+
+State in memory is shown in place. State on disk is read ahead through the ring while it is saved, and put together in
+the ring's slots while it is loaded: never all of it is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerokern.core.errors import StateError
+from zerokern.memory import Slot
+from zerokern.optim import disk_state, loading
+from zerokern.optim.bound import Bound
+from zerokern.optim.device_binding import DeviceBinding
+from zerokern.optim.disk import Disk
+from zerokern.optim.fingerprint import fingerprint
+from zerokern.optim.formats import Layout
+from zerokern.optim.local import PENDING
+from zerokern.optim.masters import Witness, tracked
+from zerokern.optim.records import OnDisk, Place, Record, on_disk_of, settle
+from zerokern.optim.scheduled import LATE
+from zerokern.optim.shown import as_shown
+from zerokern.optim.state import Entry, make
+from zerokern.optim.survey import Groups
+from zerokern.optim.watched import ON_DISK
+
+if TYPE_CHECKING:
+    from zerokern.optim.checkpointed import Checkpointed
+
+__all__ = ["Column", "Exchange", "Inflow", "Round"]
+
+_STEPPED = "the optimizer has stepped, or was loaded, since its state was described for saving; save it again"
+
+
+class Exchange:
+    """What saving asks of one of our optimizers."""
+
+    def __init__(self, opt: Checkpointed) -> None:
+        self._opt = opt
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters of all groups, in order."""
+        return [param for group in self._opt.param_groups for param in group["params"]]
+
+    @property
+    def late(self) -> bool:
+        """Whether an update waits to be published."""
+        return any(group.get(LATE, False) for group in self._opt.param_groups)
+
+    def settle(self) -> None:
+        """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
+        opt = self._opt
+        if opt._room is not None:
+            opt._room.check()
+        opt._finish()
+        opt._refuse_if_torn()
+        opt._catch_up()
+
+    def entries(self) -> list[dict[str, Any] | None]:
+        """The state of each parameter: what lies in memory as it is shown, what lies on disk as columns."""
+        opt, held = self._opt, self._opt._held
+        stream = None
+        if opt._disk is not None and disk_state.stand_ins(held):
+            stream = Outflow(opt._disk, disk_state.stand_ins(held))
+        made = dict(held)
+        if isinstance(opt._bound.binding, DeviceBinding):
+            made = opt._bound.binding.shown(held)
+        params, optional = self.params, opt._algorithm.optional
+        found: list[dict[str, Any] | None] = []
+        pieces = params if opt._local is None else opt._local.pieces
+        homes = [None] * len(params) if opt._local is None else opt._local.homes
+        for piece, home in zip(pieces, homes, strict=True):
+            entry = made.get(piece)
+            if not entry:
+                found.append(None)
+                continue
+            shown: dict[str, Any] = {}
+            for key, value in entry.items():
+                if isinstance(value, OnDisk):
+                    assert stream is not None
+                    begun = [i for i, slot in enumerate(value.slots) if not (value.first and slot.key in optional)]
+                    shown.update((value.slots[i].key, Column(stream, value, i)) for i in begun)
+                elif key != PENDING or self.late:
+                    shown[key] = value if home is None else as_shown(home, key, value)
+            found.append(shown)
+        return found
+
+    def layout(self, group: dict[str, Any], param: Tensor, keys: Sequence[str]) -> tuple[Layout, frozenset[str]]:
+        """What state a parameter would have that is loaded with these keys, and which of it need not be there."""
+        algorithm = self._opt._algorithm
+        moments = {key for key, _ in algorithm.moments}
+        return self._opt._layout(group, param.dtype, any(key in moments for key in keys)), algorithm.optional
+
+    def merged(self, saved: Groups) -> Groups:
+        """The groups as they would be with saved hyperparameters, which are checked."""
+        groups = loading.merged_groups(self._opt.param_groups, saved)
+        for group in groups:
+            self._opt._checked(group)
+        return groups
+
+    def lay_out(self, saved: Groups, entries: Sequence[Entry | None]) -> None:
+        """Take over groups, and room for state as these stand-ins describe it; what it holds is undefined then.
+
+        The optimizer counts as torn until `complete`.
+        """
+        opt = self._opt
+        numbers = iter(range(len(entries)))
+        groups = [
+            {**group, "params": [next(numbers) for _ in own["params"]]}
+            for group, own in zip(saved, opt.param_groups, strict=True)
+        ]
+        state = {number: entry for number, entry in enumerate(entries) if entry}
+        opt._take_over({"state": state, "param_groups": groups}, opt._kept if opt._disk is None else self._roomed)
+        opt._torn = True
+
+    def _roomed(self, entries: Sequence[loading.Checked]) -> list[Entry]:
+        """Room on disk for checked entries, which nobody has written yet."""
+        opt = self._opt
+        assert opt._disk is not None
+        owners = disk_state.housed(opt._disk, entries, opt._held)
+        opt._torn = True
+        mine: list[Entry] = [{} for _ in entries]
+        slots = [(param, one, layout) for (param, _, layout), one in zip(entries, mine, strict=True)]
+        make([(param, one, slot) for param, one, layout in slots for slot in layout.counter])
+        for (_, entry, _), one, owner in zip(entries, mine, owners, strict=True):
+            if owner is not None:
+                missing = [slot.key for slot in owner.slots if entry.get(slot.key) is None]
+                owner.first, owner.kept, owner.exact = bool(missing), False, None
+                one[ON_DISK] = owner
+        return mine
+
+    def pieces(self) -> list[Tensor]:
+        """What is updated for each parameter: itself, its piece, or a twin in host memory."""
+        return self.params if self._opt._local is None else self._opt._local.pieces
+
+    def inflow(self) -> Inflow | None:
+        """The room on disk that `lay_out` has made, to be filled."""
+        opt = self._opt
+        owners = [(number, on_disk_of(opt._held.get(piece))) for number, piece in enumerate(self.pieces())]
+        there = [(number, owner) for number, owner in owners if owner is not None]
+        return Inflow(opt._disk, there) if opt._disk is not None and there else None
+
+    def look(self) -> None:
+        """Follow what was written to parameters."""
+        if self._opt._local is not None:
+            self._opt._local.refetch()
+            self._opt._local.look()
+
+    def pend(self, numbers: Sequence[int]) -> None:
+        """The twins of these hold values that an update made and nobody has published."""
+        local = self._opt._local
+        host = None if local is None else local.host
+        if local is None or host is None:
+            return
+        twins = host.of(local.near[number] for number in numbers)
+        if twins and host.copies is not None:
+            ticket = host.store(twins, None)
+            if ticket is not None:
+                ticket.wait()
+        for twin in twins:
+            twin.pending = not torch.equal(twin.values.detach(), twin.near.detach().to(twin.values.device))
+            twin.loaded = int(fingerprint(twin.near)) if twin.pending else None
+
+    def counters(self) -> dict[str, Any]:
+        """What the optimizer counts beside its state."""
+        return {"skipped_steps": self._opt.skipped_steps, "grad_norm": self._opt.grad_norm}
+
+    def complete(self, counters: dict[str, Any] | None) -> None:
+        """All that `lay_out` made room for has been written: the optimizer goes on from there."""
+        opt = self._opt
+        if opt._local is not None:
+            opt._local.look()
+        opt._bound = Bound(witness=Witness(tracked(opt._held), loaded=True))
+        if counters is not None:
+            opt._judge = None
+            opt._grad_norm, opt._skipped_steps = counters["grad_norm"], counters["skipped_steps"]
+        opt._torn = False
+
+
+class Column:
+    """One tensor of a parameter's state on disk, to be read place by place."""
+
+    def __init__(self, stream: Outflow, owner: OnDisk, number: int) -> None:
+        self.stream, self._owner, self._number = stream, owner, number
+        self.dtype, self.places = owner.slots[number].dtype, owner.places
+
+    @property
+    def home(self) -> Disk:
+        """The disk that it is on."""
+        return self.stream.disk
+
+    def read(self, place: Place) -> Tensor:
+        """Its part in a place, 1-D: memory that holds it until records that come later are asked for."""
+        return _cells(self._owner, place, self.stream.slot(place.record))[self._number]
+
+    def order(self, place: Place) -> tuple[int, int, int]:
+        """Sorts parts by the order in which they are best read."""
+        return self.stream.number(place.record), place.offset, self._number
+
+
+class Outflow:
+    """Records on their way into the ring, some ahead of who asks for them in their order."""
+
+    def __init__(self, disk: Disk, owners: Sequence[OnDisk]) -> None:
+        self.disk, self._version = disk, disk.version
+        self._visits: dict[Record, list[tuple[OnDisk, Place]]] = {}
+        for owner in owners:
+            for place in owner.places:
+                self._visits.setdefault(place.record, []).append((owner, place))
+        self._numbers = {record: number for number, record in enumerate(self._visits)}
+        self.expect(self._visits)
+
+    def number(self, record: Record) -> int:
+        """The record's place in the order."""
+        return self._numbers[record]
+
+    def expect(self, records: Any) -> None:
+        """Only these will be asked for."""
+        wanted = set(records)
+        self._order = [record for record in self._visits if record in wanted]
+        self._turn = {record: turn for turn, record in enumerate(self._order)}
+        self._next = 0
+
+    def slot(self, record: Record) -> Slot:
+        """Where the record is, once it is there. It stays until the record after the next is asked for."""
+        disk = self.disk
+        if disk.version != self._version:
+            raise StateError(_STEPPED)
+        if record not in self._turn:
+            self.expect(self._visits)
+        turn, ahead = self._turn[record], disk.ahead
+        if record not in ahead:
+            disk.stop_reading()
+            self._next = turn
+        for one in [one for one in ahead if self._turn.get(one, -1) < turn - 1]:
+            slot, ticket = ahead.pop(one)
+            if ticket is not None:
+                ticket.wait()
+        self._read_on()
+        slot, ticket = ahead[record]
+        if ticket is not None:
+            ticket.wait()
+            ahead[record] = slot, None
+        return slot
+
+    def _read_on(self) -> None:
+        disk = self.disk
+        taken = {slot.index for slot, _ in disk.ahead.values()}
+        free = [slot for slot in disk.ring.slots if slot.index not in taken]
+        for slot, record in zip(free, self._order[self._next :], strict=False):
+            view = disk.view(slot, record)
+            ticket: Any = None
+            if record.stored:
+                ticket = disk.store.get(record.key, view)
+            else:
+                view.zero_()
+            if record.unsettled:
+                if ticket is not None:
+                    ticket.wait()
+                    ticket = None
+                for owner, place in self._visits[record]:
+                    if place in record.unsettled:
+                        settle(owner, place, _cells(owner, place, slot))
+            disk.ahead[record] = slot, ticket
+            self._next += 1
+
+
+class Round(NamedTuple):
+    """Records that are put together at the same time, and what belongs into each: (number of the parameter, place)."""
+
+    records: list[tuple[Record, Slot]]
+    parts: list[tuple[int, Place, dict[str, Tensor]]]
+
+
+class Inflow:
+    """Records that are put together in slots of the ring, half of it at a time: the others are on their way out."""
+
+    def __init__(self, disk: Disk, owners: Sequence[tuple[int, OnDisk]]) -> None:
+        self._disk = disk
+        self._owners = dict(owners)
+        self._visits: dict[Record, list[tuple[int, Place]]] = {}
+        for number, owner in owners:
+            for place in owner.places:
+                self._visits.setdefault(place.record, []).append((number, place))
+        self._leaving: dict[int, Any] = {}
+
+    def rounds(self) -> Iterator[Round]:
+        """Each is to be filled, and handed to `put`, before the next."""
+        disk = self._disk
+        disk.begin_change()
+        slots, records = disk.ring.slots, list(self._visits)
+        half = max(1, len(slots) // 2)
+        for turn, begin in enumerate(range(0, len(records), half)):
+            some = records[begin : begin + half]
+            mine = [(record, slots[(turn % 2 * half + i) % len(slots)]) for i, record in enumerate(some)]
+            parts: list[tuple[int, Place, dict[str, Tensor]]] = []
+            for record, slot in mine:
+                self._wait(slot)
+                disk.view(slot, record).zero_()
+                for number, place in self._visits[record]:
+                    owner = self._owners[number]
+                    cells = _cells(owner, place, slot)
+                    parts.append((number, place, {one.key: cell for one, cell in zip(owner.slots, cells, strict=True)}))
+            yield Round(mine, parts)
+
+    def put(self, some: Round) -> None:
+        """What the slots hold now is what the records hold from here on."""
+        for number, _, cells in some.parts:
+            owner = self._owners[number]
+            if "remainder" in cells and not owner.kept:
+                owner.kept = bool(cells["remainder"].any())
+        for record, slot in some.records:
+            self._leaving[slot.index] = self._disk.store.put(record.key, self._disk.view(slot, record))
+            record.stored = True
+            record.unsettled.clear()
+            for _, place in self._visits[record]:
+                place.begun = True
+
+    def finish(self) -> None:
+        """Returns once everything is on disk; raises what went wrong."""
+        for slot in self._disk.ring.slots:
+            self._wait(slot)
+
+    def _wait(self, slot: Slot) -> None:
+        ticket = self._leaving.pop(slot.index, None)
+        if ticket is not None:
+            ticket.wait()
+
+
+def _cells(owner: OnDisk, place: Place, slot: Slot) -> list[Tensor]:
+    """A place's tensors, 1-D, where they lie in a slot."""
+    return [
+        slot.lease.tensor(column.dtype, (nbytes // column.dtype.itemsize,), offset=inside)
+        for column, inside, _, nbytes in owner.spans(place)
+    ]
