@@ -1,0 +1,34 @@
+"""What the saving tests share: modules beside this file, worlds of ranks, and the engines that move bytes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE.parent / "zero", HERE):
+    sys.path.insert(0, str(folder))
+
+
+@pytest.fixture
+def nothing_left_open() -> Iterator[None]:
+    """The test leaves as many open files as it found."""
+    before = open_files()
+    yield
+    assert open_files() == before
+
+
+def open_files() -> list[str]:
+    """Where the descriptors of this process lead, but for those that torch and Python keep."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except FileNotFoundError:  # of the listing itself
+            continue
+        if ".distcp" in target or "io_uring" in target:
+            found.append(target)
+    return sorted(found)

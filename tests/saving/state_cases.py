@@ -1,0 +1,155 @@
+"""Models, optimizers and torch's own file writer and reader, for what is saved and loaded and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+
+TESTS = Path(__file__).resolve().parents[1]
+for folder in ("zero", "optim", "comm"):
+    sys.path.insert(0, str(TESTS / folder))
+
+from worlds import built  # noqa: E402
+
+from zerokern.saving.planners import LoadPlanner, SavePlanner  # noqa: E402
+from zerokern.saving.subject import Subject  # noqa: E402
+from zerokern.zero.sharded import Sharded  # noqa: E402
+
+__all__ = ["Source", "bits", "gathered", "model_of", "put", "step", "steps", "take", "whole"]
+
+
+class Net(nn.Module):
+    """Parameters of one, two and three dimensions, none a multiple of anything; a buffer that is saved."""
+
+    def __init__(self, width: int = 37, gain: float | list[float] = 1.5) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, width)
+        self.scale = nn.Parameter(torch.randn(3, 5, 50))
+        self.gain = nn.Parameter(torch.tensor(gain))
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(torch.tanh(self.first(x.to(self.first.weight.dtype))))
+        return self.last(inner) * (1 + 0.01 * self.scale.mean()) * self.gain
+
+
+def model_of(dtype: torch.dtype = torch.float32, seed: int = 0, **shape: Any) -> nn.Module:
+    return built(lambda: Net(**shape), seed).to(dtype)
+
+
+def step(model: nn.Module, opt: Any, number: int, batch: int = 12) -> float:
+    """One step of the whole batch, of which each rank takes its share where ranks are many."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    x = torch.randn(batch, 16, generator=torch.Generator().manual_seed(number))
+    mine = x[rank * batch // size : (rank + 1) * batch // size]
+    model.eval()  # running statistics would depend on how the batch is divided
+    loss = model(mine).float().pow(2).mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return float(loss.detach())
+
+
+def steps(model: nn.Module, opt: Any, numbers: Any) -> None:
+    for number in numbers:
+        step(model, opt, number)
+
+
+class Source:
+    """A checkpoint as `zk.load` sees it, over torch's own reader."""
+
+    kind = "dcp"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values = json.loads((path / "values.json").read_text())
+        rows = FileSystemReader(path).read_metadata().state_dict_metadata
+        self.tensors = {key: SimpleNamespace(dtype=row.properties.dtype, shape=row.size) for key, row in rows.items()}
+
+
+def put(path: Path, model: nn.Module, opts: Any = None) -> None:
+    """Save, as zk.save does."""
+    path.mkdir(parents=True, exist_ok=True)
+    subject = Subject(model, opts)
+    items, values = subject.items(), subject.values()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(items, storage_writer=FileSystemWriter(path), planner=SavePlanner())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (path / "values.json").write_text(json.dumps(values, allow_nan=False))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def take(path: Path, model: nn.Module, opts: Any = None, *, lossy: bool = False, stop: int = -1) -> Subject:
+    """Load, as zk.load does; `stop`: break off after that many batches."""
+    subject, source = Subject(model, opts), Source(path)
+    subject.check(source, lossy)
+    for number, (items, after) in enumerate(subject.batches(source, lossy)):
+        if number == stop:
+            raise InterruptedError
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load(dict(items), storage_reader=FileSystemReader(path), planner=LoadPlanner(), no_dist=True)
+        after()
+    subject.finish(source.values)
+    return subject
+
+
+def whole(value: Any) -> Any:
+    """A tensor with all its elements, on every rank."""
+    if not isinstance(value, (DTensor, Sharded)):
+        return value.detach().clone() if isinstance(value, Tensor) else value
+    made = torch.zeros(value.shape, dtype=value.dtype)
+    chunks = value.__create_chunk_list__()  # collectives of gloo know no int16
+    mine = [
+        (one.offsets, value.__get_tensor_shard__(MetadataIndex("", one.offsets)).detach().clone()) for one in chunks
+    ]
+    parts: list[Any] = [mine]
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+    for offsets, box in [one for part in parts for one in part]:
+        made[tuple(slice(at, at + size) for at, size in zip(offsets, box.shape, strict=True))] = box
+    return made
+
+
+def gathered(model: nn.Module, opts: Any = None) -> dict[str, Tensor]:
+    """All that would be saved, whole."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        subject = Subject(model, opts)
+        made = {}
+        state = [opts.state_dict()] if opts is not None else []
+        for name, tensor in subject.tensors.items():
+            made[f"model.{name}"] = whole(tensor)
+        for one, names in zip(state, subject.params, strict=True):
+            for number, entry in one["state"].items():
+                for key, value in entry.items():
+                    if isinstance(value, Tensor):
+                        made[f"optim.state.{names[number]}.{key}"] = whole(value)
+        return made
+
+
+def bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same tensors, bit for bit."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for key, value in expected.items():
+        other = found[key]
+        assert (other.dtype, other.shape) == (value.dtype, value.shape), (key, other.dtype, value.dtype, other.shape)
+        same = torch.equal(
+            other.contiguous().reshape(-1).view(torch.uint8), value.contiguous().reshape(-1).view(torch.uint8)
+        )
+        assert same, f"{key} differs: {other.reshape(-1)[:4]} and {value.reshape(-1)[:4]}"

@@ -1,0 +1,130 @@
+"""zk.export killed with SIGKILL: at any time the folder holds the old export or the new one, whole, never a mix."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from weight_cases import INDEX, LARGE, SINGLE, SMALL, export, filled, names, whole
+from worlds import World, on_ranks, ranked
+
+CALLS = (
+    (os, "replace"), (os, "fsync"), (os, "pwrite"), (Path, "unlink"), (os, "open"), (os, "ftruncate"),
+)  # fmt: skip
+
+
+def dying(call: Callable, counter: itertools.count, number: int) -> Callable:
+    def counting(*given: object, **settings: object) -> object:
+        if next(counter) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*given, **settings)
+
+    return counting
+
+
+def dies_at(number: int, work: Callable[[], object]) -> bool:
+    """A child that does the work and is killed before its n-th call; whether it came to an end instead."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    try:
+        counter = itertools.count(1)
+        for home, name in CALLS:
+            setattr(home, name, dying(getattr(home, name), counter, number))
+        work()
+        os._exit(0)
+    except BaseException as error:
+        sys.stderr.write(repr(error))
+    os._exit(1)
+
+
+SLOW = pytest.mark.slow
+CHANGES = [
+    (LARGE, LARGE),
+    pytest.param(LARGE, SMALL, marks=SLOW),
+    pytest.param(SMALL, LARGE, marks=SLOW),
+    (SMALL, SMALL),
+]
+
+
+@pytest.mark.parametrize("before, after", CHANGES)
+def test_killed_before_every_call_the_old_or_the_new_is_whole(before: int, after: int, tmp_path: Path) -> None:
+    export(tmp_path / "first", filled(1.0), max_shard_nbytes=before)
+    seen = set()
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "first", folder)
+        ended = dies_at(number, lambda folder=folder: export(folder, filled(2.0), max_shard_nbytes=after))
+        seen.add(value := whole(folder))
+        assert not ended or value == 2.0
+        export(folder, filled(3.0), max_shard_nbytes=after)
+        assert whole(folder) == 3.0
+        left = set(names(folder))
+        files = (
+            {SINGLE} if after == LARGE else {INDEX, *json.loads((folder / INDEX).read_text())["weight_map"].values()}
+        )
+        assert left == files  # nothing that the killed one left is there any more
+        shutil.rmtree(folder)
+        if ended:
+            break
+    assert number > 8
+    assert seen == {1.0, 2.0}
+
+
+@pytest.mark.parametrize("rounds", [25, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_any_time_the_old_or_the_new_is_whole(rounds: int, tmp_path: Path) -> None:
+    export(tmp_path, filled(0.0))
+    last, moved = 0.0, 0
+    for first in range(rounds):
+        pid = os.fork()
+        if not pid:
+            for number in itertools.count(1):
+                export(tmp_path, filled(last + number), max_shard_nbytes=(LARGE, SMALL)[(first + number) % 3 % 2])
+        time.sleep(random.uniform(0.0, 0.3))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        found = whole(tmp_path)
+        assert found >= last
+        moved += found > last
+        last = found
+    assert moved > rounds // 8
+
+
+@ranked
+def one_of_two_dies(world: World, folder: Path, victim: int, number: int) -> str:
+    model = world.shard(filled(2.0), stage=3)
+    export(folder / "before", model)  # what a first call sets up
+    counter = itertools.count(1)
+    if world.rank == victim:
+        for home, name in CALLS:
+            setattr(home, name, dying(getattr(home, name), counter, number))
+    try:
+        export(folder / "old", model, max_shard_nbytes=SMALL)
+    except Exception as error:
+        return type(error).__name__
+    return "done"
+
+
+DEATHS = [(0, 5), (1, 2), *(pytest.param(0, number, marks=SLOW) for number in range(1, 30, 2))]
+
+
+@pytest.mark.parametrize("victim, number", DEATHS)
+def test_one_of_two_ranks_is_killed(victim: int, number: int, tmp_path: Path) -> None:
+    export(tmp_path / "old", filled(1.0), max_shard_nbytes=SMALL)
+    said = on_ranks(2, one_of_two_dies, tmp_path, victim, number, dies=[victim], patience=20.0)
+    assert said[victim] in (None, "done")
+    assert said[1 - victim] is not None
+    value = whole(tmp_path / "old")
+    assert value == (1.0 if number <= 5 else value)
+    export(tmp_path / "old", filled(3.0))
+    assert whole(tmp_path / "old") == 3.0
+    assert names(tmp_path / "old") == [SINGLE]

@@ -1,0 +1,374 @@
+"""Data files: what was appended is what is read, on every engine, and no byte is believed that was not written."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerokern.core import native
+from zerokern.core.errors import IoError
+from zerokern.io import Faults, why_no_uring
+from zerokern.saving import staging as staging_module
+from zerokern.saving.files import FileReader, FileRow, FileWriter
+from zerokern.saving.staging import BLOCK, SLOT, SLOTS, Staging
+
+BAD_DAY = Faults(seed=11, delay=20000, delay_us=300, shorten=10000, interrupt=5000, again=5000, full=5000)
+ENGINES = {
+    "auto": {},
+    "threads": {"engine": "threads"},
+    "bad day": {"engine": "threads", "faults": BAD_DAY},
+    "small blocks": {"block": 1 << 16, "depth": 3},
+}
+EDGES = [0, 1, 511, 512, BLOCK - 1, BLOCK, BLOCK + 1, SLOT - 1, SLOT, SLOT + 1, 2 * SLOT + BLOCK + 7]
+
+
+def pattern(nbytes: int, seed: int = 0) -> Tensor:
+    """Bytes that tell where they belong."""
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def write(path: Path, *data: bytes | Tensor, **settings: object) -> FileRow:
+    with FileWriter(path, **settings) as writer:
+        for one in data:
+            writer.append(one)
+        return writer.finish()
+
+
+def read(folder: Path, row: FileRow, offset: int = 0, nbytes: int | None = None, **settings: object) -> Tensor:
+    nbytes = row.table - offset if nbytes is None else nbytes
+    found = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def take(piece: Tensor, at: int) -> None:
+        found[at : at + len(piece)] = piece
+
+    with Staging(folder, **settings) as staging, FileReader(folder, row, staging=staging) as reader:
+        reader.read([(offset, nbytes, take)])
+    return found
+
+
+def flat(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.fixture(params=ENGINES.values(), ids=ENGINES)
+def engine(request: pytest.FixtureRequest) -> dict[str, object]:
+    return request.param
+
+
+@pytest.mark.parametrize("nbytes", EDGES)
+def test_what_was_appended_is_read(tmp_path: Path, nbytes: int, nothing_left_open: None) -> None:
+    data = pattern(nbytes)
+    row = write(tmp_path / "a", data)
+    assert (row.name, row.table, row.nbytes) == ("a", nbytes, nbytes + 4 * -(-nbytes // BLOCK))
+    assert (tmp_path / "a").stat().st_size == row.nbytes
+    assert (tmp_path / "a").read_bytes()[:nbytes] == bytes(data.numpy())
+    assert torch.equal(read(tmp_path, row), data)
+
+
+def test_on_every_engine(tmp_path: Path, engine: dict[str, object], nothing_left_open: None) -> None:
+    data = pattern((SLOTS + 2) * SLOT + 12345)  # every slot is used twice
+    row = write(tmp_path / "a", data[:777], data[777:], **engine)
+    assert torch.equal(read(tmp_path, row, **engine), data)
+    assert torch.equal(read(tmp_path, row, BLOCK - 5, 11, **engine), data[BLOCK - 5 : BLOCK + 6])
+
+
+def test_without_direct_access(tmp_path: Path) -> None:
+    data = pattern(SLOT + 5)
+    with mock.patch.object(staging_module, "go_direct", return_value=(1, 1)):
+        row = write(tmp_path / "a", data)
+        assert torch.equal(read(tmp_path, row), data)
+
+
+def test_uring_runs_where_there_is_one(tmp_path: Path) -> None:
+    with Staging(tmp_path) as staging:
+        assert staging.engine.kind == ("threads" if why_no_uring() else "uring")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(1000, 700).t(),
+        lambda: torch.randn(3, 2000, 5, 300)[:, ::3, 1:4],
+        lambda: torch.randn(1 << 21).as_strided((1 << 18, 3), (8, 2)),
+        lambda: torch.randn(1, 1 << 21).expand(3, -1).t(),
+        lambda: torch.randn(50, 60, dtype=torch.complex64).t().conj(),
+        lambda: torch.randn(50, dtype=torch.complex64).conj().imag,
+        lambda: torch.randn(64, 3, 9, 9).to(memory_format=torch.channels_last),
+        lambda: torch.rand(77) < 0.5,
+        lambda: torch.randn(33).to(torch.float8_e4m3fn),
+        lambda: torch.tensor(2.5, dtype=torch.float64),
+        lambda: torch.zeros(0, 3),
+        lambda: torch.nn.Parameter(torch.randn(9, 9)),
+    ],
+    ids=str.split("transposed sliced overlapping expanded conj neg channels_last bool fp8 scalar empty parameter"),
+)
+def test_tensors_of_any_strides(tmp_path: Path, make: Callable[[], Tensor]) -> None:
+    tensor = make()
+    row = write(tmp_path / "a", b"xyz", tensor, b"end")
+    assert torch.equal(read(tmp_path, row, 3, tensor.nbytes), flat(tensor.detach()))
+    assert bytes(read(tmp_path, row, row.table - 3).tolist()) == b"end"
+
+
+class Played(torch.Tensor):
+    """Says that it is on a device, and can be copied from."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+def test_from_a_device(tmp_path: Path) -> None:
+    data = pattern((SLOTS + 1) * SLOT + 77)
+    rows = pattern(5 * BLOCK).view(5, BLOCK)
+    row = write(tmp_path / "a", b"abc", data.as_subclass(Played), rows.t().as_subclass(Played), b"end")
+    assert torch.equal(read(tmp_path, row, 3, len(data)), data)
+    assert torch.equal(read(tmp_path, row, 3 + len(data), 5 * BLOCK), flat(rows.t()))
+
+
+@pytest.mark.gpu
+def test_from_a_gpu(tmp_path: Path) -> None:
+    data = torch.randn(SLOTS * SLOT // 4 + 77, device="cuda")
+    rows = torch.randn(500, 300, device="cuda")
+    row = write(tmp_path / "a", b"abcd", data, rows.t())
+    assert torch.equal(read(tmp_path, row, 4, data.nbytes), flat(data.cpu()))
+    assert torch.equal(read(tmp_path, row, 4 + data.nbytes), flat(rows.t().cpu()))
+
+
+def test_a_tensor_may_change_once_it_was_appended(tmp_path: Path) -> None:
+    data = pattern(3 * SLOT)
+    kept = data.clone()
+    with FileWriter(tmp_path / "a") as writer:
+        writer.append(data)
+        data.fill_(0)
+        row = writer.finish()
+    assert torch.equal(read(tmp_path, row), kept)
+
+
+def test_many_small_appends(tmp_path: Path) -> None:
+    sizes = [random.choice([0, 1, 13, 600, 70_000, BLOCK + 3]) for _ in range(120)]
+    parts = [pattern(nbytes, i) for i, nbytes in enumerate(sizes)]
+    with FileWriter(tmp_path / "a") as writer:
+        offsets = [writer.append(bytes(part.tolist()) if len(part) < 700 else part) for part in parts]
+        writer.align(64)
+        assert writer.nbytes % 64 == 0
+        row = writer.finish()
+    assert offsets == [0, *itertools.accumulate(sizes)][:-1]
+    assert torch.equal(read(tmp_path, row, 0, sum(sizes)), torch.cat(parts))
+
+
+def test_the_table_is_crc32c_of_each_block(tmp_path: Path) -> None:
+    """Bit by bit, as the definition says, against the instruction of the processor."""
+    row = write(tmp_path / "a", b"123456789")
+    assert struct.unpack("<I", (tmp_path / "a").read_bytes()[row.table :]) == (0xE3069283,)
+    assert row.crc == crc32c_by_definition(struct.pack("<I", 0xE3069283))
+    data = bytes(pattern(BLOCK + 300).tolist())
+    row = write(tmp_path / "b", data)
+    sums = struct.unpack("<2I", (tmp_path / "b").read_bytes()[row.table :])
+    assert sums[1] == crc32c_by_definition(data[BLOCK:])
+    assert sums[0] == native.library().zk_crc32c(0, data[:BLOCK], BLOCK)
+
+
+def crc32c_by_definition(data: bytes) -> int:
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF
+
+
+def test_readers_may_read_it(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "a", b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"mine")
+    with pytest.raises(IoError, match="EEXIST") as caught:
+        FileWriter(tmp_path / "a")
+    assert caught.value.errno == errno.EEXIST and (tmp_path / "a").read_bytes() == b"mine"
+
+
+def test_a_block_that_ends_in_an_error_leaves_no_file(tmp_path: Path, nothing_left_open: None) -> None:
+    writer = FileWriter(tmp_path / "a")
+    writer.append(pattern(9 * SLOT))
+    with pytest.raises(KeyboardInterrupt), writer:
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="finished or abandoned"):
+        writer.append(b"more")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_failed_write_is_told(tmp_path: Path, number: int, nothing_left_open: None) -> None:
+    begin = 5 * SLOT + 3 * BLOCK
+    faults = Faults(fail=0, fail_op=native.IO_WRITE, fail_begin=begin, fail_end=begin + 1, fail_errno=number)
+    with pytest.raises(IoError, match="Writing") as caught:
+        write(tmp_path / "a", pattern(20 * SLOT), faults=faults, block=BLOCK, depth=8)
+    found = caught.value
+    assert (found.path, found.offset, found.errno) == (str(tmp_path / "a"), begin, number)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_than_the_disk_has_is_refused_at_once(tmp_path: Path, nothing_left_open: None) -> None:
+    with pytest.raises(IoError, match="Making") as caught:
+        FileWriter(tmp_path / "a", expected=1 << 50)
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_spans_in_any_order_that_overlap(tmp_path: Path) -> None:
+    data = pattern(23 * BLOCK + 99)
+    row = write(tmp_path / "a", data)
+    spans = []
+    for _ in range(60):
+        begin = random.randrange(len(data))
+        spans.append((begin, random.choice([0, 1, 100, BLOCK, 5 * BLOCK, len(data)])))
+    spans = [(begin, min(nbytes, len(data) - begin)) for begin, nbytes in spans]
+    found = [torch.zeros(nbytes, dtype=torch.uint8) for _, nbytes in spans]
+
+    def into(i: int) -> Callable[[Tensor, int], None]:
+        def take(piece: Tensor, at: int) -> None:
+            found[i][at : at + len(piece)] = piece
+
+        return take
+
+    with FileReader(tmp_path, row) as reader:
+        reader.read([(begin, nbytes, into(i)) for i, (begin, nbytes) in enumerate(spans)])
+    for (begin, nbytes), one in zip(spans, found, strict=True):
+        assert torch.equal(one, data[begin : begin + nbytes])
+
+
+def test_a_block_is_read_once_and_only_if_it_is_wanted(tmp_path: Path) -> None:
+    row = write(tmp_path / "a", pattern(20 * BLOCK))
+    with Staging(tmp_path) as staging, FileReader(tmp_path, row, staging=staging) as reader:
+        spans = [(BLOCK + 5, 10), (2 * BLOCK - 1, 2), (BLOCK, 100), (9 * BLOCK, BLOCK), (15 * BLOCK + 1, 1)]
+        reader.read([(begin, nbytes, lambda piece, at: None) for begin, nbytes in spans])
+        assert staging.engine.stats()["read_nbytes"] == 4 * BLOCK  # blocks 1, 2, 9 and 15
+
+
+def test_what_is_outside_is_refused(tmp_path: Path) -> None:
+    row = write(tmp_path / "a", b"12345")
+    with FileReader(tmp_path, row) as reader:
+        for begin, nbytes in ((0, 6), (5, 1), (-1, 2)):
+            with pytest.raises(ValueError, match="no span of the 5 bytes"):
+                reader.read([(begin, nbytes, lambda piece, at: None)])
+    with pytest.raises(ValueError, match="is closed"):
+        reader.read([(0, 1, lambda piece, at: None)])
+
+
+def test_an_error_of_the_taker_passes(tmp_path: Path) -> None:
+    row = write(tmp_path / "a", pattern(9 * SLOT))
+    with FileReader(tmp_path, row) as reader:
+        with pytest.raises(KeyboardInterrupt):
+            reader.read([(0, row.table, lambda piece, at: exec("raise KeyboardInterrupt"))])
+        reader.verify()
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> tuple[Path, FileRow]:
+    """A file of 13 blocks, of which 2 and 12 have one other bit."""
+    row = write(tmp_path / "a", pattern(12 * BLOCK + 500))
+    with (tmp_path / "a").open("r+b") as file:
+        for place in (3 * BLOCK - 1, 12 * BLOCK + 1):
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 4]))
+    return tmp_path, row
+
+
+def test_damage_is_found_where_it_is(damaged: tuple[Path, FileRow]) -> None:
+    folder, row = damaged
+    told: list[int] = []
+    with FileReader(folder, row) as reader:
+        found = list(reader.damage(progress=told.append))
+        assert [(one.offset, one.nbytes, one.errno) for one in found] == [
+            (2 * BLOCK, BLOCK, errno.EBADMSG),
+            (12 * BLOCK, 500, errno.EBADMSG),
+        ]
+        assert sum(told) == row.table
+        assert all(one.path == str(folder / "a") and "CRC32C" in str(one) for one in found)
+        assert [one.offset for one in reader.damage(3, 12)] == []
+        with pytest.raises(IoError, match=f"offset {12 * BLOCK}"):
+            reader.verify(3)
+
+
+def test_no_damaged_byte_is_handed_out(damaged: tuple[Path, FileRow]) -> None:
+    folder, row = damaged
+    taken: list[tuple[int, int]] = []
+    with FileReader(folder, row) as reader:
+        with pytest.raises(IoError, match=f"offset {2 * BLOCK}"):
+            reader.read([(0, row.table, lambda piece, at: taken.append((at, at + len(piece))))])
+        assert max(end for _, end in taken) == 2 * BLOCK
+        with pytest.raises(IoError):
+            reader.read([(2 * BLOCK, 1, lambda piece, at: pytest.fail("unchecked"))])
+        reader.read([(3 * BLOCK, 9 * BLOCK, lambda piece, at: taken.append((0, 0)))])
+    assert taken[-1] == (0, 0)
+
+
+def test_other_lengths_are_refused(tmp_path: Path, nothing_left_open: None) -> None:
+    row = write(tmp_path / "a", pattern(BLOCK + 9))
+    whole = (tmp_path / "a").read_bytes()
+    for data, says in (
+        (whole[:-1], "truncated"),
+        (whole[:5], "truncated"),
+        (b"", "truncated"),
+        (whole + b"x", "written to"),
+    ):
+        (tmp_path / "a").write_bytes(data)
+        with pytest.raises(IoError, match=says) as caught:
+            FileReader(tmp_path, row)
+        assert caught.value.path == str(tmp_path / "a") and f"{row.nbytes} were written" in str(caught.value)
+    (tmp_path / "a").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(IoError, match="table of checksums"):
+        FileReader(tmp_path, row)
+    (tmp_path / "a").unlink()
+    with pytest.raises(IoError, match=r"Opening .*ENOENT"):
+        FileReader(tmp_path, row)
+
+
+def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
+    row = write(tmp_path / "a", pattern(9 * SLOT))
+    begin = 3 * SLOT + BLOCK
+    faults = Faults(fail_op=native.IO_READ, fail_begin=begin, fail_end=begin + 1)
+    with (
+        Staging(tmp_path, faults=faults, block=BLOCK, depth=8) as staging,
+        FileReader(tmp_path, row, staging=staging) as reader,
+    ):
+        with pytest.raises(IoError, match=r"Reading .*EIO") as caught:
+            reader.read([(0, row.table, lambda piece, at: None)])
+        assert caught.value.offset == begin
+        assert [one.errno for one in reader.damage()] == [errno.EIO]
+        reader.verify(0, 4)
+
+
+def test_memory_is_the_staging_slots_alone(tmp_path: Path) -> None:
+    """A strided tensor of twice their size passes, while the process has little more resident than before."""
+    tensor = torch.ones(1, dtype=torch.float32).expand(2 * SLOTS * SLOT // 4).view(2, -1).t()
+    with FileWriter(tmp_path / "a") as writer:
+        writer.append(tensor[: SLOT // 8])
+        before = resident()
+        most = []
+        for part in tensor.split(SLOT):
+            writer.append(part)
+            most.append(resident())
+        writer.finish()
+    assert max(most) - before < 3 * SLOT
+
+
+def resident() -> int:
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields["RssAnon"].split()[0]) << 10

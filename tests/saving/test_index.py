@@ -1,0 +1,119 @@
+"""The index says exactly what was written, or says that it does not."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerokern.core import native
+from zerokern.core.errors import IoError
+from zerokern.saving.index import FORMAT, Box, FileRow, Index, TensorRow, itemsize
+
+PATH = Path("step100") / "zerokern.json"
+
+
+def sample() -> Index:
+    """Two ranks: a matrix in two boxes, a scalar, an empty tensor."""
+    files = [FileRow("s_0.distcp", 4100, 4096, 7), FileRow("s_1.distcp", (1 << 20) + 9, (1 << 20) + 1, 2**32 - 1)]
+    matrix = TensorRow(
+        "bfloat16", (4, 8), [Box(0, 64, (0, 0), (3, 8), (0, 200)), Box(1, 1 << 19, (3, 0), (1, 8), (1 << 19, 100))]
+    )
+    scalar = TensorRow("float32", (), [Box(0, 300, (), (), (256, 100))])
+    empty = TensorRow("int8", (0, 3), [])
+    tensors = {"model.w": matrix, "optim.state.w.step": scalar, "model.none": empty}
+    return Index("20261122T070024-a1b2c3", 2, files, tensors, {"step": 4, "é": [1.5, None]}, {"torch": "2.13"})
+
+
+def rewritten(change) -> bytes:
+    """A sample whose content was changed by somebody who knows how to make the checksum right."""
+    body = json.loads(sample().dump().partition(b"\n")[2])
+    change(body)
+    text = json.dumps(body).encode() + b"\n"
+    return b'{"zerokern": 1, "crc32c": "%08x"}\n%s' % (native.library().zk_crc32c(0, text, len(text)), text)
+
+
+def test_what_is_loaded_is_what_was_dumped() -> None:
+    assert Index.load(sample().dump(), PATH) == sample()
+    assert sample().dump() == sample().dump()
+
+
+def test_it_is_json_that_anybody_reads() -> None:
+    head, body = sample().dump().splitlines()
+    assert json.loads(head)["zerokern"] == FORMAT
+    assert json.loads(body)["tensors"]["model.w"][:2] == ["bfloat16", [4, 8]]
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_any_changed_byte_is_found(step: int) -> None:
+    data = sample().dump()
+    body = data.index(b"\n") + 1
+    for at in range(body, len(data), step):
+        changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with pytest.raises(IoError, match=r"zerokern\.json (was edited or damaged|is truncated)") as refused:
+            Index.load(changed, PATH)
+        assert refused.value.path == str(PATH)
+
+
+def test_any_truncation_is_found() -> None:
+    data = sample().dump()
+    for end in range(len(data)):
+        with pytest.raises(IoError, match=r"truncated|edited"):
+            Index.load(data[:end], PATH)
+
+
+def test_a_newer_format_is_named() -> None:
+    newer = sample().dump().replace(b'"zerokern": 1', b'"zerokern": 2', 1)
+    with pytest.raises(IoError, match=r"has format 2; this zerokern reads format 1; a newer zerokern wrote it"):
+        Index.load(newer, PATH)
+
+
+@pytest.mark.parametrize("foreign", [b"", b"[1]\n", b"{}\n{}\n", b"\x80\x04.", b'{"zerokern": 1}\n\n'])
+def test_what_is_no_index_is_named_so(foreign: bytes) -> None:
+    with pytest.raises(IoError, match="does not begin as an index of zerokern does"):
+        Index.load(foreign, PATH)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda b: b["files"][0].__setitem__(0, "../../etc/passwd"), "no name of a file"),
+        (lambda b: b["files"][0].__setitem__(1, 4104), "cannot have 4104 bytes"),
+        (lambda b: b["tensors"]["model.w"].__setitem__(1, [4, 9]), "do not make up its shape"),
+        (lambda b: b["tensors"]["model.w"].__setitem__(1, [2, 8]), "in a tensor of"),
+        (lambda b: b["tensors"]["model.w"].__setitem__(0, "pickle"), "name of no dtype"),
+        (lambda b: b["tensors"]["model.w"][2].__setitem__(1, 9000), "not within"),
+        (lambda b: b["tensors"]["model.w"][2].__setitem__(0, 2), "file number 2 of 2"),
+        (lambda b: b["tensors"]["model.w"][2].pop(), "are no boxes of 2 dimensions"),
+        (lambda b: b.pop("values"), "values"),
+    ],
+)
+def test_sound_checksums_do_not_excuse_nonsense(change, says: str) -> None:
+    assert Index.load(rewritten(lambda body: None), PATH) == sample()
+    with pytest.raises(IoError, match=f"no sound content: .*{says}"):
+        Index.load(rewritten(change), PATH)
+
+
+def test_itemsize_is_torchs() -> None:
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    plain = [one for one in dtypes if not str(one).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))]
+    sub_byte = ("torch.int2", "torch.int3", "torch.int5", "torch.int7", "torch.uint3", "torch.uint5", "torch.uint7")
+    for dtype in plain:
+        if not str(dtype).startswith(sub_byte):
+            assert itemsize(str(dtype).removeprefix("torch.")) == dtype.itemsize, dtype
+    assert {"float32", "bfloat16", "int8", "bool", "complex64"} <= {str(one)[6:] for one in plain}
+
+
+def test_a_thousand_ranks_are_read_in_seconds() -> None:
+    """100 tensors, each in 1,024 boxes."""
+    files = [FileRow(f"s_{rank}.distcp", (1 << 20) + 4, 1 << 20, 0) for rank in range(1024)]
+    boxes = [Box(rank, 128, (rank, 0), (1, 64), (64, 512)) for rank in range(1024)]
+    tensors = {f"model.{n}": TensorRow("float32", (1024, 64), boxes) for n in range(100)}
+    index = Index("20261122T070024-a1b2c3", 1024, files, tensors, {})
+    begin = time.process_time()
+    again = Index.load(index.dump(), PATH)
+    assert time.process_time() - begin < 5
+    assert again.tensors["model.99"] == tensors["model.99"]

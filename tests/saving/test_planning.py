@@ -1,0 +1,116 @@
+"""What one rank wrote of 10^12 parameters is planned for 1,024 ranks in seconds: an index, plans, and no data."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from zerokern.saving.index import BLOCK_NBYTES, Box, FileRow, Index, TensorRow
+from zerokern.saving.load import OwnPlanner
+from zerokern.saving.published import Published
+from zerokern.saving.storage import Reader
+from zerokern.zero.partition import Bucket, Member, partition
+from zerokern.zero.sharded import Sharded
+
+WORLD, LAYERS, WIDTH, WORDS = 1024, 128, 25_600, 65_536
+STATE = {"exp_avg": "float32", "exp_avg_sq": "float32", "master": "float32"}
+QUICK = (0, 1, 511, 1023)
+
+
+def parameters() -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Names, units and shapes of a transformer."""
+    yield "embed.weight", 0, (WORDS, WIDTH)
+    for layer in range(LAYERS):
+        for name in "qkvo":
+            yield f"layers.{layer}.attention.{name}.weight", layer + 1, (WIDTH, WIDTH)
+            yield f"layers.{layer}.attention.{name}.bias", layer + 1, (WIDTH,)
+        yield f"layers.{layer}.up.weight", layer + 1, (4 * WIDTH, WIDTH)
+        yield f"layers.{layer}.down.weight", layer + 1, (WIDTH, 4 * WIDTH)
+        for name in "12":
+            yield f"layers.{layer}.norm{name}.weight", layer + 1, (WIDTH,)
+    yield "norm.weight", 0, (WIDTH,)
+
+
+PARAMETERS = list(parameters())
+
+
+def keys(name: str) -> dict[str, str]:
+    return {f"model.{name}": "bfloat16", **{f"optim.state.{name}.{key}": dtype for key, dtype in STATE.items()}}
+
+
+def index() -> Index:
+    """As one rank would have written it."""
+    at, tensors = 0, {}
+    for name, _, shape in PARAMETERS:
+        for key, dtype in keys(name).items():
+            row = tensors[key] = TensorRow(dtype, shape)
+            row.boxes.append(Box(0, at + 512, (0,) * len(shape), shape, (at, row.nbytes + 1024)))
+            at += row.nbytes + 1024
+    blocks = -(-at // BLOCK_NBYTES)
+    return Index("20261122T070024-a1b2c3", 1, [FileRow("a_0.distcp", at + 4 * blocks, at, 0)], tensors, {})
+
+
+def wanted(buckets: list[Bucket], rank: int) -> dict[str, Sharded]:
+    """What a rank would load: its spans of parameters and state, without memory."""
+    items = {}
+    for bucket in buckets:
+        for piece in bucket.pieces(rank):
+            name, _, shape = PARAMETERS[piece.param]
+            for key, dtype in keys(name).items():
+                local = torch.empty(piece.numel, dtype=getattr(torch, dtype), device="meta")
+                items[key] = Sharded(local, torch.Size(shape), piece.start, name=key, kind="state")
+    return items
+
+
+def planned(planner: OwnPlanner, metadata: Metadata, items: dict[str, Sharded]) -> LoadPlan:
+    planner.set_up_planner(items, metadata, False)
+    return planner.create_local_plan()
+
+
+@pytest.mark.parametrize("ranks", [QUICK, pytest.param(range(WORLD), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_planning_for_1024_ranks_takes_seconds(
+    ranks: range | tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sum(math.prod(shape) for _, _, shape in PARAMETERS) > 10**12
+    began = time.monotonic()
+    path = tmp_path / "zerokern.json"
+    data = index().dump()
+    read = Index.load(data, path)
+    metadata = Reader(Published(tmp_path, read)).read_metadata()
+    opened_s = time.monotonic() - began
+    began = time.monotonic()
+    buckets = partition([Member(math.prod(s), "bfloat16", unit) for _, unit, s in PARAMETERS], WORLD)
+    divided_s = time.monotonic() - began
+    planned(OwnPlanner(), metadata, wanted(buckets, 0))  # what Python does once
+    taken, sent, numel = [], [], 0
+    for rank in ranks:
+        items, planner = wanted(buckets, rank), OwnPlanner()
+        began = time.monotonic()
+        plan = planned(planner, metadata, items)
+        taken.append(time.monotonic() - began)
+        sent.append(pickle.dumps(plan))
+        plan = planner.finish_plan(pickle.loads(sent[-1]))
+        here = sum(math.prod(item.lengths) for item in plan.items)
+        assert here == sum(one.local.numel() for one in items.values())
+        numel += here
+    began = time.monotonic()
+    plans = OwnPlanner().create_global_plan([pickle.loads(one) for one in sent])
+    assert all(pickle.dumps(plan) for plan in plans)
+    coordinated_s = (time.monotonic() - began) * WORLD / len(ranks)
+    with capsys.disabled():
+        print(
+            f" {len(read.tensors)} tensors: index {opened_s:.2f} s, division {divided_s:.2f} s, a rank's plan"
+            f" {max(taken):.3f} s at most, the coordinator with {WORLD} of them {coordinated_s:.2f} s ",
+            end="",
+        )
+    if len(ranks) == WORLD:
+        assert numel == (1 + len(STATE)) * sum(math.prod(shape) for _, _, shape in PARAMETERS)
+    assert opened_s + divided_s + max(taken) + coordinated_s < 10

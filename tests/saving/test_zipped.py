@@ -1,0 +1,85 @@
+"""The envelope: before + raw bytes + after is a file that torch.load reads without trust, of any dtype and size."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerokern.saving.zipped import ALIGN, LARGE, envelope
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 4), (4, 0, 2), (2, 3, 4, 5)]
+
+
+def raw(tensor: Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+
+
+def some(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Any bits: NaNs among them come back as they were. Only bool has bytes that it cannot be."""
+    width = dtype.itemsize
+    numel = torch.Size(shape).numel()
+    data = torch.randint(0, 2 if dtype is torch.bool else 256, (numel * width,), dtype=torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_reads_every_dtype_and_shape(dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        tensor = some(dtype, shape)
+        before, after = envelope(dtype, shape)
+        found = torch.load(io.BytesIO(before + raw(tensor) + after), weights_only=True)
+        assert (found.dtype, found.shape, found.stride()) == (dtype, tensor.shape, tensor.stride())
+        assert raw(found) == raw(tensor)
+
+
+def test_torch_maps_it(tmp_path: Path) -> None:
+    tensor = some(torch.float32, (33, 3))
+    before, after = envelope(tensor.dtype, tensor.shape)
+    (tmp_path / "one.pt").write_bytes(before + raw(tensor) + after)
+    assert raw(torch.load(tmp_path / "one.pt", weights_only=True, mmap=True)) == raw(tensor)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (123456789, 987654321)], ids=str)
+def test_bytes_begin_at_whole_cache_lines(shape: tuple[int, ...]) -> None:
+    assert len(envelope(torch.int8, shape)[0]) % ALIGN == 0
+
+
+def test_it_is_a_zip_of_stored_files() -> None:
+    tensor = some(torch.int16, (5,))
+    before, after = envelope(tensor.dtype, tensor.shape)
+    with zipfile.ZipFile(io.BytesIO(before + raw(tensor) + after)) as found:
+        assert [one.filename for one in found.infolist()] == [
+            f"archive/{name}" for name in ("data.pkl", "byteorder", "version", "data/0")
+        ]
+        assert {one.compress_type for one in found.infolist()} == {zipfile.ZIP_STORED}
+        assert found.read("archive/version") == b"3\n"  # zipfile compares checksums: those of small files are real
+        assert found.infolist()[-1].CRC == 0
+
+
+def test_a_size_may_be_a_torch_size() -> None:
+    assert envelope(torch.float32, torch.Size([2, 3])) == envelope(torch.float32, [2, 3])
+
+
+@pytest.mark.parametrize("nbytes", [LARGE - 1000, LARGE - 500, LARGE - 1, LARGE, LARGE + 1, 5 << 30])
+def test_beyond_four_gigabytes(tmp_path: Path, nbytes: int) -> None:
+    """The entry, its directory, or both lie beyond what 32 bits can say. The file has a hole, and takes no room."""
+    before, after = envelope(torch.uint8, (nbytes,))
+    path = tmp_path / "large.pt"
+    with path.open("wb") as file:
+        file.write(before + b"\3")
+        file.seek(len(before) + nbytes - 1)
+        file.write(b"\7" + after)
+    found = torch.load(path, weights_only=True, mmap=True)
+    assert found.shape == (nbytes,) and (found[0], found[-1], found[nbytes // 2]) == (3, 7, 0)
+    with zipfile.ZipFile(path) as listed:
+        assert listed.infolist()[-1].file_size == nbytes

@@ -1,0 +1,210 @@
+"""A folder of exported weights: the old ones are there until the new ones are, whole.
+
+One file takes its name when it is complete. Several are written under names that no index has yet; their index takes
+its name when they are complete. What was begun and not finished is on record in `*.new`, what is being replaced in
+`*.old`, so that the next export clears away what a killed one left, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from zerokern.core.errors import BudgetError, IoError, got
+from zerokern.io.lock import FolderLock
+from zerokern.memory.room import amount
+from zerokern.saving.tensorfile import INDEX, SINGLE, Header, read_header, read_index
+
+__all__ = ["BESIDE", "Target", "file_names", "headers_of", "on_disk"]
+
+NEW, OLD = ".new", ".old"
+BESIDE = ("config.json", "generation_config.json")  # what goes with the weights, if the model knows it
+
+
+def file_names(count: int, token: str = "") -> list[str]:
+    """What Hugging Face calls the files of one model; with a token where these names are taken.
+
+    >>> file_names(2), file_names(1, "5f")
+    (['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'], ['model-5f-00001-of-00001.safetensors'])
+    """
+    middle = f"-{token}" if token else ""
+    return [f"model{middle}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def headers_of(path: Path) -> list[Header]:
+    """The checked headers of a safetensors file, or of the files that a folder's weights consist of.
+
+    A single `model.safetensors` counts before an index, as it does for Hugging Face.
+    """
+    if not path.is_dir():
+        return [read_header(path)]
+    if (path / SINGLE).exists():
+        return [read_header(path / SINGLE)]
+    if (path / INDEX).exists():
+        return _indexed(path, read_index(path / INDEX))
+    found = sorted(one.name for one in path.glob("*.safetensors"))
+    there = ", ".join(found or sorted(one.name for one in path.iterdir())[:10]) or "nothing"
+    do = "name one of the files" if found else "pickled weights (.bin, .pt) are not read: write them as safetensors"
+    raise IoError(f"{path} holds neither {SINGLE} nor {INDEX}, but {there}; {do}", path=str(path))
+
+
+def _indexed(folder: Path, weight_map: Mapping[str, str]) -> list[Header]:
+    headers = []
+    for file in dict.fromkeys(weight_map.values()):
+        if not (folder / file).exists():
+            names = [name for name, home in weight_map.items() if home == file]
+            says = f"{file} is missing from {folder}; {INDEX} places {len(names)} tensors in it, {names[0]!r} first"
+            raise IoError(f"{says}. Fetch it, or export anew", path=str(folder / file), key=names[0], errno=2)
+        header = read_header(folder / file)
+        for name, home in weight_map.items():
+            if home == file and name not in header.entries:
+                says = f"{folder / file} does not hold {name!r}, which {INDEX} places there"
+                raise IoError(f"{says}: files of different models lie mixed", path=str(folder / file), key=name)
+        # what is there beside the index's own counts too, unless the index knows it elsewhere
+        mine = {name: one for name, one in header.entries.items() if weight_map.get(name, file) == file}
+        headers.append(Header(header.path, mine, header.metadata))
+    return headers
+
+
+@contextmanager
+def on_disk(path: Path | str, what: str) -> Iterator[None]:
+    """System errors within are raised as an IoError of that path."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise IoError(f"{what} {where}: {error.strerror}", path=str(where), errno=error.errno or 0) from error
+
+
+class Target:
+    """The folder, locked, with new files in it that are not the export yet. The first rank alone has one."""
+
+    def __init__(self, folder: Path, nbytes: int, names_of: Sequence[Sequence[str]], total_size: int) -> None:
+        """`nbytes` will be written, `total_size` of them of tensors; `names_of`: those of each file."""
+        self.folder = folder
+        if folder.suffix == ".safetensors" or (folder.exists() and not folder.is_dir()):
+            raise ValueError(got("path", str(folder), "a folder, which is made where it is missing"))
+        with on_disk(folder, "no folder can be made at"):
+            folder.mkdir(parents=True, exist_ok=True)
+        with on_disk(folder, "the folder cannot be locked:"):
+            self._lock = _locked(folder)
+        try:
+            with on_disk(folder, "cannot prepare"):
+                self._clear_leftovers()
+                self._refuse_without_space(nbytes)
+                self.files = self._begin(names_of, total_size)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _begin(self, names_of: Sequence[Sequence[str]], total_size: int) -> list[str]:
+        """The names of the files to write, on record."""
+        if len(names_of) == 1:
+            self._index = b""
+            return [SINGLE + NEW]
+        files = file_names(len(names_of))
+        if any((self.folder / file).exists() for file in files):
+            files = file_names(len(names_of), secrets.token_hex(4))
+        weight_map = {name: file for file, names in zip(files, names_of, strict=True) for name in names}
+        described = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        self._index = (json.dumps(described, indent=2, ensure_ascii=False) + "\n").encode()
+        self._write(INDEX + NEW, self._index)
+        self._sync()
+        return files
+
+    def start(self, number: int, first: bytes, nbytes: int) -> None:
+        """A file of that length, with its header."""
+        path = self.folder / self.files[number]
+        with on_disk(path, "cannot write"), open(path, "xb") as file:
+            file.write(first)
+            file.truncate(nbytes)
+
+    def publish(self, beside: Mapping[str, bytes]) -> None:
+        """All bytes are on the disk: let the new files be the export. `beside`: small files that go with them."""
+        with on_disk(self.folder, "cannot publish in"):
+            for name, content in beside.items():
+                self._write(name + NEW, content)
+                os.replace(self.folder / (name + NEW), self.folder / name)
+            self._sync()
+            if self._index:
+                self._publish_index()
+            else:
+                os.replace(self.folder / (SINGLE + NEW), self.folder / SINGLE)
+                self._sync()
+                self._remove(self._named_in(INDEX))
+                self._remove([INDEX])
+            self._sync()
+        self._lock.release()
+
+    def _publish_index(self) -> None:
+        replaced = self._named_in(INDEX)
+        if replaced:
+            self._write(INDEX + OLD, (self.folder / INDEX).read_bytes())
+            self._sync()
+        os.replace(self.folder / (INDEX + NEW), self.folder / INDEX)
+        self._sync()
+        self._remove([SINGLE])  # from here on the index counts
+        self._sync()
+        self._remove(replaced)
+        self._remove([INDEX + OLD])
+
+    def abandon(self) -> None:
+        """Clear away what was begun."""
+        try:
+            with on_disk(self.folder, "cannot clear"):
+                self._clear_leftovers()
+        finally:
+            self._lock.release()
+
+    def _clear_leftovers(self) -> None:
+        """Files of an export that nobody finished, or whose removal nobody did."""
+        current = set(self._named_in(INDEX))
+        for record in (INDEX + NEW, INDEX + OLD):
+            self._remove([name for name in self._named_in(record) if name not in current])
+            self._remove([record])
+        self._remove([name + NEW for name in (SINGLE, *BESIDE)])
+
+    def _named_in(self, index: str) -> list[str]:
+        try:
+            return list(dict.fromkeys(read_index(self.folder / index).values()))
+        except IoError:  # none there, or cut off while it was written: then nothing else was begun
+            return []
+
+    def _refuse_without_space(self, nbytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if nbytes > free:
+            raise BudgetError(
+                f"the export takes {amount(nbytes)}, and the disk of {self.folder} has {amount(free)} left (an export "
+                "that is there stays until the new one is whole); make room, choose another disk or a narrower dtype"
+            )
+
+    def _write(self, name: str, content: bytes) -> None:
+        with open(self.folder / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _sync(self) -> None:
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _locked(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder)
+    except IoError as error:
+        who = str(error).partition(". ")[0]
+        do = "wait for it, or export into another folder"
+        raise IoError(f"{who}; {do}", path=error.path, errno=error.errno) from error

@@ -1,0 +1,222 @@
+"""A data file of a checkpoint, written once from its beginning to its end.
+
+Behind the data stands a table: the CRC32C of each block of 1 MiB, a 32-bit little-endian number each. The index holds
+the table's own checksum, so that no byte of the file is believed unchecked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from array import array
+from pathlib import Path
+
+from torch import Tensor
+
+from zerokern.core.errors import IoError
+from zerokern.io.engine import Faults
+from zerokern.io.files import NO_FALLOCATE, fallocate
+from zerokern.io.ticket import Ticket
+from zerokern.saving.index import FileRow
+from zerokern.saving.pieces import pieces
+from zerokern.saving.reading import FileReader
+from zerokern.saving.staging import BLOCK, SLOT, WRITE, Staging, address_of, copy, crc32c, failed
+
+__all__ = ["FileReader", "FileRow", "FileWriter"]
+
+CACHED = 256 << 10  # bytes that are copied, then summed while they are in the processor's cache
+GROW, MOST_GROW = 16 << 20, 1 << 30  # bytes asked of the file system at a time, ahead of writing
+MODE = 0o666  # less the umask: a checkpoint is the user's document, not private swap
+
+
+class FileWriter:
+    """Writes a new file, append by append. `expected`: its length, if known, is asked of the file system at once.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder, FileWriter(Path(folder, "a_0.distcp")) as writer:
+    ...     writer.append(b"head"), writer.append(torch.arange(3))
+    ...     row = writer.finish()
+    ...     row.nbytes, row.table, row.blocks
+    (0, 4)
+    (32, 28, 1)
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        expected: int = 0,
+        depth: int | None = None,
+        block: int | None = None,
+        engine: str = "auto",
+        faults: Faults | None = None,
+    ) -> None:
+        self.path = path
+        self.nbytes = 0  # appended so far
+        self._sums = array("I")
+        self._sum = self._summed = 0  # of the block under way, and how many of its bytes that is
+        self._allocated = self._written = 0
+        self._reserves = True
+        self._slot = self._filled = 0  # the slot that is being filled, and its bytes so far
+        self._staging: Staging | None = None
+        self._fd = -1
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(path, flags, MODE)
+            if expected:
+                self._allocate(expected)
+            staging = self._staging = Staging(path.parent, depth=depth, block=block, engine=engine, faults=faults)
+            self._number = staging.enter(self._fd, path)
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, OSError):
+                raise failed("Making", path, error, 0, expected) from error
+            raise
+        self._tickets: list[Ticket | None] = [None] * len(staging.slots)
+
+    def append(self, data: bytes | Tensor) -> int:
+        """Takes over the bytes of a tensor of any device and strides, in row-major order; returns where they begin.
+
+        The tensor may change as soon as this returns.
+        """
+        begin = self.nbytes
+        if isinstance(data, bytes):
+            self._copy(address_of(data), len(data))
+            self.nbytes += len(data)
+            return begin
+        for piece in pieces(data, SLOT):
+            if piece.device.type == "cpu":
+                self._copy(piece.data_ptr(), piece.numel())
+            else:
+                self._copy_from_device(piece)
+            self.nbytes += piece.numel()
+        return begin
+
+    def align(self, nbytes: int) -> None:
+        """Goes on at a multiple of so many bytes, with zeros up to there."""
+        self.append(bytes(-self.nbytes % nbytes))
+
+    def finish(self) -> FileRow:
+        """Writes what is left, and the table; returns when all of it lasts."""
+        table = self.nbytes
+        if self._summed:
+            self._sums.append(self._sum)
+        if sys.byteorder == "big":
+            self._sums.byteswap()
+        sums = self._sums.tobytes()
+        address = address_of(sums)
+        row = FileRow(self.path.name, table + len(sums), table, crc32c(address, len(sums)))
+        self._copy(address, len(sums), checked=False)
+        self._flush()
+        for slot in range(len(self._tickets)):
+            self._await(slot)
+        try:
+            os.ftruncate(self._fd, row.nbytes)
+            os.fsync(self._fd)
+        except OSError as error:
+            raise failed("Finishing", self.path, error, 0, row.nbytes) from error
+        self._close()
+        return row
+
+    def abandon(self) -> None:
+        """Removes the file, unless it is finished."""
+        if self._fd >= 0:
+            self._close()
+            self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
+
+    @property
+    def _open(self) -> Staging:
+        if self._staging is None:
+            raise ValueError(f"{self.path} is finished or abandoned: nothing can be added to it")
+        return self._staging
+
+    def _copy(self, address: int, nbytes: int, checked: bool = True) -> None:
+        """Copies into the slots."""
+        staging = self._open
+        while nbytes:
+            part = min(nbytes, CACHED, SLOT - self._filled)
+            copy(staging.slots[self._slot].ptr + self._filled, address, part)
+            self._advance(part, checked)
+            address += part
+            nbytes -= part
+
+    def _copy_from_device(self, piece: Tensor) -> None:
+        """A slot at a time: each copy waits for the device."""
+        staging = self._open
+        while piece.numel():
+            part = min(piece.numel(), SLOT - self._filled)
+            staging.bytes[self._slot][self._filled : self._filled + part].copy_(piece[:part])
+            self._advance(part, True)
+            piece = piece[part:]
+
+    def _advance(self, nbytes: int, checked: bool) -> None:
+        """The slot holds so many bytes more: sums them, and sends it when it is full."""
+        address, rest = self._open.slots[self._slot].ptr + self._filled, nbytes
+        while checked and rest:
+            part = min(rest, BLOCK - self._summed)
+            self._sum = crc32c(address, part, self._sum)
+            self._summed += part
+            if self._summed == BLOCK:
+                self._sums.append(self._sum)
+                self._sum = self._summed = 0
+            address += part
+            rest -= part
+        self._filled += nbytes
+        if self._filled == SLOT:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Sends the slot on its way, and waits until the next one is free."""
+        if not self._filled:
+            return
+        begin, self._written = self._written, self._written + self._filled
+        if self._written > self._allocated:
+            self._grow(self._written)
+        self._tickets[self._slot] = self._open.start(WRITE, self._slot, self._number, begin, self._filled)
+        self._filled = 0
+        self._slot = (self._slot + 1) % len(self._tickets)
+        self._await(self._slot)
+
+    def _await(self, slot: int) -> None:
+        ticket, self._tickets[slot] = self._tickets[slot], None
+        if ticket is not None:
+            try:
+                ticket.wait()
+            except IoError as error:
+                raise failed("Writing", self.path, error) from error
+
+    def _grow(self, nbytes: int) -> None:
+        """Asks for more at once, the longer the file is: a file that grows write by write is written one at a time."""
+        ahead = max(nbytes, self._allocated + min(max(GROW, self._allocated), MOST_GROW))
+        try:
+            try:
+                self._allocate(ahead)
+            except OSError:
+                self._allocate(nbytes)
+        except OSError as error:
+            raise failed("Writing", self.path, error, self._allocated, nbytes - self._allocated) from error
+
+    def _allocate(self, nbytes: int) -> None:
+        if self._reserves:
+            try:
+                fallocate(self._fd, 0, nbytes)
+            except OSError as error:
+                if error.errno not in NO_FALLOCATE:
+                    raise
+                self._reserves = False
+        self._allocated = nbytes
+
+    def _close(self) -> None:
+        """Waits for what is pending, and lets go of the file and of the memory."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,240 @@
+"""A checkpoint that is being written: published whole by one rename, or not at all.
+
+The order is what a kill at any point is safe by. Data files and both indices are synced under names that nobody reads,
+the folder too; then ``zerokern.json`` is renamed into place, ``.metadata`` after it, the folder is synced, and only
+then do the data files of the save before go."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+
+from zerokern.core.errors import BudgetError, IoError
+from zerokern.io.files import refused, sync_folder
+from zerokern.io.lock import FolderLock, Holder
+from zerokern.memory.room import amount
+from zerokern.saving.index import NAME, Index
+from zerokern.saving.published import LOCK, METADATA, Published, data_name, latest, leftovers, why_broken
+
+__all__ = ["Draft", "Published", "latest"]
+
+APPEARS_S = 10.0  # a network file system shows a new name to other hosts when its cache allows
+MARGIN_NBYTES = 1 << 20  # for the indices, whose length is not known before
+
+_log = logging.getLogger("zerokern.saving")
+
+
+class SaveLock(FolderLock):
+    """The lock of the folder while a save writes into it."""
+
+    def _refusal(self, holder: Holder | str) -> IoError:
+        mine = isinstance(holder, Holder) and holder.is_here()
+        advice = (
+            "the save before this one has not ended: call wait() of what it returned"
+            if mine
+            else "two jobs must not save into one folder: wait for that one, or choose another folder"
+        )
+        by = "a save whose zerokern.lock somebody has removed" if isinstance(holder, str) else holder
+        return IoError(
+            f"the checkpoint folder {self.path.parent} is in use by {by}; {advice}",
+            path=str(self.path),
+            errno=errno.EWOULDBLOCK,
+        )
+
+
+class Draft:
+    """A checkpoint that is being written. Rank 0 begins it, the others join it, rank 0 publishes it or abandons it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as parent:
+    ...     draft = Draft.begin(Path(parent) / "step100", nbytes=0)
+    ...     draft.publish(Index(draft.save_id, 1, [], {}, {"step": 100}), metadata=b"")
+    ...     Published.open(Path(parent) / "step100").index.values
+    {'step': 100}
+    """
+
+    def __init__(self, folder: Path, save_id: str, rank: int, lock: SaveLock | None, made: bool = False) -> None:
+        self.folder, self.save_id, self.rank = folder, save_id, rank
+        self._lock, self._made = lock, made
+
+    @classmethod
+    def begin(cls, path: str | os.PathLike[str], nbytes: int) -> Draft:
+        """Takes the folder for a save of nbytes, all ranks together; refuses before anything in it changes."""
+        folder = Path(path)
+        save_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+        lock, made = None, False
+        try:
+            made = _make(folder)
+            lock = SaveLock(folder)
+            before = _before(folder)
+            _finish_renames(folder, before)
+            if left := leftovers(folder, before):
+                sync_folder(folder)  # the rename that made them leftovers may be in memory only
+                for one in left:
+                    os.unlink(one)
+            _refuse_beyond_free(folder, nbytes, before)
+        except BaseException as error:
+            if lock is not None:
+                lock.release()
+            if made:
+                _remove_empty(folder)
+            if isinstance(error, OSError):
+                raise refused(error, folder, "Saving") from error
+            raise
+        return cls(folder, save_id, 0, lock, made)
+
+    @classmethod
+    def join(cls, path: str | os.PathLike[str], save_id: str, rank: int) -> Draft:
+        """The same draft on another rank, which must see the folder that rank 0 took."""
+        folder = Path(path)
+        until = time.monotonic() + APPEARS_S
+        while not (folder / LOCK).exists():
+            if time.monotonic() > until:
+                raise IoError(
+                    f"rank {rank} does not see {folder} as rank 0 made it: there is no {LOCK} in it. All ranks save "
+                    "into one folder: choose one on a file system that every host mounts, under the same path",
+                    path=str(folder),
+                    errno=errno.ENOENT,
+                )
+            time.sleep(0.05)
+        return cls(folder, save_id, rank, None)
+
+    def file(self, rank: int) -> Path:
+        """Where a rank's data go."""
+        return self.folder / data_name(self.save_id, rank)
+
+    def publish(self, index: Index, metadata: bytes) -> None:
+        """Makes this the checkpoint of the folder. Everything that `index` names must be written and synced already."""
+        if self._lock is None:
+            raise ValueError(f"rank {self.rank} joined this draft, or it has ended; only rank 0 publishes, and once")
+        broken = [says for says in (why_broken(self.folder, file) for file in index.files) if says]
+        if broken:
+            raise IoError(
+                f"{self.folder} is not published: {'; '.join(broken)}. The one before it is untouched: save again",
+                path=str(self.folder),
+                errno=errno.EBADMSG,
+            )
+        new_index, new_metadata = self.folder / f"{NAME}.new", self.folder / f"{METADATA}.{self.save_id}.new"
+        try:
+            _write(new_metadata, metadata)
+            _write(new_index, index.dump())
+            sync_folder(self.folder)
+            os.rename(new_index, self.folder / NAME)
+            self._made = False
+            os.rename(new_metadata, self.folder / METADATA)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise refused(error, self.folder, "Publishing the checkpoint") from error
+        self._remove(leftovers(self.folder, index))
+        self._let_go()
+
+    def abandon(self) -> None:
+        """Removes what was written of the draft. After ``publish``, and on other ranks than 0, it does nothing."""
+        if self._lock is None:
+            return
+        # What is published is asked of the disk: an error may have come after the rename.
+        try:
+            published = _before(self.folder)
+            _finish_renames(self.folder, published)
+            self._remove(leftovers(self.folder, published))
+        except OSError as error:
+            _log.warning("%s: what an abandoned save wrote stays for the next one to remove: %s", self.folder, error)
+        finally:
+            self._let_go()
+
+    def _remove(self, paths: list[Path]) -> None:
+        """What stays is removed by the next save: no reason to fail this one."""
+        for path in paths:
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                _log.warning("%s stays behind: %s; the next save into its folder removes it", path, error)
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+        if self._made:
+            _remove_empty(self.folder)
+
+
+def _make(folder: Path) -> bool:
+    """Makes a folder and those above it so that they last; False where it was there."""
+    if folder.is_dir():
+        return False
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    for one in reversed(missing):
+        os.mkdir(one)
+        sync_folder(one.parent)
+    if not missing:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    return True
+
+
+def _remove_empty(folder: Path) -> None:
+    try:
+        os.rmdir(folder)
+    except OSError:
+        return  # somebody has put a file of his own into it
+
+
+def _before(folder: Path) -> Index | None:
+    """The checkpoint that a save will replace; refuses to touch what this library did not write, or cannot read."""
+    try:
+        data = (folder / NAME).read_bytes()
+    except FileNotFoundError:
+        if (folder / METADATA).exists():
+            raise IoError(
+                f"{folder} holds a checkpoint of torch.distributed.checkpoint ({METADATA}, no {NAME}); a save "
+                "would make it unreadable. Save into another folder, or remove that one",
+                path=str(folder / METADATA),
+                errno=errno.EEXIST,
+            ) from None
+        return None
+    try:
+        return Index.load(data, folder / NAME)
+    except IoError as error:
+        raise IoError(
+            f"{error}. Nothing is saved over it: save into another folder, or remove that one",
+            path=error.path,
+            errno=error.errno,
+        ) from error
+
+
+def _finish_renames(folder: Path, index: Index | None) -> None:
+    """A kill between the two renames leaves torch's index of the older checkpoint, whose files are about to go."""
+    if index is not None:
+        new = folder / f"{METADATA}.{index.save_id}.new"
+        if new.exists():
+            os.rename(new, folder / METADATA)
+            sync_folder(folder)
+
+
+def _refuse_beyond_free(folder: Path, nbytes: int, before: Index | None) -> None:
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if nbytes + MARGIN_NBYTES <= free:
+        return
+    held = sum(file.nbytes for file in before.files) if before else 0
+    kept = f"\n  {'the checkpoint there':<22}{amount(held):>12}   kept until the new one is published" if before else ""
+    raise BudgetError(
+        f"a checkpoint of {amount(nbytes)} does not fit on the file system of {folder}; nothing was written:\n"
+        f"  {'asked for':<22}{amount(nbytes + MARGIN_NBYTES):>12}\n"
+        f"  {'free':<22}{amount(free):>12}{kept}\n"
+        "Remove older checkpoints, or save to another file system"
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A file that is on the disk when this returns; its name is not yet."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)

@@ -1,0 +1,216 @@
+"""The index of a checkpoint, ``zerokern.json``: which box of which tensor lies where. Checked text, and no pickle.
+
+Line 1 is ``{"zerokern": 1, "crc32c": "<8 hex digits>"}``; the checksum is that of all the bytes behind the line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zerokern.core import native
+from zerokern.core.errors import IoError
+
+__all__ = ["BLOCK_NBYTES", "FORMAT", "NAME", "Box", "FileRow", "Index", "TensorRow", "itemsize"]
+
+NAME = "zerokern.json"
+FORMAT = 1
+BLOCK_NBYTES = 1 << 20  # of a data file has a checksum of its own
+BITS = re.compile(r"b?float(\d+)|u?int(\d+)|complex(\d+)")
+FILE_NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """A data file of nbytes. From `table` on lie the CRC32C of its blocks before; `crc` is that of the table itself.
+
+    >>> FileRow("a_0.distcp", nbytes=4100, table=4096, crc=7).blocks
+    1
+    """
+
+    name: str
+    nbytes: int
+    table: int
+    crc: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.table // BLOCK_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One box of a tensor; its raw bytes lie at `offset` of file number `file`.
+
+    `item` is the offset and the length of the zip around them, the form that torch's own reader knows.
+    """
+
+    file: int
+    offset: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    item: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+@dataclass(slots=True)
+class TensorRow:
+    """A tensor as it was saved: dtype by name ("bfloat16"), logical shape, and the boxes that it is made of.
+
+    >>> TensorRow("bfloat16", (2, 3)).nbytes
+    12
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: list[Box] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass
+class Index:
+    """All that a checkpoint says of itself.
+
+    >>> row = TensorRow("float32", (2, 3), [Box(0, 64, (0, 0), (2, 3), (0, 128))])
+    >>> index = Index("20261122T070024-a1b2c3", 1, [FileRow("a_0.distcp", 132, 128, 7)], {"model.w": row}, {"step": 4})
+    >>> Index.load(index.dump(), Path("zerokern.json")) == index
+    True
+    """
+
+    save_id: str
+    world: int
+    files: list[FileRow]
+    tensors: dict[str, TensorRow]
+    values: dict[str, Any]
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def dump(self) -> bytes:
+        """The bytes of the index. The same index gives the same bytes."""
+        plain = {
+            "save_id": self.save_id,
+            "world": self.world,
+            "versions": self.versions,
+            "files": [[file.name, file.nbytes, file.table, file.crc] for file in self.files],
+            "values": self.values,
+            "tensors": {key: [row.dtype, row.shape, list(_flat(row))] for key, row in self.tensors.items()},
+        }
+        body = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        return b'{"zerokern": %d, "crc32c": "%08x"}\n%s' % (FORMAT, _crc32c(body), body)
+
+    @staticmethod
+    def load(data: bytes, path: Path) -> Index:
+        """The index that `data`, the bytes of `path`, stand for; refuses what is not exactly what was written."""
+        head, _, body = data.partition(b"\n")
+        number, crc = _head(head, path)
+        if number != FORMAT:
+            newer = "a newer zerokern wrote it: install that one" if number > FORMAT else "no zerokern wrote it"
+            raise _refused(path, f"has format {number}; this zerokern reads format {FORMAT}; {newer}")
+        if not body.endswith(b"\n"):
+            raise _refused(path, f"is truncated: it ends after {len(data)} bytes, in the middle of a line. {RESTORE}")
+        if f"{_crc32c(body):08x}" != crc:
+            says = f"was edited or damaged: the checksum of its {len(data)} bytes does not fit"
+            raise _refused(path, f"{says}. {RESTORE}")
+        try:
+            return _parsed(json.loads(body))
+        except (KeyError, TypeError, ValueError) as error:
+            raise _refused(path, f"has a sound checksum and no sound content: {error}. {RESTORE}") from error
+
+
+RESTORE = "Restore it from a copy, or load another checkpoint; the data files are untouched"
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a dtype, by its name in torch.
+
+    >>> itemsize("bfloat16"), itemsize("bool"), itemsize("float8_e4m3fn"), itemsize("complex64")
+    (2, 1, 1, 8)
+    """
+    if dtype == "bool":
+        return 1
+    found = BITS.match(dtype)
+    if found is None:
+        raise ValueError(f"{dtype!r} is the name of no dtype")
+    return max(1, int(found[found.lastindex or 0]) // 8)
+
+
+def _flat(row: TensorRow) -> Iterator[int]:
+    """The boxes as one row of numbers: a box of a matrix has eight."""
+    for box in row.boxes:
+        yield from (box.file, box.offset, *box.item, *box.offsets, *box.sizes)
+
+
+def _boxes(flat: list[int], ndim: int) -> list[Box]:
+    width = 4 + 2 * ndim
+    if len(flat) % width:
+        raise ValueError(f"{len(flat)} numbers are no boxes of {ndim} dimensions")
+    made = []
+    for at in range(0, len(flat), width):
+        file, offset, start, length, *edges = flat[at : at + width]
+        made.append(Box(file, offset, tuple(edges[:ndim]), tuple(edges[ndim:]), (start, length)))
+    return made
+
+
+def _head(head: bytes, path: Path) -> tuple[int, str]:
+    try:
+        found = json.loads(head)
+        return int(found["zerokern"]), str(found["crc32c"])
+    except (KeyError, TypeError, ValueError):
+        says = f"does not begin as an index of zerokern does, but with {head[:40]!r}"
+        raise _refused(path, f"{says}: it was truncated, edited, or is not one. {RESTORE}") from None
+
+
+def _parsed(plain: dict[str, Any]) -> Index:
+    files = [FileRow(*row) for row in plain["files"]]
+    for file in files:
+        if not FILE_NAME.fullmatch(file.name):
+            raise ValueError(f"{file.name!r} is no name of a file in the folder")
+        if file.nbytes != file.table + 4 * file.blocks:
+            raise ValueError(f"{file.name} cannot have {file.nbytes} bytes with its table at {file.table}")
+    tensors = {}
+    for key, (dtype, shape, flat) in plain["tensors"].items():
+        row = tensors[key] = TensorRow(dtype, tuple(shape), _boxes(flat, len(shape)))
+        _check(key, row, files)
+    return Index(plain["save_id"], plain["world"], files, tensors, plain["values"], plain["versions"])
+
+
+def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
+    """That each box lies within its tensor and within its file, and that together they are as large as the tensor."""
+    each, shape, numel = itemsize(row.dtype), row.shape, 0
+    for box in row.boxes:
+        own = 1
+        for at, n, whole in zip(box.offsets, box.sizes, shape, strict=True):
+            if at < 0 or n < 0 or at + n > whole:
+                raise ValueError(f"a box of {key!r} is at {box.offsets}, {box.sizes} large, in a tensor of {shape}")
+            own *= n
+        if not 0 <= box.file < len(files):
+            raise ValueError(f"a box of {key!r} is in file number {box.file} of {len(files)}")
+        file = files[box.file]
+        start, length = box.item
+        if not 0 <= start <= box.offset <= box.offset + own * each <= start + length <= file.table:
+            raise ValueError(f"a box of {key!r} is not within the {file.table} bytes of {file.name}")
+        numel += own
+    if numel != row.numel:
+        raise ValueError(f"the boxes of {key!r} do not make up its shape {shape}")
+
+
+def _refused(path: Path, says: str) -> IoError:
+    return IoError(f"{path} {says}", path=str(path), errno=errno.EBADMSG)
+
+
+def _crc32c(body: bytes) -> int:
+    return int(native.library().zk_crc32c(0, body, len(body)))

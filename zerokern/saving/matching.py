@@ -1,0 +1,257 @@
+"""A checkpoint beside what it is to be loaded into: what goes where, what is rounded, and everything that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerokern.core.errors import StateError
+from zerokern.optim.local import PENDING
+from zerokern.saving.filling import StatePlan, TensorPlan
+from zerokern.saving.formats import MASTERS, is_coded, master_kind, rounds_master, rounds_moment
+from zerokern.saving.optimizers import Steps, Wanted, back
+from zerokern.saving.parameters import aliases, extra_states
+from zerokern.zero.homes import home_of
+
+if TYPE_CHECKING:
+    from zerokern.saving.subject import Subject
+
+__all__ = ["Matching"]
+
+_SHOWN = 20
+_LOSSY = "; lossy=True rounds it"
+_LATE = (
+    "{name}: it was saved while an update waited to be published, which cannot change formats; call opt.flush() before "
+    "saving, or load into the formats that it was saved in"
+)
+
+
+class Matching:
+    """`differences` says why the source cannot be loaded; where there are none, the rest says how it is."""
+
+    def __init__(self, subject: Subject, source: Any, lossy: bool) -> None:
+        self.subject, self.source, self.lossy = subject, source, lossy
+        self.differences: list[str] = []
+        self._aliases: dict[str, str] = source.values.get("aliases") or {}
+        self._other_names: dict[str, list[str]] = {}
+        for name, first in aliases(subject.model).items():
+            self._other_names.setdefault(first, []).append(name)
+        self._state = self._by_parameter()
+        self.optimizers = self._optimizers()
+        self.groups = self._groups()
+        self.states: list[dict[int, StatePlan]] = [{} for _ in subject.steps]
+        if not self.differences:
+            self._match_states()
+        self._kinds = {
+            name: {key: dtype for key, (dtype, _) in plan.wanted.items()}
+            for names, plans in zip(subject.params, self.states, strict=True)
+            for name, plan in zip(names, map(plans.get, range(len(names))), strict=True)
+            if plan is not None
+        }
+        self.extra_tensors: dict[str, Any] = {}
+        self.initials: dict[str, tuple[str, torch.dtype]] = {}
+        self.tensors = self._match_tensors()
+
+    def report(self) -> str:
+        """All differences in one message."""
+        shown = [f"  {line}" for line in self.differences[:_SHOWN]]
+        rest = len(self.differences) - len(shown)
+        where = getattr(self.source, "path", None) or getattr(self.source, "folder", None)
+        head = f"this checkpoint{'' if where is None else f' ({where})'} does not fit what it is loaded into"
+        more = [f"  ... and {rest} more"] if rest else []
+        return "\n".join([f"{head}; nothing was changed. What differs:", *shown, *more])
+
+    def source_of(self, name: str) -> str:
+        """What the source calls a parameter: tied ones have several names."""
+        tensors = self.source.tensors
+        names = [name, self._aliases.get(name, name), *self._other_names.get(name, ())]
+        return next((one for one in names if f"model.{one}" in tensors), name)
+
+    def _row(self, key: str) -> tuple[torch.dtype, torch.Size]:
+        row = self.source.tensors[key]
+        return row.dtype if isinstance(row.dtype, torch.dtype) else getattr(torch, row.dtype), torch.Size(row.shape)
+
+    def _by_parameter(self) -> dict[str, Wanted]:
+        found: dict[str, Wanted] = {}
+        for key in self.source.tensors:
+            if key.startswith("optim.state."):
+                name, _, last = key.removeprefix("optim.state.").rpartition(".")
+                found.setdefault(name, {})[last] = self._row(key)
+        return found
+
+    def _match_tensors(self) -> list[TensorPlan]:
+        """Where parameters and buffers come from."""
+        plans: list[TensorPlan] = []
+        used: set[str] = set()
+        for name, tensor in self.subject.tensors.items():
+            there = self.source_of(name)
+            used.add(there)
+            if f"model.{there}" not in self.source.tensors:
+                self.differences.append(f"{name}: missing; the model has {tuple(tensor.shape)} {tensor.dtype}")
+                continue
+            dtype, shape = self._row(f"model.{there}")
+            if shape != tensor.shape:
+                self.differences.append(f"{name}: shape {tuple(shape)}; the model has {tuple(tensor.shape)}")
+                continue
+            plans.append(self._tensor_plan(name, there, tensor, dtype))
+        extras = {f"model.{name}": name for name in extra_states(self.subject.model)}
+        for key in self.source.tensors:
+            if key in extras:
+                self.extra_tensors[extras[key]] = self.source.tensors[key]
+            elif key.startswith("model.") and key.removeprefix("model.") not in used:
+                name = key.removeprefix("model.")
+                known = self._aliases.get(name, name)
+                if known not in used and not any(name in others for others in self._other_names.values()):
+                    self.differences.append(f"{name}: unexpected; the model has no parameter or buffer of that name")
+        return plans
+
+    def _tensor_plan(self, name: str, there: str, tensor: torch.Tensor, dtype: torch.dtype) -> TensorPlan:
+        saved = self._state.get(there, {})
+        beside = {key: (f"optim.state.{there}.{key}", saved[key][0]) for key in MASTERS if key in saved}
+        initial = f"initial.{there}"  # what zk.shard rounded away, and no optimizer has taken
+        if initial in self.source.tensors and not beside:
+            lost = self._row(initial)[0]
+            beside = {"master" if lost is torch.float32 else "remainder": (initial, lost)}
+            if dtype is tensor.dtype:
+                if home_of(tensor) is not None:
+                    self.initials[name] = initial, lost
+                return TensorPlan(tensor, f"model.{there}", dtype)
+        was = master_kind(dtype, {key: one for key, (_, one) in beside.items()})
+        mine = self._kinds.get(name)
+        kind = master_kind(tensor.dtype, mine or {})
+        same = dtype is tensor.dtype and (mine is None or kind != "split8" or was == kind)
+        plan = TensorPlan(tensor, f"model.{there}", dtype, kind, {} if same else beside)
+        if dtype is tensor.dtype:
+            return plan
+        try:
+            rounds = rounds_master((dtype, was), (tensor.dtype, kind)) if dtype.is_floating_point else True
+        except KeyError:
+            rounds = True
+        if not dtype.is_floating_point:
+            rounds = torch.promote_types(dtype, tensor.dtype) is not tensor.dtype
+        if PENDING in saved and self._late:
+            self.differences.append(_LATE.format(name=name))
+        if rounds and not self.lossy:
+            self.differences.append(f"{name}: {dtype} to {tensor.dtype} rounds it{_LOSSY}")
+        return plan
+
+    def _optimizers(self) -> list[dict[str, Any]]:
+        found = self.source.values.get("optimizers") or []
+        count = len(self.subject.steps)
+        return list(found) if len(found) == count else [{} for _ in range(count)]
+
+    def _groups(self) -> list[list[dict[str, Any]]]:
+        """The saved groups of each optimizer, with values as ours have them."""
+        steps, values = self.subject.steps, self.source.values
+        saved = values.get("groups")
+        if saved and isinstance(saved[0], dict):
+            saved = [saved]
+        if not steps:
+            self._late = any(group.get("delayed_pending") for groups in saved or () for group in groups)
+            return []
+        if not saved:
+            if not self._state:
+                self.differences.append("it holds no optimizer; leave opt out, or load one that was saved with it")
+            saved = [[{} for _ in one.opt.param_groups] for one in steps]
+        self._late = any(group.get("delayed_pending") for groups in saved for group in groups)
+        if len(saved) != len(steps):
+            self.differences.append(f"it holds {len(saved)} optimizers; {len(steps)} were passed")
+            return [[] for _ in steps]
+        made = []
+        for one, groups, names, own in zip(steps, saved, self.subject.params, self.optimizers, strict=True):
+            fitting = self._fitting(one, groups, names)
+            if fitting is not None:
+                self.differences += one.differences(fitting, own)
+            made.append(fitting or [])
+        return made
+
+    def _fitting(self, steps: Steps, saved: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]] | None:
+        mine = steps.opt.param_groups
+        if len(saved) != len(mine):
+            self.differences.append(f"it has {len(saved)} param_groups; the optimizer has {len(mine)}")
+            return None
+        left, made = iter(names), []
+        for number, (group, own) in enumerate(zip(saved, mine, strict=True)):
+            here = [self.source_of(next(left)) for _ in own["params"]]
+            there = group.get("params")
+            if there is not None and all(isinstance(one, str) for one in there) and set(there) != set(here):
+                less, more = sorted(set(here) - set(there)), sorted(set(there) - set(here))
+                said = [f"without {less[0]}" if less else "", f"with {more[0]}" if more else ""]
+                which = f"{' and '.join(filter(None, said))} ({len(less) + len(more)} in all)"
+                self.differences.append(f"param_groups[{number}]: other parameters than the optimizer has, {which}")
+                return None
+            values = {key: back(one, own.get(key)) for key, one in group.items() if key != "params"}
+            made.append(values)
+        return made
+
+    def _match_states(self) -> None:
+        stepped: set[str] = set()
+        for steps, names, plans in zip(self.subject.steps, self.subject.params, self.states, strict=True):
+            params = [param for group in steps.opt.param_groups for param in group["params"]]
+            for number, (name, param) in enumerate(zip(names, params, strict=True)):
+                there = self.source_of(name)
+                stepped.add(there)
+                saved = self._state.get(there)
+                if not saved or f"model.{there}" not in self.source.tensors:
+                    continue
+                plan = self._state_plan(steps, number, param, name, there, saved)
+                if plan is not None:
+                    plans[number] = plan
+        if self.subject.steps:
+            rest = sorted(self._state.keys() - stepped)
+            self.differences += [f"{name}: its optimizer state is unexpected; nothing steps it here" for name in rest]
+
+    def _state_plan(
+        self, steps: Steps, number: int, param: torch.Tensor, name: str, there: str, saved: Wanted
+    ) -> StatePlan | None:
+        wanted, optional = steps.wanted(number, saved)
+        found = len(self.differences)
+        say = self.differences.append
+        value = (f"model.{there}", self._row(f"model.{there}")[0])
+        missing = [key for key in wanted if key not in saved and key in optional]
+        wanted = {key: one for key, one in wanted.items() if key not in missing}
+        plan = StatePlan(steps, number, param, name, f"optim.state.{there}.", value, saved, wanted)
+        was = master_kind(value[1], {key: saved[key][0] for key in MASTERS if key in saved})
+        kind = master_kind(param.dtype, {key: wanted[key][0] for key in MASTERS if key in wanted})
+        exact = (value[1], was), (param.dtype, kind)
+        plan.masters = exact[0] != exact[1] and kind not in ("own", "none")
+        for key, (dtype, shape) in wanted.items():
+            if key in MASTERS or key.endswith("_scale"):
+                continue
+            if key not in saved:
+                say(f"{name}: state {key!r} is missing; there is {', '.join(saved)}")
+            elif saved[key][1] != shape and not (shape.numel() == 1 and saved[key][1].numel() == 1):
+                say(f"{name}: state {key!r} has shape {tuple(saved[key][1])}; {tuple(shape)} is needed")
+            elif shape != self._shape_of(param) and saved[key] != (dtype, shape):
+                plan.scalars.append(key)
+            elif saved[key][0] is not dtype:
+                plan.moments.append(key)
+                self._say_rounding(name, key, saved[key][0], dtype)
+            elif is_coded(key, dtype) and f"{key}_scale" not in saved:
+                say(f"{name}: state {key!r} is codes, and its scales are missing")
+        kept = {*wanted, *MASTERS, PENDING}
+        kept |= {f"{key}_scale" for key in wanted if key in saved and is_coded(key, saved[key][0])}
+        for key in saved:
+            if key not in kept:
+                say(f"{name}: state {key!r} is unexpected; {type(steps.opt).__name__} keeps {', '.join(wanted)}")
+        if exact[0] != exact[1] and rounds_master(*exact) and not self.lossy:
+            say(f"{name}: a {value[1]} parameter with master {was!r} to {param.dtype} with {kind!r} rounds it{_LOSSY}")
+        if PENDING in saved and self._late and exact[0] != exact[1]:
+            say(_LATE.format(name=name))
+        return plan if len(self.differences) == found else None
+
+    @staticmethod
+    def _shape_of(param: torch.Tensor) -> torch.Size:
+        home = home_of(param)
+        return param.shape if home is None else home.shape
+
+    def _say_rounding(self, name: str, key: str, source: torch.dtype, target: torch.dtype) -> None:
+        try:
+            rounds = rounds_moment(key, source, target)
+        except StateError as error:
+            self.differences.append(f"{name}: {error}")
+            return
+        if rounds and not self.lossy:
+            self.differences.append(f"{name}: state {key!r} as {source} to {target} rounds it{_LOSSY}")

@@ -1,0 +1,296 @@
+"""Optimizers as a checkpoint sees them: groups as plain values, state by parameter and key, room for what is loaded.
+
+`Ours` goes through `zerokern.optim.exchange`; `Theirs` is any other torch.optim.Optimizer, whose state is what it has
+in `.state`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zerokern.core.errors import StateError
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.exchange import Exchange, Inflow
+from zerokern.optim.local import NOT_DELAYED, PENDING
+from zerokern.optim.scheduled import LATE
+from zerokern.optim.shown import as_shown
+from zerokern.saving.formats import is_coded
+from zerokern.zero.homes import home_of
+from zerokern.zero.sharded import Sharded
+
+__all__ = ["Ours", "Steps", "Theirs", "Wanted", "flat_of", "steps_of"]
+
+Wanted = dict[str, tuple[torch.dtype, torch.Size]]  # state of one parameter by key: its dtype, and its whole shape
+
+_HOW = ("foreach", "fused", "capturable", "differentiable", "param_names")  # how, not what: the program decides
+_ONLY_OURS = ("state_format", "master_format", "stochastic_seed", "delayed_calls", "delayed_pending")
+_LIMITS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_ALIKE = ({"Adam", "AdamW"},)
+
+
+class Steps(Protocol):
+    """One optimizer."""
+
+    opt: Any
+
+    @property
+    def late(self) -> bool:
+        """Whether an update waits to be published."""
+
+    def settle(self) -> None:
+        """Returns once its state is that of the last step."""
+
+    def entries(self) -> list[dict[str, Any] | None]:
+        """Its state by parameter, in the order of the groups."""
+
+    def values(self) -> dict[str, Any]:
+        """What else there is to know of it."""
+
+    def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
+        """Why these groups cannot be taken over."""
+
+    def wanted(self, number: int, saved: Wanted) -> tuple[Wanted, frozenset[str]]:
+        """What a parameter's state would be made of, and which of it may be missing."""
+
+    def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
+        """Take over groups, and make room; until `complete`, it refuses to step."""
+
+    def inflow(self) -> Inflow | None:
+        """Room on disk."""
+
+    def look(self) -> None:
+        """Follow what was written to parameters."""
+
+    def pieces(self) -> list[Tensor]:
+        """What is updated for each parameter."""
+
+    def pend(self, numbers: Sequence[int]) -> None:
+        """These hold values that nobody has published."""
+
+    def complete(self, values: Mapping[str, Any]) -> None:
+        """What was made room for is there."""
+
+
+class Ours:
+    """One of zerokern's."""
+
+    def __init__(self, opt: FusedOptimizer) -> None:
+        self.opt, self._exchange = opt, Exchange(opt)
+        self.settle, self.entries = self._exchange.settle, self._exchange.entries
+        self.inflow, self.look, self.pieces = self._exchange.inflow, self._exchange.look, self._exchange.pieces
+        self.pend = self._exchange.pend
+        self._merged: Sequence[dict[str, Any]] = opt.param_groups
+
+    @property
+    def late(self) -> bool:
+        return self._exchange.late
+
+    def values(self) -> dict[str, Any]:
+        opt = self.opt
+        tier = opt.tier if isinstance(opt.tier, str) else "nvme"
+        counters = {name: plain(value, name) for name, value in self._exchange.counters().items()}
+        return {"class": type(opt).__name__, "tier": tier, "schedule": str(opt.schedule), "counters": counters}
+
+    def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
+        if any(group.get(LATE, False) for group in saved) and not self.opt._delays:
+            return [NOT_DELAYED]
+        try:
+            self._merged = self._exchange.merged(_with_places(self.opt, saved))
+        except (TypeError, ValueError) as error:
+            return [f"its groups do not suit {type(self.opt).__name__}: {error}"]
+        return []
+
+    def wanted(self, number: int, saved: Wanted) -> tuple[Wanted, frozenset[str]]:
+        param = self._exchange.params[number]
+        owners = [one for one in self._merged for _ in one["params"]]
+        whole = _logical(param)
+        layout, optional = self._exchange.layout(owners[number], param, list(saved))
+        like = torch.empty(whole, dtype=param.dtype, device="meta")
+        return {slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}, optional
+
+    def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
+        made = [
+            {key: _stand_in(param, *one) for key, one in wanted.items()} if wanted else None
+            for param, wanted in zip(self._exchange.params, entries, strict=True)
+        ]
+        self._exchange.lay_out(groups, made)
+
+    def complete(self, values: Mapping[str, Any]) -> None:
+        counters = values.get("counters")
+        self._exchange.complete(None if counters is None else {name: back(one) for name, one in counters.items()})
+
+
+class Theirs:
+    """Any other."""
+
+    late = False
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt: Any = opt
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.opt.param_groups for param in group["params"]]
+
+    def settle(self) -> None:
+        if getattr(self.opt, "_zk_half_loaded", None) is not None:
+            _refuse()
+
+    def entries(self) -> list[dict[str, Any] | None]:
+        found: list[dict[str, Any] | None] = []
+        for param in self._params:
+            home = home_of(param)
+            held = self.opt.state.get(param) or {}
+            entry = {key: value for key, value in held.items() if value is not None}
+            if home is not None and param is home.piece:
+                entry = {
+                    key: as_shown(home, key, value)
+                    if isinstance(value, Tensor) and value.shape == param.shape and param.ndim
+                    else value
+                    for key, value in entry.items()
+                }
+            found.append(entry or None)
+        return found
+
+    def values(self) -> dict[str, Any]:
+        return {"class": type(self.opt).__name__}
+
+    def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
+        if any(group.get(LATE, False) for group in saved):
+            return [NOT_DELAYED]
+        was, now = values.get("class"), type(self.opt).__name__
+        if was is not None and was != now and not any({was, now} <= some for some in _ALIKE):
+            return [f"its state is that of {was}, and {now} means other things by it"]
+        return []
+
+    def wanted(self, number: int, saved: Wanted) -> tuple[Wanted, frozenset[str]]:
+        param = self._params[number]
+        made: Wanted = {}
+        for key, (dtype, shape) in saved.items():
+            if key.endswith("_scale") or key in ("master", "remainder", PENDING):
+                continue
+            coded = is_coded(key, dtype)
+            alike = shape == _logical(param) and key != "step" and (dtype.is_floating_point or coded)
+            made[key] = (param.dtype if alike else dtype, shape)
+        return made, frozenset()
+
+    def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
+        opt = self.opt
+        if getattr(opt, "_zk_half_loaded", None) is None:
+            opt._zk_half_loaded = opt.register_step_pre_hook(_refuse)
+        for own, saved in zip(opt.param_groups, groups, strict=True):
+            own.update({key: one for key, one in saved.items() if key not in (*_HOW, *_ONLY_OURS, "params")})
+        owners = [group for group in opt.param_groups for _ in group["params"]]
+        for param, wanted, group in zip(self._params, entries, owners, strict=True):
+            opt.state.pop(param, None)
+            if wanted:
+                opt.state[param] = {key: _room(param, group, key, *one) for key, one in wanted.items()}
+
+    def inflow(self) -> None:
+        return None
+
+    def look(self) -> None:
+        pass
+
+    def pieces(self) -> list[Tensor]:
+        return self._params
+
+    def pend(self, numbers: Sequence[int]) -> None:
+        pass
+
+    def complete(self, values: Mapping[str, Any]) -> None:
+        if self.opt._zk_half_loaded is not None:
+            self.opt._zk_half_loaded.remove()
+            self.opt._zk_half_loaded = None
+
+
+def steps_of(opt: Any) -> Steps:
+    """The face of an optimizer, or of what a wrapper steps.
+
+    >>> type(steps_of(torch.optim.SGD([torch.zeros(1)]))).__name__
+    'Theirs'
+    """
+    while isinstance(getattr(opt, "optimizer", None), torch.optim.Optimizer):
+        opt = opt.optimizer
+    return Ours(opt) if isinstance(opt, FusedOptimizer) else Theirs(opt)
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """This rank's elements of a tensor, 1-D, where they lie.
+
+    >>> flat_of(torch.zeros(2, 2)).shape
+    torch.Size([4])
+    """
+    if isinstance(tensor, Sharded):
+        return tensor.local.detach()
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach().view(-1)
+
+
+def plain(value: Any, where: str) -> Any:
+    """A value of a group as JSON has it."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(one, where) for one in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and "float" not in value:
+        return {key: plain(one, where) for key, one in value.items()}
+    raise TypeError(
+        f"{where} is {value!r}, a {type(value).__name__}; allowed: numbers, strings, None, tensors of one element, and "
+        "lists, tuples and dicts of these"
+    )
+
+
+def back(value: Any, like: Any = None) -> Any:
+    """The other way; tensors and tuples where `like` is one."""
+    if isinstance(value, dict):
+        return _LIMITS[value["float"]] if "float" in value else {key: back(one) for key, one in value.items()}
+    if isinstance(value, list):
+        likes = like if isinstance(like, (list, tuple)) and len(like) == len(value) else [None] * len(value)
+        made = [back(one, other) for one, other in zip(value, likes, strict=True)]
+        return made if isinstance(like, list) else tuple(made)
+    return torch.full_like(like, value) if isinstance(like, Tensor) else value
+
+
+def _with_places(opt: torch.optim.Optimizer, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**group, "params": list(range(len(own["params"])))} for group, own in zip(saved, opt.param_groups, strict=True)
+    ]
+
+
+def _logical(param: Tensor) -> torch.Size:
+    home = home_of(param)
+    return param.shape if home is None else home.shape
+
+
+def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Zeros of the shape that an optimizer asks for, without the memory for them."""
+    home = home_of(param)
+    if home is not None and param is home.piece and shape:
+        per = 1 if shape == home.shape else -(-home.shape.numel() // shape.numel())
+        shape = torch.Size([-(-home.numel // per)])
+    return torch.zeros(1, dtype=dtype, device="cpu").expand(shape) if shape else torch.zeros((), dtype=dtype)
+
+
+def _room(param: Tensor, group: dict[str, Any], key: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if shape == _logical(param) and shape:
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format).detach()
+    there = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.zeros(shape, dtype=dtype, device=param.device if there else "cpu")
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise StateError(
+        "a load of this optimizer was broken off, so that parameters and state may be of different steps; load a "
+        "checkpoint with zk.load to go on"
+    )

@@ -1,0 +1,328 @@
+"""zk.load_pretrained: safetensors straight into what each rank has of a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerokern.core.errors import IoError, StateError, got
+from zerokern.kernels import split
+from zerokern.saving.exported import headers_of, on_disk
+from zerokern.saving.parameters import Span, aliases, named_tensors, spans, wrote
+from zerokern.saving.progress import Progress
+from zerokern.saving.ranks import Ranks
+from zerokern.saving.tensorfile import Entry
+from zerokern.zero.homes import Home, home_of
+
+__all__ = ["Unmatched", "load_pretrained"]
+
+PIECE_NBYTES = 16 << 20  # read and converted at once
+LISTED = 50
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Unmatched(NamedTuple):
+    """The model's names that the files do not have, and the files' names that the model does not have.
+
+    >>> Unmatched([], ["rotary.inv_freq"]).unexpected
+    ['rotary.inv_freq']
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+def load_pretrained(
+    model: nn.Module,
+    folder_or_file: str | os.PathLike[str],
+    *,
+    rename: Callable[[str], str] | None = None,
+    strict: bool = True,
+    progress: bool | Callable[[int, int], None] | None = None,
+    group: Any = None,
+) -> Unmatched:
+    """Read safetensors into the parameters and persistent buffers of a model, sharded or not, as it is.
+
+    `folder_or_file`: a file, or a folder as Hugging Face lays it out. All ranks call it together (those of `group`,
+    else of the world); each reads the bytes of the elements that it has, and converts them as it goes. Before anything
+    is changed, every name, shape and dtype has been compared; an error lists all that do not fit, on every rank. With
+    `strict=False` names that only one side has are returned instead. `rename` has the name in the files for a name in
+    the model. A tied weight is found under any of its names.
+
+    Under `zk.shard`, what bf16 and fp16 round away of fp32 values is kept for the optimizer: load before its first
+    step, and its masters begin with the files' exact values.
+
+    >>> import tempfile, torch, zerokern as zk
+    >>> model = zk.build(lambda: torch.nn.Linear(3, 2), stage=3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     zk.export(folder, torch.nn.Linear(3, 3))
+    ...     zk.load_pretrained(model, folder)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    zerokern.core.errors.StateError: ...
+    mis-shaped (2):
+      'weight' is (3, 3) in the file and (2, 3) in the model
+      'bias' is (3,) in the file and (2,) in the model
+    Nothing was changed...
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(got("model", type(model).__name__, "an nn.Module"))
+    path, ranks = Path(folder_or_file), Ranks.of(group)
+    found: list[tuple[list[_Load], Unmatched]] = []
+
+    def compare() -> None:
+        with on_disk(path, "cannot read"):
+            entries = _entries(path)
+            found.append(_compared(model, path, entries, _same if rename is None else rename, strict))
+
+    ranks.each("compare the files with the model", compare)
+    loads, unmatched = found[0]
+    total = sum(load.span.numel * load.itemsize for load in loads)
+    with Progress("loading", total, progress if ranks.rank == 0 else False) as moved:
+        ranks.each("read", lambda: _read(model, loads, moved))
+    return unmatched
+
+
+def _same(name: str) -> str:
+    return name
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for header in headers_of(path):
+        for name, entry in header.entries.items():
+            if name in found:
+                says = f"{name!r} is in {found[name].path} and in {entry.path}; files of different models lie mixed"
+                raise IoError(says, path=str(entry.path), key=name)
+            found[name] = entry
+    return found
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A span of the model, and the tensor of a file that it is a part of."""
+
+    span: Span
+    entry: Entry
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def offset(self) -> int:
+        """Of the span's first byte, in the file."""
+        return self.entry.offset + self.span.start * self.itemsize
+
+
+def _compared(
+    model: nn.Module, path: Path, entries: Mapping[str, Entry], rename: Callable[[str], str], strict: bool
+) -> tuple[list[_Load], Unmatched]:
+    """What is read into what; raises with all that does not fit."""
+    there = spans(model)
+    names: dict[str, list[str]] = {span.name: [span.name] for span in there}
+    for other, first in aliases(model).items():
+        names[first].append(other)
+    chosen: dict[str, Entry] = {}
+    missing: list[str] = []
+    used: set[str] = set()
+    for first, all_names in names.items():
+        candidates = list(dict.fromkeys(rename(name) for name in all_names))
+        present = [name for name in candidates if name in entries]
+        used.update(present)
+        if present:
+            chosen[first] = entries[present[0]]
+            _refuse_untied(first, [entries[name] for name in present])
+        else:
+            missing.append(first)
+    unexpected = sorted(entries.keys() - used)
+    wrong = _wrong(named_tensors(model), chosen)
+    listed = {"missing": missing, "unexpected": unexpected} if strict else {}
+    if any(listed.values()) or any(wrong.values()):
+        raise StateError(_difference(path, {**{k: [repr(n) for n in v] for k, v in listed.items()}, **wrong}, names))
+    loads = [
+        _Load(span, entry, entry.dtype)
+        for span in there
+        if (entry := chosen.get(span.name)) is not None and entry.dtype is not None and span.numel
+    ]
+    return sorted(loads, key=lambda load: (str(load.entry.path), load.offset)), Unmatched(missing, unexpected)
+
+
+def _wrong(named: Mapping[str, Tensor], chosen: Mapping[str, Entry]) -> dict[str, list[str]]:
+    shapes, dtypes = [], []
+    for name, entry in chosen.items():
+        tensor = named[name]
+        if entry.shape != tuple(tensor.shape):
+            shapes.append(f"{name!r} is {entry.shape} in the file and {tuple(tensor.shape)} in the model")
+        elif not _converts(entry.dtype, tensor.dtype):
+            dtypes.append(f"{name!r} is {entry.code} in the file and {tensor.dtype} in the model, and is not cast")
+    return {"mis-shaped": shapes, "of another dtype": dtypes}
+
+
+def _converts(source: torch.dtype | None, target: torch.dtype) -> bool:
+    """Among floating-point dtypes, as the model asks; no other number is ever changed."""
+    if source is None:
+        return False
+    return source == target or (source.is_floating_point and target in FLOATS)
+
+
+def _difference(path: Path, listed: Mapping[str, Sequence[str]], names: Mapping[str, Sequence[str]]) -> str:
+    lines = [f"{path} does not fit the model"]
+    for what, rows in listed.items():
+        if rows:
+            lines += [f"{what} ({len(rows)}):", *(f"  {row}" for row in rows[:LISTED])]
+        if len(rows) > LISTED:
+            lines.append(f"  and {len(rows) - LISTED} more")
+    hint = _prefix_hint([row[1:-1] for row in listed.get("missing", ())], listed.get("unexpected", ()))
+    also = ", and strict=False loads what both have" if listed.get("missing") or listed.get("unexpected") else ""
+    lines.append(f"Nothing was changed. {hint}rename=... maps the model's names to the files'{also}")
+    return "\n".join(lines)
+
+
+def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Names that differ in what they begin with, all in the same way."""
+    if not missing or not unexpected:
+        return ""
+    there = {name[1:-1] for name in unexpected}
+    for name in there:
+        if name.endswith(f".{missing[0]}"):
+            prefix = name.removesuffix(missing[0])
+            if all(prefix + one in there for one in missing):
+                return f"The files' names begin with {prefix!r}: rename=lambda name: {prefix!r} + name. "
+        if missing[0].endswith(f".{name}"):
+            prefix = missing[0].removesuffix(name)
+            if all(one.startswith(prefix) and one.removeprefix(prefix) in there for one in missing):
+                return f"The files' names lack {prefix!r}: rename=lambda name: name.removeprefix({prefix!r}). "
+    return ""
+
+
+def _refuse_untied(name: str, entries: Sequence[Entry]) -> None:
+    """Names that are tied in the model and differ in the files: one of the values would be lost."""
+    for other in entries[1:]:
+        if not _equal(entries[0], other):
+            raise StateError(
+                f"{entries[0].name!r} and {other.name!r} are one tied weight, {name!r}, in the model, and differ in "
+                f"{other.path}; build the model untied (tie_word_embeddings=False), or rename= one of them away"
+            )
+
+
+def _equal(one: Entry, other: Entry) -> bool:
+    if (one.code, one.shape) != (other.code, other.shape):
+        return False
+    with open(one.path, "rb") as first, open(other.path, "rb") as second:
+        for at in range(0, one.nbytes, PIECE_NBYTES):
+            count = min(PIECE_NBYTES, one.nbytes - at)
+            left, right = (os.pread(f.fileno(), count, e.offset + at) for f, e in ((first, one), (second, other)))
+            if left != right:
+                return False
+    return True
+
+
+def _read(model: nn.Module, loads: Sequence[_Load], progress: Progress) -> None:
+    named = named_tensors(model)
+    kept: list[tuple[Home, Tensor, Tensor]] = []
+    try:
+        with torch.no_grad():
+            for path, group in groupby(loads, key=lambda load: load.entry.path):
+                with on_disk(path, "cannot read"), open(path, "rb", buffering=0) as file:
+                    for load in group:
+                        home = home_of(named[load.span.name])
+                        lost = _room_for_lost(home, load)
+                        _read_one(file.fileno(), load, home, lost, progress)
+                        if home is not None and lost is not None:
+                            kept.append((home, named[load.span.name], lost))
+    finally:
+        wrote(model)
+    for home, tensor, lost in kept:
+        _keep(home, tensor, lost)
+
+
+def _room_for_lost(home: Home | None, load: _Load) -> Tensor | None:
+    """For what rounding takes from this rank's piece of a parameter that is trained."""
+    target = load.span.dtype
+    exact = load.itemsize == 1 or torch.promote_types(load.dtype, target) == target
+    if exact or home is None or home.gradients is None or target not in (torch.bfloat16, torch.float16):
+        return None
+    dtype = torch.int16 if target is torch.bfloat16 else torch.float32
+    return torch.empty(home.numel, dtype=dtype, device=home.piece.device)
+
+
+def _read_one(fd: int, load: _Load, home: Home | None, lost: Tensor | None, progress: Progress) -> None:
+    flat = load.span.flat
+    if flat.dtype == load.dtype and flat.device.type == "cpu":
+        for begin, end in _steps(load):
+            _fill(fd, flat[begin:end].view(torch.uint8).numpy().data, load, begin)
+            progress((end - begin) * load.itemsize)
+        return
+    for begin, end, raw in _pieces(fd, load):
+        values = raw if raw.device == flat.device else raw.to(flat.device)
+        into = flat[begin:end]
+        if values.dtype == into.dtype or home is None or into.dtype not in (torch.bfloat16, torch.float16):
+            into.copy_(values)
+        else:
+            exact = values.float()
+            rounded, low = split(exact, "split16") if into.dtype is torch.bfloat16 else (exact, exact)
+            into.copy_(rounded)  # as zk.shard and the optimizers round
+            if lost is not None:
+                _put(lost, low, load.span.start + begin - home.start)
+        _refuse_overflow(load, values, into)
+        progress((end - begin) * load.itemsize)
+
+
+def _put(lost: Tensor, values: Tensor, at: int) -> None:
+    """The part of `values` that lies within, where they begin at `at`."""
+    begin, end = max(at, 0), min(at + values.numel(), lost.numel())
+    if begin < end:
+        lost[begin:end].copy_(values[begin - at : end - at])
+
+
+def _refuse_overflow(load: _Load, values: Tensor, into: Tensor) -> None:
+    if load.itemsize > 1 and torch.finfo(load.dtype).max > torch.finfo(into.dtype).max:
+        lost = int((into.isinf() & ~values.isinf()).sum())
+        if lost:
+            raise StateError(
+                f"{lost} values of {load.span.name!r} in {load.entry.path} are beyond the range of {into.dtype}, and a "
+                "part of the model is loaded by now; load into a model in torch.bfloat16 or torch.float32"
+            )
+
+
+def _steps(load: _Load) -> Iterator[tuple[int, int]]:
+    """The span in parts: begin, end."""
+    step = PIECE_NBYTES // load.itemsize
+    for begin in range(0, load.span.numel, step):
+        yield begin, min(begin + step, load.span.numel)
+
+
+def _pieces(fd: int, load: _Load) -> Iterator[tuple[int, int, Tensor]]:
+    """The span's elements as the file has them, in memory that is used again: begin, end, values."""
+    room = torch.empty(min(PIECE_NBYTES, load.span.numel * load.itemsize), dtype=torch.uint8)
+    for begin, end in _steps(load):
+        some = room[: (end - begin) * load.itemsize]
+        _fill(fd, some.numpy().data, load, begin)
+        yield begin, end, some.view(load.dtype)
+
+
+def _fill(fd: int, into: memoryview, load: _Load, begin: int) -> None:
+    offset, done = load.offset + begin * load.itemsize, 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done:]], offset + done)
+        if not count:
+            path, name = load.entry.path, load.entry.name
+            says = f"{path} ended within {name!r}: it was cut off while it was read, and a part of the model is loaded"
+            raise IoError(f"{says} by now; fetch the file and load again", path=str(path), offset=offset, key=name)
+        done += count
+
+
+def _keep(home: Home, tensor: Tensor, lost: Tensor) -> None:
+    """Let the next optimizer begin with the exact values: it must find nothing written since."""
+    torch.autograd.graph.increment_version(home.piece)
+    home.seen_version = tensor._version
+    home.keep_initial(lost)

@@ -1,0 +1,191 @@
+"""What a checkpoint's folder holds: a published checkpoint, or what can be loaded instead of what is not one."""
+
+from __future__ import annotations
+
+import calendar
+import errno
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerokern.core.errors import IoError
+from zerokern.io.files import refused
+from zerokern.io.lock import Holder
+from zerokern.memory.room import amount
+from zerokern.saving.index import NAME, FileRow, Index
+
+__all__ = [
+    "LOCK",
+    "METADATA",
+    "Published",
+    "data_name",
+    "latest",
+    "leftovers",
+    "listed",
+    "saved_at",
+    "started",
+    "why_broken",
+]
+
+METADATA = ".metadata"  # torch's name for its own index
+SAVE_ID = r"\d{8}T\d{6}-[0-9a-f]{6}"
+DATA = re.compile(rf"({SAVE_ID})_\d+\.distcp")
+NEW = re.compile(rf"{re.escape(NAME)}\.new|\.metadata\.({SAVE_ID})\.new")
+LOCK = "zerokern.lock"
+
+
+def data_name(save_id: str, rank: int) -> str:
+    """The data file of one rank.
+
+    >>> data_name("20261122T070024-a1b2c3", 3)
+    '20261122T070024-a1b2c3_3.distcp'
+    """
+    return f"{save_id}_{rank}.distcp"
+
+
+def saved_at(save_id: str) -> float:
+    """When that save began, in seconds since 1970.
+
+    >>> saved_at("20261122T070024-a1b2c3")
+    1795330824.0
+    """
+    return float(calendar.timegm(time.strptime(save_id.partition("-")[0], "%Y%m%dT%H%M%S")))
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint that was published: its folder and its index; each data file is there, as long as it must be."""
+
+    folder: Path
+    index: Index
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Published:
+        """Reads the index and looks at the data files; the error says what is there, and what can be loaded instead."""
+        folder = Path(path)
+        index = _read(folder)
+        while True:
+            broken = [says for says in (why_broken(folder, file) for file in index.files) if says]
+            if not broken:
+                return cls(folder, index)
+            # A save may have replaced the checkpoint between the two looks: then there is another index now.
+            newer = _read(folder)
+            if newer.save_id == index.save_id:
+                raise IoError(
+                    f"{folder} is not whole: {'; '.join(broken)}. {_instead(folder)}",
+                    path=str(folder / index.files[0].name),
+                    errno=errno.ENODATA,
+                )
+            index = newer
+
+    def path(self, file: FileRow | int) -> Path:
+        """Where one of its data files is."""
+        return self.folder / (self.index.files[file] if isinstance(file, int) else file).name
+
+
+def latest(parent: Path) -> Path | None:
+    """The newest published checkpoint among the children of a folder.
+
+    >>> latest(Path("no such folder")) is None
+    True
+    """
+    found = [(child.stat().st_mtime_ns, child.parent) for child in parent.glob(f"*/{NAME}")]
+    return next((folder for _, folder in sorted(found, reverse=True) if _is_whole(folder)), None)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        index = Index.load((folder / NAME).read_bytes(), folder / NAME)
+    except (OSError, IoError):
+        return False
+    return not any(why_broken(folder, file) for file in index.files)
+
+
+def leftovers(folder: Path, keep: Index | None) -> list[Path]:
+    """Files of saves that were never published, or are no longer: all of ours that the index `keep` does not name."""
+    kept = {file.name for file in keep.files} if keep else set()
+    return [
+        path
+        for path in listed(folder)
+        if (DATA.fullmatch(path.name) and path.name not in kept) or NEW.fullmatch(path.name)
+    ]
+
+
+def started(folder: Path) -> str:
+    """What there is to say of a save into the folder that has not been published; "" where there is none."""
+    ids = sorted(found[1] for found in map(DATA.fullmatch, (path.name for path in listed(folder))) if found)
+    if not ids and not (folder / LOCK).exists():
+        return ""
+    since = time.strftime(" of %Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(ids[-1]))) if ids else ""
+    holder = _holder(folder)
+    return f"a save{since} {f'is being written by {holder}' if holder else 'was begun and never published'}"
+
+
+def _holder(folder: Path) -> Holder | None:
+    try:
+        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        holder = Holder.of(fd)
+    finally:
+        os.close(fd)
+    return holder if holder.pid.isdigit() and holder.lives() else None
+
+
+def why_broken(folder: Path, file: FileRow) -> str:
+    """What is wrong with a data file as far as its length tells; "" where nothing is."""
+    try:
+        found = os.stat(folder / file.name).st_size
+    except FileNotFoundError:
+        return f"{file.name}, {amount(file.nbytes)}, is missing"
+    if found == file.nbytes:
+        return ""
+    how = "truncated" if found < file.nbytes else "longer than it was"
+    return f"{file.name} is {how}: it has {found:,} bytes, {file.nbytes:,} were written"
+
+
+def _read(folder: Path) -> Index:
+    try:
+        data = (folder / NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise _no_checkpoint(folder) from None
+    except OSError as error:
+        raise refused(error, folder, "Loading") from error
+    return Index.load(data, folder / NAME)
+
+
+def _no_checkpoint(folder: Path) -> IoError:
+    """Says what is there instead, and what can be loaded."""
+    number = errno.ENOENT
+    if not folder.exists():
+        says = "does not exist"
+    elif not folder.is_dir():
+        says, number = "is a file, no folder of a checkpoint", errno.ENOTDIR
+    elif what := started(folder):
+        says = f"holds no published checkpoint: {what}, and is ignored"
+    else:
+        names = [path.name for path in listed(folder)]
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        says = f"is no checkpoint: there is no {NAME} in it, but {shown or 'nothing at all'}"
+    return IoError(f"{folder} {says}. {_instead(folder)}", path=str(folder), errno=number)
+
+
+def _instead(folder: Path) -> str:
+    below = latest(folder) if folder.is_dir() else None
+    if below is not None:
+        return f"The newest checkpoint within it is {below}: load that"
+    beside = latest(folder.parent) if folder.parent.is_dir() else None
+    if beside is not None and beside != folder:
+        return f"The newest published checkpoint beside it is {beside}: load that"
+    return "No other checkpoint was ever published in it or beside it"
+
+
+def listed(folder: Path) -> list[Path]:
+    """What a folder holds, by name; nothing where there is no folder."""
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -1,0 +1,144 @@
+"""The slots that the bytes of a checkpoint pass through between memory and disk, and the engine that moves them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno as errnos
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from zerokern.core import native
+from zerokern.core.errors import IoError
+from zerokern.io.engine import Engine, Faults, say_once
+from zerokern.io.files import go_direct
+from zerokern.io.probing import START, cached
+from zerokern.io.ticket import Ticket, Transfers
+from zerokern.memory import Arena, Lease
+
+__all__ = ["BLOCK", "SLOT", "SLOTS", "Staging", "address_of", "copy", "crc32c", "failed"]
+
+BLOCK = 1 << 20  # bytes under one checksum
+SLOT = 4 * BLOCK  # bytes of one request
+SLOTS = 8  # in flight: 32 MiB keep any disk busy, and are all the memory that saving and loading take
+
+READ, WRITE, PADDED = native.IO_READ, native.IO_WRITE, native.IO_PADDED
+ADVICE = {
+    errnos.ENOSPC: "The file system is full: free space, or choose another folder",
+    errnos.EDQUOT: "The quota is used up: free space, or choose another folder",
+    errnos.EFBIG: "Raise the limit on file lengths (`ulimit -f`)",
+    errnos.EROFS: "The file system is read-only: choose another folder",
+    errnos.EACCES: "This user may not: choose another folder, or change its mode",
+    errnos.EPERM: "This user may not: choose another folder, or change its mode",
+    errnos.ENOENT: "Something has removed it meanwhile",
+    errnos.ENODATA: "The file ends too early: something has truncated it",
+    errnos.EIO: "The device failed; the kernel's log says more",
+}
+
+
+class Staging:
+    """One engine and its slots. Depth and block are what an earlier probe of this disk found, or usual ones.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, Staging(Path(folder), slots=2) as staging:
+    ...     len(staging.slots), staging.slots[0].nbytes
+    (2, 4194304)
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int = SLOTS,
+        depth: int | None = None,
+        block: int | None = None,
+        engine: str = "auto",
+        faults: Faults | None = None,
+    ) -> None:
+        found = cached(folder) if depth is None or block is None else None
+        usual_depth, usual_block = (found.depth, found.block) if found is not None else START
+        self.engine = Engine(engine, depth=depth or usual_depth, block=block or usual_block, faults=faults)
+        try:
+            self.arena = Arena(slots * SLOT)
+            self.slots: list[Lease] = [self.arena.lease(SLOT, f"saving slot {i}") for i in range(slots)]
+            self.bytes: list[Tensor] = [slot.tensor() for slot in self.slots]
+            self.engine.register(self.arena)
+            self.transfers = Transfers(self.engine, {})
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def enter(self, fd: int, path: Path) -> int:
+        """The engine's number of an open file, which bypasses the page cache where the file system lets it."""
+        memory_align, offset_align = go_direct(fd, path.parent)
+        if offset_align == 1:
+            say_once(f"{path.parent}: this file system has no O_DIRECT; checkpoints go through the page cache")
+        number = self.engine.file(fd, memory_align, offset_align)
+        self.transfers.paths[number] = str(path)
+        return number
+
+    def leave(self, number: int) -> None:
+        """Lets go of a file; waits for what is pending on it."""
+        self.engine.forget_file(number)
+        self.transfers.paths.pop(number, None)
+
+    def start(self, op: int, slot: int, number: int, offset: int, nbytes: int) -> Ticket:
+        """Moves the first bytes of a slot to or from the file. An odd end is padded within the slot."""
+        transfers = self.transfers
+        request = transfers.slots.take()
+        ticket = Ticket(transfers, request, op, transfers.paths[number], nbytes, number, offset)
+        with transfers.lock:
+            transfers.start(ticket, request, self.slots[slot].ptr, PADDED, 0)
+        return ticket
+
+    def drain(self) -> None:
+        """Waits until nothing moves in the slots, however it ended."""
+        with self.transfers.lock:
+            self.transfers.drain()
+            self.transfers.untold.clear()
+
+    def close(self) -> None:
+        """Ends the engine, then gives the memory back; the second time it does nothing."""
+        if self.engine._handle is None:
+            return
+        self.drain()
+        self.engine.close()
+        self.bytes.clear()
+        for slot in self.slots:
+            slot.release()
+        self.arena.close()
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def address_of(data: bytes) -> int:
+    """Where the bytes lie, for as long as the object lives."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+def crc32c(address: int, nbytes: int, before: int = 0) -> int:
+    """Of bytes in memory, by the processor's own instruction where it has one; going on from those before."""
+    return int(native.library().zk_crc32c(before, address, nbytes))
+
+
+def failed(what: str, path: Path, error: IoError | OSError, offset: int = 0, nbytes: int = 0) -> IoError:
+    """The error of a transfer or a system call, told of a checkpoint's file."""
+    number = error.errno or 0
+    if isinstance(error, IoError):
+        offset, nbytes = error.offset, error.nbytes
+    why = f"{os.strerror(number)} ({errnos.errorcode.get(number, number)})"
+    advice = f". {ADVICE[number]}" if number in ADVICE else ""
+    return IoError(
+        f"{what} {path} failed at offset {offset}, {nbytes} bytes: {why}{advice}",
+        path=str(path), offset=offset, nbytes=nbytes, errno=number,
+    )  # fmt: skip
+
+
+def copy(target: int, source: int, nbytes: int) -> None:
+    """Copies bytes between addresses, in this thread alone and without the interpreter's lock: training goes on."""
+    ctypes.memmove(target, source, nbytes)

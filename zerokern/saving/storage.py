@@ -1,0 +1,325 @@
+"""Our files below torch.distributed.checkpoint: its planner says which box goes where, these two move the bytes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from zerokern.core.errors import IoError, StateError, got
+from zerokern.io.ticket import again
+from zerokern.saving.files import FileReader, FileWriter
+from zerokern.saving.folder import Draft, Published
+from zerokern.saving.index import Box, FileRow, Index, TensorRow
+from zerokern.saving.landing import Landing
+from zerokern.saving.pieces import pieces
+from zerokern.saving.staging import BLOCK, SLOT, Staging
+from zerokern.saving.zipped import ALIGN, envelope
+
+__all__ = ["Reader", "Writer"]
+
+STEP = 16 * SLOT  # bytes between two reports of progress
+AROUND = 1024  # bytes that an envelope and the gap behind it take, at most
+
+Told = Callable[[int], object]  # of bytes that have been moved since the last time
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where an item was written; every rank tells the coordinator."""
+
+    file: FileRow
+    offset: int
+    sizes: tuple[int, ...]
+    item: tuple[int, int]
+
+
+class Writer(StorageWriter):
+    """Writes this rank's items into its file of a draft; the coordinator publishes them all, with `values`.
+
+    Items are asked for one by one in the order of the plan, and each is written before the next is asked for.
+    """
+
+    def __init__(self, draft: Draft, values: dict[str, Any], on_progress: Told | None = None) -> None:
+        super().__init__()
+        self.draft = draft
+        self.values = values
+        self._told = on_progress or (lambda nbytes: None)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: the draft knows its folder."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: rank and file follow from the global plan."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The same."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tells each rank its number, which names its file."""
+        return [_replaced(plan, rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Returns when all of it lasts on the disk. A rank that has nothing to write makes no file."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._written(plan, planner) if plan.items else [])
+        return done
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        placed: list[tuple[WriteItem, int, tuple[int, int]]] = []
+        expected = sum(_nbytes(item) + AROUND for item in plan.items)
+        expected += 4 * (expected // BLOCK + 1)
+        with FileWriter(self.draft.file(plan.storage_data), expected=expected) as writer:
+            item = plan.items[0]
+            try:
+                for item in plan.items:
+                    placed.append((item, *self._write(writer, item, planner)))
+                file = writer.finish()
+            except IoError as error:
+                if error.path != str(writer.path):  # state that could not be read from its own disk
+                    raise
+                key = _key_at(placed, error.offset, item)
+                raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
+        return [
+            WriteResult(item.index, whole[1], Placed(file, offset, _sizes(item), whole))
+            for item, offset, whole in placed
+        ]
+
+    def _write(self, writer: FileWriter, item: WriteItem, planner: SavePlanner) -> tuple[int, tuple[int, int]]:
+        """Where the bytes begin; where the zip around them begins, and its length."""
+        tensor = _resolved(item, planner)
+        before, after = envelope(tensor.dtype, tensor.shape)
+        writer.align(ALIGN)
+        begin = writer.append(before)
+        offset = writer.nbytes
+        for piece in pieces(tensor, SLOT):
+            for part in piece.split(STEP):
+                writer.append(part)
+                self._told(part.numel())
+        writer.append(after)
+        return offset, (begin, writer.nbytes - begin)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, once all ranks have written: publishes the index, and torch's own beside it."""
+        index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
+        for key, found in metadata.state_dict_metadata.items():
+            assert isinstance(found, TensorStorageMetadata)  # _resolved refuses all else
+            index.tensors[key] = TensorRow(_name(found.properties.dtype), tuple(found.size))
+        storage = {}
+        for of_rank in results:
+            for result in of_rank:
+                placed: Placed = result.storage_data
+                if not index.files or index.files[-1] != placed.file:
+                    index.files.append(placed.file)
+                offsets = tuple(result.index.offset or (0,) * len(placed.sizes))
+                box = Box(len(index.files) - 1, placed.offset, offsets, placed.sizes, placed.item)
+                index.tensors[result.index.fqn].boxes.append(box)
+                storage[result.index] = _StorageInfo(placed.file.name, *placed.item)
+        metadata.storage_data = storage
+        metadata.storage_meta = self.storage_meta()
+        self.draft.publish(index, pickle.dumps(metadata))
+
+    def storage_meta(self) -> StorageMeta:
+        """What torch's planner is told of the save."""
+        return StorageMeta(checkpoint_id=str(self.draft.folder), save_id=self.draft.save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+class Reader(StorageReader):
+    """Reads a published checkpoint, from staging slots straight into the tensors of a planner, each block checked."""
+
+    def __init__(self, published: Published, on_progress: Told | None = None) -> None:
+        super().__init__()
+        self.published = published
+        self.index = published.index
+        self._told = on_progress or (lambda nbytes: None)
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: the checkpoint is open."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the index says, in torch's words; `.metadata` is not looked at."""
+        if self._metadata is None:
+            meta = StorageMeta(checkpoint_id=str(self.published.folder), save_id=self.index.save_id)
+            rows: dict[str, Any] = {key: _described(row) for key, row in self.index.tensors.items()}
+            self._metadata = Metadata(rows, storage_meta=meta)
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the index is known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The same."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The same."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Returns when every item of the plan is in its place."""
+        of_file: dict[int, list[Landing]] = {}
+        for item in plan.items:
+            landing = Landing(item, *self._source(item), planner, self._told)
+            if landing.left:
+                of_file.setdefault(landing.box.file, []).append(landing)
+            else:
+                landing.end()
+        if of_file:
+            with Staging(self.published.folder) as staging:
+                for number, landings in sorted(of_file.items()):
+                    self._read(number, landings, staging)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, number: int, landings: list[Landing], staging: Staging) -> None:
+        file = self.index.files[number]
+        try:
+            with FileReader(self.published.folder, file, staging=staging) as reader:
+                reader.read(span for landing in landings for span in landing.spans())
+        except IoError as error:
+            raise self._told_of(error, number) from error
+
+    def _source(self, item: ReadItem) -> tuple[Box, TensorRow]:
+        row = self.index.tensors[item.storage_index.fqn]
+        hint, offset = item.storage_index.index, tuple(item.storage_index.offset or ())
+        if hint is not None and hint < len(row.boxes) and row.boxes[hint].offsets == offset:
+            return row.boxes[hint], row
+        return next(box for box in row.boxes if box.offsets == offset and box.numel), row
+
+    def verify(self, rank: int = 0, world: int = 1) -> None:
+        """Reads this rank's share of all blocks of all files, and raises what is wrong with the first damaged one."""
+        for error in self.damage(rank, world):
+            raise error
+
+    def damage(self, rank: int = 0, world: int = 1) -> Iterator[IoError]:
+        """All that is wrong with this rank's share of the blocks; each error names file, offset and keys."""
+        if not 0 <= rank < world:
+            raise ValueError(got("rank", rank, f"0 to {world - 1}"))
+        files = self.index.files
+        total = sum(file.blocks for file in files)
+        begin, end = total * rank // world, total * (rank + 1) // world
+        with Staging(self.published.folder) as staging:
+            before = 0
+            for number, file in enumerate(files):
+                first, behind = max(begin - before, 0), min(end - before, file.blocks)
+                before += file.blocks
+                if first >= behind:
+                    continue
+                try:
+                    with FileReader(self.published.folder, file, staging=staging) as reader:
+                        for error in reader.damage(first, behind, self._told):
+                            yield self._told_of(error, number)
+                except IoError as error:
+                    yield self._told_of(error, number)
+
+    def _told_of(self, error: IoError, number: int) -> IoError:
+        """The same error with the keys that it concerns."""
+        end = error.offset + max(error.nbytes, 1)
+        keys = [
+            key
+            for key, row in self.index.tensors.items()
+            if any(box.file == number and box.item[0] < end and sum(box.item) > error.offset for box in row.boxes)
+        ]
+        if not keys:
+            return error
+        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+        error.key = keys[0]
+        return again(f"{error}. There lie {', '.join(keys[:3])}{more}", error)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
+    key = item.index.fqn
+    if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
+        raise TypeError(f"{key} is no tensor, and data files hold tensors alone: other values go into `extra`")
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise TypeError(
+            f"{key} is a {kind} tensor; dense ones can be saved: convert it with to_dense() or dequantize()"
+        )
+    planned = item.tensor_data
+    if tensor.shape != planned.chunk.sizes or tensor.dtype is not planned.properties.dtype:
+        raise StateError(
+            f"{key} was described as {_name(planned.properties.dtype)} of {tuple(planned.chunk.sizes)} and is now "
+            f"{_name(tensor.dtype)} of {tuple(tensor.shape)}: it was exchanged while it was being saved"
+        )
+    return tensor
+
+
+def _replaced(plan: SavePlan, rank: int) -> SavePlan:
+    return SavePlan(plan.items, rank, plan.planner_data)
+
+
+def _sizes(item: WriteItem) -> tuple[int, ...]:
+    assert item.tensor_data is not None
+    return tuple(item.tensor_data.chunk.sizes)
+
+
+def _nbytes(item: WriteItem) -> int:
+    found = item.tensor_data
+    return prod(found.chunk.sizes) * found.properties.dtype.itemsize if found is not None else 0
+
+
+def _key_at(placed: list[tuple[WriteItem, int, tuple[int, int]]], offset: int, item: WriteItem) -> str:
+    for other, _, (begin, length) in placed:
+        if begin <= offset < begin + length:
+            return other.index.fqn
+    return item.index.fqn
+
+
+def _described(row: TensorRow) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in row.boxes]
+    return TensorStorageMetadata(TensorProperties(getattr(torch, row.dtype)), torch.Size(row.shape), chunks)
+
+
+def _versions() -> dict[str, str]:
+    try:
+        ours = version("zerokern")
+    except PackageNotFoundError:  # a source tree on the path
+        ours = "0+source"
+    return {"zerokern": ours, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,148 @@
+"""What a rank can write of a model's weights, and which rank writes what: each element once, whoever has it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from zerokern.core.errors import StateError
+from zerokern.saving.masters import exact_parts
+from zerokern.saving.parameters import spans
+
+__all__ = ["FLOATS", "Part", "Weight", "digest", "portions", "same_on_all", "weights"]
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SMALL_NBYTES = 1 << 20  # of what several ranks have, one writes all
+Interval = tuple[int, int]  # start, numel
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, start + numel) of a tensor; `take(begin, end)` gives some of them, 1-D, counted from `start`."""
+
+    start: int
+    numel: int
+    take: Callable[[int, int], Tensor]
+
+
+@dataclass
+class Weight:
+    """A tensor under the name and in the dtype that it will have in the file, and what is here of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def intervals(self) -> list[Interval]:
+        return [(part.start, part.numel) for part in self.parts if part.numel]
+
+
+def weights(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    opt: torch.optim.Optimizer | None,
+    rename: Callable[[str], str],
+) -> list[Weight]:
+    """Everything that this rank holds, in the model's order.
+
+    >>> [(one.name, one.intervals) for one in weights(nn.Linear(3, 2), None, None, str.upper)]
+    [('WEIGHT', [(0, 6)]), ('BIAS', [(0, 2)])]
+    """
+    exact = {} if opt is None else exact_parts(model, opt)
+    made: dict[str, Weight] = {}
+    names: dict[str, str] = {}
+    for span in spans(model):
+        name = names.setdefault(span.name, rename(span.name))
+        there = made.get(span.name)
+        if there is None:
+            wanted = dtype if dtype is not None and span.dtype in FLOATS else span.dtype
+            there = made[span.name] = Weight(name, wanted, tuple(span.shape))
+        if span.name in exact and there.dtype != span.dtype:
+            there.parts = [Part(*part) for part in exact[span.name]]
+        else:
+            there.parts.append(Part(span.start, span.numel, _within(span.flat)))
+    _refuse_same_names(names)
+    return list(made.values())
+
+
+def _within(flat: Tensor) -> Callable[[int, int], Tensor]:
+    return lambda begin, end: flat[begin:end]
+
+
+def _refuse_same_names(names: dict[str, str]) -> None:
+    known: dict[str, str] = {}
+    for name, renamed in names.items():
+        if not isinstance(renamed, str) or renamed == "__metadata__":
+            raise ValueError(f"rename({name!r}) is {renamed!r}; allowed: a name for the tensor, not '__metadata__'")
+        if known.setdefault(renamed, name) != name:
+            raise ValueError(
+                f"rename gives {known[renamed]!r} and {name!r} the same name {renamed!r}; names must differ"
+            )
+
+
+def digest(held: Sequence[Weight]) -> str:
+    """The same on two ranks that write the same tensors."""
+    rows = [(one.name, str(one.dtype), one.shape) for one in held]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def same_on_all(held: Sequence[Weight], everyone: Sequence[tuple[str, list[list[Interval]]]]) -> None:
+    """Raise unless all ranks have the same tensors and, between them, each element.
+
+    `everyone`: by rank, its `digest` and the intervals of each weight.
+    """
+    different = [rank for rank, (said, _) in enumerate(everyone) if said != everyone[0][0]]
+    if different:
+        raise StateError(
+            f"ranks {', '.join(map(str, different))} have other tensors, shapes or dtypes than rank 0; one model is "
+            "exported at a time, by the ranks that hold it (group=...)"
+        )
+    for number, one in enumerate(held):
+        end = 0
+        for start, numel in sorted({each for _, rows in everyone for each in rows[number]}):
+            if start > end:
+                break
+            end = max(end, start + numel)
+        if end < one.numel:
+            raise StateError(
+                f"no rank that takes part holds elements from {end} on of {one.name!r}, which has {one.numel}; all "
+                "ranks that the model is sharded over call this together"
+            )
+
+
+def portions(everyone: Sequence[Sequence[Interval]], rank: int, itemsize: int, turn: int) -> list[Interval]:
+    """What `rank` writes of a tensor of which each rank has these intervals: ranks that have the same share it.
+
+    >>> portions([[(0, 4)], [(4, 4)]], 1, 4, 0), portions([[(0, 1 << 20)]] * 2, 1, 4, 0)
+    ([(4, 4)], [(524288, 524288)])
+    >>> portions([[(0, 8)]] * 2, 0, 4, 0), portions([[(0, 8)]] * 2, 0, 4, 1)
+    ([(0, 8)], [])
+    """
+    mine = []
+    known = [set(theirs) for theirs in everyone]
+    for start, numel in everyone[rank]:
+        holders = [other for other, theirs in enumerate(known) if (start, numel) in theirs]
+        place, count = holders.index(rank), len(holders)
+        if numel * itemsize <= SMALL_NBYTES:
+            if place == turn % count:
+                mine.append((start, numel))
+            continue
+        begin, end = numel * place // count, numel * (place + 1) // count
+        mine.append((start + begin, end - begin))
+    return mine
