@@ -1,0 +1,268 @@
+"""Trainer itself, on one rank and on two: the losses of the same loop by hand, and its own buttons."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_cases import (
+    BF16,
+    CLIP,
+    FP16,
+    SETTINGS,
+    Run,
+    arguments,
+    by_hand,
+    decayed,
+    fp16_on_a_cpu,
+    fresh,
+    fsdp2_on_a_cpu,
+    language_model,
+    on_ranks,
+    rows,
+    scaler_of,
+    seen_by,
+    values,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import zerokern as zk
+from zerokern.core.errors import StateError
+
+FP32 = torch.float32
+
+
+def trainer(model: Any, args: Any, kind: Any = None, **settings: Any) -> Any:
+    from zerokern.integrations.transformers import Trainer, optimizer_cls_and_kwargs
+
+    data = {"train_dataset": rows(), "eval_dataset": rows(8)}
+    chosen = optimizer_cls_and_kwargs(args, **settings)
+    return (kind or Trainer)(model, args, **data, optimizer_cls_and_kwargs=chosen)
+
+
+def under_fsdp2(model: Any, args: Any, **settings: Any) -> Any:
+    from transformers import Trainer
+
+    class Forced(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            fsdp2_on_a_cpu()
+            self.is_fsdp_enabled = True
+
+    return trainer(model, args, Forced, **settings)
+
+
+def same_as_by_hand(folder: Path | str, amp: Any, dtype: torch.dtype, scale: float = 2.0**10, **settings: Any) -> Run:
+    with fresh(), fp16_on_a_cpu(scale):
+        args = arguments(folder, bf16=amp is BF16, fp16=amp is FP16)
+        run = trainer(language_model(dtype=dtype), args, **settings)
+        run.train()
+        found = seen_by(run)
+    model = language_model(dtype=dtype)
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
+    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
+
+    def clip() -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+    waits = {"waits": wrapped.no_sync} if dist.is_initialized() else {}
+    found.same(by_hand(wrapped, optimizer, clip=clip, autocast=amp, scaler=scaler_of(amp, scale), **waits))
+    assert found.losses[-1] != found.losses[0]
+    return found
+
+
+PLAIN = (
+    (None, FP32, {"tier": "cpu"}),
+    (None, BF16, {"tier": "cpu", "state_format": "int8", "master_format": "split8"}),
+    (BF16, FP32, {"tier": "cpu", "schedule": "overlap"}),
+    (None, BF16, {"tier": "cpu", "schedule": zk.Delayed(after=2)}),
+    (FP16, FP32, {"tier": "cpu"}),
+)
+
+
+@pytest.mark.parametrize("amp, dtype, settings", PLAIN)
+def test_the_losses_of_the_loop_by_hand(tmp_path: Path, amp: Any, dtype: torch.dtype, settings: dict) -> None:
+    same_as_by_hand(tmp_path, amp, dtype, **settings)
+
+
+def sharded_as_by_hand(folder: str, stage: int, amp: Any = None, dtype: torch.dtype = FP32, **settings: Any) -> Run:
+    scale = 2.0**10
+    with fresh(), fp16_on_a_cpu(scale):
+        args = arguments(folder, bf16=amp is BF16, fp16=amp is FP16)
+        run = trainer(zk.shard(language_model(dtype=dtype).to(args.device), stage=stage), args, **settings)
+        run.train()
+        found = seen_by(run)
+    model = zk.shard(language_model(dtype=dtype), stage=stage)
+    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
+    loop = {"clip": lambda: zk.clip_grad_norm_(model, CLIP), "waits": lambda: zk.no_sync(model)}
+    found.same(by_hand(model, optimizer, autocast=amp, scaler=scaler_of(amp, scale), **loop))
+    return found
+
+
+def whole_on_the_main_process(folder: str, stage: int) -> None:
+    """What `save_model` writes is read by `from_pretrained`, tied weights included."""
+    from transformers import GPT2LMHeadModel
+
+    with fresh():
+        args = arguments(folder, max_steps=1)
+        run = trainer(zk.shard(language_model().to(args.device), stage=stage), args)
+        run.train()
+        run.save_model(f"{folder}/whole")
+        expected = values(run.model)
+        if dist.is_initialized():
+            dist.barrier()
+        found = GPT2LMHeadModel.from_pretrained(f"{folder}/whole")
+    for name, param in found.named_parameters():
+        assert torch.equal(param, expected[name]), name
+    assert found.lm_head.weight is found.transformer.wte.weight
+
+
+def test_a_divided_model_is_saved_as_trainer_saves_models(tmp_path: Path) -> None:
+    whole_on_the_main_process(str(tmp_path), 3)
+
+
+@pytest.mark.parametrize("only_model", [True, False])
+def test_the_best_model_is_what_is_left(tmp_path: Path, only_model: bool) -> None:
+    from transformers import GPT2LMHeadModel
+
+    with fresh():
+        evaluated = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        best = {"load_best_model_at_end": True, "save_only_model": only_model, "learning_rate": 0.3}
+        args = arguments(tmp_path, **evaluated, **best, lr_scheduler_type="constant", warmup_steps=0)
+        run = trainer(zk.shard(language_model().to(args.device), stage=3), args)
+        run.train()
+        found = values(run.model)
+        assert run.state.best_global_step < run.state.global_step, "the last one would be no test"
+        expected = GPT2LMHeadModel.from_pretrained(run.state.best_model_checkpoint)
+        scores = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+        assert run.evaluate()["eval_loss"] == min(scores)
+    for name, param in expected.named_parameters():
+        assert torch.equal(param, found[name]), name
+
+
+def refuses(words: str, kind: type[Exception], begin: Any, **settings: Any) -> None:
+    with fresh(), tempfile.TemporaryDirectory() as folder:
+        args = arguments(folder, **settings)
+        model = zk.shard(language_model(), stage=3)
+        with pytest.raises(kind, match=words):
+            begin(model, args).train()
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"bf16_full_eval": True}, "bf16_full_eval"),
+        ({"fp16_full_eval": True}, "fp16_full_eval"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"fp16": True}, "GradScaler"),
+    ],
+)
+def test_what_would_move_or_convert_a_divided_model_is_refused(settings: dict, words: str) -> None:
+    refuses(words, ValueError, trainer, **settings)
+
+
+def test_other_optimizers_are_refused_before_training() -> None:
+    from zerokern.integrations.transformers import Trainer
+
+    def with_torchs(model: Any, args: Any) -> Any:
+        return Trainer(model, args, train_dataset=rows(), optimizers=(torch.optim.SGD(model.parameters()), None))
+
+    refuses("adafactor", ValueError, lambda model, args: Trainer(model, args, train_dataset=rows()), optim="adafactor")
+    refuses("which zk.shard has divided", StateError, with_torchs)
+
+
+def test_a_checkpoint_of_an_unsharded_optimizer_is_refused(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    with fresh():
+        trainer(language_model(), arguments(tmp_path, **saving)).train()
+    with fresh():
+        run = trainer(zk.shard(language_model(), stage=2), arguments(tmp_path, **saving))
+        before = values(run.model)
+        with pytest.raises(StateError, match="not sharded"):
+            run.train(resume_from_checkpoint=True)
+        assert all(torch.equal(value, before[name]) for name, value in values(run.model).items())
+
+
+def test_adamw_is_what_a_divided_model_gets(tmp_path: Path) -> None:
+    from zerokern.integrations.transformers import Trainer, unwrapped
+
+    with fresh():
+        args = arguments(tmp_path, max_steps=1, adam_beta2=0.95)
+        run = Trainer(zk.shard(language_model(), stage=2), args, train_dataset=rows())
+        run.train()
+        made = unwrapped(run.optimizer)
+    assert type(made) is zk.AdamW
+    assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
+    assert made.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def two(rank: int, folder: str) -> None:
+    plain = same_as_by_hand(folder, None, FP32, tier="cpu")
+    for stage in (2, 3):
+        found = sharded_as_by_hand(folder, stage)
+        torch.testing.assert_close(found.losses, plain.losses, rtol=1e-5, atol=0)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    on_ranks(2, two, str(tmp_path))
+
+
+def saved_and_resumed(folder: str, settings: dict[str, Any], dtype: torch.dtype, stages: tuple[Any, Any]) -> None:
+    """With dropout, and evaluations between: a run, and one that goes on from its third step in other objects."""
+    runs = []
+    for number, stage in enumerate(stages):
+        with fresh():
+            amount = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}
+            args = arguments(folder, **amount, seed=number)
+            model = language_model(0.2, dtype)
+            if number:
+                for param in model.parameters():
+                    param.data.zero_()
+            if isinstance(stage, int):
+                zk.shard(model, stage=stage)
+            run = (trainer if stage != "fsdp2" else under_fsdp2)(model, args, **settings)
+            run.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if number else None)
+            runs.append((seen_by(run), [one["eval_loss"] for one in run.state.log_history if "eval_loss" in one]))
+            assert run.state.global_step == 6
+    (whole, scores), (resumed, others) = runs
+    if stages[0] == stages[1]:
+        resumed.same(whole)
+        assert scores == others and len(scores) == 3
+    else:
+        torch.testing.assert_close(resumed.losses, whole.losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(others, scores, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype, settings", [(FP32, {"tier": "cpu"}), (BF16, {"schedule": zk.Delayed(after=1)})])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype, settings: dict) -> None:
+    saved_and_resumed(str(tmp_path), settings, dtype, (None, None))
+
+
+@pytest.mark.parametrize(
+    "stages, dtype", [((3, 3), BF16), ((2, 3), FP32), pytest.param((3, None), FP32, marks=pytest.mark.slow)]
+)
+def test_a_resumed_run_of_a_divided_model(tmp_path: Path, stages: tuple[Any, Any], dtype: torch.dtype) -> None:
+    """As it was, at another stage, or without zk.shard; plain bf16 gradients would add up in another dtype."""
+    saved_and_resumed(str(tmp_path), {"tier": "cpu"}, dtype, stages)
+
+
+def two_at_length(rank: int, folder: str) -> None:
+    same_as_by_hand(folder, None, BF16, tier="cpu", schedule=zk.Delayed(after=2))
+    sharded_as_by_hand(folder, 2, None, BF16, tier="cpu", schedule="overlap")
+    sharded_as_by_hand(folder, 3, BF16)
+    sharded_as_by_hand(folder, 3, FP16)
+    saved_and_resumed(f"{folder}/ddp", {"schedule": zk.Delayed(after=1)}, BF16, (None, None))
+    saved_and_resumed(f"{folder}/3", {"tier": "cpu", "schedule": "overlap"}, BF16, (3, 3))
+    saved_and_resumed(f"{folder}/2", {}, FP32, (2, 2))
+    saved_and_resumed(f"{folder}/fsdp2", {"tier": "cpu"}, FP32, ("fsdp2", "fsdp2"))
+    whole_on_the_main_process(f"{folder}/whole", 3)
+
+
+@pytest.mark.slow
+def test_two_ranks_at_length(tmp_path: Path) -> None:
+    on_ranks(2, two_at_length, str(tmp_path))

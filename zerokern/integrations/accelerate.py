@@ -1,0 +1,146 @@
+"""Accelerate with a model that zk.shard has divided: nothing else wraps it, and every button of Accelerate's works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+import zerokern as zk
+from zerokern import saving
+from zerokern.api.sharding import sharding_of
+from zerokern.integrations.divided import check_model, check_optimizer, is_sharded, trains
+from zerokern.optim.base import FusedOptimizer
+from zerokern.zero import home_of
+
+__all__ = ["FOLDER", "Accelerator", "unwrapped"]
+
+FOLDER = "zerokern"  # within what Accelerate and Trainer call a checkpoint
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer within Accelerate's.
+
+    >>> opt = zk.SGD([torch.zeros(1)])
+    >>> unwrapped(opt) is opt
+    True
+    """
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator`, which also prepares a model that zk.shard has divided; all else goes the usual way.
+
+    Shard the model when the Accelerator has started the process group, then give it to `prepare`. `accumulate`,
+    `clip_grad_norm_`, `save_state`, `load_state` and `get_state_dict` know about shards.
+
+    >>> accelerator = Accelerator(cpu=True)
+    >>> model = zk.shard(nn.Linear(2, 1), stage=3)
+    >>> model, opt = accelerator.prepare(model, zk.AdamW(model.parameters(), lr=1e-2))
+    >>> accelerator.backward(model(torch.ones(1, 2)).sum()); opt.step(); opt.zero_grad()
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's; what cannot work with a divided model is refused before anything is wrapped."""
+        for one in args:
+            if isinstance(one, nn.Module) and is_sharded(one):
+                check_model(one, self)
+            elif isinstance(one, torch.optim.Optimizer):
+                check_optimizer(unwrapped(one), self.scaler is not None)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As Accelerate's; a divided model gets its autocast, and no DDP."""
+        if not is_sharded(model):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        check_model(model, self)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As Accelerate's; state of ours stays where it is, and LR schedulers learn of the steps that one skips."""
+        check_optimizer(unwrapped(optimizer), self.scaler is not None)
+        ours = isinstance(unwrapped(optimizer), FusedOptimizer)
+        prepared = super().prepare_optimizer(optimizer, False if ours else device_placement)
+        if self.scaler is not None and ours:
+            prepared.__class__ = _Scaled  # Accelerate constructs its own class by name
+        return prepared
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """As Accelerate's, and `zk.no_sync` for a divided model."""
+        return zk.no_sync(model) if is_sharded(model) else super().no_sync(model)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As Accelerate's; the norm of divided gradients is that of all ranks."""
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if all(home_of(param) is None for param in listed):
+            return super().clip_grad_norm_(listed, max_norm, norm_type)
+        self.unscale_gradients()
+        return zk.clip_grad_norm_(listed, max_norm, norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Of a divided model: all of it, in host memory, on the main process; the others help and get nothing."""
+        if not is_sharded(model):
+            return super().get_state_dict(model, unwrap)
+        whole: dict[int, Tensor] = {}
+        for memory in sharding_of(model).memories:  # one bucket at a time is whole on the devices
+            params = [tenant.param for tenant in memory.tenants]
+            with zk.gathered(params):
+                whole |= {id(one): one.detach().to("cpu", copy=True) for one in params if self.is_main_process}
+        shown = model.state_dict(keep_vars=True) if self.is_main_process else {}
+        return {key: whole[id(one)] if id(one) in whole else one.detach().cpu() for key, one in shown.items()}
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
+        """As Accelerate's; each divided model goes with its optimizers to a folder of `zk.save` within the other."""
+        with self._withheld() as held:
+            folder = super().save_state(output_dir, safe_serialization, **settings)
+        for number, (model, optimizers) in enumerate(held):
+            saving.save(Path(folder) / f"{FOLDER}_{number}", model, optimizers, rng=False)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **settings: Any) -> None:
+        """As Accelerate's, of what `save_state` saved; on any number of ranks and at any stage."""
+        found: list[str] = []
+        handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        try:
+            with self._withheld() as held:
+                super().load_state(input_dir, load_kwargs, **settings)
+        finally:
+            handle.remove()
+        for number, (model, optimizers) in enumerate(held):
+            saving.load(Path(found[0]) / f"{FOLDER}_{number}", model, optimizers, rng=False)
+
+    @contextmanager
+    def _withheld(self) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:
+        """Accelerate's own saving meets neither divided models nor their optimizers."""
+        models, optimizers = self._models, self._optimizers
+        divided = [model for model in models if is_sharded(model)]
+        pairs = [(model, [one for one in optimizers if trains(one, model)]) for model in divided]
+        taken = {id(one) for _, mine in pairs for one in mine}
+        self._models = [model for model in models if not is_sharded(model)]
+        self._optimizers = [one for one in optimizers if id(one) not in taken]
+        try:
+            yield [(model, [unwrapped(one) for one in mine]) for model, mine in pairs]
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+class _Scaled(AcceleratedOptimizer):
+    """Our optimizers skip steps themselves; Accelerate looks only at whether they were called."""
+
+    def step(self, closure: Any = None) -> None:
+        skipped = self.optimizer.skipped_steps
+        super().step(closure)
+        self._is_overflow = self.optimizer.skipped_steps > skipped
