@@ -24,10 +24,12 @@ if TYPE_CHECKING:
         StateError,
         ZerokernError,
     )
+    from zerokern.integrations.deepspeed import from_deepspeed
     from zerokern.io import Nvme
     from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, clip_grad_norm_, convert_state
     from zerokern.planner import Plan, measure, plan
     from zerokern.report import info
+    from zerokern.saving import Saving, export, load, load_pretrained, save
     from zerokern.schedule import Delayed
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "Lion",
     "Nvme",
     "Plan",
+    "Saving",
     "ShardError",
     "StateError",
     "ZerokernError",
@@ -51,13 +54,18 @@ __all__ = [
     "build",
     "clip_grad_norm_",
     "convert_state",
+    "export",
+    "from_deepspeed",
     "gathered",
     "info",
     "io",
     "kernels",
+    "load",
+    "load_pretrained",
     "measure",
     "no_sync",
     "plan",
+    "save",
     "shard",
     "shards",
 ]
@@ -84,7 +92,9 @@ _HOMES = {
     ),
     **dict.fromkeys(("build", "gathered", "no_sync", "shard", "shards"), "zerokern.api"),
     **dict.fromkeys(("Plan", "measure", "plan"), "zerokern.planner"),
+    **dict.fromkeys(("Saving", "export", "load", "load_pretrained", "save"), "zerokern.saving"),
     "Nvme": "zerokern.io",
+    "from_deepspeed": "zerokern.integrations.deepspeed",
     "info": "zerokern.report",
     "Delayed": "zerokern.schedule",
 }

@@ -17,6 +17,7 @@ NAMES = {
     "deepspeed": "DeepSpeed aio",
     "deepspeed-huge": "DeepSpeed aio, moved to huge pages",
     "torch": "torch.save / torch.load",
+    "dcp": "torch.distributed.checkpoint",
 }
 SECOND = re.compile(r"zk\.io\.Store$|alone$")  # ours too, in the lighter colour
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from ..contest import Missing, Provider
 
 MODULES = {
-    "torch": ("torch_fused", "torch_eager", "torch_file"),
+    "torch": ("torch_fused", "torch_eager", "torch_file", "torch_save"),
+    "dcp": ("dcp",),
     "torch-optim": ("torch_optim",),
     "torch-tiled": ("torch_tiled",),
     "foreach": ("torch_foreach",),

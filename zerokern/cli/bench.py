@@ -17,12 +17,13 @@ from zerokern.core.errors import got
 if TYPE_CHECKING:
     from rich.console import Console
 
-OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream", "io", "zero", "offload")
+OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream", "io", "save", "zero", "offload")
 PEERS = (
     "torch", "torch-optim", "torch-tiled", "foreach", "for", "compile", "deepspeed", "torchao", "bitsandbytes", "avx2",
-    "fio", "ddp", "zero1", "fsdp2", "fsdp2-ours",
+    "fio", "dcp", "ddp", "zero1", "fsdp2", "fsdp2-ours",
 )  # fmt: skip
-DEFAULT_PEERS = {"io": ("fio",)}
+DEFAULT_PEERS = {"io": ("fio",), "save": ("fio", "dcp", "torch")}
+ON_DISK = ("io", "save")
 TIERS = ("cpu", "nvme")
 SHAPES = ("flat", "llama", "small")
 PICTURES = (".png", ".svg", ".pdf")
@@ -92,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vs", type=parse_peers, metavar="PEERS", help=",".join(PEERS))
     parser.add_argument("--tier", choices=TIERS, default="cpu", help="adam: where the optimizer's state lies")
     parser.add_argument(
-        "--path", type=folder, metavar="FOLDER", help="io and --tier nvme: where on the disk to measure"
+        "--path", type=folder, metavar="FOLDER", help="io, save and --tier nvme: where on the disk to measure"
     )
     parser.add_argument("--threads", type=parse_count, help="threads for everyone (all usable CPUs)")
     parser.add_argument("--pairs", type=parse_count, help="rounds in which everyone runs once (60; disks 15)")
@@ -142,13 +143,13 @@ def mismatch(args: argparse.Namespace) -> str:
     says = bench_offload.mismatch(args)
     if says or args.op in ("zero", "offload"):
         return says
-    on_disk = args.op == "io" or args.tier == "nvme"
+    on_disk = args.op in ON_DISK or args.tier == "nvme"
     if args.tier == "nvme" and args.op != "adam":
         return got("tier", "nvme", "cpu with any other op than adam")
     if on_disk != (args.path is not None):
-        allowed = "a folder with io and with --tier nvme, and nothing else"
+        allowed = "a folder with io, save and --tier nvme, and nothing else"
         return got("path", args.path, allowed, "Name a folder on the disk to measure: --path FOLDER" if on_disk else "")
-    unused = ["numel", "threads"] if args.op == "io" else ["vs", "threads"] if on_disk else []
+    unused = {"io": ["numel", "threads"], "save": ["threads"]}.get(args.op, ["vs", "threads"] if on_disk else [])
     given = [f"--{name}" for name in unused if getattr(args, name) is not None]
     return f"{', '.join(given)} has no meaning in this benchmark; leave it out" if given else ""
 
@@ -183,6 +184,12 @@ def _measure_disk(args: argparse.Namespace, console: Console) -> None:
             io = suite("ops.io")
             request = io.DiskRequest(args.path, _peers(args), args.smoke, args.pairs or 0)
             outcomes = io.measure(request, rounds.say, rounds.at)
+        elif args.op == "save":
+            save, shape = suite("disk.save"), _shape(args)
+            pairs = args.pairs or (save.SMOKE_PAIRS if args.smoke else save.PAIRS)
+            request = save.SaveRequest(args.path, shape, _peers(args), pairs, not args.smoke)
+            outcomes = save.measure(request, rounds.say, rounds.at)
+            more = {"shape": {"name": shape.name, "numel": shape.numel, "tensors": len(shape.numels)}}
         else:
             adam, shape = suite("disk.adam"), _shape(args)
             pairs = args.pairs or (adam.SMOKE_PAIRS if args.smoke else adam.PAIRS)

@@ -6,13 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zerokern.cli import bench, demo, info, plan, trace
+from zerokern.cli import bench, checkpoint, demo, info, plan, trace
 from zerokern.core.errors import ZerokernError
 
 COMMANDS = {
     "info": (info, "versions, instruction set, active implementation of each op, what this machine offers"),
     "plan": (plan, "what each rank holds and sends at every ZeRO stage, before anything of it is allocated"),
     "bench": (bench, "speed of an op against other libraries, in turns on the same buffers"),
+    "checkpoint": (checkpoint, "what a checkpoint holds, and whether it is whole"),
     "demo": (demo, "train where torch runs out of memory, then compare"),
     "trace": (trace, "what runs when in steps with the optimizer in host memory: device, copies, CPU"),
 }

@@ -1,0 +1,213 @@
+"""`zerokern checkpoint show` and `verify`: what a checkpoint holds, and whether its bytes are what was written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerokern.core.errors import IoError
+from zerokern.memory.room import amount
+
+if TYPE_CHECKING:
+    from zerokern.saving.source import Source
+
+MOST_SHOWN = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
+    show = verbs.add_parser("show", help="step, ranks, formats, tensors by role; or the checkpoints in a folder")
+    show.add_argument("path", metavar="PATH", help="a checkpoint, or a folder with checkpoints in it")
+    show.add_argument("--json", action="store_true", help="print JSON, with every tensor and value")
+    verify = verbs.add_parser("verify", help="read every block and compare its checksum; 1 where one is broken")
+    verify.add_argument("path", metavar="PATH", help="a checkpoint")
+
+
+def run(args: argparse.Namespace) -> int:
+    return _verify(args.path) if args.verb == "verify" else _show(Path(args.path), args.json)
+
+
+def _show(path: Path, as_json: bool) -> int:
+    from zerokern.saving.foreign import open_checkpoint
+    from zerokern.saving.published import started
+
+    try:
+        source = open_checkpoint(path)
+    except IoError:
+        children = [] if started(path) else _children(path)
+        if not children:
+            raise
+        print(json.dumps(children, indent=1) if as_json else _listing(path, children))
+        return 0
+    said = _described(source)
+    print(json.dumps({**said, "values": source.values}, indent=1, default=str) if as_json else _page(said))
+    return 0
+
+
+def _verify(path: str) -> int:
+    from zerokern.saving.foreign import open_checkpoint
+    from zerokern.saving.progress import Progress
+
+    source = open_checkpoint(path)
+    broken = 0
+    began = time.monotonic()
+    with Progress("verifying", source.nbytes) as progress:
+        for error in source.damage(on_progress=progress):
+            broken += 1
+            print(f"broken: {error}", file=sys.stderr)
+    took = max(time.monotonic() - began, 1e-9)
+    if broken:
+        print(f"{path}: {broken} broken part{'s' if broken > 1 else ''} in {amount(source.nbytes)}", file=sys.stderr)
+        return 1
+    print(f"{path}: {amount(source.nbytes)} are as they were written ({source.nbytes / took / 1e9:.2f} GB/s)")
+    return 0
+
+
+def _described(source: Source) -> dict[str, Any]:
+    """What `show` says, as JSON has it."""
+    roles: dict[str, dict[str, Any]] = {}
+    for key, row in source.tensors.items():
+        role = _role(key)
+        one = roles.setdefault(role, {"tensors": 0, "numel": 0, "nbytes": 0, "dtypes": []})
+        one["tensors"] += 1
+        one["numel"] += row.numel
+        one["nbytes"] += row.nbytes
+        one["dtypes"] = sorted({*one["dtypes"], row.dtype})
+    said: dict[str, Any] = {"path": str(source.path), "kind": source.kind}
+    index = getattr(getattr(source, "published", None), "index", None)
+    if index is not None:
+        from zerokern.saving.published import saved_at
+
+        said |= {"save_id": index.save_id, "saved": _date(saved_at(index.save_id)), "world": index.world}
+        said |= {"files": len(index.files), "versions": index.versions}
+    said["step"] = _step(source)
+    said["nbytes"] = sum(row.nbytes for row in source.tensors.values())
+    said["roles"] = roles
+    said["groups"] = source.values.get("groups") or []
+    said["extra"] = sorted(source.values.get("extra") or {})
+    said["tensors"] = {key: [row.dtype, list(row.shape), len(row.boxes)] for key, row in source.tensors.items()}
+    return said
+
+
+def _role(key: str) -> str:
+    """
+    >>> _role("model.layers.0.weight"), _role("optim.state.layers.0.weight.exp_avg"), _role("extra.0.1")
+    ('model', 'exp_avg', 'extra')
+    """
+    return key.rpartition(".")[2] if key.startswith("optim.state.") else key.partition(".")[0]
+
+
+def _step(source: Source) -> float | int | None:
+    """How often the optimizer has stepped: the largest count of any parameter, or what the user kept as "step"."""
+    kept = (source.values.get("extra") or {}).get("step", {})
+    if isinstance(kept, dict) and isinstance(kept.get("all"), int):
+        return int(kept["all"])
+    rows = {key: row for key, row in source.tensors.items() if key.startswith("optim.") and _role(key) == "step"}
+    few = {key: row for key, row in list(rows.items())[:MOST_SHOWN] if row.numel == 1}
+    if not few:
+        return None
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    room: dict[str, Any] = {key: torch.zeros(row.shape, dtype=getattr(torch, row.dtype)) for key, row in few.items()}
+    _load_state_dict(room, source.storage_reader(), no_dist=True, planner=DefaultLoadPlanner())
+    return int(max(one.item() for one in room.values()))
+
+
+def _page(said: dict[str, Any]) -> str:
+    lines = [f"{said['path']}: {_KINDS[said['kind']]}"]
+    if "saved" in said:
+        versions = ", ".join(f"{name} {one}" for name, one in said["versions"].items())
+        lines.append(f"  saved {said['saved']} by {said['world']} rank{'s' if said['world'] > 1 else ''} ({versions})")
+    lines.append(f"  step {said['step'] if said['step'] is not None else 'unknown'}, {amount(said['nbytes'])}")
+    lines += ["", f"  {'role':<16}{'tensors':>8}{'elements':>16}{'bytes':>12}  dtypes"]
+    for role, one in said["roles"].items():
+        sizes = f"{one['tensors']:>8,}{one['numel']:>16,}{amount(one['nbytes']):>12}"
+        lines.append(f"  {role:<16}{sizes}  {', '.join(one['dtypes'])}")
+    for number, group in enumerate(_flat(said["groups"])):
+        options = ", ".join(f"{key}={one}" for key, one in group.items() if key != "params")
+        lines.append(f"  group {number}: {len(group.get('params', ()))} parameters, {options}")
+    if said["extra"]:
+        lines.append(f"  extra: {', '.join(said['extra'])}")
+    names = [key for key in said["tensors"] if key.startswith("model.")]
+    lines += [
+        "",
+        *(f"  {key:<48} {said['tensors'][key][0]:<10} {said['tensors'][key][1]}" for key in names[:MOST_SHOWN]),
+    ]
+    if len(names) > MOST_SHOWN:
+        lines.append(f"  and {len(names) - MOST_SHOWN} more; --json shows all")
+    return "\n".join(lines)
+
+
+_KINDS = {
+    "zerokern": "a checkpoint of zk.save",
+    "dcp": "a checkpoint of torch.distributed.checkpoint",
+    "universal": "a universal checkpoint of DeepSpeed",
+    "torch": "a file of torch.save",
+}
+
+
+def _flat(groups: list[Any]) -> list[dict[str, Any]]:
+    """The groups of all optimizers."""
+    return [group for one in groups for group in (one if isinstance(one, list) else [one])]
+
+
+def _children(parent: Path) -> list[dict[str, Any]]:
+    """The checkpoints within a folder, newest first, and what is there of saves that did not end."""
+    from zerokern.saving.index import NAME
+    from zerokern.saving.published import Published, listed, started
+
+    found = []
+    for child in listed(parent):
+        if not child.is_dir():
+            continue
+        row: dict[str, Any] = {
+            "name": child.name,
+            "seconds": time.time() - child.stat().st_mtime,
+            "nbytes": _size(child),
+        }
+        if (child / NAME).exists():
+            row["seconds"] = time.time() - (child / NAME).stat().st_mtime
+            try:
+                row |= {"state": "published", "world": Published.open(child).index.world}
+            except IoError as error:
+                row |= {"state": "broken", "why": str(error)}
+        elif started(child):
+            row |= {"state": "partial", "why": started(child)}
+        else:
+            continue
+        found.append(row)
+    return sorted(found, key=lambda row: row["seconds"])
+
+
+def _listing(parent: Path, children: list[dict[str, Any]]) -> str:
+    lines = [f"{parent}: {len(children)} checkpoint{'s' if len(children) > 1 else ''}"]
+    lines.append(f"  {'name':<28}{'age':>12}{'size':>12}  state")
+    for row in children:
+        state = row["state"] if row["state"] == "published" else f"{row['state']}: {row['why']}"
+        lines.append(f"  {row['name']:<28}{_age(row['seconds']):>12}{amount(row['nbytes']):>12}  {state}")
+    return "\n".join(lines)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _age(seconds: float) -> str:
+    """
+    >>> _age(59), _age(7200), _age(300000)
+    ('59 s', '2 h', '3 days')
+    """
+    for most, each, unit in ((60, 1, "s"), (3600, 60, "min"), (172800, 3600, "h")):
+        if seconds < most:
+            return f"{int(seconds // each)} {unit}"
+    return f"{int(seconds // 86400)} days"
