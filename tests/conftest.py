@@ -20,6 +20,7 @@ FRESH = ("empty", "empty_like", "empty_strided", "empty_permuted")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the full matrix: every test that is marked slow as well")
+    parser.addoption("--rest", action="store_true", help="only what is left out without --all")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,10 +51,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all"):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    rest = config.getoption("--rest")
+    others = [item for item in items if bool(item.get_closest_marker("slow")) != rest]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if bool(item.get_closest_marker("slow")) == rest]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

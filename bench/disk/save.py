@@ -30,6 +30,7 @@ from .workfile import SPARE_NBYTES, Workfile
 PAIRS, SMOKE_PAIRS = 11, 3
 TRIALS_PER_PASS = 8
 NBYTES_PER_PARAMETER = 12
+WHOLE = 16 * MIB  # in this much fio can be cut into any number of its jobs and blocks
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def measure(request: SaveRequest, say: Say, advance: Callable[[str, int, int], N
         folder = file.folder / "checkpoints"
         folder.mkdir()
         for name, kind in (("save", "write"), ("load", "read")):
-            pattern = Pattern(name, kind, nbytes)
+            pattern = Pattern(name, kind, max(nbytes - nbytes % WHOLE, MIB))
             trial = max(MIB, nbytes // TRIALS_PER_PASS)
             task = SaveTask(pattern, file, trial, request.tune, say, training, folder)
             peers = {peer: candidates(peer, "io" if peer == "fio" else "save", task) for peer in request.peers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -209,23 +210,34 @@ class StagedPlanner(SavePlanner):
         near = [one for one in items if one.index not in self._streams]
         live = [self.lookup_object(one.index).detach() for one in near]
         wanted = [(tuple(one.shape), one.dtype) for one in live]
-        copies = self._room(wanted)
+        copies = self._room(wanted, pinned=any(one.is_cuda for one in live))
         with torch.no_grad():
             for copy, one in zip(copies, live, strict=True):
                 copy.copy_(one, non_blocking=True)
         arrived(live)
         self._copies = {one.index: copy for one, copy in zip(near, copies, strict=True)}
 
-    def _room(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-        """Memory for these, side by side; refused before anything is taken where it does not fit."""
+    def _room(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], *, pinned: bool) -> list[Tensor]:
+        """Memory for these, side by side where it is pinned; refused before anything is taken where it does not fit.
+
+        Where nothing comes from a device it is small pages, which nobody has to make room for: an arena's huge ones
+        took ten times as long as the copy itself. A mapping, and not the heap, which would keep what is freed.
+        """
         nbytes = nbytes_of(wanted)
         _refuse(nbytes, self._budget)
         if not nbytes:
             return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
+        offsets, _ = offsets_of(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)
+        placed = zip(offsets, wanted, strict=True)
+        if not pinned:
+            mapping = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+            return [
+                mapping[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+                for at, (shape, dtype) in placed
+            ]
         self._arena = Arena(nbytes)
         lease = self._arena.lease(nbytes, "zk.save(wait=False)")
-        offsets, _ = offsets_of(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)
-        return [lease.tensor(dtype, shape, at) for at, (shape, dtype) in zip(offsets, wanted, strict=True)]
+        return [lease.tensor(dtype, shape, at) for at, (shape, dtype) in placed]
 
 
 def arrived(tensors: Iterable[Any]) -> None:
