@@ -13,7 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
+from pages import large_things_apart
 from torch import Tensor
+from worlds import World, on_ranks, ranked
 
 from zerokern.core import native
 from zerokern.core.errors import IoError
@@ -355,10 +357,11 @@ def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
         reader.verify(0, 4)
 
 
-def test_memory_is_the_staging_slots_alone(tmp_path: Path) -> None:
-    """A strided tensor of twice their size passes, while the process has little more resident than before."""
+@ranked
+def grown(world: World, folder: Path) -> int:
+    large_things_apart()
     tensor = torch.ones(1, dtype=torch.float32).expand(2 * SLOTS * SLOT // 4).view(2, -1).t()
-    with FileWriter(tmp_path / "a") as writer:
+    with FileWriter(folder / "a") as writer:
         writer.append(tensor[: SLOT // 8])
         before = resident()
         most = []
@@ -366,7 +369,15 @@ def test_memory_is_the_staging_slots_alone(tmp_path: Path) -> None:
             writer.append(part)
             most.append(resident())
         writer.finish()
-    assert max(most) - before < 3 * SLOT
+    return max(most) - before
+
+
+def test_memory_is_the_staging_slots_alone(tmp_path: Path) -> None:
+    """A strided tensor of twice their size passes, while the process has little more resident than before.
+
+    In a process of its own, whose heap keeps nothing: what it keeps here depends on the tests before.
+    """
+    assert on_ranks(1, grown, tmp_path)[0] < 3 * SLOT
 
 
 def resident() -> int:

@@ -52,9 +52,15 @@ def test_no_rank_has_a_tensor_whole(tmp_path: Path) -> None:
             assert grown < lost + (whole // 2) * (3 if lost else 0) + 2 * MIB
 
 
-def test_the_peak_would_show_a_whole_tensor(tmp_path: Path) -> None:
+@ranked
+def peak_of_a_tensor(world: World) -> int:
     large_things_apart()
     restart_peak()
     before = peak()
     torch.ones(20 * MIB, dtype=torch.uint8)
-    assert peak() - before > 19 * MIB
+    return peak() - before
+
+
+def test_the_peak_would_show_a_whole_tensor() -> None:
+    """In a process of its own: the heap of this one may have had room for it already."""
+    assert on_ranks(1, peak_of_a_tensor)[0] > 19 * MIB
