@@ -16,6 +16,7 @@ import zerokern as zk
 from zerokern.core.errors import ShardError, got
 from zerokern.integrations.divided import check_optimizer
 from zerokern.optim.base import FusedOptimizer
+from zerokern.saving.extra import EachRank
 from zerokern.zero import home_of
 from zerokern.zero.sharding import Sharding
 
@@ -108,9 +109,8 @@ class ZerokernStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         self.model = self.lightning_module
-        parts: Any = (self.cluster_environment, self.precision_plugin, self.accelerator)
-        for one in parts:
-            one.teardown()  # the model and the optimizers stay where they are
+        for one in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            one.teardown()  # type: ignore[union-attr]  # the model and the optimizers stay where they are
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}  # save_checkpoint takes model and optimizers as they are
@@ -131,7 +131,8 @@ class ZerokernStrategy(DDPStrategy):
         path, trains = self.broadcast(checkpoint_path), self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if trains else []  # those of a fit before are of no use to a test
         if not Path(path).is_file():  # where nothing is trained, random numbers go on as they were
-            return zk.load(path, self._module, optimizers or None, rng=bool(optimizers))
+            found = zk.load(path, self._module, optimizers or None, rng=bool(optimizers))
+            return {key: one[0] if isinstance(one, EachRank) else one for key, one in found.items()}  # the first rank's
         checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
         self._module.load_state_dict(checkpoint["state_dict"], strict=self._module.strict_loading)
         states = checkpoint.get("optimizer_states", [])  # of a run that did not divide the model

@@ -116,8 +116,20 @@ class Exchange:
             for group, own in zip(saved, opt.param_groups, strict=True)
         ]
         state = {number: entry for number, entry in enumerate(entries) if entry}
-        opt._take_over({"state": state, "param_groups": groups}, opt._kept if opt._disk is None else self._roomed)
+        opt._take_over({"state": state, "param_groups": groups}, self._emptied if opt._disk is None else self._roomed)
         opt._torn = True
+
+    def _emptied(self, entries: Sequence[loading.Checked]) -> list[Entry]:
+        """Room in memory for checked entries. What was there goes first, so that there is never twice the state."""
+        opt = self._opt
+        opt._torn = True
+        if opt._room is None:  # else it is written where it lies
+            opt._bound = Bound()
+            for state in (opt._held, opt.state):
+                state.clear()
+            if opt._local is not None:
+                opt._local.export(opt.state)  # forgets what it has shown
+        return opt._kept(entries)
 
     def _roomed(self, entries: Sequence[loading.Checked]) -> list[Entry]:
         """Room on disk for checked entries, which nobody has written yet."""

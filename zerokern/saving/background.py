@@ -37,7 +37,7 @@ class Saving:
     """A save under way. Training may go on: what is saved has been copied, or written already.
 
     `path`: the folder. An error is raised by `wait()`, else by the next save, and is logged in any case. Python does
-    not exit while a save runs.
+    not exit while a save runs, and `torch.distributed.destroy_process_group` waits for its end first.
 
     >>> import tempfile, torch, zerokern as zk
     >>> from zerokern.saving import load, save
@@ -66,6 +66,7 @@ class Saving:
             log.error("zk.save(%r, wait=False) failed: %s: %s", str(self.path), type(error).__name__, error)
         finally:
             self._work = _nothing  # lets go of the model and of the copy
+            _unguard(self)
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns once the checkpoint is published; raises what went wrong, or TimeoutError after `timeout` seconds."""
@@ -96,6 +97,11 @@ class Saving:
         if not self._told:
             self._tell()
 
+    def _join(self) -> None:
+        """The end of it, for who cannot raise its error: that is in the log."""
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error is not None else "published"
         return f"Saving({str(self.path)!r}, {state})"
@@ -119,9 +125,31 @@ class Lane:
 
     def settle(self) -> None:
         """Returns once no save runs; raises what the last one failed with, if nobody has heard of it."""
-        last, self.last = self.last, None
+        last = self.last
         if last is not None:
-            last._settle()
+            try:
+                last._settle()
+            finally:
+                if last.done():  # not where Ctrl-C ended the waiting
+                    self.last = None
+
+    def rest(self) -> None:
+        """Returns once no save runs. What the last one failed with is left to the next save to raise."""
+        if self.last is not None:
+            self.last._join()
+
+    def start(self, saving: Saving, *, shared: bool) -> None:
+        """Starts a save, which is the last one from here on; `shared`: with other ranks, through a process group."""
+        self.last = saving
+        try:
+            if shared:
+                _guard(saving)
+            saving._start()
+        except BaseException:
+            if saving._thread.ident is None:
+                self.last = None
+                _unguard(saving)
+            raise
 
     def apart(self, ranks: Ranks) -> Ranks:
         """The same ranks, over connections of their own."""
@@ -142,6 +170,45 @@ class Lane:
 
 # Found by what the user passes, and gone with it: two saves of the same ranks must know of each other.
 _LANES: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+
+
+# Saves that run over a process group. While there are any, ProcessGroup.shutdown is ours: through it all
+# process groups go, whichever way a program has imported torch.distributed.destroy_process_group.
+_RUNNING: set[Saving] = set()
+_CHANGING = threading.Lock()
+_CLOSING, _BEFORE = "shutdown", "_zerokern_before"
+
+
+def _guard(saving: Saving) -> None:
+    """From here to its end, no process group is closed before it."""
+    with _CHANGING:
+        if not _RUNNING:
+            setattr(dist.ProcessGroup, _CLOSING, _after_saves(vars(dist.ProcessGroup)[_CLOSING]))
+        _RUNNING.add(saving)
+
+
+def _unguard(saving: Saving) -> None:
+    with _CHANGING:
+        if saving not in _RUNNING:
+            return
+        _RUNNING.discard(saving)
+        before = getattr(vars(dist.ProcessGroup)[_CLOSING], _BEFORE, None)
+        if not _RUNNING and before is not None:  # what somebody has put over ours stays, and ours then waits for none
+            setattr(dist.ProcessGroup, _CLOSING, before)
+
+
+def _after_saves(before: Any) -> Callable[..., None]:
+    """The method `before`, once the saves that run have ended: they talk over the groups that are about to go."""
+
+    def shutdown(self: Any, *given: Any, **settings: Any) -> None:
+        with _CHANGING:
+            running = list(_RUNNING)
+        for saving in running:
+            saving._join()
+        before.__get__(self, type(self))(*given, **settings)
+
+    setattr(shutdown, _BEFORE, before)  # as the class has it: what getattr gives would not bind
+    return shutdown
 
 
 class StagedPlanner(SavePlanner):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zerokern.core.errors import got
 from zerokern.io.budget import parse_nbytes
 from zerokern.saving.exported import BESIDE, Target, on_disk
-from zerokern.saving.progress import Progress
+from zerokern.saving.progress import Progress, refuse_unusable
 from zerokern.saving.ranks import Ranks
 from zerokern.saving.tensorfile import header
 from zerokern.saving.weights import FLOATS, Part, Weight, digest, portions, same_on_all, weights
@@ -44,7 +44,8 @@ def export(
     That is `model.safetensors` or, beyond `max_shard_nbytes`, several files and `model.safetensors.index.json`; beside
     it the model's `config`, if it has one. All ranks call it together (those of `group`, else of the world); each
     writes what it has to where it belongs, and no tensor is gathered. What was exported there before stays until the
-    new files are whole, so these need room beside it, and a kill leaves the one or the other.
+    new files are whole, so these need room beside it, and a kill leaves the weights of one of them. A config
+    that changes takes its name right after the weights; where a kill comes between, the next export finishes that.
 
     `dtype` converts the floating-point tensors; without it they stay as they are. `opt`, the model's optimizer: where
     `dtype` is wider than the parameters, its masters are written, which are the exact values. `rename` has the name in
@@ -58,13 +59,15 @@ def export(
     ...     zk.load_pretrained(torch.nn.Linear(3, 2), folder)
     Unmatched(missing=[], unexpected=[])
     """
-    most = parse_nbytes("max_shard_nbytes", max_shard_nbytes)
-    described = {"format": "pt", **_checked(dtype, opt, metadata)}
     ranks = Ranks.of(group)
+    folder = Path(path).absolute()
     held: list[Weight] = []
     files: list[_File] = []
 
     def look() -> tuple[str, list[list[tuple[int, int]]]]:
+        refuse_unusable(progress)
+        most = parse_nbytes("max_shard_nbytes", max_shard_nbytes)
+        described = {"format": "pt", **_checked(dtype, opt, metadata)}
         held.extend(weights(model, dtype, opt, _same if rename is None else rename))
         files.extend(_files(held, most, described))
         return digest(held), [one.intervals for one in held]
@@ -76,7 +79,7 @@ def export(
 
     def begin() -> list[str]:
         names_of = [list(file.offsets) for file in files]
-        there = Target(Path(path), sum(file.nbytes for file in files), names_of, sum(one.nbytes for one in held))
+        there = Target(folder, sum(file.nbytes for file in files), names_of, sum(one.nbytes for one in held))
         target.append(there)
         for number, file in enumerate(files):
             there.start(number, file.first, file.nbytes)
@@ -86,7 +89,7 @@ def export(
         names = ranks.lead("begin", begin)
         share = _share(files, held, intervals, ranks.rank)
         with Progress("exporting", sum(one.nbytes for one in share), progress if ranks.rank == 0 else False) as moved:
-            ranks.each("write", lambda: _write(Path(path), names, share, moved))
+            ranks.each("write", lambda: _write(folder, names, share, moved))
         ranks.lead("publish", lambda: target[0].publish(_beside(model, dtype)))
     except BaseException:
         for there in target:

@@ -1,8 +1,10 @@
 """A folder of exported weights: the old ones are there until the new ones are, whole.
 
 One file takes its name when it is complete. Several are written under names that no index has yet; their index takes
-its name when they are complete. What was begun and not finished is on record in `*.new`, what is being replaced in
-`*.old`, so that the next export clears away what a killed one left, and nothing else.
+its name when they are complete. The small files beside them (`config.json`) take theirs right after: under
+`*.single.new` and `*.index.new` they wait for the one or the other, and where a kill comes between, the next export
+finishes that. What was begun and not finished is on record in `*.new`, what is being replaced in `*.old`, so that the
+next export clears away what a killed one left, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from zerokern.saving.tensorfile import INDEX, SINGLE, Header, read_header, read_
 __all__ = ["BESIDE", "Target", "file_names", "headers_of", "on_disk"]
 
 NEW, OLD = ".new", ".old"
+WITH_SINGLE, WITH_INDEX = ".single.new", ".index.new"  # which weights a small file waits for
 BESIDE = ("config.json", "generation_config.json")  # what goes with the weights, if the model knows it
 
 
@@ -128,14 +131,15 @@ class Target:
         """All bytes are on the disk: let the new files be the export. `beside`: small files that go with them."""
         with on_disk(self.folder, "cannot publish in"):
             for name, content in beside.items():
-                self._write(name + NEW, content)
-                os.replace(self.folder / (name + NEW), self.folder / name)
+                if not self._holds(name, content):
+                    self._write(name + (WITH_INDEX if self._index else WITH_SINGLE), content)
             self._sync()
             if self._index:
                 self._publish_index()
             else:
                 os.replace(self.folder / (SINGLE + NEW), self.folder / SINGLE)
                 self._sync()
+                self._rename_beside(WITH_SINGLE)
                 self._remove(self._named_in(INDEX))
                 self._remove([INDEX])
             self._sync()
@@ -150,8 +154,36 @@ class Target:
         self._sync()
         self._remove([SINGLE])  # from here on the index counts
         self._sync()
+        self._rename_beside(WITH_INDEX)
         self._remove(replaced)
         self._remove([INDEX + OLD])
+
+    def _holds(self, name: str, content: bytes) -> bool:
+        try:
+            return (self.folder / name).read_bytes() == content
+        except FileNotFoundError:
+            return False
+
+    def _rename_beside(self, waiting: str) -> None:
+        for name in BESIDE:
+            if (self.folder / (name + waiting)).exists():
+                os.replace(self.folder / (name + waiting), self.folder / name)
+        self._sync()
+
+    def _settle_beside(self) -> None:
+        """What a kill left waiting: its weights have their name already, or else it never counts."""
+        for waiting, weights in ((WITH_SINGLE, SINGLE), (WITH_INDEX, INDEX)):
+            names = [name + waiting for name in BESIDE]
+            if not any((self.folder / name).exists() for name in names):
+                continue
+            if (self.folder / (weights + NEW)).exists():
+                self._remove(names)
+                self._sync()  # before their weights go: without these, they would seem to have been published
+                continue
+            if weights == INDEX:
+                self._remove([SINGLE])
+                self._sync()
+            self._rename_beside(waiting)
 
     def abandon(self) -> None:
         """Clear away what was begun."""
@@ -163,11 +195,12 @@ class Target:
 
     def _clear_leftovers(self) -> None:
         """Files of an export that nobody finished, or whose removal nobody did."""
+        self._settle_beside()
         current = set(self._named_in(INDEX))
         for record in (INDEX + NEW, INDEX + OLD):
             self._remove([name for name in self._named_in(record) if name not in current])
             self._remove([record])
-        self._remove([name + NEW for name in (SINGLE, *BESIDE)])
+        self._remove([name + NEW for name in (SINGLE, *BESIDE)])  # the latter as older releases wrote them
 
     def _named_in(self, index: str) -> list[str]:
         try:

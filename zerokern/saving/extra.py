@@ -60,7 +60,8 @@ def described(extra: Any, ranks: Ranks) -> Kept:
     apart = {name for name in digests[0] if len({each[name] for each in digests}) > 1}
     trees = ranks.each("extra by rank", lambda: {name: mine[name][0] for name in apart}) if apart else []
     kept = Kept()
-    for number, (name, (tree, tensors)) in enumerate(mine.items()):
+    for number, name in enumerate(digests[0]):  # rank 0's order: the number must mean the same on all ranks
+        tree, tensors = mine[name]
         kept.tree[name] = {EACH: [each[name] for each in trees]} if name in apart else {"all": tree}
         place = _place(number, ranks.rank if name in apart else None)
         kept.tensors |= {place(key): tensor for key, tensor in tensors.items()}

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
-from zerokern.saving.formats import MASTERS, exact_values, master_kind, moment, published
-from zerokern.saving.optimizers import Steps, Wanted, flat_of
+from zerokern.optim.disk_state import stand_ins
+from zerokern.saving.formats import MASTERS, exact_values, is_coded, master_kind, moment, published, refuse_infinite
+from zerokern.saving.optimizers import Steps, Wanted
 from zerokern.saving.planners import Parts, Region
+from zerokern.zero.boxes import Cuboid
+from zerokern.zero.sharded import Sharded
 
-__all__ = ["Batch", "StatePlan", "TensorPlan", "converted", "on_disk", "waiting"]
+__all__ = ["Batch", "StatePlan", "Straight", "TensorPlan", "converted", "on_disk", "refuse_without_room", "waiting"]
 
 MOST = 256 << 20  # bytes of a batch, beside what goes straight into place
 PIECE = 4 << 20  # elements that are converted at once: a multiple of 128
@@ -54,6 +60,10 @@ class StatePlan:
     @property
     def converts(self) -> bool:
         return bool(self.moments) or self.masters
+
+    def makes(self, key: str) -> bool:
+        """Whether it is made of what is read."""
+        return key.removesuffix("_scale") in self.moments or (key in MASTERS and self.masters)
 
     def straight(self, key: str) -> bool:
         """Whether it is read as it is."""
@@ -101,6 +111,63 @@ class Batch:
         self.items.clear()
 
 
+class Straight:
+    """What goes straight into place. Where two tensors come from one, which was tied, they are read one by one."""
+
+    def __init__(self) -> None:
+        self.batches = [Batch()]
+
+    def of(self, key: str) -> Batch:
+        """The batch to read this key in."""
+        free = next((one for one in self.batches if key not in one.items), None)
+        if free is None:
+            self.batches.append(free := Batch())
+        return free
+
+    def put(self, key: str, target: Any) -> None:
+        """Read this key into that."""
+        self.of(key).items[key] = target
+
+
+class Around:
+    """Elements of a box, whose int8 blocks reach beyond it: the whole blocks that they lie in."""
+
+    def __init__(self, region: Region, begin: int, numel: int) -> None:
+        total = region.shape.numel()
+        self.whole, self.numel = Region.span(region.shape, 0, total), numel
+        self.strides = [prod(region.shape[dim + 1 :]) for dim in range(len(region.shape))]
+        self.cuboids: list[Cuboid] = region.cuboids(begin, numel)
+        last = [tuple(at + size - 1 for at, size in zip(at, sizes, strict=True)) for at, sizes, _ in self.cuboids]
+        self.begin = min(self._flat(at) for at, _, _ in self.cuboids) // BLOCK * BLOCK
+        self.end = min(-(-(max(map(self._flat, last)) + 1) // BLOCK) * BLOCK, total)
+
+    def _flat(self, at: Sequence[int]) -> int:
+        return sum(one * stride for one, stride in zip(at, self.strides, strict=True))
+
+    def cut(self, found: Tensor) -> Tensor:
+        """The elements themselves, 1-D, from all that lies around them."""
+        made = torch.empty(self.numel, dtype=found.dtype, device=found.device)
+        for at, sizes, first in self.cuboids:
+            part = found.as_strided(tuple(sizes), self.strides, self._flat(at) - self.begin)
+            made[first : first + prod(sizes)].view(sizes).copy_(part)
+        return made
+
+
+def _in_blocks(region: Region) -> bool:
+    """Whether what is here begins with a block of the whole, and goes on as the whole does."""
+    return tuple(region.sizes) == tuple(region.shape) and region.start % BLOCK == 0
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
+    """Memory for this rank's elements of a tensor, 1-D, and what brings them into place where they do not lie so."""
+    local = tensor.local if isinstance(tensor, Sharded) else tensor
+    local = (local._local_tensor if isinstance(local, DTensor) else local).detach()
+    if local.is_contiguous():
+        return local.view(-1), None
+    apart = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    return apart.view(-1), lambda: local.copy_(apart)
+
+
 def converted(tensors: Sequence[TensorPlan], states: Sequence[StatePlan], entries: Any) -> Iterator[Batch]:
     """What is in memory here and in other formats in the source, a bounded part at a time.
 
@@ -109,18 +176,26 @@ def converted(tensors: Sequence[TensorPlan], states: Sequence[StatePlan], entrie
     batch = Batch()
     for tensor in tensors:
         region = Region.of(tensor.tensor)
-        flat = flat_of(tensor.tensor)
+        flat, bring = _flat(tensor.tensor)
         for begin in range(0, region.numel, PIECE):
             _convert_tensor(batch, tensor, region, flat[begin : begin + PIECE], begin)
+            if bring is not None and begin + PIECE >= region.numel:
+                batch.then(bring)
             if batch.nbytes >= MOST:
                 yield batch
                 batch = Batch()
     for state in states:
         region = Region.of_state(state.param)
-        there = {key: flat_of(one) for key, one in entries(state).items() if isinstance(one, Tensor)}
-        for begin in range(0, region.numel, PIECE):
-            numel = min(PIECE, region.numel - begin)
+        made = {key: _flat(one) for key, one in entries(state).items() if state.makes(key) and isinstance(one, Tensor)}
+        there = {key: flat for key, (flat, _) in made.items()}
+        more = 1 if _in_blocks(region) else -(-region.shape.numel() // max(region.numel, 1))
+        piece = max(PIECE // more // BLOCK * BLOCK, BLOCK)  # around it may lie as much as other ranks have
+        for begin in range(0, region.numel, piece):
+            numel = min(piece, region.numel - begin)
             convert_state(batch, state, region, begin, numel, _cells(there, begin, numel))
+            for _, bring in made.values() if begin + piece >= region.numel else ():
+                if bring is not None:
+                    batch.then(bring)
             if batch.nbytes >= MOST:
                 yield batch
                 batch = Batch()
@@ -143,10 +218,13 @@ def _convert_tensor(batch: Batch, plan: TensorPlan, region: Region, flat: Tensor
 
     def put() -> None:
         half = (torch.bfloat16, torch.float16, torch.float32)
-        if plan.dtype in half and plan.tensor.dtype in half:
-            flat.copy_(published(exact_values(values), plan.tensor.dtype, plan.kind, values["param"])["param"])
-        else:
-            flat.copy_(values["param"])
+        found = values["param"]
+        made = found.to(plan.tensor.dtype)
+        if plan.dtype in half and plan.tensor.dtype in (*half, torch.float64):
+            found = exact_values(values)
+            made = published(found, plan.tensor.dtype, plan.kind, values["param"])["param"]
+        refuse_infinite(plan.source, found, made)
+        flat.copy_(made)
 
     batch.then(put)
 
@@ -161,7 +239,23 @@ def convert_state(
         if key not in values and key in plan.saved:
             values[key] = batch.room(f"{plan.prefix}{key}", region, begin, numel, plan.saved[key][0], key)
 
+    around = None if _in_blocks(region) else Around(region, begin, numel)
+    coded: dict[str, tuple[Tensor, Tensor]] = {}
     for key in plan.moments:
+        if around is not None and is_coded(key, plan.saved[key][0]):
+            codes, scale = (
+                batch.room(
+                    f"{plan.prefix}{one}",
+                    around.whole,
+                    around.begin,
+                    around.end - around.begin,
+                    plan.saved[one][0],
+                    one,
+                )
+                for one in (key, f"{key}_scale")
+            )
+            coded[key] = codes, scale
+            continue
         read(key)
         read(f"{key}_scale")
     if plan.masters:
@@ -170,8 +264,13 @@ def convert_state(
             read(key)
 
     def put() -> None:
+        for key, (codes, scale) in coded.items():
+            assert around is not None
+            values[key] = around.cut(decode_int8(codes, scale, key))
         for key in plan.moments:
             for name, made in moment(key, values, plan.wanted[key][0]).items():
+                if name == key:
+                    refuse_infinite(f"{plan.prefix}{key}", values[key], made)
                 cells[name].copy_(made)
         if plan.masters:
             kind = master_kind(plan.param.dtype, {key: dtype for key, (dtype, _) in plan.wanted.items()})
@@ -181,6 +280,31 @@ def convert_state(
                     cells[key].copy_(found[key])
 
     batch.then(put)
+
+
+def refuse_without_room(steps: Steps, plans: Mapping[int, StatePlan]) -> None:
+    """What an optimizer will keep on disk must fit there, which is tried: nothing of the others is replaced before."""
+    disk = getattr(steps.opt, "_disk", None)
+    if disk is None or stand_ins(steps.opt._held):
+        return
+    nbytes = 0
+    for plan in plans.values():
+        numel, whole = Region.of_state(plan.param).numel, Region.of_state(plan.param).shape
+        for key, (dtype, shape) in plan.wanted.items():
+            per = BLOCK if key.endswith("_scale") else 1
+            nbytes += -(-numel // per) * dtype.itemsize if shape == whole or per == BLOCK else 0
+    if not nbytes:
+        return
+    disk.open()
+    tried: list[str] = []
+    try:
+        for begin in range(0, nbytes, disk.slot_nbytes):
+            key = f"room/{begin}"
+            disk.store.reserve(key, torch.uint8, (min(disk.slot_nbytes, nbytes - begin),))
+            tried.append(key)
+    finally:
+        for key in tried:
+            disk.store.delete(key)
 
 
 def on_disk(steps: Steps, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:

@@ -20,6 +20,7 @@ __all__ = [
     "master_kind",
     "moment",
     "published",
+    "refuse_infinite",
     "rounds_master",
     "rounds_moment",
 ]
@@ -93,6 +94,8 @@ def rounds_master(source: tuple[torch.dtype, str], target: tuple[torch.dtype, st
     (False, True, False)
     """
     (dtype, kind), (wanted, kept) = source, target
+    if wanted is torch.float64:
+        return False
     if kind == "none" and kept == "none":
         return torch.promote_types(dtype, wanted) is not wanted
     if kind == "none":
@@ -129,6 +132,23 @@ def published(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | None
         return {"param": high, "remainder": remainder}
     rounded = param if param is not None and param.dtype is dtype else rounded_to(exact, dtype)
     return {"param": rounded, "master": exact} if kind == "fp32" else {"param": rounded}
+
+
+def refuse_infinite(key: str, found: Tensor, made: Tensor) -> None:
+    """Values that were finite must be so in their new dtype: rounding is what `lossy` allows, and this is not.
+
+    >>> refuse_infinite("exp_avg", torch.ones(2), torch.ones(2, dtype=torch.float16))
+    """
+    if not (found.is_floating_point() and made.is_floating_point()):
+        return
+    if torch.finfo(made.dtype).max >= torch.finfo(found.dtype).max:
+        return
+    lost = int((found.isfinite() & ~made.float().isfinite()).sum())
+    if lost:
+        raise StateError(
+            f"{key}: {lost} of these values are beyond {torch.finfo(made.dtype).max:g}, the largest of {made.dtype}; "
+            "load into bfloat16 or float32. A part of the checkpoint is loaded already: load another before going on"
+        )
 
 
 def rounded_to(exact: Tensor, dtype: torch.dtype) -> Tensor:

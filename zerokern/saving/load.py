@@ -66,13 +66,15 @@ def load(
     ...
     zerokern.core.errors.StateError: ...
     """
-    if verify not in VERIFY:
-        raise ValueError(got("verify", verify, "'first' or 'reading'"))
-    if not isinstance(lossy, bool):
-        raise TypeError(got("lossy", lossy, "True or False"))
     ranks = Ranks.of(group)
-    ranks.each("the save before", Lane.of(ranks, model).settle)
-    loading = Loading(Path(path), ranks)
+
+    def given() -> dict[str, Any]:
+        _refuse_unusable(model, verify, lossy, rng)
+        return {"path": str(Path(path).absolute()), "verify": verify, "lossy": lossy, "rng": rng}
+
+    ranks.same("zk.load", given)
+    ranks.each("the save before", Lane.of(ranks, model).rest)
+    loading = Loading(Path(path).absolute(), ranks)
     ranks.each("open", loading.open)
     ranks.each("check", lambda: loading.check(model, opt, extra, lossy))
     if verify == "first":
@@ -89,6 +91,16 @@ def load(
     for name, target in loading.targets.items():
         target.load_state_dict(values[name])
     return values
+
+
+def _refuse_unusable(model: Any, verify: Any, lossy: Any, rng: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(got("model", model, "a torch.nn.Module"))
+    if verify not in VERIFY:
+        raise ValueError(got("verify", verify, "'first' or 'reading'"))
+    for name, value in (("lossy", lossy), ("rng", rng)):
+        if not isinstance(value, bool):
+            raise TypeError(got(name, value, "True or False"))
 
 
 class OwnPlanner(LoadPlanner):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.local import PENDING
@@ -14,6 +15,7 @@ from zerokern.saving.formats import MASTERS, is_coded, master_kind, rounds_maste
 from zerokern.saving.optimizers import Steps, Wanted, back
 from zerokern.saving.parameters import aliases, extra_states
 from zerokern.zero.homes import home_of
+from zerokern.zero.sharded import Sharded
 
 if TYPE_CHECKING:
     from zerokern.saving.subject import Subject
@@ -26,6 +28,7 @@ _LATE = (
     "{name}: it was saved while an update waited to be published, which cannot change formats; call opt.flush() before "
     "saving, or load into the formats that it was saved in"
 )
+_TO_SHARD = "load it into what zk.shard has divided, which keeps that for the optimizer, or into float32"
 
 
 class Matching:
@@ -95,6 +98,8 @@ class Matching:
             if shape != tensor.shape:
                 self.differences.append(f"{name}: shape {tuple(shape)}; the model has {tuple(tensor.shape)}")
                 continue
+            self._say_overlap(name, tensor)
+            self._say_tied(name, there)
             plans.append(self._tensor_plan(name, there, tensor, dtype))
         extras = {f"model.{name}": name for name in extra_states(self.subject.model)}
         for key in self.source.tensors:
@@ -117,13 +122,22 @@ class Matching:
             if dtype is tensor.dtype:
                 if home_of(tensor) is not None:
                     self.initials[name] = initial, lost
+                elif not self.lossy:
+                    self.differences.append(f"{name}: it is kept more exactly than {dtype} has it; {_TO_SHARD}{_LOSSY}")
                 return TensorPlan(tensor, f"model.{there}", dtype)
         was = master_kind(dtype, {key: one for key, (_, one) in beside.items()})
         mine = self._kinds.get(name)
         kind = master_kind(tensor.dtype, mine or {})
         same = dtype is tensor.dtype and (mine is None or kind != "split8" or was == kind)
         plan = TensorPlan(tensor, f"model.{there}", dtype, kind, {} if same else beside)
+        late = PENDING in saved and self._late
         if dtype is tensor.dtype:
+            if late and not self.subject.steps:
+                # The optimizer that would publish it is not loaded: what it holds is what the last step has made.
+                if saved[PENDING] == (dtype, tensor.shape):
+                    plan.source = f"optim.state.{there}.{PENDING}"
+                else:
+                    self.differences.append(_LATE.format(name=name))
             return plan
         try:
             rounds = rounds_master((dtype, was), (tensor.dtype, kind)) if dtype.is_floating_point else True
@@ -131,11 +145,39 @@ class Matching:
             rounds = True
         if not dtype.is_floating_point:
             rounds = torch.promote_types(dtype, tensor.dtype) is not tensor.dtype
-        if PENDING in saved and self._late:
+        if late:
             self.differences.append(_LATE.format(name=name))
         if rounds and not self.lossy:
             self.differences.append(f"{name}: {dtype} to {tensor.dtype} rounds it{_LOSSY}")
         return plan
+
+    def _say_overlap(self, name: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, Sharded):
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+                self.differences.append(
+                    f"{name}: elements share memory, strides {local.stride()}; replace it by a clone"
+                )
+
+    def _say_tied(self, name: str, there: str) -> None:
+        """What is one tensor here may be several there, if these are equal."""
+        for other in (name, *self._other_names.get(name, ())):
+            if other != there and f"model.{other}" in self.source.tensors and not self._equal(there, other):
+                self.differences.append(
+                    f"{other}: it is tied to {there} here, and the checkpoint has its own value for it; untie them "
+                    "here, or tie them before saving"
+                )
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are known to be the same: somebody else's state_dict has tied ones under each name."""
+        fetch = getattr(self.source, "fetch", None)
+        keys = [f"model.{one}", f"model.{other}"]
+        if fetch is None or self._row(keys[0]) != self._row(keys[1]):
+            return False
+        boxes = [{(box.offsets, box.sizes): box for box in self.source.tensors[key].boxes} for key in keys]
+        if boxes[0].keys() != boxes[1].keys():
+            return False
+        return all(_same(fetch(keys[0], box), fetch(keys[1], boxes[1][place])) for place, box in boxes[0].items())
 
     def _optimizers(self) -> list[dict[str, Any]]:
         found = self.source.values.get("optimizers") or []
@@ -255,3 +297,11 @@ class Matching:
             return
         if rounds and not self.lossy:
             self.differences.append(f"{name}: state {key!r} as {source} to {target} rounds it{_LOSSY}")
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit."""
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(flat[0], flat[1])

@@ -7,6 +7,8 @@ in `.state`.
 from __future__ import annotations
 
 import math
+import numbers
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -86,6 +88,7 @@ class Ours:
         self.inflow, self.look, self.pieces = self._exchange.inflow, self._exchange.look, self._exchange.pieces
         self.pend = self._exchange.pend
         self._merged: Sequence[dict[str, Any]] = opt.param_groups
+        self._owned: list[tuple[Tensor, dict[str, Any]]] = []
 
     @property
     def late(self) -> bool:
@@ -101,16 +104,18 @@ class Ours:
         if any(group.get(LATE, False) for group in saved) and not self.opt._delays:
             return [NOT_DELAYED]
         try:
-            self._merged = self._exchange.merged(_with_places(self.opt, saved))
+            self._merged, self._owned = self._exchange.merged(_with_places(self.opt, saved)), []
         except (TypeError, ValueError) as error:
             return [f"its groups do not suit {type(self.opt).__name__}: {error}"]
         return []
 
     def wanted(self, number: int, saved: Wanted) -> tuple[Wanted, frozenset[str]]:
-        param = self._exchange.params[number]
-        owners = [one for one in self._merged for _ in one["params"]]
+        if not self._owned:  # once for all of them: there may be 10,000
+            owners = [one for one in self._merged for _ in one["params"]]
+            self._owned = list(zip(self._exchange.params, owners, strict=True))
+        param, owner = self._owned[number]
         whole = _logical(param)
-        layout, optional = self._exchange.layout(owners[number], param, list(saved))
+        layout, optional = self._exchange.layout(owner, param, list(saved))
         like = torch.empty(whole, dtype=param.dtype, device="meta")
         return {slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}, optional
 
@@ -133,6 +138,7 @@ class Theirs:
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt: Any = opt
+        self._known: list[Tensor] = []
 
     @property
     def _params(self) -> list[Tensor]:
@@ -162,6 +168,7 @@ class Theirs:
         return {"class": type(self.opt).__name__}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
+        self._known = []
         if any(group.get(LATE, False) for group in saved):
             return [NOT_DELAYED]
         was, now = values.get("class"), type(self.opt).__name__
@@ -170,7 +177,8 @@ class Theirs:
         return []
 
     def wanted(self, number: int, saved: Wanted) -> tuple[Wanted, frozenset[str]]:
-        param = self._params[number]
+        self._known = self._known or self._params
+        param = self._known[number]
         made: Wanted = {}
         for key, (dtype, shape) in saved.items():
             if key.endswith("_scale") or key in ("master", "remainder", PENDING):
@@ -186,6 +194,9 @@ class Theirs:
             opt._zk_half_loaded = opt.register_step_pre_hook(_refuse)
         for own, saved in zip(opt.param_groups, groups, strict=True):
             own.update({key: one for key, one in saved.items() if key not in (*_HOW, *_ONLY_OURS, "params")})
+        kept = opt.state
+        opt.__setstate__({"param_groups": opt.param_groups, "state": defaultdict(dict)})  # as torch's load_state_dict
+        opt.state = kept  # does: AdamW says here that it decouples, whatever an Adam has saved
         owners = [group for group in opt.param_groups for _ in group["params"]]
         for param, wanted, group in zip(self._params, entries, owners, strict=True):
             opt.state.pop(param, None)
@@ -236,6 +247,8 @@ def flat_of(tensor: Tensor) -> Tensor:
 def plain(value: Any, where: str) -> Any:
     """A value of a group as JSON has it."""
     if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, numbers.Real) and hasattr(value, "item"):  # of numpy: its float32 is not Python's float
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}

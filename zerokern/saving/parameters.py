@@ -24,6 +24,7 @@ __all__ = [
     "initial_of",
     "keep_initial",
     "named_tensors",
+    "refuse_meta",
     "settle",
     "spans",
     "wrote",
@@ -60,9 +61,7 @@ def spans(model: nn.Module) -> list[Span]:
 
 
 def _spans_of(name: str, tensor: Tensor) -> Iterator[Span]:
-    if tensor.is_meta:
-        do = "give it memory first: zk.build(constructor) makes a model that is partitioned from the start"
-        raise ValueError(got(f"the device of {name}", tensor.device, "a device that has memory", do))
+    refuse_meta(name, tensor)
     shape, dtype = tensor.shape, tensor.dtype
     if isinstance(tensor, Sharded):
         yield Span(name, tensor, shape, dtype, tensor.start, tensor.local.numel(), tensor.local.detach())
@@ -78,6 +77,16 @@ def _spans_of(name: str, tensor: Tensor) -> Iterator[Span]:
     flat = local.view(-1)
     for start, numel, first in pieces:
         yield Span(name, tensor, shape, dtype, start, numel, flat[first : first + numel])
+
+
+def refuse_meta(name: str, tensor: Tensor) -> None:
+    """A tensor without memory can be neither read nor written.
+
+    >>> refuse_meta("weight", torch.ones(2))
+    """
+    if tensor.is_meta:
+        do = "give it memory first: zk.build(constructor) makes a model that is partitioned from the start"
+        raise ValueError(got(f"the device of {name}", tensor.device, "a device that has memory", do))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +25,8 @@ from zerokern.zero.homes import home_of
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["LoadPlanner", "OnDiskPart", "Parts", "Region", "SavePlanner"]
+
+STATE = "optim.state."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +158,11 @@ class OnDiskPart:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's, for a flat dict of items, among them parts that lie on disk: these come first, in their order."""
+    """torch's, for a flat dict of items, among them parts that lie on disk: these come first, in their order.
+
+    What each rank has whole, one of them writes: of the parameters that an optimizer steps some each, everything else
+    of a model the first, for buffers that ranks count by themselves must not be a mixture of theirs.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -166,6 +172,10 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         """Take the items as they are."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what."""
+        return super().create_global_plan(_undivided(all_plans))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """In the order in which items are best written."""
@@ -216,6 +226,25 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Where a box of an item goes."""
         return _found(self.state_dict, index)
+
+
+def _undivided(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """The plans, where only the first rank that has it writes a tensor of the model that no optimizer steps."""
+    names = {item.index.fqn for plan in plans for item in plan.items}
+    stepped = {f"model.{key.removeprefix(STATE).rpartition('.')[0]}" for key in names if key.startswith(STATE)}
+    taken: set[MetadataIndex] = set()
+    made = []
+    for plan in plans:
+        own = {
+            item.index
+            for item in plan.items
+            if item.type is WriteItemType.TENSOR
+            and item.index.fqn.startswith("model.")
+            and item.index.fqn not in stepped
+        }
+        made.append(dataclasses.replace(plan, items=[one for one in plan.items if one.index not in own & taken]))
+        taken |= own
+    return made
 
 
 def _found(items: dict[str, Any], index: MetadataIndex) -> Tensor:

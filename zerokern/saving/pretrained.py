@@ -16,7 +16,7 @@ from zerokern.core.errors import IoError, StateError, got
 from zerokern.kernels import split
 from zerokern.saving.exported import headers_of, on_disk
 from zerokern.saving.parameters import Span, aliases, named_tensors, spans, wrote
-from zerokern.saving.progress import Progress
+from zerokern.saving.progress import Progress, refuse_unusable
 from zerokern.saving.ranks import Ranks
 from zerokern.saving.tensorfile import Entry
 from zerokern.zero.homes import Home, home_of
@@ -72,12 +72,13 @@ def load_pretrained(
       'bias' is (3,) in the file and (2,) in the model
     Nothing was changed...
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(got("model", type(model).__name__, "an nn.Module"))
     path, ranks = Path(folder_or_file), Ranks.of(group)
     found: list[tuple[list[_Load], Unmatched]] = []
 
     def compare() -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(got("model", type(model).__name__, "an nn.Module"))
+        refuse_unusable(progress)
         with on_disk(path, "cannot read"):
             entries = _entries(path)
             found.append(_compared(model, path, entries, _same if rename is None else rename, strict))

@@ -58,6 +58,21 @@ class Ranks:
         """What `work` returns on each rank, to all of them; raises on all where it raises on one."""
         return self.run(lambda own: self._wrapper.all_gather(what, own(work)))
 
+    def same(self, call: str, given: Callable[[], dict[str, Any]]) -> None:
+        """Raises on all ranks where one has been given something else than the first, or refuses what it was given.
+
+        >>> Ranks.of(None).same("zk.save", lambda: {"rng": True})
+        """
+        each = self.each("arguments", lambda: {"call": call, **given()})
+        for rank, mine in enumerate(each):
+            for name in each[0]:
+                if name not in mine or mine[name] != each[0][name]:
+                    found = f"{name}={each[0][name]!r} on rank 0 and {mine.get(name)!r} on rank {rank}"
+                    raise ValueError(
+                        f"{each[0]['call']} was given {found}; allowed: the same on all ranks, which call it together. "
+                        "Decide on one rank and tell the others, or leave the argument out"
+                    )
+
     def lead(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns on the first rank, which alone calls it."""
         return self.run(lambda own: self._wrapper.broadcast(what, own(work)))

@@ -18,8 +18,9 @@ from zerokern.saving.background import Lane, Saving, StagedPlanner, arrived
 from zerokern.saving.extra import described
 from zerokern.saving.folder import Draft
 from zerokern.saving.planners import SavePlanner
-from zerokern.saving.progress import Progress
+from zerokern.saving.progress import Progress, refuse_unusable
 from zerokern.saving.ranks import Ranks
+from zerokern.saving.sameness import digests, refuse_differences, shown
 from zerokern.saving.storage import Writer
 from zerokern.saving.subject import Subject
 from zerokern.zero.sharded import Sharded
@@ -58,6 +59,8 @@ def save(
         progress: None shows it where the save takes long, True always, False never; or a function of
             (bytes done, bytes in all).
 
+    `torch.distributed.destroy_process_group` waits for the saves that still run, as Python's exit does.
+
     >>> import tempfile
     >>> from zerokern.saving import load
     >>> model = torch.nn.Linear(2, 2)
@@ -66,17 +69,23 @@ def save(
     ...     load(f"{folder}/step3", model)
     {'step': 3}
     """
-    if not isinstance(wait, bool):
-        raise TypeError(got("wait", wait, "True or False"))
-    if staging_budget is not None and (isinstance(staging_budget, bool) or not isinstance(staging_budget, int)):
-        raise TypeError(got("staging_budget", staging_budget, "None or a number of bytes"))
-    if staging_budget is not None and wait:
-        raise ValueError(got("staging_budget", staging_budget, "None with wait=True", "That save needs no copy"))
     ranks = Ranks.of(group)
+
+    def given() -> dict[str, Any]:
+        _refuse_unusable(model, wait, rng, staging_budget, progress)
+        return {"path": str(Path(path).absolute()), "wait": wait, "rng": rng}
+
+    ranks.same("zk.save", given)
+    folder = Path(path).absolute()  # os.chdir while it is written changes nothing
     lane = Lane.of(ranks, model)
     ranks.each("the save before", lane.settle)
     found: dict[str, Any] = {}
-    ranks.each("describe", lambda: found.update(_described(model, opt, ranks)))
+
+    def describe() -> dict[str, str]:
+        found.update(_described(model, opt, ranks))
+        return digests(found["items"], found["values"])
+
+    refuse_differences(ranks, ranks.each("describe", describe), lambda: shown(found["items"], found["values"]))
     items, values = found["items"], found["values"]
     kept = described(extra, ranks)
     items |= kept.tensors
@@ -84,12 +93,25 @@ def save(
     if rng:
         items["extra.rng"], values["rng"] = _random(ranks)
     total = sum(one.shape.numel() * one.dtype.itemsize for one in items.values())
-    draft = _drafted(Path(path), total, ranks)
+    draft = _drafted(folder, total, ranks)
     write = Writing(items, values, draft, total, progress)
     if wait:
         write(ranks, SavePlanner())
         return None
     return write.beside(ranks, lane, staging_budget)
+
+
+def _refuse_unusable(model: Any, wait: Any, rng: Any, staging_budget: Any, progress: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(got("model", model, "a torch.nn.Module"))
+    for name, value in (("wait", wait), ("rng", rng)):
+        if not isinstance(value, bool):
+            raise TypeError(got(name, value, "True or False"))
+    if staging_budget is not None and (isinstance(staging_budget, bool) or not isinstance(staging_budget, int)):
+        raise TypeError(got("staging_budget", staging_budget, "None or a number of bytes"))
+    if staging_budget is not None and wait:
+        raise ValueError(got("staging_budget", staging_budget, "None with wait=True", "That save needs no copy"))
+    refuse_unusable(progress)
 
 
 def _described(model: nn.Module, opt: Any, ranks: Ranks) -> Items:
@@ -159,11 +181,15 @@ class Writing:
 
     def beside(self, ranks: Ranks, lane: Lane, budget: int | None) -> Saving:
         """Returns once training may change what is saved."""
-        apart = lane.apart(ranks)
-        planner = StagedPlanner(apart, budget)
-        arrived(self.items.values())  # a thread has streams of its own
-        saving = Saving(self.draft.folder, lambda: planner.during(lambda: self(apart, planner)))
-        saving._start()
+        try:
+            apart = lane.apart(ranks)
+            planner = StagedPlanner(apart, budget)
+            arrived(self.items.values())  # a thread has streams of its own
+            saving = Saving(self.draft.folder, lambda: planner.during(lambda: self(apart, planner)))
+            lane.start(saving, shared=ranks.pg is not None)
+        except BaseException:
+            if lane.last is None:  # else it runs, whatever came meanwhile (Ctrl-C), and the next save waits for it
+                self.draft.abandon()
+            raise
         planner.wait_until_free(saving)
-        lane.last = saving
         return saving

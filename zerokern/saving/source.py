@@ -93,6 +93,7 @@ class Foreign(Source):
         self.path = path
         self.tensors, self.values = {}, {}
         self.held: dict[str, Tensor] = {}  # small ones, which were read with the values that they stand among
+        self._last: tuple[str, tuple[int, ...], Tensor] | None = None
         self._first: dict[str, str] = {}  # the key that `_load` knows, of those that were given names
 
     @abstractmethod
@@ -125,6 +126,14 @@ class Foreign(Source):
             )
         return found
 
+    def kept(self, key: str, offsets: tuple[int, ...]) -> Tensor | None:
+        """The box that was read last: one of many elements is asked for part by part, by one reader after another."""
+        return self._last[2] if self._last is not None and self._last[:2] == (key, offsets) else None
+
+    def keep(self, key: str, offsets: tuple[int, ...], found: Tensor | None) -> None:
+        """Keep this box, and no other; None: none at all."""
+        self._last = None if found is None else (key, offsets, found)
+
     def damage(self, rank: int = 0, world: int = 1, on_progress: Told | None = None) -> Iterator[IoError]:
         boxes = [(key, box) for key, row in self.tensors.items() for box in row.boxes]
         for key, box in boxes[rank::world]:
@@ -137,12 +146,13 @@ class Foreign(Source):
 
     def _renamed(self, keys: dict[str, str]) -> None:
         super()._renamed(keys)
+        self._last = None
         self._first |= {new: key for key, new in keys.items()}
         self.held = {keys.get(key, key): tensor for key, tensor in self.held.items()}
 
 
 class ForeignReader(StorageReader):
-    """Reads box by box; each is read once, and held while what overlaps it is copied out."""
+    """Reads box by box; each is held until the next is read, of which this or another reader copies parts."""
 
     def __init__(self, source: Foreign, on_progress: Told | None = None) -> None:
         super().__init__()
@@ -180,13 +190,17 @@ class ForeignReader(StorageReader):
         wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         for item in plan.items:
             wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset or ())), []).append(item)
-        for (key, offset), items in wanted.items():
-            boxes = self.source.tensors[key].boxes
-            box = next(one for one in boxes if one.offsets == offset)
-            found = self.source.fetch(key, box)
+        source = self.source
+        for (key, offset), items in sorted(wanted.items(), key=lambda one: source.kept(*one[0]) is None):
+            found = source.kept(key, offset)
+            if found is None:
+                source.keep(key, offset, None)  # before the next is read: two would be twice the memory
+                box = next(one for one in source.tensors[key].boxes if one.offsets == offset)
+                found = source.fetch(key, box)
+                source.keep(key, offset, found)
+                self._told(found.numel() * found.element_size())
             for item in items:
                 self._copy(key, found, item, planner)
-            self._told(found.numel() * found.element_size())
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import StateError, got
+from zerokern.io import Nvme
 from zerokern.optim.exchange import Column
 from zerokern.optim.local import PENDING
-from zerokern.saving.filling import Batch, converted, on_disk, waiting
+from zerokern.saving.filling import Straight, converted, on_disk, refuse_without_room, waiting
 from zerokern.saving.matching import Matching
 from zerokern.saving.optimizers import Steps, back, plain, steps_of
 from zerokern.saving.parameters import (
@@ -21,6 +23,7 @@ from zerokern.saving.parameters import (
     initial_of,
     keep_initial,
     named_tensors,
+    refuse_meta,
     settle,
     wrote,
 )
@@ -51,14 +54,15 @@ class Subject:
         self.model = model
         self.steps: list[Steps] = [steps_of(opt) for opt in some]
         self.tensors = named_tensors(model)
+        self._matching: Matching | None = None
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}
         for name, tensor in self.tensors.items():
             home = home_of(tensor)
             if home is not None:
                 self._names.setdefault(id(home.piece), name)
         self.params = [self._named(steps) for steps in self.steps]
-        every = [name for names in self.params for name in names]
-        twice = sorted({name for name in every if every.count(name) > 1}) if len(self.steps) > 1 else []
+        every = Counter(name for names in self.params for name in names)
+        twice = sorted(name for name, count in every.items() if count > 1) if len(self.steps) > 1 else []
         if twice:
             found = f"two optimizers that step {twice[0]}"
             raise ValueError(got("opt", found, "optimizers of different parameters"))
@@ -82,8 +86,10 @@ class Subject:
     def items(self) -> dict[str, Any]:
         """What is saved, by key: tensors, whole or of this rank, and parts that are read from disk when their turn is.
 
-        Waits for updates under way. An optimizer that a step or a load left torn is refused.
+        Waits for updates under way. An optimizer that a step or a load left torn is refused, and what has no memory.
         """
+        for name, tensor in self.tensors.items():
+            refuse_meta(name, tensor)
         settle(self.model)
         for steps in self.steps:
             steps.settle()
@@ -137,9 +143,13 @@ class Subject:
 
     def check(self, source: Any, lossy: bool = False) -> None:
         """Refuses a source that does not fit, with everything that differs; changes nothing."""
+        for name, tensor in self.tensors.items():
+            refuse_meta(name, tensor)
         matching = Matching(self, source, lossy)
         if matching.differences:
             raise StateError(matching.report())
+        for steps, plans in zip(self.steps, matching.states, strict=True):
+            refuse_without_room(steps, plans)
         self._matching = matching
 
     def batches(self, source: Any, lossy: bool = False) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
@@ -149,37 +159,45 @@ class Subject:
         reading is collective, ranks ask each other whether anybody has another one. Optimizers are torn from the first
         to `finish`.
         """
-        self.check(source, lossy)
         matching = self._matching
+        if matching is None or matching.source is not source or matching.lossy != lossy:
+            self.check(source, lossy)
+        matching = self._matching
+        assert matching is not None
         settle(self.model)
-        straight = Batch()
+        straight = Straight()
         for one in matching.tensors:
             if not one.converts:
-                straight.items[one.source] = one.tensor if isinstance(one.tensor, Sharded) else one.tensor.detach()
+                straight.put(one.source, one.tensor if isinstance(one.tensor, Sharded) else one.tensor.detach())
         self._extra_tensors = {
             name: torch.empty(row.shape, dtype=_dtype(row), device="cpu")
             for name, row in matching.extra_tensors.items()
         }
-        straight.items.update((f"model.{name}", one) for name, one in self._extra_tensors.items())
+        for name, kept in self._extra_tensors.items():
+            straight.put(f"model.{name}", kept)
         initials: dict[str, Tensor] = {}
         for name, (key, dtype) in matching.initials.items():
             home = home_of(self.tensors[name])
             assert home is not None
             initials[name] = torch.empty(home.numel, dtype=dtype, device=home.piece.device)
-            straight.items[key] = _shown_initial(self.tensors[name], initials[name])
+            straight.put(key, _shown_initial(self.tensors[name], initials[name]))
         by_steps = list(zip(self.steps, matching.states, matching.groups, strict=True))
         entries: dict[int, list[dict[str, Any] | None]] = {}
-        for steps, plans, groups in by_steps:
+        # Room on disk may be refused: first, while the others still have what they had.
+        for steps, plans, groups in sorted(
+            by_steps, key=lambda one: not isinstance(getattr(one[0].opt, "tier", 0), Nvme)
+        ):
             count = sum(len(group["params"]) for group in steps.opt.param_groups)
             steps.lay_out(groups, [plans[i].wanted if i in plans else None for i in range(count)])
             entries[id(steps)] = steps.entries()
             for number, plan in plans.items():
                 for key, one in (entries[id(steps)][number] or {}).items():
                     if key in plan.scalars:
-                        straight.scalar(f"{plan.prefix}{key}", plan.saved[key], one)
+                        straight.of(f"{plan.prefix}{key}").scalar(f"{plan.prefix}{key}", plan.saved[key], one)
                     elif isinstance(one, Tensor) and plan.straight(key) and key != PENDING:
-                        straight.items[f"{plan.prefix}{key}"] = one
-        yield straight.items, straight.after
+                        straight.put(f"{plan.prefix}{key}", one)
+        for batch in straight.batches:
+            yield batch.items, batch.after
         convert = [one for one in matching.tensors if one.converts]
         far = {id(steps): steps.inflow() is not None for steps in self.steps}
         every = [plan for _, plans, _ in by_steps for plan in plans.values()]
@@ -201,11 +219,13 @@ class Subject:
 
     def finish(self, values: dict[str, Any]) -> None:
         """All batches have been read: optimizers go on from there."""
-        saved = self._matching.optimizers
+        matching = self._matching
+        assert matching is not None
+        saved = matching.optimizers
         for steps, names, mine in zip(self.steps, self.params, saved, strict=True):
             params = [param for group in steps.opt.param_groups for param in group["params"]]
             for name, param in zip(names, params, strict=True):
-                for key, one in mine.get("beside", {}).get(self._matching.source_of(name), {}).items():
+                for key, one in mine.get("beside", {}).get(matching.source_of(name), {}).items():
                     steps.opt.state[param][key] = back(one)
             steps.complete(mine)
         modules = extra_states(self.model)
