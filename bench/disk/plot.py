@@ -18,6 +18,7 @@ NAMES = {
     "deepspeed-huge": "DeepSpeed aio, moved to huge pages",
     "torch": "torch.save / torch.load",
     "dcp": "torch.distributed.checkpoint",
+    "dcp-2-threads": "torch.distributed.checkpoint, 2 threads",
 }
 SECOND = re.compile(r"zk\.io\.Store$|alone$")  # ours too, in the lighter colour
 
