@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pages
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ import zerokern as zk
 from zerokern.integrations.deepspeed_keys import KEYS
 
 ERROR = 1e-4  # five steps, rounded in other places
-ADOPTION = pages.blocks("adoption.md")
+ADOPTION = doc_pages.blocks("adoption.md")
 SETUP = ADOPTION[0][1]
 DIFFS = [text for language, text in ADOPTION if language == "diff"]
 SHOWN = [text for language, text in ADOPTION[1:] if language == "python"]
@@ -45,7 +44,7 @@ def run(*texts: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("diff", DIFFS, ids=range(len(DIFFS)))
 def test_both_sides_come_to_the_same_losses(diff: str, folder: Path) -> None:
-    before, after = pages.sides(diff)
+    before, after = doc_pages.sides(diff)
     ours = run(SETUP, after)["losses"]
     assert len(ours) >= 5 and ours[-1] < ours[0]
     if "deepspeed." not in before:
@@ -58,13 +57,13 @@ def test_a_block_runs(text: str, folder: Path) -> None:
 
 
 def test_the_format_is_as_described(folder: Path) -> None:
-    run(*(text for language, text in pages.blocks("checkpoint-format.md") if language == "python"))
+    run(*(text for language, text in doc_pages.blocks("checkpoint-format.md") if language == "python"))
 
 
 def test_deepspeeds_loop_means_what_ours_does(folder: Path) -> None:
     """That block cannot run without an engine; the losses are those of the batches as a whole."""
-    (diff,) = [diff for diff in DIFFS if "deepspeed." in pages.sides(diff)[0]]
-    names = run(SETUP, pages.sides(diff)[1])
+    (diff,) = [diff for diff in DIFFS if "deepspeed." in doc_pages.sides(diff)[0]]
+    names = run(SETUP, doc_pages.sides(diff)[1])
     settings = names["settings"]
     assert (settings.shard["stage"], settings.accumulation, settings.arguments["tier"]) == (3, 2, "cpu")
 
@@ -88,8 +87,8 @@ def wrong_calls(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["adoption.md", "troubleshooting.md", "checkpoint-format.md"])
 def test_what_is_called_exists(name: str) -> None:
-    assert len(called(pages.page(name))) >= 3
-    assert wrong_calls(pages.page(name)) == []
+    assert len(called(doc_pages.page(name))) >= 3
+    assert wrong_calls(doc_pages.page(name)) == []
 
 
 def test_a_call_of_nothing_is_found() -> None:
@@ -99,17 +98,17 @@ def test_a_call_of_nothing_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("quote", pages.quoted("troubleshooting.md"))
+@pytest.mark.parametrize("quote", doc_pages.quoted("troubleshooting.md"))
 def test_a_quoted_message_exists(quote: str) -> None:
-    assert pages.is_said(quote, pages.messages())
+    assert doc_pages.is_said(quote, doc_pages.messages())
 
 
 def test_what_nobody_says_is_found() -> None:
-    assert len(pages.quoted("troubleshooting.md")) > 50
+    assert len(doc_pages.quoted("troubleshooting.md")) > 50
     texts = ("model … is sharded already; shard a model once", "the memory of …")
-    assert pages.is_said("… is sharded already; …", texts)
-    assert not pages.is_said("… is divided already", texts)
-    assert not pages.is_said("shard a model once … is sharded already", texts)
+    assert doc_pages.is_said("… is sharded already; …", texts)
+    assert not doc_pages.is_said("… is divided already", texts)
+    assert not doc_pages.is_said("shard a model once … is sharded already", texts)
 
 
 REAL: dict[str, Callable[[], Any]] = {
@@ -123,10 +122,10 @@ REAL: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("quote", REAL)
 def test_a_message_is_raised_as_quoted(quote: str, folder: Path) -> None:
-    assert quote in pages.quoted("troubleshooting.md")
+    assert quote in doc_pages.quoted("troubleshooting.md")
     with pytest.raises((ValueError, TypeError, zk.ZerokernError)) as raised:
         REAL[quote]()
-    assert pages.is_said(quote, (str(raised.value),))
+    assert doc_pages.is_said(quote, (str(raised.value),))
 
 
 KINDS = {
@@ -152,7 +151,7 @@ def table_of_keys() -> str:
 
 def test_the_table_of_keys_is_that_of_the_code() -> None:
     """Replace what stands between the markers by what this says: python tests/integrations/test_pages.py."""
-    between = pages.page("deepspeed-keys.md").split("<!-- keys:begin -->\n")[1].split("<!-- keys:end -->")[0]
+    between = doc_pages.page("deepspeed-keys.md").split("<!-- keys:begin -->\n")[1].split("<!-- keys:end -->")[0]
     assert between == table_of_keys()
 
 
