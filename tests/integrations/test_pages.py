@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import doc_pages
 import pytest
 import torch
 import torch.distributed as dist
