@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import random
 import sys
@@ -56,6 +57,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if bool(item.get_closest_marker("slow")) == rest]
+
+
+@pytest.fixture
+def as_it_was() -> Iterator[None]:
+    """Frameworks change what a process has one of: the environment, logging, the process group. It is put back."""
+    import torch.distributed as dist
+
+    root, environment, started = logging.getLogger(), dict(os.environ), dist.is_initialized()
+    before = root.level, list(root.handlers), logging.root.manager.disable
+    ours = {name: (one.level, one.disabled, one.propagate) for name, one in _our_loggers()}
+    yield
+    if dist.is_initialized() and not started:
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    root.level, root.handlers[:], logging.root.manager.disable = before
+    for name, one in _our_loggers():
+        one.level, one.disabled, one.propagate = ours.get(name, (logging.NOTSET, False, True))
+        one._cache.clear()
+    root._cache.clear()
+
+
+def _our_loggers() -> list[tuple[str, logging.Logger]]:
+    known = logging.root.manager.loggerDict.items()
+    return [(name, one) for name, one in known if name.startswith("zerokern") and isinstance(one, logging.Logger)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

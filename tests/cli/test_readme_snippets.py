@@ -69,7 +69,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[s
 
 
 @pytest.mark.parametrize("snippet", [one for one in SNIPPETS if one is not PROGRAM], ids=range(len(SNIPPETS) - 1))
-def test_a_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_it_was: None) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "a snippet of the README", "exec"), {"__name__": "readme"})
 

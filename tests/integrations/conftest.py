@@ -19,3 +19,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_changed(as_it_was: None) -> None:
+    """Tests of other folders run in this process too."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokern.core.errors import IoError
-from zerokern.memory.room import amount
 
 if TYPE_CHECKING:
     from zerokern.saving.source import Source
@@ -61,9 +60,9 @@ def _verify(path: str) -> int:
             print(f"broken: {error}", file=sys.stderr)
     took = max(time.monotonic() - began, 1e-9)
     if broken:
-        print(f"{path}: {broken} broken part{'s' if broken > 1 else ''} in {amount(source.nbytes)}", file=sys.stderr)
+        print(f"{path}: {broken} broken part{'s' if broken > 1 else ''} in {_amount(source.nbytes)}", file=sys.stderr)
         return 1
-    print(f"{path}: {amount(source.nbytes)} are as they were written ({source.nbytes / took / 1e9:.2f} GB/s)")
+    print(f"{path}: {_amount(source.nbytes)} are as they were written ({source.nbytes / took / 1e9:.2f} GB/s)")
     return 0
 
 
@@ -124,10 +123,10 @@ def _page(said: dict[str, Any]) -> str:
     if "saved" in said:
         versions = ", ".join(f"{name} {one}" for name, one in said["versions"].items())
         lines.append(f"  saved {said['saved']} by {said['world']} rank{'s' if said['world'] > 1 else ''} ({versions})")
-    lines.append(f"  step {said['step'] if said['step'] is not None else 'unknown'}, {amount(said['nbytes'])}")
+    lines.append(f"  step {said['step'] if said['step'] is not None else 'unknown'}, {_amount(said['nbytes'])}")
     lines += ["", f"  {'role':<16}{'tensors':>8}{'elements':>16}{'bytes':>12}  dtypes"]
     for role, one in said["roles"].items():
-        sizes = f"{one['tensors']:>8,}{one['numel']:>16,}{amount(one['nbytes']):>12}"
+        sizes = f"{one['tensors']:>8,}{one['numel']:>16,}{_amount(one['nbytes']):>12}"
         lines.append(f"  {role:<16}{sizes}  {', '.join(one['dtypes'])}")
     for number, group in enumerate(_flat(said["groups"])):
         options = ", ".join(f"{key}={one}" for key, one in group.items() if key != "params")
@@ -190,8 +189,14 @@ def _listing(parent: Path, children: list[dict[str, Any]]) -> str:
     lines.append(f"  {'name':<28}{'age':>12}{'size':>12}  state")
     for row in children:
         state = row["state"] if row["state"] == "published" else f"{row['state']}: {row['why']}"
-        lines.append(f"  {row['name']:<28}{_age(row['seconds']):>12}{amount(row['nbytes']):>12}  {state}")
+        lines.append(f"  {row['name']:<28}{_age(row['seconds']):>12}{_amount(row['nbytes']):>12}  {state}")
     return "\n".join(lines)
+
+
+def _amount(nbytes: int) -> str:
+    from zerokern.memory.room import amount  # which brings torch, that the help does without
+
+    return amount(nbytes)
 
 
 def _size(folder: Path) -> int:
