@@ -7,4 +7,4 @@ of "zero" and "offload" are packages, `bench.zero` and `bench.offload`.
 from __future__ import annotations
 
 KERNELS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
-NAMES = (*KERNELS, "io", "zero", "offload")
+NAMES = (*KERNELS, "io", "save", "zero", "offload")

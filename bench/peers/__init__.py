@@ -14,7 +14,6 @@ from ..contest import Missing, Provider
 
 MODULES = {
     "torch": ("torch_fused", "torch_eager", "torch_file", "torch_save"),
-    "dcp": ("dcp",),
     "torch-optim": ("torch_optim",),
     "torch-tiled": ("torch_tiled",),
     "foreach": ("torch_foreach",),
@@ -25,6 +24,7 @@ MODULES = {
     "bitsandbytes": ("bitsandbytes",),
     "avx2": ("kernels_avx2",),
     "fio": ("fio",),
+    "dcp": ("dcp",),
     "ddp": ("ddp",),
     "zero1": ("zero_redundancy",),
     "fsdp2": ("fsdp2", "fsdp2_offload"),

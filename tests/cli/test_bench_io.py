@@ -275,7 +275,7 @@ class TestCommand:
             (["io"], "Name a folder on the disk to measure: --path"),
             (["io", "--path", ".", "--numel", "1M"], "--numel has no meaning"),
             (["io", "--path", ".", "--threads", "1"], "--threads has no meaning"),
-            (["adam", "--path", "."], "a folder with io and with --tier nvme"),
+            (["adam", "--path", "."], "a folder with io, save and --tier nvme"),
             (["adam", "--tier", "nvme"], "Name a folder on the disk"),
             (["adam", "--tier", "nvme", "--path", ".", "--vs", "torch"], "--vs has no meaning"),
             (["lion", "--tier", "nvme", "--path", "."], "cpu with any other op than adam"),

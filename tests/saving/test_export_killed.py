@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from weight_cases import INDEX, LARGE, SINGLE, SMALL, export, filled, names, whole
 from worlds import World, on_ranks, ranked
 
@@ -37,6 +38,7 @@ def dies_at(number: int, work: Callable[[], object]) -> bool:
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     try:
+        settle_in()
         counter = itertools.count(1)
         for home, name in CALLS:
             setattr(home, name, dying(getattr(home, name), counter, number))
@@ -45,6 +47,12 @@ def dies_at(number: int, work: Callable[[], object]) -> bool:
     except BaseException as error:
         sys.stderr.write(repr(error))
     os._exit(1)
+
+
+def settle_in() -> None:
+    """A child has none of OpenMP's threads, and would wait for them; if it hangs all the same, it ends, and fails."""
+    signal.alarm(60)
+    torch.set_num_threads(1)
 
 
 SLOW = pytest.mark.slow
@@ -87,6 +95,7 @@ def test_killed_at_any_time_the_old_or_the_new_is_whole(rounds: int, tmp_path: P
     for first in range(rounds):
         pid = os.fork()
         if not pid:
+            settle_in()
             for number in itertools.count(1):
                 export(tmp_path, filled(last + number), max_shard_nbytes=(LARGE, SMALL)[(first + number) % 3 % 2])
         time.sleep(random.uniform(0.0, 0.3))
