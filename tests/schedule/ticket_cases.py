@@ -53,5 +53,5 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def threads(name: str) -> int:
-    return sum(thread.name == name for thread in threading.enumerate())
+def threads(name: str) -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == name}
