@@ -49,13 +49,13 @@ endif
 demo: $(installed) ## train where torch runs out of memory, compare, shard over 2 processes; under 4 minutes
 	zerokern demo
 
-test: $(installed) ## the representative tests; under 20 minutes
+test: $(installed) ## the representative tests; under half an hour on two cores
 	$(pytest) tests
 
-test-rest: $(installed) ## what `make test` leaves out; under 45 minutes
+test-rest: $(installed) ## the slow tests, which `make test` leaves out; under an hour on two cores
 	$(pytest) tests --rest
 
-test-all: $(installed) ## every test, both in one run: every format on every instruction set; under an hour
+test-all: $(installed) ## every test in one run, and every format and size on every instruction set; under two hours
 	$(pytest) tests --all
 
 lint: $(installed) ## ruff, mypy and clang-format

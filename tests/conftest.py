@@ -20,8 +20,8 @@ FRESH = ("empty", "empty_like", "empty_strided", "empty_permuted")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="the full matrix: every test that is marked slow as well")
-    parser.addoption("--rest", action="store_true", help="only what is left out without --all")
+    parser.addoption("--all", action="store_true", help="the tests marked slow as well, and every case of the kernels")
+    parser.addoption("--rest", action="store_true", help="the tests marked slow, and no others")
 
 
 def pytest_configure(config: pytest.Config) -> None:

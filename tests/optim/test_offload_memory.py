@@ -111,7 +111,13 @@ MORE = [("in place", "smallest", "overlap"), ("played", "exact", "overlap"), ("i
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[tuple[str, ...], dict[str, Any]]:
     """A process of its own, since what others have freed hides what is new."""
-    return run(CASES + (MORE if request.config.getoption("--all") else []))
+    here = (
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    )
+    asked = [params["case"] for params in here if "case" in params]
+    return run([case for case in CASES + MORE if case in asked])
 
 
 def run(cases: list[tuple[str, ...]], **environment: str) -> dict[tuple[str, ...], dict[str, Any]]:
