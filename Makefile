@@ -2,6 +2,7 @@
 #
 #   VENV=none PYTHON=python3   use the present environment: its torch stays, nothing is fetched
 #   EXTRAS=dev,peers           what else of pyproject.toml to install (default: dev)
+#   MINUTES=40                 test-rest begins no test after so many, and counts what is left
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -53,7 +54,7 @@ test: $(installed) ## the representative tests; under half an hour on two cores
 	$(pytest) tests
 
 test-rest: $(installed) ## the slow tests, which `make test` leaves out; under an hour on two cores
-	$(pytest) tests --rest
+	$(pytest) tests --rest $(if $(MINUTES),--minutes $(MINUTES))
 
 test-all: $(installed) ## every test in one run, and every format and size on every instruction set; under two hours
 	$(pytest) tests --all

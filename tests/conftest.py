@@ -6,7 +6,9 @@ import importlib.util
 import logging
 import os
 import random
+import subprocess
 import sys
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,11 +24,18 @@ FRESH = ("empty", "empty_like", "empty_strided", "empty_permuted")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the tests marked slow as well, and every case of the kernels")
     parser.addoption("--rest", action="store_true", help="the tests marked slow, and no others")
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="begin no test after so many; each commit begins with another file, what is left is counted",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     interpret_triton_without_a_gpu()
     config.pluginmanager.register(SkipAccount(read_skips(SKIPS)), "skip-account")
+    if config.getoption("--minutes") is not None:
+        config.pluginmanager.register(TimeAccount(config.getoption("--minutes")), "time-account")
 
 
 def interpret_triton_without_a_gpu() -> None:
@@ -149,6 +158,37 @@ def read_skips(path: Path) -> list[tuple[str, str]]:
     lines = [line.strip() for line in path.read_text().splitlines()]
     rows = [line.partition(" | ") for line in lines if line and not line.startswith("#")]
     return [(node.strip(), reason.strip()) for node, _, reason in rows]
+
+
+class TimeAccount:
+    """Begins no test after so many minutes, and says of which files how many are left."""
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes = minutes
+        self.until = time.monotonic() + 60 * minutes
+        self.left: Counter[str] = Counter()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """The commits of a branch take turns, so that no file is always the last."""
+        count = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=config.rootpath, capture_output=True)
+        paths = list(dict.fromkeys(item.path for item in items))
+        first = paths[int(count.stdout or 0) * 17 % len(paths)] if paths else None
+        begin = next((at for at, item in enumerate(items) if item.path == first), 0)
+        items[:] = items[begin:] + items[:begin]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        if time.monotonic() < self.until:
+            return None
+        self.left[item.nodeid.partition("::")[0]] += 1
+        return True
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.left:
+            terminalreporter.section(f"not begun after {self.minutes:g} minutes: {self.left.total()} tests")
+            for path, count in self.left.items():
+                terminalreporter.line(f"{count:5d}  {path}")
 
 
 class SkipAccount:

@@ -59,6 +59,14 @@ def test_unlisted_skips_fail_and_all_runs_slow_rows(tmp_path: Path) -> None:
     assert sorted(refused) == ["not begun", "not written yet", "wrong so far"]
 
 
+def test_after_its_minutes_a_run_begins_nothing_and_says_so(tmp_path: Path) -> None:
+    ran = run_pytest(tmp_path, "--rest", "--minutes=0", listed=LISTED)
+    assert ran.returncode == 0, ran.stdout
+    assert "not begun after 0 minutes: 1 tests" in ran.stdout and "1  test_listed.py" in ran.stdout
+    ran = run_pytest(tmp_path, "--rest", "--minutes=9", listed=LISTED)
+    assert "1 passed, 1 deselected" in ran.stdout and "not begun" not in ran.stdout
+
+
 def call_from(path: Path, expression: str) -> torch.Tensor:
     scope = {"torch": torch}
     exec(compile(f"result = {expression}", str(path), "exec"), scope)
