@@ -189,7 +189,7 @@ def test_a_load_without_room_is_made_good_by_the_next(
     put(tmp_path / "x", model, opt)
     expected = state_of(opt)
 
-    def refused(*_: Any) -> Any:
+    def refused(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
     with monkeypatch.context() as patch:

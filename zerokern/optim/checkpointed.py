@@ -144,12 +144,12 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
         self._keep_back(any(said) if said else bool(pending))
 
-    def _kept(self, entries: Sequence[loading.Checked]) -> list[dict[str, Any]]:
-        """Loaded entries as this optimizer holds them."""
+    def _kept(self, entries: Sequence[loading.Checked], *, values: bool = True) -> list[dict[str, Any]]:
+        """Loaded entries as this optimizer holds them; without `values` memory for them alone, where it is no disk."""
         if self._disk is None:
             room = self._room if all(param.is_cpu for param, _, _ in entries) else None
             self._torn = self._torn or room is not None  # until the load has ended: it writes where state lies
-            return copied(entries, room)
+            return copied(entries, room, values=values)
         owners = disk_state.housed(self._disk, entries, self._held)
         self._torn = True  # from here on a failure leaves neither the old state nor the new one
         return disk_state.put_down(self._disk, owners, entries, self._algorithm)

@@ -129,7 +129,7 @@ class Exchange:
                 state.clear()
             if opt._local is not None:
                 opt._local.export(opt.state)  # forgets what it has shown
-        return opt._kept(entries)
+        return opt._kept(entries, values=False)
 
     def _roomed(self, entries: Sequence[loading.Checked]) -> list[Entry]:
         """Room on disk for checked entries, which nobody has written yet."""

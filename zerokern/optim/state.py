@@ -151,8 +151,13 @@ def _placed(
     return [one for one in wanted if not one[2].column]
 
 
-def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | None = None) -> list[Entry]:
-    """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor."""
+def copied(
+    entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | None = None, *, values: bool = True
+) -> list[Entry]:
+    """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor.
+
+    Without `values` only memory for them, which may hold anything.
+    """
     made: list[Entry] = [{} for _ in entries]
     wanted = [
         (param, mine, slot)
@@ -162,13 +167,15 @@ def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | Non
     ]
     sources = [entry for _, entry, _ in entries]
     if room is not None:  # what is there may be what is copied: not zeroed, and set apart
-        places = room.places()
-        sources = [untangled(entry, param, places) for param, entry, _ in entries]
+        if values:
+            places = room.places()
+            sources = [untangled(entry, param, places) for param, entry, _ in entries]
         wanted = _placed(wanted, room, zeroed=False)
     make(wanted)
     for (param, _, _), entry, mine in zip(entries, sources, made, strict=True):
         for key in mine:
-            value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
-            mine[key].copy_(value.reshape(()) if key == "step" else value)
+            if values:
+                value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
+                mine[key].copy_(value.reshape(()) if key == "step" else value)
             mine[key] = mine[key].to(param.device)
     return made

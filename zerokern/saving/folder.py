@@ -62,6 +62,7 @@ class Draft:
     def __init__(self, folder: Path, save_id: str, rank: int, lock: SaveLock | None, made: bool = False) -> None:
         self.folder, self.save_id, self.rank = folder, save_id, rank
         self._lock, self._made = lock, made
+        self._unnamed: list[int] = []  # open files without a name
 
     @classmethod
     def begin(cls, path: str | os.PathLike[str], nbytes: int) -> Draft:
@@ -153,7 +154,7 @@ class Draft:
         """What stays is removed by the next save: no reason to fail this one."""
         for path in paths:
             try:
-                _unlink(path)
+                self._unnamed.append(_unlink(path))
             except FileNotFoundError:
                 pass
             except OSError as error:
@@ -161,22 +162,26 @@ class Draft:
 
     def _let_go(self) -> None:
         lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
-        if self._made:
-            _remove_empty(self.folder)
+        try:
+            if lock is not None:
+                lock.release()
+            if self._made:
+                _remove_empty(self.folder)
+        finally:  # not before: meanwhile even closing the lock would wait for the file system's journal
+            while self._unnamed:
+                threading.Thread(target=os.close, args=(self._unnamed.pop(),), name=FREEING).start()
 
 
-def _unlink(path: Path) -> None:
-    """The name is gone on return. What the file took is given back in the background: a quarter of a second per GB,
-    which is as much as writing it again may take."""
+def _unlink(path: Path) -> int:
+    """The name is gone on return. What the file took is given back when the number returned is closed, which belongs
+    into the background: a quarter of a second per GB, as much as writing it again may take."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         os.unlink(path)
     except BaseException:
         os.close(fd)
         raise
-    threading.Thread(target=os.close, args=(fd,), name=FREEING).start()
+    return fd
 
 
 def _await_freed() -> None:

@@ -16,7 +16,7 @@ from zerokern.saving.staging import SLOT
 
 __all__ = ["Landing"]
 
-ROW = 2 * SLOT  # bytes: what lies between two rows that are shorter is read as well
+ROW = 8 * SLOT  # bytes: what lies between two rows that are shorter is read as well
 
 
 class Landing:

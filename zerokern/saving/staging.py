@@ -20,8 +20,10 @@ from zerokern.memory import Arena, Lease
 __all__ = ["BLOCK", "SLOT", "SLOTS", "Staging", "address_of", "copy", "crc32c", "failed"]
 
 BLOCK = 1 << 20  # bytes under one checksum
-SLOT = 4 * BLOCK  # bytes of one request
-SLOTS = 8  # in flight: 32 MiB keep any disk busy, and are all the memory that saving and loading take
+SLOT = BLOCK  # bytes of one request
+# In flight: 8 MiB keep a disk busy and stay in the processor's cache, where they are copied and summed: 32 MiB took 1.3
+# times as long. They are all the memory that saving and loading take.
+SLOTS = 8
 
 READ, WRITE, PADDED = native.IO_READ, native.IO_WRITE, native.IO_PADDED
 ADVICE = {

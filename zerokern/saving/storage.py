@@ -45,7 +45,7 @@ from zerokern.saving.zipped import ALIGN, envelope
 
 __all__ = ["Reader", "Writer"]
 
-STEP = 16 * SLOT  # bytes between two reports of progress
+STEP = 64 * SLOT  # bytes between two reports of progress
 AROUND = 1024  # bytes that an envelope and the gap behind it take, at most
 
 Told = Callable[[int], object]  # of bytes that have been moved since the last time
