@@ -45,7 +45,7 @@ class Staging:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Staging(Path(folder), slots=2) as staging:
     ...     len(staging.slots), staging.slots[0].nbytes
-    (2, 4194304)
+    (2, 1048576)
     """
 
     def __init__(
