@@ -113,6 +113,24 @@ def test_a_moment_that_nothing_has_started_is_not_saved(tier: Callable[..., Nvme
     assert entry is not None and entry.keys() == {"remainder"}
 
 
+def test_room_for_a_load_is_neither_moved_nor_written() -> None:
+    """What will be read goes into the memory that the state has; nothing passes over it before."""
+    params, opt = begun("cpu", steps=1)
+    before = opt.state_dict()
+    entries = [
+        {key: torch.zeros((), dtype=value.dtype).expand(value.shape) for key, value in entry.items()}
+        for entry in before["state"].values()
+    ]
+    kept = [
+        [(opt.state[param][key].data_ptr(), opt.state[param][key].clone()) for key in entries[0]] for param in params
+    ]
+    Exchange(opt).lay_out(before["param_groups"], entries)
+    for param, values in zip(params, kept, strict=True):
+        for key, (address, value) in zip(entries[0], values, strict=True):
+            if value.ndim:  # counters are made anew
+                assert opt.state[param][key].data_ptr() == address and torch.equal(opt.state[param][key], value)
+
+
 def test_what_cannot_be_read_says_so(tier: Callable[..., Nvme]) -> None:
     _, opt = begun(tier(faults=Faults(fail_op=1, fail_end=1 << 40)), steps=1)
     column = next(c for e in Exchange(opt).entries() for c in (e or {}).values() if isinstance(c, Column))
