@@ -274,6 +274,7 @@ def _read_one(fd: int, load: _Load, home: Home | None, lost: Tensor | None, prog
             into.copy_(rounded)  # as zk.shard and the optimizers round
             if lost is not None:
                 _put(lost, low, load.span.start + begin - home.start)
+            del exact, rounded, low
         _refuse_overflow(load, values, into)
         progress((end - begin) * load.itemsize)
 
@@ -287,7 +288,8 @@ def _put(lost: Tensor, values: Tensor, at: int) -> None:
 
 def _refuse_overflow(load: _Load, values: Tensor, into: Tensor) -> None:
     if load.itemsize > 1 and torch.finfo(load.dtype).max > torch.finfo(into.dtype).max:
-        lost = int((into.isinf() & ~values.isinf()).sum())
+        infinite = into.isinf()
+        lost = int((infinite & ~values.isinf()).sum()) if infinite.any() else 0  # the usual case takes no room for more
         if lost:
             raise StateError(
                 f"{lost} values of {load.span.name!r} in {load.entry.path} are beyond the range of {into.dtype}, and a "
