@@ -16,6 +16,7 @@ from worlds import World, alone, built, on_ranks, ranked, refusal, says
 
 import zerokern as zk
 from zerokern.core.errors import IoError, StateError
+from zerokern.saving.formats import overflowed
 
 
 def kept(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -373,3 +374,10 @@ def test_graphs_of_the_old_values_end(tmp_path: Path) -> None:
     load_pretrained(model, tmp_path / "theirs")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("whole", [torch.int64, torch.bool, torch.uint8])
+def test_whole_numbers_are_never_beyond_a_range(whole: torch.dtype) -> None:
+    """A device is filled through memory of the host, where every dtype passes the check for infinite values."""
+    values = torch.ones(3, dtype=whole)
+    assert overflowed(values, values.clone()) == 0

@@ -19,6 +19,7 @@ __all__ = [
     "is_coded",
     "master_kind",
     "moment",
+    "overflowed",
     "published",
     "refuse_infinite",
     "rounds_master",
@@ -139,16 +140,25 @@ def refuse_infinite(key: str, found: Tensor, made: Tensor) -> None:
 
     >>> refuse_infinite("exp_avg", torch.ones(2), torch.ones(2, dtype=torch.float16))
     """
-    if not (found.is_floating_point() and made.is_floating_point()):
-        return
-    if torch.finfo(made.dtype).max >= torch.finfo(found.dtype).max:
-        return
-    lost = int((found.isfinite() & ~made.float().isfinite()).sum())
-    if lost:
+    if lost := overflowed(found, made):
         raise StateError(
             f"{key}: {lost} of these values are beyond {torch.finfo(made.dtype).max:g}, the largest of {made.dtype}; "
             "load into bfloat16 or float32. A part of the checkpoint is loaded already: load another before going on"
         )
+
+
+def overflowed(found: Tensor, made: Tensor) -> int:
+    """How many finite values are no longer so in their new dtype.
+
+    >>> overflowed(torch.tensor([1.0, 1e6, torch.inf]), torch.tensor([1.0, torch.inf, torch.inf]).half())
+    1
+    """
+    if not (found.is_floating_point() and made.is_floating_point()):
+        return 0
+    if torch.finfo(made.dtype).max >= torch.finfo(found.dtype).max:
+        return 0
+    beyond = ~(made.float() if made.itemsize == 1 else made).isfinite()
+    return int((beyond & found.isfinite()).sum()) if beyond.any() else 0  # the usual case takes no room for more
 
 
 def rounded_to(exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zerokern.core.errors import IoError, StateError, got
 from zerokern.kernels import split
 from zerokern.saving.exported import headers_of, on_disk
+from zerokern.saving.formats import overflowed
 from zerokern.saving.parameters import Span, aliases, named_tensors, spans, wrote
 from zerokern.saving.progress import Progress, refuse_unusable
 from zerokern.saving.ranks import Ranks
@@ -287,14 +288,11 @@ def _put(lost: Tensor, values: Tensor, at: int) -> None:
 
 
 def _refuse_overflow(load: _Load, values: Tensor, into: Tensor) -> None:
-    if load.itemsize > 1 and torch.finfo(load.dtype).max > torch.finfo(into.dtype).max:
-        infinite = into.isinf()
-        lost = int((infinite & ~values.isinf()).sum()) if infinite.any() else 0  # the usual case takes no room for more
-        if lost:
-            raise StateError(
-                f"{lost} values of {load.span.name!r} in {load.entry.path} are beyond the range of {into.dtype}, and a "
-                "part of the model is loaded by now; load into a model in torch.bfloat16 or torch.float32"
-            )
+    if lost := overflowed(values, into):
+        raise StateError(
+            f"{lost} values of {load.span.name!r} in {load.entry.path} are beyond the range of {into.dtype}, and a "
+            "part of the model is loaded by now; load into a model in torch.bfloat16 or torch.float32"
+        )
 
 
 def _steps(load: _Load) -> Iterator[tuple[int, int]]:
