@@ -19,7 +19,7 @@ from worlds import on_ranks
 
 import zerokern as zk
 from zerokern.core.errors import StateError
-from zerokern.optim import checkpointed
+from zerokern.optim import exchange
 from zerokern.optim.exchange import Exchange
 from zerokern.saving import filling
 from zerokern.saving.optimizers import Theirs
@@ -189,11 +189,11 @@ def test_a_load_without_room_is_made_good_by_the_next(
     put(tmp_path / "x", model, opt)
     expected = state_of(opt)
 
-    def refused(*_: Any, **__: Any) -> Any:
+    def refused(*_: Any) -> Any:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpointed, "copied", refused)
+        patch.setattr(exchange, "laid_out", refused)
         with pytest.raises(MemoryError):
             take(tmp_path / "x", model, opt)
     assert not opt.state

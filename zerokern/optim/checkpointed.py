@@ -15,6 +15,7 @@ from zerokern.optim.bound import Bound
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.formats import Algorithm
+from zerokern.optim.host_room import HostRoom
 from zerokern.optim.judge import Judge
 from zerokern.optim.local import NOT_DELAYED, PENDING, Local, localised, sharded
 from zerokern.optim.masters import Witness, follow, tracked
@@ -144,15 +145,19 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
         self._keep_back(any(said) if said else bool(pending))
 
-    def _kept(self, entries: Sequence[loading.Checked], *, values: bool = True) -> list[dict[str, Any]]:
-        """Loaded entries as this optimizer holds them; without `values` memory for them alone, where it is no disk."""
+    def _kept(self, entries: Sequence[loading.Checked]) -> list[dict[str, Any]]:
+        """Loaded entries as this optimizer holds them."""
         if self._disk is None:
-            room = self._room if all(param.is_cpu for param, _, _ in entries) else None
-            self._torn = self._torn or room is not None  # until the load has ended: it writes where state lies
-            return copied(entries, room, values=values)
+            return copied(entries, self._room_for(entries))
         owners = disk_state.housed(self._disk, entries, self._held)
         self._torn = True  # from here on a failure leaves neither the old state nor the new one
         return disk_state.put_down(self._disk, owners, entries, self._algorithm)
+
+    def _room_for(self, entries: Sequence[loading.Checked]) -> HostRoom | None:
+        """Where state lies on the host, for entries that may lie there: it is about to be written."""
+        room = self._room if all(param.is_cpu for param, _, _ in entries) else None
+        self._torn = self._torn or room is not None  # until the load has ended
+        return room
 
     def _adopt_group(self, group: dict[str, Any]) -> None:
         """What a subclass decides about a loaded group."""

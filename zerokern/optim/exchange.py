@@ -25,7 +25,7 @@ from zerokern.optim.masters import Witness, tracked
 from zerokern.optim.records import OnDisk, Place, Record, on_disk_of, settle
 from zerokern.optim.scheduled import LATE
 from zerokern.optim.shown import as_shown
-from zerokern.optim.state import Entry, make
+from zerokern.optim.state import Entry, laid_out, make
 from zerokern.optim.survey import Groups
 from zerokern.optim.watched import ON_DISK
 
@@ -129,7 +129,7 @@ class Exchange:
                 state.clear()
             if opt._local is not None:
                 opt._local.export(opt.state)  # forgets what it has shown
-        return opt._kept(entries, values=False)
+        return laid_out(entries, opt._room_for(entries))
 
     def _roomed(self, entries: Sequence[loading.Checked]) -> list[Entry]:
         """Room on disk for checked entries, which nobody has written yet."""

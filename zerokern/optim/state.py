@@ -151,13 +151,8 @@ def _placed(
     return [one for one in wanted if not one[2].column]
 
 
-def copied(
-    entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | None = None, *, values: bool = True
-) -> list[Entry]:
-    """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor.
-
-    Without `values` only memory for them, which may hold anything.
-    """
+def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | None = None) -> list[Entry]:
+    """Memory of our own for such entries; what is in it, in a room, is what was there."""
     made: list[Entry] = [{} for _ in entries]
     wanted = [
         (param, mine, slot)
@@ -165,17 +160,21 @@ def copied(
         for slot in layout.slots
         if entry.get(slot.key) is not None
     ]
+    make(wanted if room is None else _placed(wanted, room, zeroed=False))
+    for (param, _, _), mine in zip(entries, made, strict=True):
+        mine.update({key: tensor.to(param.device) for key, tensor in mine.items()})
+    return made
+
+
+def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | None = None) -> list[Entry]:
+    """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor."""
     sources = [entry for _, entry, _ in entries]
-    if room is not None:  # what is there may be what is copied: not zeroed, and set apart
-        if values:
-            places = room.places()
-            sources = [untangled(entry, param, places) for param, entry, _ in entries]
-        wanted = _placed(wanted, room, zeroed=False)
-    make(wanted)
-    for (param, _, _), entry, mine in zip(entries, sources, made, strict=True):
-        for key in mine:
-            if values:
-                value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
-                mine[key].copy_(value.reshape(()) if key == "step" else value)
-            mine[key] = mine[key].to(param.device)
+    if room is not None:  # what is there may be what is copied: it is set apart
+        places = room.places()
+        sources = [untangled(entry, param, places) for param, entry, _ in entries]
+    made = laid_out(entries, room)
+    for entry, mine in zip(sources, made, strict=True):
+        for key, target in mine.items():
+            value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
+            target.copy_(value.reshape(()) if key == "step" else value)
     return made
