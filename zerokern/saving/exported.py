@@ -200,7 +200,7 @@ class Target:
         for record in (INDEX + NEW, INDEX + OLD):
             self._remove([name for name in self._named_in(record) if name not in current])
             self._remove([record])
-        self._remove([name + NEW for name in (SINGLE, *BESIDE)])  # the latter as older releases wrote them
+        self._remove([SINGLE + NEW])
 
     def _named_in(self, index: str) -> list[str]:
         try:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.base import FusedOptimizer
@@ -24,9 +23,8 @@ from zerokern.optim.scheduled import LATE
 from zerokern.optim.shown import as_shown
 from zerokern.saving.formats import is_coded
 from zerokern.zero.homes import home_of
-from zerokern.zero.sharded import Sharded
 
-__all__ = ["Ours", "Steps", "Theirs", "Wanted", "flat_of", "steps_of"]
+__all__ = ["Ours", "Steps", "Theirs", "Wanted", "steps_of"]
 
 Wanted = dict[str, tuple[torch.dtype, torch.Size]]  # state of one parameter by key: its dtype, and its whole shape
 
@@ -230,18 +228,6 @@ def steps_of(opt: Any) -> Steps:
     while isinstance(getattr(opt, "optimizer", None), torch.optim.Optimizer):
         opt = opt.optimizer
     return Ours(opt) if isinstance(opt, FusedOptimizer) else Theirs(opt)
-
-
-def flat_of(tensor: Tensor) -> Tensor:
-    """This rank's elements of a tensor, 1-D, where they lie.
-
-    >>> flat_of(torch.zeros(2, 2)).shape
-    torch.Size([4])
-    """
-    if isinstance(tensor, Sharded):
-        return tensor.local.detach()
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach().view(-1)
 
 
 def plain(value: Any, where: str) -> Any:
