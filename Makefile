@@ -2,16 +2,17 @@
 #
 #   VENV=none PYTHON=python3   use the present environment: its torch stays, nothing is fetched
 #   EXTRAS=dev,peers           what else of pyproject.toml to install (default: dev)
-#   MINUTES=40                 test-rest begins no test after so many, and counts what is left
+#   WORKERS=2                  how many processes run the tests
 
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
+WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-sources := $(shell find zerokern cpu cuda bench -type f -not -path '*/.*' -not -path '*/__pycache__/*' -not -path 'bench/results/*' -not -path 'cpu/fuzz/*')
+sources := $(shell find zerokern cpu cuda bench examples -type f -not -path '*/.*' -not -path '*/__pycache__/*' -not -path 'bench/results/*' -not -path 'cpu/fuzz/*')
 native := $(shell find cpu cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -36,6 +37,8 @@ endef
 
 # the tests run on the installed package; `python -m pytest` would put this folder's sources first
 pytest := $(python) -c 'import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main())'
+# a file's tests share what is made for the file, so they stay together; tests/conftest.py says which files are first
+workers := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-rest test-all lint format bench wheel sanitize clean preflight
 
@@ -50,14 +53,15 @@ endif
 demo: $(installed) ## train where torch runs out of memory, compare, shard over 2 processes; under 4 minutes
 	zerokern demo
 
-test: $(installed) ## the representative tests; under half an hour on two cores
-	$(pytest) tests
+# the minutes stand here; tests/policy/test_minutes.py compares what is said elsewhere
+test: $(installed) ## the representative tests; at most 6 minutes on two cores
+	$(pytest) tests $(workers)
 
-test-rest: $(installed) ## the slow tests, which `make test` leaves out; under an hour on two cores
-	$(pytest) tests --rest $(if $(MINUTES),--minutes $(MINUTES))
+test-rest: $(installed) ## the tests marked slow, which `make test` leaves out; at most 39 minutes on two cores
+	$(pytest) tests --rest $(workers)
 
-test-all: $(installed) ## every test in one run, and every format and size on every instruction set; under two hours
-	$(pytest) tests --all
+test-all: $(installed) ## both in one run; at most 45 minutes on two cores
+	$(pytest) tests --all $(workers)
 
 lint: $(installed) ## ruff, mypy and clang-format
 	ruff check .
@@ -88,7 +92,7 @@ sanitize: preflight ## fuzz the native library under ASan, UBSan and TSan
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks
-	find zerokern bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find zerokern bench examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 preflight:
 	@command -v $(PYTHON) >/dev/null || { printf 'missing: %s\n  do:    apt-get install -y python3 python3-venv\n' "$(PYTHON)"; exit 1; }

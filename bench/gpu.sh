@@ -4,8 +4,9 @@
 #   bench/gpu.sh OUT [SECTION]             all sections in under ten minutes, or one of them
 #   bench/gpu.sh --rehearse OUT [SECTION]  the same code on a CPU at toy sizes, on the package that is there; measures nothing
 #
-# Needs python3 (or $PYTHON) with torch, triton and cupy, cmake, ninja and nvcc; no network. What is missing is named in
-# one line, and the rest runs. A result is never overwritten: OUT is a new folder, or one without files of such a run.
+# Needs python3 (or $PYTHON) with torch, triton and cupy, cmake and a C++ compiler; no network. Where pip cannot install
+# (no scikit-build-core, say), the library is built by cmake alone and used from a folder. What else is missing is named
+# in one line, and the rest runs. A result is never overwritten: OUT is a new folder, or one without files of such a run.
 set -euo pipefail
 
 usage() {
@@ -28,14 +29,39 @@ export PYTHONUNBUFFERED=1
 # where a toolkit lies that nobody has put on PATH
 export PATH=$PATH:/usr/local/cuda/bin
 
-build() { # installs the package of this tree into the environment of $python, and compiles cuda/ for its GPU
-    local log=$out/build.log object arch
+installed() { # the package of this tree, into the environment of $python
+    timeout 240 "$python" -m pip install --no-build-isolation --no-deps --no-index --force-reinstall "$root"
+}
+
+laid_out() { # the same package in a folder, where pip cannot install
+    local made
+    made=$(mktemp -d)
+    cmake -S "$root/cpu" -B "$made/build" -DCMAKE_BUILD_TYPE=Release && cmake --build "$made/build" --parallel || return 1
+    cp -r "$root/zerokern" "$made/zerokern"
+    cp -r "$root/bench" "$root/cuda" "$root/examples" "$made/zerokern/"
+    mkdir -p "$made/zerokern/lib"
+    find "$made/build" -name 'libzerokern_cpu.so' -exec cp {} "$made/zerokern/lib/" \;
+    export PYTHONPATH=$made${PYTHONPATH:+:$PYTHONPATH}
+    "$python" -c 'import sys; sys.path = [p for p in sys.path if p]; from zerokern.core import native; native.library()'
+}
+
+build() { # zerokern for $python, and cuda/ compiled for its GPU
+    local log=$out/build.log object arch compiler
     object=$(mktemp)
     arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
     [[ ! -e $log ]] || log=$out/build-${section:-all}.log
-    echo "=== build: make setup VENV=none PYTHON=$python"
-    if ! timeout 240 make -C "$root" setup VENV=none PYTHON="$python" >"$log" 2>&1; then
-        echo "could not run build: make setup failed, see $log; nothing else can run"
+    compiler=$(command -v "${CXX:-c++}" g++ clang++ | head -n 1) || true
+    if [[ -z $compiler ]]; then
+        echo "could not run build: there is no C++ compiler (c++, g++ or clang++) on PATH; nothing else can run"
+        return 1
+    fi
+    echo "=== build: pip install, with $compiler"
+    if installed >"$log" 2>&1; then
+        :
+    elif echo "could not run pip install, see $log: building by cmake instead" && laid_out >>"$log" 2>&1; then
+        :
+    else
+        echo "could not run build: see $log; nothing else can run"
         tail -n 20 "$log"
         return 1
     fi
@@ -59,7 +85,6 @@ else
     unset TRITON_INTERPRET
     build
     [[ $section != build ]] || exit 0
-    module=zerokern.bench.gpu
     if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         echo "could not run anything but build: torch finds no CUDA GPU here (bench/gpu.sh --rehearse needs none)"
         exit 1
@@ -68,7 +93,4 @@ fi
 
 # Away from the sources, which `python -m` would put before what is installed.
 cd "$out"
-if ((${#rehearse[@]})); then
-    module=$("$python" -c 'import importlib.util as i; print("zerokern.bench.gpu" if i.find_spec("zerokern.bench") else "bench.gpu")')
-fi
-exec "$python" -m "$module" "${rehearse[@]}" --tree "$root" --within $((555 - SECONDS)) "$out" ${section:+"$section"}
+exec "$python" -m zerokern.bench.gpu "${rehearse[@]}" --tree "$root" --within $((555 - SECONDS)) "$out" ${section:+"$section"}

@@ -103,7 +103,7 @@ def _is_copy_of(tree: Path) -> bool:
     package = Path(zerokern.__file__).resolve().parent
     for path in package.rglob("*.py"):
         inner = path.relative_to(package)
-        source = tree / inner if inner.parts[0] == "bench" else tree / "zerokern" / inner
+        source = tree / inner if inner.parts[0] in ("bench", "examples") else tree / "zerokern" / inner
         if not source.is_file() or source.read_bytes() != path.read_bytes():
             return False
     return True

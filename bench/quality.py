@@ -1,4 +1,4 @@
-"""Does a lossy format train as well as the exact one? `python -m bench.quality --seeds 3 --steps 2000 --json F`
+"""Does a lossy format train as well as the exact one? `python -m zerokern.bench.quality --seeds 3 --json F`
 
 Trains the demo's model of about 10M bf16 parameters with each format from each seed. A seed decides the first weights
 and the order of the batches, and is shared by the formats, so that a gap is between two runs that differ in the
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from zerokern import arguments
 from zerokern.core import native
 from zerokern.core.errors import got
 from zerokern.examples.contenders import CONTENDERS
@@ -166,7 +167,7 @@ class Record:
             "versions": versions(),
             "date": today(),
             "commit": commit(),
-            "command": shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "zerokern.bench.quality", *sys.argv[1:]]),
             "model": {"numel": SHAPE.numel, "tokens_per_step": ROWS * SHAPE.context, "steps": steps},
             "text_bytes": read_text().numel(),
         }
@@ -242,19 +243,6 @@ def report(record: Record) -> None:
             print(f"  {name}: gap {found['gap']:+.4f} ({gaps}), {verdict} the spread")
 
 
-def parse_count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(got("count", text, "a whole number from 1 on"))
-    return int(text)
-
-
-def parse_new_file(text: str) -> Path:
-    path = Path(text)
-    if path.exists() or not path.resolve().parent.is_dir():
-        raise argparse.ArgumentTypeError(got("file", text, "a new file in a folder that exists; none is overwritten"))
-    return path
-
-
 def parse_formats(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in CONTENDERS]
@@ -265,13 +253,13 @@ def parse_formats(text: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=parse_count, default=3)
-    parser.add_argument("--steps", type=parse_count, default=2000)
+    parser = argparse.ArgumentParser(prog="python -m zerokern.bench.quality", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=arguments.count, default=3)
+    parser.add_argument("--steps", type=arguments.count, default=2000)
     parser.add_argument("--formats", type=parse_formats, default=["exact", "int8-split8"], help="the exact one first")
-    parser.add_argument("--jobs", type=parse_count, default=2, help="runs at once, one thread each")
-    parser.add_argument("--json", type=parse_new_file, help="rewritten after each run")
-    parser.add_argument("--plot", type=parse_new_file)
+    parser.add_argument("--jobs", type=arguments.count, default=2, help="runs at once, one thread each")
+    parser.add_argument("--json", type=arguments.new_file, help="rewritten after each run")
+    parser.add_argument("--plot", type=arguments.new_file)
     args = parser.parse_args(argv)
     widen = bf16_is_slow()
     jobs = [Job(name, seed, args.steps, widen) for seed in range(args.seeds) for name in args.formats]

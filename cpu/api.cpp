@@ -56,6 +56,7 @@ int check_group(const zk_group &g) {
 
 int check_segment(const zk_segment &s, const zk_group *groups, int64_t ngroups) {
     if (s.numel < 0 || s.group >= static_cast<uint64_t>(ngroups) || s.first < 0) return ZK_E_COUNT;
+    if (s.numel > INT64_MAX - ZK_BLOCK || s.first > INT64_MAX - ZK_BLOCK - s.numel) return ZK_E_COUNT;
     if (s.numel == 0) return ZK_OK;
     const zk_group &g = groups[s.group];
     const bool split = g.master == ZK_MASTER_SPLIT16 || g.master == ZK_MASTER_SPLIT8;
@@ -303,6 +304,7 @@ int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, 
 }
 
 int64_t zk_sumsq_partials(const int64_t *numels, int64_t n) {
+    if (n > 0 && !numels) return ZK_E_NULL;
     int64_t chunks = 0;
     for (int64_t i = 0; i < n; ++i) chunks += numels[i] > 0 ? chunks_of(numels[i]) : 0;
     return chunks;

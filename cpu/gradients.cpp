@@ -1,4 +1,4 @@
-// Where the gradients of many tensors lie, in one call and with nothing linked: the framework's own functions are
+// Where many tensors or their gradients lie, in one call and with nothing linked: the framework's own functions are
 // handed in.
 
 #include "zerokern_cpu.h"
@@ -6,6 +6,14 @@
 namespace {
 
 constexpr int64_t AHEAD = 12;  // tensors whose objects are fetched while those before them are looked at
+
+void fetch(const void *tensor) {
+    for (int64_t line = 0; line < 192; line += 64) __builtin_prefetch(static_cast<const char *>(tensor) + line);
+}
+
+void fetch_ahead(const void *const *tensors, int64_t i, int64_t count) {
+    if (i + AHEAD < count) fetch(tensors[i + AHEAD]);
+}
 
 // What the caller took for granted about tensor i still holds; *grad is then its gradient's address.
 bool as_expected(const zk_tensor_calls &ask, const zk_tensor_list &list, int64_t i, void **grad) {
@@ -24,6 +32,7 @@ bool as_expected(const zk_tensor_calls &ask, const zk_tensor_list &list, int64_t
     if (ask.dtype(gradient, &dtype) || dtype != list.grad_dtypes[i]) return false;
     if (ask.numel(gradient, &numel) || numel != list.numels[i]) return false;
     if (ask.is_contiguous(gradient, &contiguous) || !contiguous) return false;
+    if (ask.is_negated(gradient)) return false;  // its memory holds the opposite of what it means
     return ask.address(gradient, grad) == 0;
 }
 
@@ -32,11 +41,37 @@ bool as_expected(const zk_tensor_calls &ask, const zk_tensor_list &list, int64_t
 int64_t zk_gradients(const zk_tensor_calls *ask, const zk_tensor_list *list, void **grads) {
     if (!ask || !list || !grads) return ZK_E_NULL;
     for (int64_t i = 0; i < list->count; ++i) {
-        if (i + AHEAD < list->count) {
-            const char *next = static_cast<const char *>(list->tensors[i + AHEAD]);
-            for (int64_t line = 0; line < 192; line += 64) __builtin_prefetch(next + line);
-        }
+        fetch_ahead(list->tensors, i, list->count);
         if (!as_expected(*ask, *list, i, &grads[i])) return i;
     }
     return list->count;
+}
+
+int64_t zk_in_place(const zk_tensor_calls *ask, const void *const *tensors, void *const *addresses, int64_t count) {
+    if (!ask || (count > 0 && (!tensors || !addresses))) return ZK_E_NULL;
+    for (int64_t i = 0; i < count; ++i) {
+        fetch_ahead(tensors, i, count);
+        void *address = nullptr;
+        if (ask->address(&tensors[i], &address) || address != addresses[i]) return i;
+    }
+    return count;
+}
+
+int64_t zk_in_cells(const void *const *const *cells, const void *const *tensors, int64_t count) {
+    if (count > 0 && (!cells || !tensors)) return ZK_E_NULL;
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + AHEAD < count) __builtin_prefetch(cells[i + AHEAD]);
+        if (*cells[i] != tensors[i]) return i;
+    }
+    return count;
+}
+
+int64_t zk_raise_versions(void (*raise)(const void *const *cell), const void *const *const *cells, int64_t count) {
+    if (!raise || (count > 0 && !cells)) return ZK_E_NULL;
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + 2 * AHEAD < count) __builtin_prefetch(cells[i + 2 * AHEAD]);
+        if (i + AHEAD < count) fetch(*cells[i + AHEAD]);
+        raise(cells[i]);
+    }
+    return count;
 }

@@ -18,7 +18,7 @@ extern "C" {
 #define ZK_API __attribute__((visibility("default")))
 
 /* Raised whenever a struct, an enum or the meaning of a call changes; the loader refuses any other number. */
-#define ZK_ABI 4
+#define ZK_ABI 5
 
 /* Elements that share one int8 scale, counted from each parameter's element 0. Every work split is a multiple of it. */
 #define ZK_BLOCK 128
@@ -85,7 +85,8 @@ typedef struct zk_segment {
     int64_t numel; /* >= 0 */
     uint64_t group;
     uint64_t key;  /* ZK_STOCHASTIC: tells parameters apart */
-    int64_t first; /* ZK_STOCHASTIC: number of this segment's element 0 within its parameter */
+    int64_t first; /* ZK_STOCHASTIC: number of this segment's element 0 within its parameter; numel more, and a block,
+                      are counted */
 } zk_segment;
 
 /* One optimizer step over all segments, every byte touched once. `scale` (null = 1) multiplies the gradients and is
@@ -119,8 +120,8 @@ typedef enum zk_codec {
 /* codes: int8, uint8, or the bf16 upper half; aux: the scales, or the remainder. */
 ZK_API int zk_convert(uint32_t codec, float *x, void *codes, void *aux, int64_t numel);
 
-/* A framework's functions on its tensors; all but grad return 0 where they succeed. A cell is the place that holds a
- * tensor's address. */
+/* A framework's functions on its tensors; those that return int32_t return 0 where they succeed. A cell is the place
+ * that holds a tensor's address. */
 typedef struct zk_tensor_calls {
     const void *const *(*grad)(const void *tensor); /* the cell of its gradient */
     int32_t (*is_defined)(const void *const *cell, bool *yes);
@@ -129,6 +130,7 @@ typedef struct zk_tensor_calls {
     int32_t (*dtype)(const void *const *cell, int32_t *dtype);
     int32_t (*numel)(const void *const *cell, int64_t *numel);
     int32_t (*is_contiguous)(const void *const *cell, bool *yes);
+    bool (*is_negated)(const void *const *cell); /* by a mark, not in memory */
 } zk_tensor_calls;
 
 /* Tensors and what is expected of them and of their gradients: addresses of the tensors, numels of both, dtypes of
@@ -146,6 +148,18 @@ typedef struct zk_tensor_list {
 /* grads[i] = where the gradient of tensor i lies. Returns the number of the first tensor that is not as expected, or
  * count. */
 ZK_API int64_t zk_gradients(const zk_tensor_calls *ask, const zk_tensor_list *list, void **grads);
+
+/* Whether tensors lie where they did: the number of the first one that does not lie at its address, or count. Only
+ * ask->address is called. */
+ZK_API int64_t zk_in_place(const zk_tensor_calls *ask, const void *const *tensors, void *const *addresses,
+                           int64_t count);
+
+/* Whether cells hold the tensors that they held: the number of the first one that does not, or count. */
+ZK_API int64_t zk_in_cells(const void *const *const *cells, const void *const *tensors, int64_t count);
+
+/* Calls raise, which must not throw, for the tensors in all of these cells. Returns count. */
+ZK_API int64_t zk_raise_versions(void (*raise)(const void *const *cell), const void *const *const *cells,
+                                 int64_t count);
 
 /* The roof: reads, updates in place and writes that many streams of nbytes each (at most 8 of a kind). */
 ZK_API int zk_stream(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes,

@@ -123,7 +123,7 @@ ZK_API int zk_io_stats_of(zk_io *engine, zk_io_stats *stats);
  * kernel cannot tell (before 6.1). */
 ZK_API int zk_io_alignment(int fd, uint32_t *memory_align, uint32_t *offset_align);
 
-/* CRC-32C (Castagnoli) of the bytes, going on from `crc` (0 to begin). */
+/* CRC-32C (Castagnoli) of the bytes, going on from `crc` (0 to begin). Null: there are none, whatever nbytes says. */
 ZK_API uint32_t zk_crc32c(uint32_t crc, const void *data, uint64_t nbytes);
 /* Which implementation runs: "sse4.2" or "table". */
 ZK_API const char *zk_crc32c_name(void);

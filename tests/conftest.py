@@ -1,41 +1,56 @@
-"""What every test stands on: poisoned memory, seeds, the full matrix on request, and skips that are accounted for."""
+"""What every test stands on: poisoned memory, seeds, the full matrix on request, turns, and skips accounted for."""
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import importlib.util
+import itertools
 import logging
 import os
 import random
-import subprocess
+import signal
 import sys
-import time
+import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
+# Before torch is loaded: OpenMP's idle threads sleep. They wait busily else, on the cores of the other worker.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path.insert(0, str(Path(__file__).with_name("comm")))  # ranks and forked children are for the tests of all folders
+
 SKIPS = Path(__file__).with_name("skips.txt")
+LONG = Path(__file__).with_name("long.txt")
+LONG_S = {"quick": 8, "slow": 60}  # what a file of either lane may take without being listed
 FRESH = ("empty", "empty_like", "empty_strided", "empty_permuted")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the tests marked slow as well, and every case of the kernels")
     parser.addoption("--rest", action="store_true", help="the tests marked slow, and no others")
-    parser.addoption(
-        "--minutes",
-        type=float,
-        help="begin no test after so many; each commit begins with another file, what is left is counted",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # thousands of rows are not made where they would be left out
+    config.slow_rows = config.getoption("--all") or config.getoption("--rest")  # type: ignore[attr-defined]
     interpret_triton_without_a_gpu()
+    hear_interrupts()
     config.pluginmanager.register(SkipAccount(read_skips(SKIPS)), "skip-account")
-    if config.getoption("--minutes") is not None:
-        config.pluginmanager.register(TimeAccount(config.getoption("--minutes")), "time-account")
+    config.pluginmanager.register(LongFiles(read_rows(LONG), config.getoption("--rest")), "long-files")
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(Turns(config.workerinput["testrunuid"]), "turns")
+
+
+def hear_interrupts() -> None:
+    """A shell that starts a run in the background has interrupts ignored, and tests that send themselves one hang."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def interpret_triton_without_a_gpu() -> None:
@@ -59,6 +74,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow_beyond_pairs(items)
+    long_files_first(items, read_rows(LONG))
     if config.getoption("--all"):
         return
     rest = config.getoption("--rest")
@@ -66,6 +83,61 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if bool(item.get_closest_marker("slow")) == rest]
+
+
+def long_files_first(items: list[pytest.Item], long: Sequence[str]) -> None:
+    """Workers take files in this order: one that takes long must not be begun when all others are done.
+
+    The files of `long` first, as they are listed, then those of many tests.
+    """
+    place = {file: number for number, file in enumerate(long)}
+    count = Counter(map(file_of, items))
+    items.sort(key=lambda item: (place.get(file_of(item), len(long)), -count[file_of(item)], file_of(item)))
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: no search for garbage looks at all of it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or what is written in C++ complains at the end of what was never freed
+
+
+def slow_beyond_pairs(items: list[pytest.Item]) -> None:
+    """Of a product so many rows stay quick that any two values which meet in a row meet in a quick one."""
+    families: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            assert isinstance(item, pytest.Function)
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        quick = covering([list(values_of(item)) for item in family])
+        for number, item in enumerate(family):
+            if number not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def values_of(item: pytest.Function) -> Iterator[str]:
+    for value in item.callspec.params.values():
+        parts = [getattr(value, one.name) for one in fields(value)] if is_dataclass(value) else [value]
+        yield from map(repr, parts)
+
+
+def covering(rows: Sequence[Sequence[Hashable]]) -> set[int]:
+    """The numbers of rows that together show each pair of values, by their places, that any row shows."""
+    pairs = [set(itertools.combinations(enumerate(row), min(len(row), 2))) for row in rows]
+    left, chosen = set().union(*pairs), set()
+    while left:
+        best = max(range(len(rows)), key=lambda number: len(pairs[number] & left))
+        left -= pairs[best]
+        chosen.add(best)
+    return chosen
 
 
 @pytest.fixture
@@ -153,42 +225,61 @@ def poisoning(fresh: Callable, folder: str) -> Callable:
     return poisoned
 
 
+def read_rows(path: Path) -> list[str]:
+    """The lines of a list, without comments."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def read_skips(path: Path) -> list[tuple[str, str]]:
     """The (test, reason) patterns of a list of skips: one `test | reason` per line."""
-    lines = [line.strip() for line in path.read_text().splitlines()]
-    rows = [line.partition(" | ") for line in lines if line and not line.startswith("#")]
+    rows = [line.partition(" | ") for line in read_rows(path)]
     return [(node.strip(), reason.strip()) for node, _, reason in rows]
 
 
-class TimeAccount:
-    """Begins no test after so many minutes, and says of which files how many are left."""
+class Turns:
+    """Tests marked serial measure time: while one runs, the other workers of the run wait.
 
-    def __init__(self, minutes: float) -> None:
-        self.minutes = minutes
-        self.until = time.monotonic() + 60 * minutes
-        self.left: Counter[str] = Counter()
+    A file holds both locks: its first byte is the door, its second the room. Who waits for the whole room keeps the
+    door, so that nobody else goes in before. A worker that dies lets go of both.
+    """
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """The commits of a branch take turns, so that no file is always the last."""
-        count = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=config.rootpath, capture_output=True)
-        paths = list(dict.fromkeys(item.path for item in items))
-        first = paths[int(count.stdout or 0) * 17 % len(paths)] if paths else None
-        begin = next((at for at, item in enumerate(items) if item.path == first), 0)
-        items[:] = items[begin:] + items[:begin]
+    DOOR, ROOM = 0, 1
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        if time.monotonic() < self.until:
-            return None
-        self.left[item.nodeid.partition("::")[0]] += 1
-        return True
+    def __init__(self, run: str) -> None:
+        self.path = Path(tempfile.gettempdir()) / f"{run}.turns"
+        self.file = self.path.open("ab+")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        fcntl.lockf(self.file, fcntl.LOCK_EX, 1, self.DOOR)
+        fcntl.lockf(self.file, fcntl.LOCK_EX if item.get_closest_marker("serial") else fcntl.LOCK_SH, 1, self.ROOM)
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self.DOOR)
+        try:
+            return (yield)
+        finally:
+            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self.ROOM)
+
+    def pytest_unconfigure(self) -> None:
+        self.file.close()
+        self.path.unlink(missing_ok=True)  # by the first worker that ends: all of them have opened it
+
+
+class LongFiles:
+    """Names the files that took long and are not listed as long: this run's workers may have waited for one."""
+
+    def __init__(self, listed: Sequence[str], rest: bool) -> None:
+        self.listed = frozenset(listed)
+        self.limit_s = LONG_S["slow" if rest else "quick"]
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.left:
-            terminalreporter.section(f"not begun after {self.minutes:g} minutes: {self.left.total()} tests")
-            for path, count in self.left.items():
-                terminalreporter.line(f"{count:5d}  {path}")
+        long = [file for file, seconds in self.seconds.most_common() if seconds > self.limit_s]
+        for file in [file for file in long if file not in self.listed]:
+            terminalreporter.line(f"long, and not in tests/long.txt: {file}, {self.seconds[file]:.0f} s")
 
 
 class SkipAccount:

@@ -18,12 +18,13 @@ import zerokern as zk
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.text import Batches, read_text
 
-from .ours import DELAYED, OVERLAP, SYNC, keywords, settle
+from .ours import DELAYED, OVERLAP, RESIDENT, SYNC, keywords, settle
 
 HYPER = {"lr": 2e-4, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 MAX_NORM = 1.0
 CHECKED_STEPS = 4
 TOLERANCE = 5e-3  # of a loss: a few roundings to bf16, which are 2**-9 each, averaged over a batch
+SHARDED = 2
 OFFLOADED = (SYNC, OVERLAP, DELAYED)
 FORMATS = {
     "exact": {"state_format": "fp32", "master_format": "split16"},
@@ -90,8 +91,11 @@ def plain_loop(model: nn.Module, update: Update) -> Callable[[Tensor, Tensor], T
 
 
 def ours(stage: Stage, name: str, form: str) -> Trainer:
-    """zk.AdamW with its state on the device, or on the host in one of the schedules."""
-    model = stage.model()
+    """zk.AdamW with its state on the device, or on the host in one of the schedules.
+
+    Under zk.shard, where a block's forward waits for its own parameters: plain ones are complete when step() returns.
+    """
+    model = stage.model() if name == RESIDENT else zk.shard(stage.model(), stage=SHARDED)
     optimizer: Any = zk.AdamW(
         model.parameters(), max_grad_norm=MAX_NORM, **FORMATS[form], **keywords(name), **HYPER
     )  # fmt: skip

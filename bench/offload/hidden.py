@@ -5,16 +5,14 @@ long as the link allows; optimizer, executor and the update on the CPU are real.
 first and alone. From that, the link and the times of compute, the simulator says how long each case will take; what it
 said is kept, with the time, before the first case runs.
 
-    python -m bench.offload.hidden --json hidden.json
+    zerokern bench offload --hidden --json hidden.json
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,6 @@ import torch
 
 import zerokern as zk
 from zerokern.core import native
-from zerokern.core.errors import got
 from zerokern.examples.played import PlayedTraining
 from zerokern.optim.link import put_in_place
 from zerokern.optim.parts import parts_of
@@ -34,7 +31,6 @@ from zerokern.schedule.recorder import Event, Recorder
 from zerokern.schedule.timeline import hidden, step_begins
 
 from ..machine import birth, today
-from ..quality import parse_count, parse_new_file
 from ..report import SCHEMA, columns, write_json
 from ..timers import Estimate, median_estimate
 
@@ -210,17 +206,17 @@ def program_for(case: Case, rates: Rates) -> Program:
     spans = []
     for part in parts_of(pieces, [None] * len(pieces)):
         numel = sum(case.units[unit] for unit in part.members)
-        spans.append(
-            Span(
-                part.name,
-                numel,
-                grad_nbytes=2 * numel,
-                param_nbytes=2 * numel,
-                step_nbytes=round(numel / rates.update_numel_s * rates.norm_gb_s * 1e9),
-                forward_flops=FLOPS_S * sum(forward[unit] for unit in part.members),
-                backward_flops=FLOPS_S * sum(backward[unit] for unit in part.members),
-            )
+        span = Span.of(
+            part.name,
+            numel,
+            grad_nbytes=2 * numel,
+            param_nbytes=2 * numel,
+            state_nbytes=0,
+            forward_flops=FLOPS_S * sum(forward[unit] for unit in part.members),
+            backward_flops=FLOPS_S * sum(backward[unit] for unit in part.members),
         )
+        updated = numel / rates.update_numel_s * rates.norm_gb_s * 1e9
+        spans.append(dataclasses.replace(span, step_nbytes=round(updated)))
     return program_of(SCHEDULES[case.schedule], spans, at_once=case.schedule == "overlap")
 
 
@@ -311,35 +307,3 @@ def _row_json(row: Row) -> dict[str, Any]:
         "hidden": round(row.hidden, 4),
         "ratio": {},
     }
-
-
-def parse_steps(text: str) -> int:
-    if not text.isdigit() or int(text) < 1 or int(text) % PERIOD:
-        raise argparse.ArgumentTypeError(got("steps", text, f"a multiple of {PERIOD}"))
-    return int(text)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures all cases and prints them."""
-    parser = argparse.ArgumentParser(prog="python -m bench.offload.hidden", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=parse_steps, default=36, help="of each case, a multiple of 4 (36)")
-    parser.add_argument("--threads", type=parse_count, help="of the update (all CPUs but one, which plays the device)")
-    parser.add_argument("--json", type=parse_new_file, metavar="FILE", help="the result, to a new file")
-    parser.add_argument(
-        "--foretold", type=parse_new_file, metavar="FILE", help="what the simulator says, before it runs"
-    )
-    parser.add_argument("--smoke", action="store_true", help="a few steps of little: does it work")
-    args = parser.parse_args(argv)
-    native.set_threads(args.threads or max(1, native.threads() - 1))
-    cases, steps = (SMOKE, PERIOD) if args.smoke else (CASES, args.steps)
-    outcome = measure(cases, steps, lambda text: print(text, flush=True), args.foretold)
-    print("")
-    for line in lines(outcome):
-        print(line)
-    if args.json:
-        write_json(args.json, document(outcome, "python -m bench.offload.hidden"))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

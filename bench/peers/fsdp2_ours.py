@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from zerokern.comm import Group, Handle
+from zerokern.comm import Group, Handle, group_on
 
 from ..zero.trainer import Candidate, Seat
 from .fsdp2 import training
@@ -69,7 +69,7 @@ class Reduce(Memory, ReduceScatter):
 
 
 def with_our_collectives(seat: Seat) -> list[Candidate]:
-    group = Group.of(None, torch.device("cpu"))
+    group = group_on(None, torch.device("cpu"))
 
     def adapt(model: FSDPModule) -> None:
         for module in model.modules():

@@ -57,6 +57,8 @@ Counts fuzz_control(Random &random, uint64_t executions) {
         const int64_t numels[] = {random.pick(extremes), random.pick(extremes)};
         if (zk_sumsq_partials(numels, 1 + static_cast<int64_t>(random.below(2))) < 0)
             fail("zk_sumsq_partials", i, "negative count for", numels[0]);
+        if (zk_sumsq_partials(nullptr, 1) != ZK_E_NULL || zk_sumsq_partials(nullptr, 0) != 0)
+            fail("zk_sumsq_partials", i, "read from null", 0);
         ++(valid ? counts.accepted : counts.refused);
     }
     zk_threads_set(threads);

@@ -19,6 +19,7 @@ uint32_t by_bits(uint32_t crc, const char *data, int64_t nbytes) {
 Counts fuzz_crc32c(Random &random, uint64_t executions) {
     Counts counts;
     if (zk_crc32c(0, "123456789", 9) != 0xE3069283u) fail("zk_crc32c", 0, "not Castagnoli's", 0);
+    if (zk_crc32c(7, nullptr, 4096) != 7) fail("zk_crc32c", 0, "read from null", 0);
     for (uint64_t i = 0; i < executions; ++i) {
         Buffer data(Kind::bytes, some_numel(random) * (random.one_in(64) ? 40 : 1), some_offset(random, Kind::bytes));
         data.fill(random);

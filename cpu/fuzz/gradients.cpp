@@ -1,5 +1,7 @@
-// zk_gradients over a framework of its own: tensors are heap blocks of exact sizes, and its functions may refuse.
+// zk_gradients, zk_in_place and zk_raise_versions over a framework of its own: tensors are heap blocks of exact sizes,
+// and its functions may refuse.
 #include <memory>
+#include <vector>
 
 #include "fuzz.h"
 
@@ -12,7 +14,7 @@ struct Tensor {
     const void *grad;
     int64_t numel;
     int32_t layout, dtype;
-    bool contiguous, refuses;
+    bool contiguous, refuses, negated;
 };
 
 const Tensor *in(const void *const *cell) { return static_cast<const Tensor *>(*cell); }
@@ -43,7 +45,12 @@ int32_t is_contiguous(const void *const *cell, bool *yes) {
     return 0;
 }
 
-constexpr zk_tensor_calls CALLS = {grad, is_defined, address, layout, dtype, numel, is_contiguous};
+bool is_negated(const void *const *cell) { return in(cell)->negated; }
+
+std::vector<const void *> raised;
+void note_raised(const void *const *cell) { raised.push_back(*cell); }
+
+constexpr zk_tensor_calls CALLS = {grad, is_defined, address, layout, dtype, numel, is_contiguous, is_negated};
 
 }  // namespace
 
@@ -60,16 +67,16 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
         for (size_t t = 0; t < count; ++t) {
             char *place = reinterpret_cast<char *>(uintptr_t{64} * (1 + random.below(1000)));
             grads.push_back(std::make_unique<Tensor>(
-                Tensor{place + 8, nullptr, static_cast<int64_t>(random.below(9)), 0, 6, true, false}));
+                Tensor{place + 8, nullptr, static_cast<int64_t>(random.below(9)), 0, 6, true, false, false}));
             params.push_back(
-                std::make_unique<Tensor>(Tensor{place, grads[t].get(), grads[t]->numel, 0, 6, true, false}));
+                std::make_unique<Tensor>(Tensor{place, grads[t].get(), grads[t]->numel, 0, 6, true, false, false}));
             tensors.push_back(params[t].get());
             addresses.push_back(place);
             numels.push_back(grads[t]->numel);
             dtypes.push_back(6);
             if (!random.one_in(60)) continue;
             if (first_wrong == static_cast<int64_t>(count)) first_wrong = static_cast<int64_t>(t);
-            switch (random.below(10)) {
+            switch (random.below(11)) {
                 case 0:
                     params[t]->grad = nullptr;
                     break;
@@ -97,6 +104,9 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
                 case 8:
                     params[t]->contiguous = false;
                     break;
+                case 9:
+                    grads[t]->negated = true;
+                    break;
                 default:
                     grads[t]->refuses = true;
                     break;
@@ -115,7 +125,30 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
         for (int64_t t = 0; t < answer; ++t)
             if (found[static_cast<size_t>(t)] != grads[static_cast<size_t>(t)]->address)
                 fail("zk_gradients", i, "wrong address of", t);
+        int64_t first_elsewhere = 0;
+        while (first_elsewhere < static_cast<int64_t>(count) &&
+               params[static_cast<size_t>(first_elsewhere)]->address == addresses[static_cast<size_t>(first_elsewhere)])
+            ++first_elsewhere;
+        const int64_t place = zk_in_place(&CALLS, tensors.data(), addresses.data(), static_cast<int64_t>(count));
+        if (place != first_elsewhere) fail("zk_in_place", i, "stopped at the wrong tensor", place);
+        if (zk_in_place(&CALLS, nullptr, nullptr, 1) != ZK_E_NULL) fail("zk_in_place", i, "took null tensors", 0);
         if (zk_gradients(nullptr, &list, found.data()) != ZK_E_NULL) fail("zk_gradients", i, "took null calls", 0);
+        std::vector<const void *const *> cells;
+        for (const void *const &tensor : tensors) cells.push_back(&tensor);
+        const size_t changed = random.below(41);
+        std::vector<const void *> before = tensors;
+        if (changed < count) before[changed] = nullptr;
+        if (zk_in_cells(cells.data(), before.data(), static_cast<int64_t>(count)) !=
+            static_cast<int64_t>(changed < count ? changed : count))
+            fail("zk_in_cells", i, "stopped at the wrong cell", 0);
+        if (zk_in_cells(nullptr, nullptr, 1) != ZK_E_NULL) fail("zk_in_cells", i, "took null cells", 0);
+        raised.clear();
+        if (zk_raise_versions(note_raised, cells.data(), static_cast<int64_t>(count)) != static_cast<int64_t>(count))
+            fail("zk_raise_versions", i, "stopped early", 0);
+        for (size_t t = 0; t < count; ++t)
+            if (raised.size() != count || raised[t] != tensors[t]) fail("zk_raise_versions", i, "left out", 0);
+        if (zk_raise_versions(nullptr, cells.data(), 1) != ZK_E_NULL)
+            fail("zk_raise_versions", i, "took a null call", 0);
         ++(first_wrong == static_cast<int64_t>(count) ? counts.accepted : counts.refused);
     }
     return counts;

@@ -194,7 +194,8 @@ int64_t spoil_segment(Call &call, Random &random) {
     else if (kind == 1)
         s.group = call.groups.size() + (random.next() >> random.below(64));
     else if (kind == 2)
-        s.first = -1 - static_cast<int64_t>(random.below(1000));
+        s.first = random.one_in(2) ? INT64_MAX - static_cast<int64_t>(random.below(100))
+                                   : -1 - static_cast<int64_t>(random.below(1000));
     else if (kind == 3)
         s.grad = nullptr;
     else if (kind == 4 && s.exp_avg_scale)

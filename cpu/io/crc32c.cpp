@@ -96,6 +96,7 @@ bool has_instruction() {
 
 uint32_t zk_crc32c(uint32_t crc, const void *data, uint64_t nbytes) {
     const unsigned char *bytes = static_cast<const unsigned char *>(data);
+    if (!bytes) return crc;
 #if defined(__x86_64__)
     if (has_instruction()) return ~by_instruction(~crc, bytes, nbytes);
 #endif

@@ -23,11 +23,11 @@ def compiling(**more: str) -> dict[str, str]:
     return environment
 
 
-def compile_all(wanted: dict[str, Work], folder: Path) -> dict[str, dict[str, Any]]:
+def compile_all(wanted: dict[str, Work], folder: Path, cache: Path) -> dict[str, dict[str, Any]]:
     """Facts by name, from one process for each CPU."""
     names = list(wanted)
     count = max(min(usable_cpus(), len(names) // 4), 1)
-    environment = compiling(TRITON_CACHE_DIR=str(folder / "cache"))
+    environment = compiling(TRITON_CACHE_DIR=str(cache))
     children = []
     for i in range(count):
         share = folder / f"{i}.jobs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +17,35 @@ from ahead_of_time import Work, compile_all
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "work" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all", default=False)
-        metafunc.parametrize("work", all_work(every), ids=name_of)
+        few = {name_of(one): one for one in first_of_each(in_turn(every=False))}
+        rest = {name_of(one): one for one in rest_of_the_work() if metafunc.config.slow_rows}
+        rows = [pytest.param(one, id=name) for name, one in few.items()]
+        rows += [pytest.param(one, id=name, marks=pytest.mark.slow) for name, one in rest.items() if name not in few]
+        metafunc.parametrize("work", rows)
 
 
-def all_work(every: bool) -> list[Work]:
-    """Under --all every job for an architecture in turn, and those that represent them for each; else these in turn."""
+def in_turn(every: bool) -> list[Work]:
+    """The jobs, each for the next architecture."""
     from zerokern.kernels.triton.ahead import ARCHITECTURES, jobs  # where there is no triton, no test asks for work
 
-    found = jobs(every)
-    work = [(job, ARCHITECTURES[number % len(ARCHITECTURES)]) for number, job in enumerate(found)]
-    if every:
-        work += [(job, architecture) for job in jobs(every=False) for architecture in ARCHITECTURES]
-    return list({name_of(one): one for one in work}.values())
+    return [(job, ARCHITECTURES[number % len(ARCHITECTURES)]) for number, job in enumerate(jobs(every))]
+
+
+def first_of_each(work: list[Work]) -> list[Work]:
+    """One for each kernel, and for each algorithm of the update."""
+    kinds = {(job["kernel"], algorithm_of(job["case"])): (job, at) for job, at in reversed(work)}
+    return list(kinds.values())
+
+
+def algorithm_of(case: str) -> str:
+    return found[0] if (found := re.match("adam|lion|adagrad|sgd", case)) else ""
+
+
+def rest_of_the_work() -> list[Work]:
+    """Every job for an architecture in turn, and those that represent them for each."""
+    from zerokern.kernels.triton.ahead import ARCHITECTURES, jobs
+
+    return in_turn(every=True) + [(job, architecture) for job in jobs(every=False) for architecture in ARCHITECTURES]
 
 
 def name_of(work: Work) -> str:
@@ -40,14 +57,19 @@ def name_of(work: Work) -> str:
 def facts_of(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Work], dict[str, Any]]:
-    """What a piece of work compiled to. All that the session asks for is compiled at once, on all CPUs."""
+    """What a piece of work compiled to. All that the session asks for is compiled at once, on all CPUs.
+
+    Triton's cache is kept from run to run: it knows a kernel by its source, that of what it calls, and its options.
+    """
     wanted = {}
     for item in request.session.items:
         mine = item.path.parent == Path(__file__).parent  # elsewhere the same word may mean something else
         work = item.callspec.params.get("work") if mine and hasattr(item, "callspec") else None
         if work is not None:
             wanted[name_of(work)] = work
-    facts = compile_all(wanted, tmp_path_factory.mktemp("ahead"))
+    kept = getattr(request.config, "cache", None)
+    folder = tmp_path_factory.mktemp("ahead")
+    facts = compile_all(wanted, folder, cache=kept.mkdir("triton") if kept else folder / "cache")
 
     def look_up(work: Work) -> dict[str, Any]:
         found = facts[name_of(work)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from zerokern.cli import bench
+from importlib import import_module
 
-contest, pattern, workfile = (bench.suite(f"disk.{name}") for name in ("contest", "pattern", "workfile"))
+contest, pattern, workfile = (
+    import_module(f"zerokern.bench.disk.{name}") for name in ("contest", "pattern", "workfile")
+)
 MIB = 1 << 20
 READ, WRITE, MIXED, *RANDOM = PATTERNS = pattern.patterns(smoke=True)
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import shutil
+from importlib import import_module
 
 import pytest
 from disk_cases import MIB, RANDOM, READ, WRITE, task
 
-from zerokern.cli import bench
-
 contest, deepspeed, fio, pattern, peers, torch_file, workfile = (
-    bench.suite(name)
+    import_module(f"zerokern.bench.{name}")
     for name in (
         "disk.contest", "peers.deepspeed_aio", "peers.fio", "disk.pattern", "peers", "peers.torch_file", "disk.workfile"
     )
 )  # fmt: skip
-Missing, WrongResult = bench.suite("contest").Missing, bench.suite("contest").WrongResult
+Missing, WrongResult = (
+    import_module("zerokern.bench.contest").Missing,
+    import_module("zerokern.bench.contest").WrongResult,
+)
 
 
 class TestFio:

@@ -11,16 +11,15 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from zerokern.cli import bench
-
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
 asked, commands, machine, report, runner, sections, settings, warm = (
-    bench.suite(f"gpu.{name}")
+    import_module(f"zerokern.bench.gpu.{name}")
     for name in ("asked", "sections.commands", "machine", "report", "runner", "sections", "settings", "warm")
 )
 
@@ -39,6 +38,33 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     return out, ran.stdout
+
+
+@pytest.mark.slow
+def test_where_pip_cannot_install_cmake_builds(tmp_path: Path) -> None:
+    """An image without the build backend must not cost a run on a GPU."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" != pip ] || exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    ran = subprocess.run(
+        [SCRIPT, out, "build"], env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + (out / "build.log").read_text()[-3000:]
+    assert "building by cmake instead" in ran.stdout and "built in" in ran.stdout
+
+
+def test_without_a_compiler_one_line_says_so(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "dirname", "mkdir", "mktemp", "head", "tr", "sed", "rm"):
+        (tmp_path / "bin" / name).symlink_to(
+            subprocess.run(["which", name], capture_output=True, text=True).stdout.strip()
+        )
+    environment = {"PATH": str(tmp_path / "bin"), "PYTHON": sys.executable, "HOME": str(tmp_path)}
+    ran = subprocess.run(
+        [tmp_path / "bin" / "bash", SCRIPT, tmp_path / "out"], env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 1 and "there is no C++ compiler (c++, g++ or clang++) on PATH" in ran.stdout
 
 
 def content(rehearsal: tuple[Path, str]) -> dict:
@@ -101,6 +127,7 @@ class TestRehearsal:
 
 
 class TestScript:
+    @pytest.mark.slow
     def test_it_rehearses_one_section(self, tmp_path: Path) -> None:
         environment = {**os.environ, "PYTHON": sys.executable}
         ran = subprocess.run([SCRIPT, "--rehearse", tmp_path, "ops"], env=environment, capture_output=True, text=True)
@@ -123,7 +150,7 @@ class TestScript:
     def test_a_result_is_never_overwritten(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "rehearsal-sweep.json").write_text("kept")
         with pytest.raises(SystemExit):
-            bench.suite("gpu.__main__").main(["--rehearse", str(tmp_path), "sweep"])
+            import_module("zerokern.bench.gpu.__main__").main(["--rehearse", str(tmp_path), "sweep"])
         assert "a result is never overwritten" in capsys.readouterr().err
         assert (tmp_path / "rehearsal-sweep.json").read_text() == "kept"
 

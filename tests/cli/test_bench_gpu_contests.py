@@ -9,11 +9,10 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import torch
-
-from zerokern.cli import bench
 
 MODULES = (
     "gpu.asked", "gpu.clock", "gpu.lists", "gpu.ours", "gpu.problem", "gpu.report", "gpu.sections", "gpu.settings",
@@ -21,8 +20,10 @@ MODULES = (
 )  # fmt: skip
 (
     asked, clock, lists, ours, problem, report, sections, settings, turns, eight_bit, pytest_section, update
-) = map(bench.suite, MODULES)  # fmt: skip
-adam, contest, step, timers = (bench.suite(name) for name in ("ops.adam", "contest", "step", "timers"))
+) = (import_module(f"zerokern.bench.{name}") for name in MODULES)  # fmt: skip
+adam, contest, step, timers = (
+    import_module(f"zerokern.bench.{name}") for name in ("ops.adam", "contest", "step", "timers")
+)
 TOY = settings.Settings(rehearse=True)
 
 

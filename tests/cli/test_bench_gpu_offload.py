@@ -8,22 +8,21 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from zerokern.cli import bench
-
 asked, contest, device, offload, offload7b, offloadmax, run, sections, settings, syncs, timers, watch = (
-    bench.suite(name)
+    import_module(f"zerokern.bench.{name}")
     for name in (
         "gpu.asked", "contest", "offload.device", "gpu.sections.offload", "gpu.sections.offload7b",
         "gpu.sections.offloadmax", "run", "gpu.sections", "gpu.settings", "offload.syncs", "timers", "offload.watch",
     )
 )  # fmt: skip
-case = bench.suite("offload.case")
+case = import_module("zerokern.bench.offload.case")
 STAGE = device.Stage(torch.device("cpu"), offload.TOY)
 KIND = f"{offload.RESIDENT}, int8"
 SMALL = case.Case(device.SYNC, "exact", 6, 512, 32, (32,), 3, "cpu")
@@ -34,7 +33,7 @@ SMALL = case.Case(device.SYNC, "exact", 6, 512, 32, (32,), 3, "cpu")
 def test_a_section_is_rehearsed(name: str, tmp_path: Path) -> None:
     # in a process of its own: sections are forks, and one of this process, which has OpenMP threads, would wait for
     # threads that a fork does not have
-    program = "import sys; from zerokern.cli import bench; sys.exit(bench.suite('gpu.__main__').main(sys.argv[1:]))"
+    program = "import sys; from zerokern.bench.gpu.__main__ import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "--rehearse", str(tmp_path), name]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -189,6 +188,7 @@ class TestJudge:
 
 
 class TestWatch:
+    @pytest.mark.slow
     def test_host_memory_is_what_the_system_says(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Parameters, gradients, remainders, two states: 14 B a parameter, and what a step of this size needs."""
         monkeypatch.setenv("OMP_NUM_THREADS", "1")

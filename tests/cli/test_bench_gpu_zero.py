@@ -8,15 +8,14 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-from zerokern.cli import bench
-
 clock, contest, plain, report, run, section, settings, timers, training = (
-    bench.suite(name)
+    import_module(f"zerokern.bench.{name}")
     for name in (
         "gpu.clock", "contest", "gpu.peers.plain_training", "gpu.report", "run", "gpu.sections.zero", "gpu.settings",
         "timers", "gpu.training",
@@ -31,10 +30,11 @@ def course() -> object:
     return training.Training(TOY)
 
 
+@pytest.mark.slow
 def test_the_section_is_rehearsed(tmp_path: Path) -> None:
     # in a process of its own: sections are forks, and one of this process, which has OpenMP threads, would wait for
     # threads that a fork does not have
-    program = "import sys; from zerokern.cli import bench; sys.exit(bench.suite('gpu.__main__').main(sys.argv[1:]))"
+    program = "import sys; from zerokern.bench.gpu.__main__ import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "--rehearse", str(tmp_path), "zero"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr

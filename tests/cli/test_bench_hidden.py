@@ -1,17 +1,18 @@
-"""`python -m bench.offload.hidden`: what it foretells, that it is written down before anything runs, and its result."""
+"""`zerokern bench offload --hidden`: what it foretells, that it says so before anything runs, and its result."""
 
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from zerokern.cli.bench import suite
+from zerokern.cli.main import main
 from zerokern.core import native
 from zerokern.schedule.recorder import Event
 
-hidden = suite("offload.hidden")
+hidden = import_module("zerokern.bench.offload.hidden")
 RATES = hidden.Rates(update_numel_s=1e9, norm_gb_s=20.0, device_gb_s=20.0)
 
 
@@ -82,10 +83,11 @@ def test_steps_are_counted_from_forward_to_forward(monkeypatch) -> None:
 
 def test_a_small_run(tmp_path: Path, capsys) -> None:
     written = tmp_path / "hidden.json"
-    assert hidden.main(["--smoke", "--json", str(written)]) == 0
+    assert main(["bench", "offload", "--hidden", "--smoke", "--json", str(written)]) == 0
     out = capsys.readouterr().out
     assert "of bound: at most" in out and "error: at most" in out
-    content = json.loads(written.read_text())
+    content, told = (json.loads(path.read_text()) for path in (written, tmp_path / "hidden.foretold.json"))
+    assert content["foretold"] == told
     assert [row["name"] for row in content["rows"]] == ["overlap: a few steps", "delayed: a few steps"]
     assert content["foretold"]["date"] <= content["date"]
     for row, said in zip(content["rows"], content["foretold"]["cases"], strict=True):

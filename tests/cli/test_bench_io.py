@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,12 @@ import torch
 from disk_cases import MIB, MIXED, PATTERNS, RANDOM, READ, WRITE, task
 
 import zerokern as zk
-from zerokern.cli import bench
 from zerokern.cli.main import main
 from zerokern.core.errors import BudgetError
 from zerokern.memory import Arena
 
 contest, deepspeed, fio, io, ours, pattern, peers, report, search, tickets, timers, torch_file, usage, workfile = (
-    bench.suite(name)
+    import_module(f"zerokern.bench.{name}")
     for name in (
         "disk.contest", "peers.deepspeed_aio", "peers.fio", "ops.io", "disk.ours", "disk.pattern", "peers",
         "disk.report", "disk.search", "disk.tickets", "timers", "peers.torch_file", "disk.usage", "disk.workfile",
@@ -87,7 +87,7 @@ class TestFile:
 
 
 def io_wrong() -> type[Exception]:
-    return bench.suite("contest").WrongResult
+    return import_module("zerokern.bench.contest").WrongResult
 
 
 class TestUsage:
@@ -232,6 +232,7 @@ class TestOurs:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_smoke(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         place, chart, result = tmp_path / "disk", tmp_path / "chart.png", tmp_path / "result.json"
         place.mkdir()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from zerokern.cli import bench
 from zerokern.cli.main import main
 
-save, stall, contest, shapes = (bench.suite(name) for name in ("disk.save", "disk.stall", "contest", "shapes"))
+save, stall, contest, shapes = (
+    import_module(f"zerokern.bench.{name}") for name in ("disk.save", "disk.stall", "contest", "shapes")
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,6 +42,7 @@ def test_what_loads_other_values_gets_no_time(training) -> None:
     assert not any(tensor.any() for tensor in tensors.values())
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place, result, chart = tmp_path / "disk", tmp_path / "result.json", tmp_path / "chart.png"
     place.mkdir()

@@ -6,17 +6,18 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from zerokern.cli import bench, bench_zero
+from zerokern.bench.zero import command as bench_zero
 from zerokern.cli.main import main
 
 asked, jobs, launch, measure, ours, plain, rank, trainer, tuning, turns = (
-    bench.suite(name)
+    import_module(f"zerokern.bench.{name}")
     for name in (
         "zero.asked", "zero.job", "zero.launch", "zero.measure", "zero.ours", "zero.plain", "zero.rank",
         "zero.trainer", "zero.tuning", "zero.turns",
@@ -83,7 +84,7 @@ class TestFloor:
         assert "zk.shard stage 1: its loss in step" in found["wrong"]
 
     def test_a_peer_with_wrong_losses_is_named_and_left_out(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
-        ddp = bench.suite("peers.ddp")
+        ddp = import_module("zerokern.bench.peers.ddp")
         build = ddp.in_fp32
 
         def unscaled(*arguments: object, **more: object) -> object:
@@ -99,7 +100,7 @@ class TestFloor:
         def broken(*_: object, **__: object) -> None:
             raise OSError("no such backend\nand a long story")
 
-        monkeypatch.setattr(bench.suite("peers.ddp"), "in_fp32", broken)
+        monkeypatch.setattr(import_module("zerokern.bench.peers.ddp"), "in_fp32", broken)
         found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
         assert found["missing"] == {"ddp": "OSError: no such backend"}
 
@@ -218,6 +219,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, object]:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_smoke(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         content = run(tmp_path, "--smoke", "--vs", "ddp,zero1,fsdp2,fsdp2-ours")
         names = [row["name"] for row in content["rows"]]

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import re
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from zerokern.cli import demo
-from zerokern.cli.demo import child, memory, place, plot, race
-from zerokern.cli.demo.view import View
+from zerokern.examples import demo
 from zerokern.examples.contenders import CONTENDERS, ON_DISK, state_nbytes
+from zerokern.examples.demo import child, memory, place, plot, processes, race
+from zerokern.examples.demo.act import Act
+from zerokern.examples.demo.view import View
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.text import Batches, read_text, source_files
 from zerokern.examples.widen import WideLinear
 from zerokern.io import Nvme
 
 TINY = Shape(layers=2, width=128, context=32)
-SPEC = child.Spec("torch", 64_000_000, TINY.layers, TINY.width, TINY.context, rows=2, steps=2, lr=1e-3, seconds=30.0)
+ACT = Act(TINY, ("torch",), rows=2, steps=2, lr=1e-3, seconds=30.0, cap=64_000_000)
 BF16_EPS = torch.finfo(torch.bfloat16).eps
 
 
@@ -146,9 +147,12 @@ def test_predicted_bytes_are_held_bytes(name: str) -> None:
     assert held == pytest.approx(predicted, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_torch_runs_out_where_zerokern_trains() -> None:
     view, stream = heard()
-    act = memory.Act(Shape(4, 384, 32), ("torch", "int8-split8"), 90_000_000, rows=2, steps=3, lr=1e-3, seconds=30.0)
+    act = Act(
+        Shape(4, 384, 32), ("torch", "int8-split8"), rows=2, steps=3, lr=1e-3, seconds=30.0, cap=90_000_000, warmup=8
+    )
     theirs, ours = memory.perform(act, view)
     assert theirs.verdict == "OUT OF MEMORY (step 1, optimizer)"
     assert "can't allocate memory" in theirs.out_of_memory
@@ -170,10 +174,13 @@ def test_predicted_bytes_on_disk_are_held_bytes(tmp_path: Path) -> None:
     assert state_nbytes(optimizer, on_disk=True) == pytest.approx(predicted, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_disk_trains_where_memory_does_not_suffice() -> None:
     view, stream = heard()
     names = ("int8-split8", f"exact{memory.DISK}")
-    act = memory.Act(Shape(8, 512, 32), names, 170_000_000, rows=2, steps=2, lr=1e-3, seconds=30.0, ring_nbytes=4 << 20)
+    act = Act(
+        Shape(8, 512, 32), names, rows=2, steps=2, lr=1e-3, seconds=30.0, cap=170_000_000, ring_nbytes=4 << 20, warmup=8
+    )
     capped, ours = memory.perform(act, view)
     assert capped.verdict == "OUT OF MEMORY (step 1, optimizer)"
     assert ours.label == "zk.AdamW exact on disk"
@@ -189,7 +196,7 @@ def test_disk_trains_where_memory_does_not_suffice() -> None:
 def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     view, stream = heard()
     monkeypatch.setattr(memory, "DISK_MARGIN", 1e9)
-    act = memory.Act(TINY, (f"exact{memory.DISK}",), 1 << 30, rows=1, steps=1, lr=1e-3, seconds=30.0)
+    act = Act(TINY, (f"exact{memory.DISK}",), rows=1, steps=1, lr=1e-3, seconds=30.0, cap=1 << 30)
     assert memory.perform(act, view) == []
     assert "left out, because no folder for temporary files has" in stream.getvalue()
 
@@ -215,19 +222,21 @@ def test_mounts_are_read() -> None:
     assert found == ["xfs", "f2fs", "ext4", "ext4"]
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_named() -> None:
     view, _ = heard()
-    outcome = memory.train_capped(child.Spec("torch", 8_000_000, 4, 384, 32, 2, 2, 1e-3, 30.0), view)
+    outcome = memory.train_capped(replace(ACT, shape=Shape(4, 384, 32), cap=8_000_000), "torch", view)
     assert outcome.verdict == "OUT OF MEMORY (building the model)"
     assert not outcome.trained and not outcome.failure
 
 
-def test_a_child_that_falls_is_reported() -> None:
-    view, _ = heard()
-    outcome = memory.train_capped(child.Spec("no such optimizer", 1 << 20, 1, 64, 8, 1, 1, 1e-3, 1.0), view)
-    assert outcome.verdict == "FAILED (starting)"
-    assert outcome.failure == "exit code 1: KeyError: 'no such optimizer'"
-    assert memory.ending(-6, "") == "killed by SIGABRT"
+def test_a_child_that_falls_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, stream = heard()
+    monkeypatch.setattr(Act, "to_json", lambda act: "{}")
+    outcome = memory.train_capped(ACT, "torch", view)
+    assert outcome.verdict == "FAILED (starting)" and outcome.verdict in stream.getvalue()
+    assert outcome.failure == "exit code 1: KeyError: 'shape'"
+    assert processes.ending(-6, "") == "killed by SIGABRT"
 
 
 def test_only_running_out_of_memory_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +253,7 @@ def test_only_running_out_of_memory_is_forgiven(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_exact_follows_torch() -> None:
-    act = race.Act(TINY, ("torch", "exact-fp32", "int8-fp32"), rows=4, steps=25, lr=1e-3, seconds=60.0)
+    act = Act(TINY, ("torch", "exact-fp32", "int8-fp32"), rows=4, steps=25, lr=1e-3, seconds=60.0)
     view, stream = heard()
     theirs, exact, int8 = race.perform(act, view)
     assert max(abs(a - b) for a, b in zip(theirs.losses, exact.losses, strict=True)) < 1e-4
@@ -255,7 +264,7 @@ def test_exact_follows_torch() -> None:
 
 
 def test_a_race_out_of_time_stops_all_at_the_same_step() -> None:
-    act = race.Act(TINY, ("torch", "exact-fp32"), rows=1, steps=50, lr=1e-3, seconds=0.0)
+    act = Act(TINY, ("torch", "exact-fp32"), rows=1, steps=50, lr=1e-3, seconds=0.0)
     view, stream = heard()
     lanes = race.perform(act, view)
     assert [len(lane.losses) for lane in lanes] == [1, 1]
@@ -280,6 +289,7 @@ def test_picture_has_a_panel_for_each_act(tmp_path: Path) -> None:
     assert height == same and width == 3 * third
 
 
+@pytest.mark.slow
 def test_the_quick_demo_runs(tmp_path: Path) -> None:
     """As CI runs it: all acts, plain lines, a picture."""
     command = [sys.executable, "-m", "zerokern", "demo", "--quick", "--out", str(tmp_path / "demo.png")]
@@ -291,5 +301,5 @@ def test_the_quick_demo_runs(tmp_path: Path) -> None:
     assert picture_size(tmp_path / "demo.png") == (3840, 864)
 
 
-def test_a_spec_survives_the_command_line() -> None:
-    assert child.Spec(**json.loads(SPEC.to_json())) == SPEC
+def test_an_act_survives_the_command_line() -> None:
+    assert Act.of_json(ACT.to_json()) == ACT

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from zerokern.cli.demo import plot, together
-from zerokern.cli.demo.rank import Spec
-from zerokern.cli.demo.view import View
+from zerokern.examples.demo import plot, together
+from zerokern.examples.demo.act import Act
+from zerokern.examples.demo.view import View
 from zerokern.examples.model import Shape
 
-ACT = together.Act(Shape(4, 384, 32), world=2, stage=3, rows=2, steps=3, lr=2e-4, seconds=60.0)
-TINY = together.Act(Shape(1, 128, 32), world=2, stage=3, rows=2, steps=500, lr=1e-3, seconds=60.0)
+ACT = Act(Shape(4, 384, 32), (), world=2, stage=3, rows=2, steps=3, lr=2e-4, seconds=60.0)
+TINY = Act(Shape(1, 128, 32), (), world=2, stage=3, rows=2, steps=500, lr=1e-3, seconds=60.0)
 LOSS_ERROR = 1e-5  # sums of another order, three steps of them
 PAGES_ERROR = 0.05  # of a rank's memory: what libraries and the interpreter take besides
 
@@ -34,6 +34,7 @@ def performed() -> tuple[together.Outcome, str]:
     return outcome, stream.getvalue()
 
 
+@pytest.mark.slow
 def test_ranks_follow_torch(performed: tuple[together.Outcome, str]) -> None:
     outcome, said = performed
     assert not outcome.failed, said
@@ -43,6 +44,7 @@ def test_ranks_follow_torch(performed: tuple[together.Outcome, str]) -> None:
     assert outcome.plain.losses[-1] < outcome.plain.losses[0] - 0.1
 
 
+@pytest.mark.slow
 def test_what_was_planned_is_held(performed: tuple[together.Outcome, str]) -> None:
     outcome, _ = performed
     planned = dict(outcome.plan.roles)
@@ -56,6 +58,7 @@ def test_what_was_planned_is_held(performed: tuple[together.Outcome, str]) -> No
     assert outcome.plain.pages == pytest.approx(outcome.plain.held, rel=PAGES_ERROR)
 
 
+@pytest.mark.slow
 def test_the_tables_say_it(performed: tuple[together.Outcome, str]) -> None:
     outcome, said = performed
     for words in ("Act 3", "planned for a rank", "exp_avg_sq", "units gathered, at most", "no claim for GPUs"):
@@ -63,6 +66,7 @@ def test_the_tables_say_it(performed: tuple[together.Outcome, str]) -> None:
     assert f"{outcome.plain.losses[0]:.6f}" in said and f"{outcome.ranks[0].losses[-1]:.6f}" in said
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_panel_for_it(performed: tuple[together.Outcome, str], tmp_path: Path) -> None:
     assert plot.draw(tmp_path / "ranks.png", [], [], performed[0])
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
@@ -76,9 +80,10 @@ def test_the_picture_has_a_panel_for_it(performed: tuple[together.Outcome, str],
 )
 def test_other_losses_are_a_failure(losses: list[float], failed: bool) -> None:
     ranks = [together.Told(losses=losses) for _ in range(2)]
-    assert together.Outcome(ACT, ACT.plan(), together.Told(losses=[5.0, 4.0]), ranks).failed is failed
+    assert together.Outcome(ACT, together.plan(ACT), together.Told(losses=[5.0, 4.0]), ranks).failed is failed
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mortal(together.Processes):
         def events(self) -> Iterator[tuple[int, dict]]:
@@ -94,18 +99,18 @@ def test_a_rank_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_cannot_start_are_reported() -> None:
-    spec = Spec(1, 3, 1, 100, 32, 2, 2, 1.0, 1e-3, 9.0)
-    _, failure = together.train(spec, 1, 0, "torch", View(Console(file=io.StringIO())))
+    act = replace(TINY, shape=Shape(1, 100, 32))
+    _, failure = together.train(act, 2, 0, "torch", View(Console(file=io.StringIO())))
     assert failure.startswith("process 0: exit code 1: ")
-    assert json.loads(spec.to_json())["width"] == 100
 
 
 TRAINS_LONG = """
 import sys
 from zerokern.cli import main
-from zerokern.cli.demo import together
+from zerokern.examples.demo import together
+from zerokern.examples.demo.act import Act
 from zerokern.examples.model import Shape
-act = together.Act(Shape(1, 128, 32), world=2, stage=3, rows=2, steps=10**6, lr=1e-3, seconds=120.0)
+act = Act(Shape(1, 128, 32), (), world=2, stage=3, rows=2, steps=10**6, lr=1e-3, seconds=120.0)
 together.perform = lambda _, view: together.train_on_ranks(act, act.steps, view)
 sys.exit(main.main(["demo", "--act", "3", "--quick"]))
 """
@@ -120,6 +125,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_nothing_is_left_behind(number: signal.Signals, code: int) -> None:
     """Ctrl-C ends the ranks, and they end by themselves when nobody hears them any more."""
     command = [sys.executable, "-c", TRAINS_LONG]

@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from zerokern import report
 from zerokern.cli.main import main
 from zerokern.core import native
 from zerokern.core.errors import BackendError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_names_what_runs_here() -> None:
@@ -74,6 +77,13 @@ def test_parser_loads_without_torch() -> None:
     program = "import sys; from zerokern.cli.main import parser; parser(); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.stdout.strip(), ran.stderr) == ("False", "")
+
+
+def test_a_source_tree_has_all_commands() -> None:
+    """There bench/ and examples/ lie beside the package, and have the names that they are installed as."""
+    program = "from zerokern.cli.main import parser; parser(); import zerokern.examples as e; print(e.__file__)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (ran.stdout.strip(), ran.stderr) == (str(ROOT / "examples" / "__init__.py"), "")
 
 
 def test_an_unknown_command_is_taught(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 
 import zerokern as zk
 from zerokern.cli.main import main
@@ -78,8 +77,8 @@ def test_it_prints_what_zk_plan_prints(capsys) -> None:
 
 def test_a_model_is_built_without_memory(models: str) -> None:
     """In a process of its own: where fresh memory is poisoned, as in these tests, torch.device has no power over it."""
-    command = ["-m", "zerokern", "plan", "--model", f"{models}:on_meta", "--world", "4", "--stage", "3", "--program"]
-    ran = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    command = ["plan", "--model", f"{models}:on_meta", "--world", "4", "--stage", "3", "--program"]
+    ran = run_forked("import sys; from zerokern.cli.main import main; sys.exit(main())", *command)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "### GPT, 431,360 parameters in 20 tensors, on 4 ranks" in ran.stdout
     program = [line.split()[:2] for line in ran.stdout.split("A step at stage 3:")[1].splitlines() if line]

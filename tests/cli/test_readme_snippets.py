@@ -85,6 +85,7 @@ def test_one_process_trains(alone: tuple[list[float], dict[str, torch.Tensor]]) 
     GPT(Shape(layers=2, width=128, context=64)).load_state_dict(saved)
 
 
+@pytest.mark.slow
 def test_torchrun_trains_the_same(alone: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path) -> None:
     losses = trained([COMMANDS[1].replace("--nproc-per-node=8", "--nproc-per-node=2")], tmp_path)
     same_as(alone, losses, tmp_path)

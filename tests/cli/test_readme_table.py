@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from zerokern.cli.bench import suite
-
-readme = suite("readme")
+readme = import_module("zerokern.bench.readme")
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = f"# x\nbefore\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
 CONTENT = {

@@ -13,8 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from zerokern.cli import trace, trace_live
+from zerokern.cli import trace
 from zerokern.cli.main import main
+from zerokern.examples import traced as tracing
 from zerokern.examples.model import GPT, Shape
 from zerokern.schedule.recorder import Event, Recorder
 
@@ -87,7 +88,7 @@ def test_a_file_for_perfetto(capsys, tmp_path: Path) -> None:
     assert any(one["ph"] == "s" for one in events)
 
 
-def steady(traced: trace.Traced, step: int) -> dict[str, list[Event]]:
+def steady(traced: tracing.Traced, step: int) -> dict[str, list[Event]]:
     """What ran of one step, by verb."""
     found: dict[str, list[Event]] = {}
     for event in traced.events:
@@ -98,16 +99,16 @@ def steady(traced: trace.Traced, step: int) -> dict[str, list[Event]]:
 
 def test_a_played_device(monkeypatch) -> None:
     """Everything but the device is real, and each schedule is what it says, however busy this machine is."""
-    monkeypatch.setattr(trace_live, "PLAYED_UNITS", 2)
-    step = trace_live.WARM_STEPS + 1
-    traced = {schedule: trace_live.played(schedule, 1) for schedule in trace.SCHEDULES}
+    monkeypatch.setattr(tracing, "PLAYED_UNITS", 2)
+    step = tracing.WARM_STEPS + 1
+    traced = {schedule: tracing.played(schedule, 1) for schedule in trace.SCHEDULES}
     of = {schedule: steady(one, step) for schedule, one in traced.items()}
     computed = {schedule: max(event.end_ns for event in ran["Backward"]) for schedule, ran in of.items()}
     for ran in of.values():
         assert {verb: len(events) for verb, events in ran.items() if verb not in ("Publish", "Norm")} == dict.fromkeys(
             ("Forward", "Backward", "Fetch", "Step", "Store"), 2
         )
-        assert all(event.nbytes == 2 * trace_live.PLAYED_NUMEL for event in [*ran["Fetch"], *ran["Store"]])
+        assert all(event.nbytes == 2 * tracing.PLAYED_NUMEL for event in [*ran["Fetch"], *ran["Store"]])
     for schedule in ("overlap", "delayed"):
         assert min(event.begin_ns for event in of[schedule]["Fetch"]) < computed[schedule]
     assert min(event.begin_ns for event in of["sync"]["Fetch"]) >= computed["sync"]
@@ -121,10 +122,10 @@ def test_a_played_device(monkeypatch) -> None:
 @pytest.mark.parametrize("schedule", ["sync", "delayed"])
 def test_this_machine(schedule: str, monkeypatch) -> None:
     """On a CPU nothing crosses; a step in place is noted too, though no program ran."""
-    monkeypatch.setattr(trace_live, "ON_CPU", (Shape(layers=2, width=64, context=32), 2))
-    traced = trace_live.live(schedule, 1)
+    monkeypatch.setattr(tracing, "ON_CPU", (Shape(layers=2, width=64, context=32), 2))
+    traced = tracing.live(schedule, 1)
     assert traced.title.startswith(f"{schedule}: GPT of ")
-    for step in range(1, trace_live.WARM_STEPS + 3):
+    for step in range(1, tracing.WARM_STEPS + 3):
         ran = steady(traced, step)
         assert [len(ran[verb]) for verb in ("Forward", "Backward")] == [4, 4]
         assert ran["Step"]
@@ -134,7 +135,7 @@ def test_this_machine(schedule: str, monkeypatch) -> None:
 
 def test_units_are_seen_in_order() -> None:
     """Forward from the embedding to the head, backward the other way round, one after the other without gaps."""
-    observed = trace_live.Observed(GPT(Shape(layers=3, width=64, context=8)), trace_live.Clock())
+    observed = tracing.Observed(GPT(Shape(layers=3, width=64, context=8)), tracing.Clock())
     tokens = torch.zeros(2, 8, dtype=torch.long)
     recorder = Recorder()
     for step in (1, 2):
@@ -156,7 +157,7 @@ def test_colours_on_a_terminal_say_the_same() -> None:
         Event(1, "device", "Forward", "a", 0, 4_000_000, 0),
         Event(1, "cpu", "Step", "a", 4_000_000, 9_000_000, 0),
     ]
-    traced = trace.Traced("a title", events, notes=("a note",))
+    traced = tracing.Traced("a title", events, notes=("a note",))
     plain, coloured = StringIO(), StringIO()
     trace.show(traced, 1, Console(file=plain, width=100))
     trace.show(traced, 1, Console(file=coloured, width=100, force_terminal=True, color_system="standard", _environ={}))

@@ -66,6 +66,7 @@ class LibraryDouble:
             name: getattr(self, name) for name in ("all_reduce", "broadcast", "new_group", "get_rank", "get_world_size")
         }
         there |= {"ReduceOp": dist.ReduceOp, "HashStore": lambda: self.store, "distributed_c10d": dist.distributed_c10d}
+        there["PrefixStore"] = dist.PrefixStore
         there["get_process_group_ranks"] = lambda pg: list(range(self.size))
         if self.names in ("old", "both"):
             there["all_gather_into_tensor"] = self._old(self.gather)
@@ -110,20 +111,20 @@ class LibraryDouble:
         return self._launch(group, "gather", input, output, lambda parts: output.copy_(torch.cat(parts)))
 
     def scatter(self, output: Any, input: Any, op: Any, group: DoubleGroup, async_op: bool) -> DoubleWork:
-        assert async_op and op == dist.ReduceOp.SUM
+        assert async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         assert input.numel() == self.size * output.numel() and output.dtype == input.dtype
 
         def finish(parts: list[torch.Tensor]) -> None:
             span = slice(group.rank * output.numel(), (group.rank + 1) * output.numel())
-            output.copy_(total([part[span] for part in parts]))
+            output.copy_(total([part[span] for part in parts], op))
 
-        return self._launch(group, "scatter", input, output, finish)
+        return self._launch(group, "mean" if op == dist.ReduceOp.AVG else "scatter", input, output, finish)
 
     def all_reduce(self, tensor: Any, op: Any, group: DoubleGroup, async_op: bool) -> DoubleWork:
         assert async_op
 
         def finish(parts: list[torch.Tensor]) -> None:
-            tensor.copy_(total(parts) if op == dist.ReduceOp.SUM else torch.stack(parts).amax(0))
+            tensor.copy_(torch.stack(parts).amax(0) if op == dist.ReduceOp.MAX else total(parts, op))
 
         return self._launch(group, "all_reduce", tensor, tensor, finish)
 
@@ -132,7 +133,10 @@ class LibraryDouble:
         return self._launch(group, "broadcast", tensor, tensor, lambda parts: tensor.copy_(parts[group_src]))
 
 
-def total(parts: list[torch.Tensor]) -> torch.Tensor:
+def total(parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """The library divides before it sums, by a factor that it has rounded to the dtype."""
+    if op == dist.ReduceOp.AVG:
+        parts = [part * torch.tensor(1.0 / len(parts), dtype=part.dtype) for part in parts]
     result = parts[-1].clone()
     for part in reversed(parts[:-1]):
         result += part

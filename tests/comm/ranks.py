@@ -26,7 +26,8 @@ from typing import Any
 GRACE_S = 3.0  # between the first failure and the end of the others: what they say may name the cause
 PRELOAD = (
     "pytest torch torch._dynamo torch.distributed torch.distributed.device_mesh torch.distributed.fsdp "
-    "zerokern zerokern.kernels zerokern.optim"
+    "torch.distributed.checkpoint zerokern zerokern.api zerokern.comm.device zerokern.kernels zerokern.optim "
+    "zerokern.saving.loader zerokern.saving.saver"
 )
 NOTHING = object()
 
@@ -55,8 +56,7 @@ def run_ranks(
     timeout. `dies`: ranks that are meant to end without a result (None in the list), or to hang. `store`: who serves
     the group's store: "parent", as torchrun has it, or "rank0", as env:// has it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD.split())
+    context = server_context()
     module = sys.modules[fn.__module__]
     what = (str(Path(module.__file__).resolve()), fn.__module__, fn.__qualname__, pickle.dumps(args))
     with tempfile.TemporaryDirectory() as folder:
@@ -73,6 +73,13 @@ def run_ranks(
         finally:
             for one in ranks:
                 one.end()
+
+
+def server_context() -> Any:
+    """Its processes are forked from a server with all of PRELOAD imported, one for each process of tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD.split())
+    return context
 
 
 def _serve(n: int) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from comm_cases import REDUCTIONS, gather, refused, values
 from library_double import LibraryDouble
 
-from zerokern.comm import FakeWorld, Group, collectives, joining
+from zerokern.comm import FakeWorld, Group, collectives, common, device, group_on, joining
 from zerokern.comm.device import DeviceGroup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -25,13 +26,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
     def run(double: LibraryDouble, act: Callable[[Group], Any]) -> list:
         module = double.module()
         monkeypatch.setattr(collectives, "dist", module)
-        monkeypatch.setattr(joining, "dist", module)
+        for one in (joining, common):
+            monkeypatch.setattr(one, "dist", module)
         results: list = [None] * double.size
 
         def live(rank: int) -> None:
             pg = double.groups[rank]
             # its tensors lie on the CPU, all else is as on a device
-            group = DeviceGroup(pg, joining.Common(pg, CUDA), CPU, "double")
+            group = DeviceGroup(pg, joining._common(pg, CUDA), CPU, "double")
             try:
                 results[rank] = act(group)
             except BaseException as error:
@@ -115,14 +117,33 @@ def test_reductions_have_a_communicator_of_their_own(run) -> None:
     assert double.lanes_made == 2, "one for each rank"
 
 
+@pytest.mark.parametrize("size, dtype, calls", [(2, "bfloat16", 1), (3, "bfloat16", 0), (3, "float32", 1)])
+def test_the_library_takes_means_where_its_factor_is_exact_enough(run, size: int, dtype: str, calls: int) -> None:
+    """One pass less. A third rounded to bf16 would bend every gradient the same way."""
+    kind = getattr(torch, dtype)
+
+    def act(group: Group) -> list[float]:
+        bucket, out = torch.full((group.size * 4,), 3.0, dtype=kind), torch.empty(4, dtype=kind)
+        group.reduce_scatter(bucket, out, scale=1 / group.size).wait()
+        whole = torch.full((8,), 3.0, dtype=kind)
+        group.all_reduce(whole, "mean").wait()
+        return [*out.tolist(), *whole.tolist()]
+
+    double = LibraryDouble(size, "new")
+    for found in run(double, act):
+        assert found == pytest.approx([3.0] * 12, rel=2 * torch.finfo(kind).eps)
+    assert [name for name, _, _ in double.calls].count("mean") == calls * size
+
+
 def test_fp16_is_scaled_before_it_is_summed(run) -> None:
     def act(group: Group) -> torch.Tensor:
         bucket, out = torch.full((group.size * 4,), 60000.0, dtype=torch.float16), torch.empty(4)
         group.reduce_scatter(bucket, out, scale=1 / group.size).wait()
         return out
 
-    for out in run(LibraryDouble(4, "new"), act):
-        assert out.tolist() == [60000.0] * 4
+    for size in (4, 3):
+        for out in run(LibraryDouble(size, "new"), act):
+            assert out.tolist() == pytest.approx([60000.0] * 4, rel=1e-3)
 
 
 def test_scratch_takes_the_sum_of_another_dtype(run) -> None:
@@ -138,6 +159,27 @@ def test_scratch_takes_the_sum_of_another_dtype(run) -> None:
     assert [out for _, out in results] == [[3.0] * 4] * 2
 
 
+def test_both_communicators_are_made_when_ranks_meet(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first backward would make the second one, while a gather is under way on the first."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+
+    def act(group: Group) -> None:
+        joining._meet(group._pg, group, group._common)
+
+    double = LibraryDouble(2, "new")
+    run(double, act)
+    assert {lane for _, lane, _ in double.calls} == {0, 1}
+
+
+def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    double = LibraryDouble(2, "new")
+    monkeypatch.setattr(joining, "dist", double.module())
+    monkeypatch.setattr(joining, "_process_group", lambda mesh, device: double.groups[0])
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ValueError, match="2 or more, or leave it unset"):
+        group_on(None, CUDA)
+
+
 def test_a_handle_asks_the_work(run) -> None:
     def act(group: Group) -> list[bool]:
         handle = group.all_reduce(torch.ones(2))
@@ -147,6 +189,27 @@ def test_a_handle_asks_the_work(run) -> None:
         return [seen, handle.done()]
 
     assert run(LibraryDouble(2, "new"), act) == [[True, True]] * 2
+
+
+def test_each_waiter_is_gated_and_the_sum_is_taken_once(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that waits second must not read what another stream's kernel has yet to write."""
+    marks: list[str] = []
+    monkeypatch.setattr(device, "passed", lambda place: marks.append("made") or (lambda: marks.append("followed")))
+
+    def act(group: Group) -> list[float]:
+        out = torch.zeros(2)
+        handle = group.reduce_scatter(torch.ones(4), out, scale=0.5, add=True)
+        handle.wait()
+        handle.wait()
+        full = torch.ones(4)
+        gathered = group.all_gather(full)
+        gathered.wait()
+        full.zero_()
+        gathered.wait()  # the work itself gates again, which for the double is a second copy
+        return [*out.tolist(), *full.tolist()]
+
+    assert run(LibraryDouble(2, "new"), act) == [[1.0] * 6] * 2
+    assert sorted(marks) == ["followed"] * 2 + ["made"] * 2
 
 
 @pytest.mark.parametrize("name", ["scatter", "gather", "all_reduce", "broadcast"])

@@ -7,11 +7,11 @@ import torch
 from comm_cases import REDUCTIONS, every_operation, many_at_once, values
 from ranks import run_ranks
 
-from zerokern.comm import FakeWorld, Group
+from zerokern.comm import FakeWorld, group_on
 
 
 def over_gloo(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    group = Group.of()
+    group = group_on()
     return every_operation(group), many_at_once(group)
 
 
@@ -31,8 +31,8 @@ def test_gloo_returns_the_bits_of_the_slow_twin(size: int) -> None:
 
 
 def test_one_rank_returns_the_bits_of_the_slow_twin() -> None:
-    same_bits([every_operation(Group.of())], FakeWorld(1).run(every_operation))
-    same_bits([many_at_once(Group.of())], FakeWorld(1).run(many_at_once))
+    same_bits([every_operation(group_on())], FakeWorld(1).run(every_operation))
+    same_bits([many_at_once(group_on())], FakeWorld(1).run(many_at_once))
 
 
 @pytest.mark.parametrize("case", REDUCTIONS, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -10,8 +11,9 @@ import pytest
 import torch
 from comm_cases import refused
 from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
-from zerokern.comm import Group
+from zerokern.comm import Group, agreement, group_on
 
 SOON_S = 6.0  # for what a closed connection or the store shows; the groups of these tests wait 30 s
 Words = tuple[str, tuple[int, ...], str]
@@ -51,7 +53,7 @@ ACTS = {act.__name__: act for act in (gather, reduce, sum_up, sum_much, spread, 
 
 
 def one_dies(rank: int, act: str, late: bool) -> tuple[Words, float]:
-    group = Group.of()
+    group = group_on()
     group.barrier()
     if rank == 2:
         time.sleep(0.7 if late else 0)
@@ -80,7 +82,7 @@ def test_a_dead_rank_is_named(act: str, when: str) -> None:
 
 
 def the_host_dies(rank: int) -> tuple[Words, float]:
-    group = Group.of()
+    group = group_on()
     if rank == 0:
         os._exit(1)
     return timed(group, gather)
@@ -94,7 +96,7 @@ def test_the_rank_that_serves_the_store_is_named_too() -> None:
 
 def one_leaves_a_chain(rank: int) -> tuple[Words, float]:
     """Rank 0 waits for rank 1, who waits for nobody but agrees to a step; rank 2 dies: all others hear it."""
-    group = Group.of()
+    group = group_on()
     group.barrier()
     if rank == 2:
         os._exit(1)
@@ -108,7 +110,7 @@ def test_a_death_reaches_those_who_do_something_else() -> None:
 
 
 def one_stops(rank: int) -> tuple[Words, float]:
-    group = Group.of()
+    group = group_on()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return timed(group, sum_up)
@@ -121,7 +123,7 @@ def test_a_rank_that_stands_still_is_named_when_the_time_is_over() -> None:
 
 
 def other_sizes(rank: int, kind: str) -> tuple[Words, float, Words]:
-    group = Group.of()
+    group = group_on()
     numel = group.size * (1 << 20) + (group.size if rank == 1 else 0)
     dtype = torch.bfloat16 if kind == "dtype" and rank == 1 else torch.float32
 
@@ -149,7 +151,7 @@ def test_ranks_that_move_different_sizes_hear_which(kind: str) -> None:
 
 
 def another_order(rank: int, size: int) -> tuple[Words, float]:
-    group = Group.of()
+    group = group_on()
     x = torch.zeros(group.size * 8)
     for key in "abcb":
         group.agree(key)
@@ -176,7 +178,7 @@ def test_a_rank_that_leaves_the_order_raises_everywhere(size: int) -> None:
 
 
 def unlike_first_passes(rank: int) -> tuple[Words, float]:
-    group = Group.of()
+    group = group_on()
     group.agree("embedding")
     return timed(group, lambda group: group.agree("block 1" if rank == 1 else "block 0"))
 
@@ -188,7 +190,7 @@ def test_first_passes_that_differ_raise_everywhere() -> None:
 
 
 def absent(rank: int) -> tuple[Words, float]:
-    group = Group.of()
+    group = group_on()
     if rank == 0:
         time.sleep(2)
         return ("", (), ""), 0.0
@@ -203,7 +205,7 @@ def test_an_agreement_that_nobody_comes_to_ends() -> None:
 
 def recording_anew(rank: int) -> list[int]:
     """One rank asks for an agreement on a step that the others have on their record: that is no deviation."""
-    group = Group.of()
+    group = group_on()
     x = torch.full((group.size,), float(rank))
     for _ in range(3):
         if rank == 0:
@@ -219,28 +221,33 @@ def test_an_agreement_with_the_record_of_others_goes_on() -> None:
     assert run_ranks(2, recording_anew) == [[0, 1]] * 2
 
 
-def slow_but_well(rank: int) -> list[float]:
-    """Far longer than a look at the store takes: being slow is no failure."""
-    group = Group.of()
+def slow_but_well(rank: int) -> tuple[list[float], list[str]]:
+    """Far longer than a look at the store takes: being slow is no failure. Whoever waits says so, once each time."""
+    group = group_on()
+    agreement.WARN_S, said = 0.6, []
+    logging.getLogger("zerokern").addFilter(lambda record: said.append(record.getMessage()))
     for turn in range(2):
         if rank == turn:
-            time.sleep(0.9)
+            time.sleep(1.2)
         if turn:
             group.all_reduce(torch.ones(3)).wait()
         else:
             group.agree("a step")
     x = torch.ones(4)
     group.all_reduce(x).wait()
-    return x.tolist()
+    return x.tolist(), said
 
 
 def test_a_slow_rank_is_waited_for() -> None:
-    assert run_ranks(2, slow_but_well) == [[2.0] * 4] * 2
+    for rank, (x, said) in enumerate(run_ranks(2, slow_but_well)):
+        assert x == [2.0] * 4 and len(said) == 1
+        assert f"rank {rank} has waited" in said[0] and f"for rank {1 - rank}, in " in said[0]
+        assert ("agree number 0" if rank else "all_reduce number") in said[0] and "timeout of 30 s" in said[0]
 
 
 def fails_late(rank: int) -> list[str]:
     """wait() raises the same each time, and so does the group."""
-    group = Group.of()
+    group = group_on()
     if rank == 1:
         os._exit(1)
     handle = group.all_gather(torch.zeros(group.size))
@@ -252,3 +259,17 @@ def test_a_failed_handle_stays_failed() -> None:
     first, second, third, done = run_ranks(2, fails_late, dies=[1])[0]
     assert first == second and "rank 1 is gone" in first
     assert "was not begun, for this group has failed before" in third and done == "True"
+
+
+def round_over_four_groups(rank: int) -> tuple[Words, float]:
+    """Each rank waits for its neighbour in a group that only these two share: together they wait for ever."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    rows, columns = group_on(mesh["rows"]), group_on(mesh["columns"])
+    return timed(rows if rank in (0, 3) else columns, lambda group: sum_much(group) if rank % 3 else step(group))
+
+
+@pytest.mark.slow
+def test_who_waits_for_ever_over_several_groups_is_told() -> None:
+    for (words, gone, _), seconds in run_ranks(4, round_over_four_groups):
+        assert gone == () and "ranks wait for each other in different collectives, for ever: rank" in words
+        assert words.count(" is in ") == 4 and seconds < SOON_S

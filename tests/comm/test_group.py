@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
+import time
 import warnings
 import weakref
 
@@ -13,34 +15,34 @@ import torch.distributed as dist
 from comm_cases import values
 from ranks import run_ranks
 
-from zerokern.comm import CommError, FakeWorld, Group, Handle, lonely
+from zerokern.comm import CommError, FakeWorld, Group, Handle, group_on, lonely
 
 
 def of_meshes(rank: int) -> dict:
     from torch.distributed.device_mesh import init_device_mesh
 
-    world = Group.of()
+    world = group_on()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    rows = Group.of(grid["shards"])
-    columns = Group.of(grid["replicas"])
+    rows = group_on(grid["shards"])
+    columns = group_on(grid["replicas"])
     x = torch.full((2,), float(rank))
     rows.all_gather(x).wait()
     y = torch.full((2,), float(rank))
     columns.all_gather(y).wait()
     try:
-        Group.of(grid)
+        group_on(grid)
         refusal = ""
     except ValueError as error:
         refusal = str(error)
     try:
-        Group.of(None, "cuda:0")
+        group_on(None, "cuda:0")
         no_gpu = ""
     except ValueError as error:
         no_gpu = str(error)
     return {
         "no_gpu": no_gpu,
-        "same": Group.of() is world and Group.of(mesh) is Group.of(mesh) and Group.of(world) is world,
+        "same": group_on() is world and group_on(mesh) is group_on(mesh) and group_on(world) is world,
         "world": (world.rank, world.size),
         "rows": x.tolist(),
         "columns": y.tolist(),
@@ -63,7 +65,7 @@ def two_models(rank: int) -> list[float]:
     """Groups made again and again on one process group, of which one dies: their messages are never mistaken."""
     seen = []
     for turn in range(3):
-        group = Group.of()
+        group = group_on()
         x = torch.full((group.size,), float(rank + turn))
         group.all_gather(x).wait()
         seen += x.tolist()
@@ -88,7 +90,7 @@ def lives_twice(rank: int) -> list:
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore(str(life), store), rank=rank, world_size=dist_size(seen)
             )
-        group = Group.of()
+        group = group_on()
         group.agree("first")
         group.agree("second")
         seen.append(group.exchange(rank))
@@ -110,7 +112,7 @@ def test_a_process_group_may_be_made_again_and_none_is_kept() -> None:
 
 def quiet(rank: int) -> list[str]:
     """Warnings that a user would see, and version counters that moved."""
-    group = Group.of()
+    group = group_on()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         weight = torch.nn.Parameter(torch.zeros(group.size * 4))
@@ -126,7 +128,7 @@ def test_nobody_is_warned_and_no_version_moves() -> None:
 
 
 def test_without_a_process_group_everything_is_local() -> None:
-    group = Group.of()
+    group = group_on()
     assert (group.rank, group.size, group.device, group.name) == (0, 1, torch.device("cpu"), "alone")
     full = torch.zeros(3)
     handle = group.all_gather(full, torch.arange(3.0))
@@ -145,12 +147,12 @@ def test_values_are_exchanged(value: object) -> None:
         return group.exchange([group.rank, value] if group.rank else value)
 
     assert FakeWorld(3).run(act) == [[value, [1, value], [2, value]]] * 3
-    assert json.loads(json.dumps(Group.of().exchange(value))) == [value]
+    assert json.loads(json.dumps(group_on().exchange(value))) == [value]
 
 
 def test_a_value_that_json_cannot_carry_is_refused() -> None:
     with pytest.raises(TypeError, match="JSON"):
-        Group.of().exchange(torch.ones(2))
+        group_on().exchange(torch.ones(2))
 
 
 def bad(call: str, says: str) -> pytest.param:
@@ -176,7 +178,7 @@ def bad(call: str, says: str) -> pytest.param:
         bad("g.all_gather(x, x[1:5])", "shard shares memory with full"),
         bad("g.all_gather(z(4, 4).t())", "has strides"),
         bad("g.all_gather(z(4, device='meta'))", "full is on device meta; this group moves tensors on cpu"),
-        bad("g.all_reduce(x, 'mean')", "op='mean' is not possible; allowed: 'sum' or 'max'"),
+        bad("g.all_reduce(x, 'min')", "op='min' is not possible; allowed: 'sum', 'mean' or 'max'"),
         bad("g.all_reduce(z(4, dtype=torch.int32))", "tensor has dtype torch.int32"),
         bad("g.broadcast(x, src=2)", "src=2 is not possible; allowed: a rank of this group: 0 to 1"),
         bad("g.broadcast(x, src=True)", "src=True is not possible"),
@@ -194,7 +196,7 @@ def test_bad_input_is_refused_before_anything_moves(call: str, says: str) -> Non
 @pytest.mark.parametrize("mesh", ["cpu", 3, object()])
 def test_what_is_no_mesh_is_refused(mesh: object) -> None:
     with pytest.raises(TypeError, match=r"a 1-D DeviceMesh, a zerokern\.comm\.Group or None for the world"):
-        Group.of(mesh)
+        group_on(mesh)
 
 
 @pytest.mark.parametrize("rank, size", [(2, 2), (-1, 2), (0, 0), (True, 2), (0.0, 1)])
@@ -227,3 +229,15 @@ def test_a_handle_ends_once() -> None:
     handle.wait()
     handle.wait()
     assert handle.done() and ended == [1]
+
+
+def test_of_many_waiters_one_ends_it_and_each_is_held_back() -> None:
+    """Each may be on a stream of its own."""
+    ended, held = [], []
+    handle = Handle(lambda: (time.sleep(0.05), ended.append(1)), again=lambda: held.append(len(ended)))
+    threads = [threading.Thread(target=handle.wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ended == [1] and held == [1] * 3

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from comm_cases import values
 from ranks import run_ranks
 
-from zerokern.comm import FakeWorld, Group, collectives
+from zerokern.comm import FakeWorld, Group, collectives, group_on
 
 SPAN = 300_000
 
@@ -55,7 +55,7 @@ def operations(group: Group, bucket: torch.Tensor, out: torch.Tensor, full: torc
 
 def counted(rank: int, wasteful: bool) -> dict[str, tuple[int, int, bool]]:
     """By kind: what the group says it sent, what the witness saw, and whether it was sent from where it lay."""
-    group = Group.of()
+    group = group_on()
     bucket = values(rank, group.size * SPAN, torch.bfloat16)
     out, full = torch.empty(SPAN, dtype=torch.bfloat16), torch.empty_like(bucket)
     if wasteful:
@@ -92,7 +92,7 @@ def test_a_hidden_copy_and_a_second_sending_are_seen() -> None:
 
 
 def on_the_loopback(rank: int) -> tuple[int, int]:
-    group = Group.of()
+    group = group_on()
     bucket = torch.zeros(group.size * 2_000_000)
     out = torch.empty(2_000_000)
     operations(group, bucket, out, bucket)["reduce"]()

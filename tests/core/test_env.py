@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
+from forked import run_forked
 
 from zerokern.core import env
 
@@ -57,7 +56,7 @@ from zerokern.core import env, native
 print(env.usable_cpus(), native.threads())
 """
     variables = {k: v for k, v in os.environ.items() if k not in ("ZEROKERN_THREADS", "LOCAL_WORLD_SIZE")}
-    result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    result = run_forked(code, env=variables)
     assert result.stdout.split() == ["1", "1"]
 
 

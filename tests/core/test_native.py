@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 
-from zerokern.core import native
+from zerokern.core import native, units
 from zerokern.core.errors import BackendError
 
 
@@ -18,6 +19,10 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
+
+
+def forked(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run_forked(code, env={**os.environ, **variables})
 
 
 def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
@@ -40,7 +45,7 @@ def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
         *map(ctypes.sizeof, classes),
         *(field.offset for field in (request.state, request.after, request.error_at)),
         native.ABI,
-        native.BLOCK,
+        units.BLOCK,
         native.SUMSQ_CHUNK,
         native.IO_DONE,
         native.IO_THREADS,
@@ -55,6 +60,15 @@ def test_another_abi_number_is_refused(tmp_path: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
     with pytest.raises(BackendError, match=rf"has ABI 999, this package needs ABI {native.ABI}; reinstall"):
         native._open(other)
+
+
+def test_a_library_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "early.c"
+    source.write_text(f"int zk_abi(void) {{ return {native.ABI}; }}\n")
+    early = tmp_path / "libearly.so"
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(early)], check=True)
+    with pytest.raises(BackendError, match=r"lacks zk_\w+: it is of another build; reinstall"):
+        native._open(early)
 
 
 def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -75,7 +89,7 @@ def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_import_does_not_load_the_library() -> None:
     result = run("import zerokern; print(zerokern.__version__)", ZEROKERN_LIBRARY="/nonexistent/lib.so")
     assert result.returncode == 0, result.stderr
-    result = run("import zerokern.core.native as n; n.library()", ZEROKERN_LIBRARY="/nonexistent/lib.so")
+    result = forked("import zerokern.core.native as n; n.library()", ZEROKERN_LIBRARY="/nonexistent/lib.so")
     assert "BackendError" in result.stderr and "/nonexistent" in result.stderr
 
 
@@ -92,8 +106,8 @@ def test_import_needs_neither_triton_nor_cupy() -> None:
 def test_forcing_by_environment_is_in_force_and_a_missing_set_raises() -> None:
     code = "from zerokern.core import native; print(native.isa_active())"
     for name in native.isa_usable():
-        assert run(code, ZEROKERN_CPU_ISA=name).stdout.strip() == name
-    result = run(code, ZEROKERN_CPU_ISA="neon9")
+        assert forked(code, ZEROKERN_CPU_ISA=name).stdout.strip() == name
+    result = forked(code, ZEROKERN_CPU_ISA="neon9")
     assert "BackendError" in result.stderr and "'neon9'" in result.stderr and "scalar" in result.stderr
 
 

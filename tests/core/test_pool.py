@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 
 from zerokern import kernels
 from zerokern.core import env, native
@@ -26,6 +26,7 @@ def restore_threads() -> Iterator[None]:
     native.set_cpus(cpus)
 
 
+@pytest.mark.serial
 def test_the_gil_is_free_during_a_call() -> None:
     """A Python thread beside a native call of one thread keeps its rate.
 
@@ -219,8 +220,7 @@ def test_cpus_that_change_during_calls_change_no_result() -> None:
 
 def in_child(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("ZEROKERN_THREADS", "LOCAL_WORLD_SIZE", "ZEROKERN_CPUS")}
-    command = [sys.executable, "-c", "import os\nfrom zerokern.core import env, native\n" + program]
-    return subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, timeout=60, check=False)
+    return run_forked("import os\nfrom zerokern.core import env, native\n" + program, env={**kept, **variables})
 
 
 def test_the_environment_gives_them() -> None:

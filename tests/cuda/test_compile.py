@@ -13,10 +13,14 @@ from cuda_cases import ARCHITECTURES, KERNELS, nvcc, sass, sources_at, triton_to
 from zerokern.core.errors import BackendError
 from zerokern.kernels import cuda_build
 
+ROWS = [
+    pytest.param(arch, id=f"sm_{arch}", marks=pytest.mark.slow if number else ())
+    for number, arch in enumerate(ARCHITECTURES)
+]
 MOST_REGISTERS = 80  # of 65536 for 256 threads: three blocks of a kernel on a multiprocessor
 
 
-@pytest.fixture(scope="session", params=ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
+@pytest.fixture(scope="session", params=ROWS)
 def arch(request: pytest.FixtureRequest) -> int:
     return request.param
 

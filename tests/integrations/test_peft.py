@@ -50,7 +50,9 @@ def on_two_ranks(function: Any, *arguments: Any) -> list:
     return run_ranks(2, function, *arguments, timeout=240.0, patience=120.0)
 
 
-WORLDS = pytest.mark.parametrize("worlds", [here, on_two_ranks], ids=["1 rank", "2 ranks"])
+WORLDS = pytest.mark.parametrize(
+    "worlds", [here, pytest.param(on_two_ranks, marks=pytest.mark.slow)], ids=["1 rank", "2 ranks"]
+)
 
 
 def main_process() -> bool:
@@ -199,9 +201,7 @@ def plain_loop(rank: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, cases.adapter_of(model)
 
 
-@pytest.mark.parametrize(
-    "worlds", [here, pytest.param(on_two_ranks, marks=pytest.mark.slow)], ids=["1 rank", "2 ranks"]
-)
+@WORLDS
 def test_sft_trainer_reaches_the_losses_of_a_plain_loop(worlds: Any, tmp_path: Path) -> None:
     if sys.version_info < (3, 11):
         pytest.skip("needs TRL, which needs Python 3.11")

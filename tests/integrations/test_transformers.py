@@ -208,6 +208,7 @@ def two(rank: int, folder: str) -> None:
         torch.testing.assert_close(found.losses, plain.losses, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     on_ranks(2, two, str(tmp_path))
 

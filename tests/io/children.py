@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from zerokern import BudgetError, IoError
 from zerokern.io import Store
-from io_cases import BLOCK, BY_NAME, PAGE, at_offset, files_of, pattern, read, same
+from io_cases import BLOCK, BY_NAME, PAGE, at_offset, data_of, files_of, pattern, read, same
 
 def live():
     for line in sys.stdin:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from zerokern.io import Faults, Store, files, why_no_uring
@@ -75,6 +77,12 @@ ENGINES = (
 BY_NAME = {case.name: case for case in ENGINES}
 
 
+def quick_on(*names: str) -> pytest.MarkDecorator:
+    """For long tests: every engine, but those that are not named are slow."""
+    rows = [pytest.param(one, id=one.name, marks=() if one.name in names else pytest.mark.slow) for one in ENGINES]
+    return pytest.mark.parametrize("engine", rows, indirect=True)
+
+
 @cache
 def direct_here() -> bool:
     """Whether the file system of the temporary folders has O_DIRECT."""
@@ -116,8 +124,18 @@ def files_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def data_of(store: Any) -> Path:
+    """The first file of a store; those of swap have no name."""
+    return Path(f"/proc/self/fd/{store._files.all[0].fd}")
+
+
+def open_descriptors() -> Counter[str]:
+    """By what they lead to: a later look may miss what earlier tests have left, and must show nothing new."""
+    found: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # of the listing itself
+            found[str(link.readlink())] += 1
+    return found
 
 
 def resident_nbytes() -> int:

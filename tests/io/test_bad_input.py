@@ -14,7 +14,7 @@ from io_cases import BLOCK, PAGE, EngineCase, files_of, pattern
 import zerokern as zk
 from zerokern import BackendError, BudgetError, IoError
 from zerokern.io import Engine, Nvme, Store
-from zerokern.io.budget import parse_nbytes
+from zerokern.memory.budget import parse_nbytes
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_budgets_in_words() -> None:
 @pytest.mark.parametrize("place", ["/proc", "/sys/kernel"])
 def test_a_folder_that_takes_no_files(engine: EngineCase, place: str) -> None:
     """As a read-only file system, for root too."""
-    with pytest.raises(IoError, match=f"A store in {place} is not possible.*another folder") as caught:
+    with pytest.raises(IoError, match=f" in {place} is not possible.*another folder") as caught:
         engine.open(place)
     assert caught.value.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
 

@@ -37,7 +37,9 @@ def churn(store: Store, tensors: list[torch.Tensor], count: int) -> None:
     store.sync()
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [QUICK[0], *(pytest.param(one, marks=pytest.mark.slow) for one in QUICK[1:])], ids=lambda case: case.name
+)
 def test_a_hundred_thousand_tickets_leak_nothing(case: EngineCase, folder: Path, arena: Arena) -> None:
     """Descriptors stay as they are, and so does memory once the slots of the first round are there."""
     tensors = [arena.lease(PAGE, "x").tensor() for _ in range(40)]
@@ -54,7 +56,7 @@ def test_a_hundred_thousand_tickets_leak_nothing(case: EngineCase, folder: Path,
             grown.append(resident_nbytes() - resident)
             if grown[-1] < 4 << 20:
                 break
-        assert open_descriptors() == descriptors
+        assert not open_descriptors() - descriptors
         assert min(grown) < 4 << 20, grown
         assert len(gc.get_objects()) - objects < 500
         assert len(store._transfers.pending) == 0 == store.stats()["pending"]
@@ -74,10 +76,11 @@ def test_stores_leak_nothing(engine: EngineCase, folder: Path, arena: Arena) -> 
     for _ in range(30):
         use()
     gc.collect()
-    assert open_descriptors() == descriptors
+    assert not open_descriptors() - descriptors
     assert resident_nbytes() - resident < 4 << 20
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_microseconds_of_python_per_ticket(case: EngineCase, folder: Path, arena: Arena) -> None:
     """CPU time of the calling thread, all of put and wait included; the device is another thread's business."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import BLOCK, PAGE, EngineCase, pattern, read, same
+from io_cases import BLOCK, PAGE, EngineCase, data_of, pattern, read, same
 
 from zerokern import IoError
 
@@ -21,7 +21,7 @@ def test_overwritten_bytes_are_told_by_key(engine: EngineCase, folder: Path) -> 
         for key, tensor in tensors.items():
             store.put(key, tensor).wait()
         at = 2 * 3 * BLOCK + BLOCK + 17
-        with open(folder / DATA, "r+b", buffering=0) as file:
+        with open(data_of(store), "r+b", buffering=0) as file:
             old = os.pread(file.fileno(), 1, at)
             os.pwrite(file.fileno(), bytes([old[0] ^ 1]), at)
             os.fsync(file.fileno())
@@ -44,7 +44,7 @@ def test_bytes_that_came_back_from_another_place(engine: EngineCase, folder: Pat
     with engine.open(folder, checksum=True) as store:
         store.put("a", pattern(PAGE, 1)).wait()
         store.put("b", pattern(PAGE, 2)).wait()
-        with open(folder / DATA, "r+b", buffering=0) as file:
+        with open(data_of(store), "r+b", buffering=0) as file:
             os.pwrite(file.fileno(), os.pread(file.fileno(), PAGE, 0), PAGE)
             os.fsync(file.fileno())
         with pytest.raises(IoError, match="'b'"):
@@ -58,7 +58,7 @@ def test_a_truncated_file_is_told_by_key(engine: EngineCase, folder: Path, check
         tensors = {f"{i}": pattern(3 * BLOCK, i) for i in range(4)}
         for key, tensor in tensors.items():
             store.put(key, tensor).wait()
-        os.truncate(folder / DATA, 2 * 3 * BLOCK + BLOCK)
+        os.truncate(data_of(store), 2 * 3 * BLOCK + BLOCK)
         for key, tensor in tensors.items():
             if key in "01":
                 assert same(read(store, key, tensor), tensor)

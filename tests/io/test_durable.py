@@ -139,8 +139,8 @@ def test_without_close_the_last_sync_is_kept(
         ("os.fdatasync", 1),
         ("os.open", 1),
         ("os.fsync", 1),
-        ("pathlib.Path.rename", 1),
-        ("zerokern.io.index.sync_folder", 1),
+        ("os.rename", 1),
+        ("zerokern.io.renaming.Folder.sync", 1),
     ],
 )
 def test_a_failure_while_the_index_is_published_leaves_one_of_both(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import BLOCK, CHANCE, ENGINES, PAGE, EngineCase, pattern, read, same
+from io_cases import BLOCK, CHANCE, ENGINES, PAGE, EngineCase, pattern, quick_on, read, same
 
 from zerokern import IoError
 from zerokern.io import Ticket
@@ -148,6 +148,7 @@ def outcome(ticket: Ticket) -> IoError | None:
     return None
 
 
+@quick_on("uring", "threads")
 def test_a_device_that_fails_now_and_then(engine: EngineCase, folder: Path) -> None:
     """What returned success reads back, what failed raises with its own key, and so does reading what it was to be."""
     with engine.open(folder, faults={"seed": 21, "fail": CHANCE // 30, "fail_errno": errno.EIO}) as store:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from children import Nursery
-from io_cases import BLOCK, EngineCase, files_of, pattern, read, same
+from io_cases import BLOCK, EngineCase, data_of, files_of, pattern, quick_on, read, same
 
 from zerokern import BudgetError, IoError
 from zerokern.io import Store, files
@@ -66,7 +66,7 @@ try:
     store.put("big", pattern(24 << 20))
 except IoError as error:
     print(errno.errorcode[error.errno], "ulimit -f" in str(error), store.keys())
-    print(os.path.getsize(folder / "zerokern.0.data"))
+    print(os.path.getsize(data_of(store)))
 limit(hard)
 big, small = pattern(24 << 20, 1), pattern(1000)
 store.put("big", big).wait()
@@ -107,6 +107,7 @@ def small_disk(engine: EngineCase, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
+@quick_on("uring", "threads")
 def test_a_full_file_system_without_fallocate(
     engine: EngineCase, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +142,7 @@ def fill(store: Store, put: list[str]) -> None:
         put.append(f"{i}")
 
 
+@quick_on("uring", "threads")
 def test_a_full_file_system_is_told_before_a_byte_is_written(engine: EngineCase, small_disk: Path) -> None:
     with pytest.raises(BudgetError, match=r"(?s)does not fit on the file system.*free"):
         engine.open(small_disk, budget="64M")
@@ -151,7 +153,7 @@ def test_a_full_file_system_is_told_before_a_byte_is_written(engine: EngineCase,
             fill(store, put)
         assert caught.value.errno == errno.ENOSPC
         assert store.keys() == put and len(put) > 20
-        assert (small_disk / "zerokern.0.data").stat().st_size == store.stats()["file_nbytes"]
+        assert data_of(store).stat().st_size == store.stats()["file_nbytes"]
         for i, key in enumerate(put):
             assert same(read(store, key, pattern(MEBI)), pattern(MEBI, i))
         store.delete("3")
@@ -166,13 +168,13 @@ def test_without_fallocate_everything_else_works(
 ) -> None:
     monkeypatch.setattr(files, "fallocate", no_fallocate)
     with engine.open(folder, budget="2M") as store:
-        assert (folder / "zerokern.0.data").stat().st_blocks == 0
+        assert data_of(store).stat().st_blocks == 0
         store.put("x", pattern(MEBI))
         assert same(read(store, "x", pattern(MEBI)), pattern(MEBI))
     assert "has no fallocate" in caplog.text
 
 
 def test_a_budget_is_allocated_at_once(engine: EngineCase, folder: Path) -> None:
-    with engine.open(folder, budget="5M"):
-        found = (folder / "zerokern.0.data").stat()
+    with engine.open(folder, budget="5M") as store:
+        found = data_of(store).stat()
         assert found.st_size == 5 * MEBI <= found.st_blocks * 512

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
-from io_cases import BLOCK, PAGE, EngineCase, at_offset, pattern, read, same
+from io_cases import BLOCK, PAGE, EngineCase, at_offset, pattern, quick_on, read, same
 
 from zerokern import BudgetError, IoError
 from zerokern.io import Ticket
@@ -217,6 +217,7 @@ def test_ten_thousand_operations(engine: EngineCase, durable: bool, failing: boo
     assert run(engine, durable, failing, examples=15) >= 500
 
 
+@quick_on("threads")
 def test_failures_do_happen(engine: EngineCase) -> None:
     """Else the rows named so would prove nothing."""
     counts = [0, 0]

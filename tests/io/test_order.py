@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import BLOCK, PAGE, EngineCase, pattern, read, same
+from io_cases import BLOCK, PAGE, EngineCase, pattern, quick_on, read, same
 
 from zerokern.io import ticket as ticket_module
 from zerokern.memory import Arena
@@ -37,6 +37,7 @@ def test_a_get_sees_nothing_of_the_put_behind_it(engine: EngineCase, folder: Pat
         assert same(read(store, "x", new), new)
 
 
+@quick_on("uring", "threads")
 def test_after_orders_across_keys(engine: EngineCase, folder: Path) -> None:
     """The ring's pattern: a slot is fetched into when what it held is on the disk, and nobody waits in between."""
     with engine.open(folder, faults=LATE) as store:
@@ -71,6 +72,7 @@ def test_after_and_the_own_order_hold_together(engine: EngineCase, folder: Path)
             store.put("y", y).wait()
 
 
+@quick_on("uring", "threads")
 def test_room_is_not_used_again_while_a_transfer_moves_in_it(engine: EngineCase, folder: Path) -> None:
     """A full budget: each put needs the room of the key that was just deleted, whose get is still under way."""
     with engine.open(folder, budget=4 * BLOCK, faults=LATE) as store:
@@ -86,6 +88,7 @@ def test_room_is_not_used_again_while_a_transfer_moves_in_it(engine: EngineCase,
             store.delete("next")
 
 
+@quick_on("uring", "threads")
 def test_a_ticket_keeps_its_tensor(engine: EngineCase, folder: Path) -> None:
     """Nobody else holds what is put: its memory must not be used for the next tensor meanwhile."""
     with engine.open(folder, faults=LATE) as store:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -23,16 +25,33 @@ STATES = {
     "adagrad": ("fp32", "bf16"),
     "sgd": ("none", "fp32", "bf16"),
 }
+SLOW = pytest.mark.slow
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every = metafunc.config.getoption("--all", default=False)
-    if "impl" in metafunc.fixturenames:
+    names = metafunc.fixturenames
+    if "impl" in names:
         metafunc.parametrize("impl", [name for name in available() if name != "reference"])
-    if "native_impl" in metafunc.fixturenames:  # tests of many steps, too long for the interpreter
+    if "native_impl" in names:  # tests of many steps, too long for the interpreter
         metafunc.parametrize("native_impl", [f"cpu.{name}" for name in native.isa_usable()])
-    if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", cases(STATES[algorithm_of(metafunc.module)], every), ids=str)
+    if "every" in names:
+        metafunc.parametrize("every", [pytest.param(False, id="some"), pytest.param(True, id="every", marks=SLOW)])
+    taken = [name for name in ("case", "sizes") if name in names]
+    if taken:
+        rows = list(rows_of(taken, metafunc.module, metafunc.config.slow_rows))
+        metafunc.parametrize(taken, rows, indirect=["sizes"] if "sizes" in taken else False)
+
+
+def rows_of(taken: Sequence[str], module: ModuleType, slow_rows: bool) -> Iterator[Any]:
+    """The representative formats at a few sizes; slow are all formats at those, and the representative ones at all."""
+    states = STATES.get(algorithm_of(module), ())
+    chosen, every = (cases(states, every) if "case" in taken else [None] for every in (False, True))
+    for case, sizes in itertools.product(every, ("few", "all") if "sizes" in taken else (None,)):
+        if case in chosen or sizes != "all":
+            values = [value for value in (case, sizes) if value is not None]
+            quick = case in chosen and sizes != "all"
+            if quick or slow_rows:
+                yield pytest.param(*values, id="-".join(map(str, values)), marks=() if quick else SLOW)
 
 
 def algorithm_of(module: ModuleType) -> str:
@@ -41,22 +60,12 @@ def algorithm_of(module: ModuleType) -> str:
 
 
 @pytest.fixture
-def every(request: pytest.FixtureRequest) -> bool:
-    """Whether the full matrix was asked for."""
-    return request.config.getoption("--all", default=False)
-
-
-@pytest.fixture
-def sizes(request: pytest.FixtureRequest, every: bool) -> tuple[int, ...]:
-    """A few sizes around everything that a kernel cuts at; under --all, every size for the representative formats."""
+def sizes(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """A few sizes around everything that a kernel cuts at, or every size."""
+    few = request.param == "few"
     if "impl" in request.fixturenames and request.getfixturevalue("impl") == "triton":
-        return INTERPRETED_SIZES
-    if not every:
-        return SIZES
-    if "case" not in request.fixturenames:
-        return ALL_SIZES
-    representative = cases(STATES[algorithm_of(request.module)], every=False)
-    return ALL_SIZES if request.getfixturevalue("case") in representative else SIZES
+        return INTERPRETED_SIZES[:: 2 if few else 1]
+    return SIZES if few else ALL_SIZES
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from kernel_cases import Case, assert_same, hyperparameters, make_rows, run_op, run_reference, same_bits
 
 from zerokern.core import native
@@ -22,9 +22,8 @@ HYPER = {"lr": 0.1, "weight_decay": 0.1, "step": 3}
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that finds the same zerokern."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    """A process of its own, which has not opened the native library yet."""
+    return run_forked(code, env=os.environ | environment)
 
 
 def compiled_sets() -> list[str]:
@@ -198,6 +197,7 @@ def test_many_python_threads_may_step_at_once() -> None:
         assert_same(rows, expected)
 
 
+@pytest.mark.serial
 def test_the_gil_is_free_during_a_call() -> None:
     """A Python thread goes on in the middle of one long call, and not just before and after it."""
     native.set_threads(1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from forked import run_forked
 
 PRELUDE = """
 import errno, gc, logging, mmap, os, resource, sys
@@ -19,7 +19,7 @@ native.library()
 
 def in_child(program: str) -> str:
     """What the program writes to stdout, in a process of its own; it must end well."""
-    ran = subprocess.run([sys.executable, "-c", PRELUDE + program], capture_output=True, text=True, timeout=120)
+    ran = run_forked(PRELUDE + program)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

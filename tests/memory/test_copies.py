@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from copy_cases import ThreadDriver
+from copy_cases import PATIENCE, ThreadDriver
 from staging_cases import Device
 
 from zerokern.core.errors import BackendError, StateError
@@ -84,7 +84,7 @@ def test_a_ticket_ends_by_itself(driver: ThreadDriver) -> None:
 
 
 def test_both_directions_at_once(quick: ThreadDriver) -> None:
-    copies, turns = Copies(quick), threading.Barrier(2, timeout=10)
+    copies, turns = Copies(quick), threading.Barrier(2, timeout=PATIENCE)
     for stream in quick.streams[1:]:
         stream.give(turns.wait)  # passes only if both streams run at the same time
     out, back = copies.to_host(fresh(10), fresh(10)), copies.to_device(fresh(10), fresh(10))
@@ -311,7 +311,7 @@ def test_a_copy_whose_turn_could_not_be_queued_does_not_stay(
         patch.setattr(quick, "follow", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no event")))
         with pytest.raises(RuntimeError, match="no event"):
             copies.to_host(fresh(4), fresh(4))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while copies._pending and time.monotonic() < deadline:
         copies.to_host(fresh(4), fresh(4)).wait()
         copies._sweep()

@@ -130,3 +130,26 @@ if not pid:
 assert os.waitpid(pid, 0)[1] == 0
 """)
     assert said == "True True\n", "the first is whether the child had something at the address at all"
+
+
+def test_the_cache_of_a_control_group_is_given_back(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    stat = "inactive_file 300000\nactive_file 200000\n"
+    for name, text in {"memory.max": "1000000\n", "memory.current": "900000\n", "memory.stat": stat}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(room, "_GROUP_FILES", ((str(tmp_path), "memory.max", "memory.current", "inactive_file"),))
+    assert room.room()["control group"] == 600000
+
+
+def test_a_machine_that_grows_may_be_given_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says is free is no limit then; what was found is said, and what to do."""
+    read = room._kilobytes
+    small = {"MemAvailable": 1 << 20}
+    monkeypatch.setattr(room, "_kilobytes", lambda path: small if path == "/proc/meminfo" else read(path))
+    monkeypatch.setattr(room, "_group_room", lambda: None)
+    with pytest.raises(BudgetError, match=r"(?s)free memory and swap +1\.0 MiB.*ZEROKERN_MEMORY=64G"):
+        Arena(8 << 20)
+    monkeypatch.setenv("ZEROKERN_MEMORY", "512G")
+    Arena(8 << 20).close()
+    monkeypatch.setenv("ZEROKERN_MEMORY", "1M")
+    with pytest.raises(BudgetError, match=r"ZEROKERN_MEMORY +0 B"):
+        Arena(8 << 20)

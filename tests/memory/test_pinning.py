@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
+import time
 
 import pytest
 import torch
@@ -54,8 +56,13 @@ def test_registered_with_the_first_lease_and_unregistered_at_the_end(runtime: Fa
     assert runtime.calls[1:] == [("unregister", base)]
 
 
-def test_a_refusal_is_logged_once_and_costs_speed_alone(runtime: FakeRuntime, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_logged_once_and_costs_speed_alone(
+    runtime: FakeRuntime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime keeps the error until it is asked: torch would blame its next launch for it."""
     runtime.result = 801
+    forgotten: list[int] = []
+    monkeypatch.setattr(arena_module, "forget_error", lambda: forgotten.append(1))
     arena_module._say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="zerokern.memory"):
         arenas = [Arena(MIB), Arena(MIB)]
@@ -67,6 +74,54 @@ def test_a_refusal_is_logged_once_and_costs_speed_alone(runtime: FakeRuntime, ca
     said = [record.message for record in caplog.records]
     assert said == ["arena memory is not registered with CUDA (801): copies to and from GPUs take a detour"]
     assert [call[0] for call in runtime.calls] == ["register", "register"]
+    assert forgotten == [1, 1]
+
+
+def test_threads_that_lease_at_once_register_once_and_have_pinned_memory(runtime: FakeRuntime) -> None:
+    """A lease that is handed out before the registration has ended would be copied by way of a detour."""
+    register, seen = runtime.cudaHostRegister, []
+
+    def slowly(*args: int) -> int:
+        time.sleep(0.05)
+        return register(*args)
+
+    runtime.cudaHostRegister = slowly  # type: ignore[method-assign]
+    arena = Arena(MIB)
+
+    def lease() -> None:
+        with arena.lease(100, "a"):
+            seen.append(arena.pinned)
+
+    threads = [threading.Thread(target=lease) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 4 and [call[0] for call in runtime.calls] == ["register"]
+    arena.close()
+
+
+def test_an_interrupted_registration_is_tried_again(runtime: FakeRuntime) -> None:
+    register, arena = runtime.cudaHostRegister, Arena(MIB)
+    runtime.cudaHostRegister = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        arena.lease(100, "a")
+    runtime.cudaHostRegister = register  # type: ignore[method-assign]
+    arena.lease(100, "a").release()
+    assert arena.pinned
+    arena.close()
+
+
+@pytest.mark.gpu
+def test_a_refused_registration_leaves_no_error_behind() -> None:
+    torch.cuda.init()
+    arena = Arena(MIB)
+    with arena.lease(100, "a"):
+        assert arena.pinned
+        arena._offered_to_cuda = False  # registering it again is refused
+        arena.lease(100, "b").release()
+        assert torch.ones(3, device="cuda").add(1).tolist() == [2.0] * 3
+    arena.close()
 
 
 def test_without_cuda_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from errno import EINVAL
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from memory_cases import in_child, mapping_at
 
 from zerokern.core import env, native
 from zerokern.memory import Arena, HostMemory, placement
-from zerokern.memory.placement import Node, cores, cpus_to_leave, keep_off, nodes, nodes_for
+from zerokern.memory.placement import Node, cores, cpus_near, cpus_to_leave, keep_to, nodes, nodes_for, settle_beside
 
 MIB = 1 << 20
 
@@ -200,17 +201,52 @@ def pool() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("pool")
-def test_a_pool_keeps_off_the_cpus_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_keeps_off_the_cpus_of_others() -> None:
     cpus = env.process_cpus()
     assert len(cpus) > 1, "nothing is proven with one CPU"
-    assert keep_off([]) is None and keep_off(cpus) is None, "none to leave, or none left"
-    assert keep_off([cpus[0], 5000]) == cpus[1:] == native.cpus()
+    assert keep_to(cpus) is None and keep_to([]) is None, "none to leave, or none left"
+    assert keep_to([*cpus[1:], 5000]) == cpus[1:] == native.cpus()
     assert native.threads() == len(cpus) - 1
-    assert keep_off([cpus[-1]]) == cpus[1:], "what was given stays"
+    assert keep_to(cpus[:-1]) == cpus[1:], "what was given stays"
     native.set_cpus(None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(4 * len(cpus)))
-    keep_off([cpus[0]])
+    keep_to(cpus[1:], ranks=4 * len(cpus))
     assert native.threads() == 1
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """torch tells of a GPU, and the system of the CPUs on its side: the file is the caller's to fill."""
+    told = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1A, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
+    beside = tmp_path / "0000:1a:00.0" / "local_cpulist"
+    beside.parent.mkdir()
+    return beside
+
+
+def test_cpus_on_a_gpus_side(one_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, folder = torch.device("cuda", 0), one_gpu.parents[1]
+    assert cpus_near(gpu, folder) == frozenset()
+    one_gpu.write_text("8-15,24-31\n")
+    assert cpus_near(gpu, folder) == {*range(8, 16), *range(24, 32)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert cpus_near(gpu, folder) == frozenset(), "a torch that does not say"
+
+
+@pytest.mark.parametrize("ranks, kept, threads", [(1, range(16), 16), (8, range(8, 16), 2), (2, range(8, 16), 8)])
+def test_ranks_keep_to_the_side_of_their_gpu(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, kept: range, threads: int
+) -> None:
+    """Alone, a rank has the memory of both sides; of eight ranks four share a side."""
+    asked: list[tuple] = []
+    monkeypatch.setattr(env, "process_cpus", lambda: tuple(range(16)))
+    monkeypatch.setattr(env, "local_ranks", lambda: ranks)
+    monkeypatch.setattr(placement, "cores", list)
+    monkeypatch.setattr(placement, "cpus_to_leave", lambda *_: frozenset())
+    monkeypatch.setattr(placement, "cpus_near", lambda device: frozenset(range(8, 16)))
+    monkeypatch.setattr(placement, "keep_to", lambda cpus, ranks: asked.append((sorted(cpus), ranks)))
+    settle_beside(torch.device("cuda", 0))
+    ((cpus, shared),) = asked
+    assert cpus == list(kept) and len(cpus) // shared == threads
 
 
 def test_what_the_environment_gave_stays() -> None:
@@ -218,7 +254,7 @@ def test_what_the_environment_gave_stays() -> None:
     said = in_child(f"""
 os.environ["ZEROKERN_CPUS"] = "{first}"
 native.library.cache_clear()
-from zerokern.memory.placement import keep_off
-print(keep_off([{first}]), native.threads())
+from zerokern.memory.placement import keep_to
+print(keep_to([5000]), native.threads())
 """)
     assert said == f"({first},) 1\n"

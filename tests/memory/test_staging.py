@@ -289,6 +289,7 @@ class Ended:
         return True
 
 
+@pytest.mark.serial
 def test_flow_costs_little_for_each_item(ring: Ring) -> None:
     ticket, count, best = Ended(), 2000, float("inf")
     for _ in range(5):

@@ -27,6 +27,8 @@ from worlds import World, built
 from zero_cases import IN, OUT, Block, batch
 
 import zerokern as zk
+from zerokern.schedule.played import PlayedDevice
+from zerokern.zero.homes import home_of
 
 WRAPS = ("plain", "stage 0", "stage 1", "stage 2", "stage 3", "fsdp2")
 DTYPES = ("fp32", "bf16", "mixed")
@@ -231,6 +233,16 @@ def held(row: Row, model: nn.Module, step: int, last: bool) -> contextlib.Abstra
     elif row.wrap != "plain" and once and not last:
         return zk.no_sync(model)
     return contextlib.nullcontext()
+
+
+def on_device(device: PlayedDevice, row: Row, model: nn.Module) -> None:
+    """The memory that a model's parameters have here plays being the device's."""
+    for param in model.parameters():
+        home = home_of(param)
+        for one in (param,) if home is None else (param, home.piece):
+            device.own(one)
+        if row.wrap == "fsdp2":
+            device.own(param._local_tensor)
 
 
 def train(

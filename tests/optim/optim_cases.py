@@ -150,5 +150,5 @@ def write_from_outside(how: str, optimizer: Any, params: Sequence[torch.nn.Param
     elif how == "new data":
         params[4].data = value.clone()
     else:
-        params[4].data.copy_(value)
+        params[4].detach().data.copy_(value)
         optimizer.refresh_masters()

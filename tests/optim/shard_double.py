@@ -13,9 +13,9 @@ from optim_cases import FP32, make_params
 from torch import Tensor
 
 from zerokern.comm.fake import FakeWorld
+from zerokern.core.units import BLOCK
 from zerokern.kernels import split
 from zerokern.zero.homes import Home, alias
-from zerokern.zero.partition import BLOCK
 from zerokern.zero.sharded import Sharded
 
 SIZES = (1, 127, 128, 129, 1000, 0)  # some ranks own nothing of most of them
@@ -35,6 +35,7 @@ class Divided:
         shapes: dict[int, tuple[int, ...]] | None = None,
     ) -> None:
         self.group, self.stage, self.replicated = group, stage, stage == 0
+        self.everyone, self.publisher = group, None
         self.factor: float | Tensor = 1.0
         self.published, self.fails = 0, False
         self.zero_order: list[torch.nn.Parameter] = []

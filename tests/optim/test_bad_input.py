@@ -10,8 +10,10 @@ import pytest
 import torch
 from optim_cases import BF16, FP16, MAKERS, contents, make_params, same_bits, set_grads, train
 
+import zerokern as zk
 from zerokern import KernelError, StateError
 from zerokern.kernels.cpu import UpdateTable
+from zerokern.memory import room
 from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion
 
 NAN = math.nan
@@ -301,3 +303,39 @@ def test_a_step_that_broke_off_says_so_until_a_load(monkeypatch: pytest.MonkeyPa
     optimizer.load_state_dict(saved)
     optimizer.step()
     assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_state_that_a_control_group_would_not_hold_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system would grant it, and end the process when it is touched."""
+    param = torch.nn.Parameter(torch.ones(1 << 20))
+    param.grad = torch.ones_like(param)
+    optimizer = zk.AdamW([param])
+    monkeypatch.setattr(room, "room", lambda: {"control group": 4 << 20})
+    with pytest.raises(zk.BudgetError, match=r"(?s)optimizer state of 8\.2 MiB does not fit.*exp_avg_sq.*in all"):
+        optimizer.step()
+    assert param.eq(1.0).all() and not optimizer.state
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0, torch.tensor(float("nan"))])
+def test_a_step_that_is_no_count_is_refused_by_name(count: Any) -> None:
+    params = make_params((3,))
+    optimizer = AdamW(params)
+    train(optimizer, params, 1)
+    saved = optimizer.state_dict()
+    before = contents(optimizer, params)
+    broken = {**saved, "state": {0: {**saved["state"][0], "step": count}}}
+    with pytest.raises(StateError, match=r'"params"\]\[0\].*\'step\' is .*0 or more'):
+        optimizer.load_state_dict(broken)
+    assert same_bits(contents(optimizer, params), before)
+
+
+def test_storage_that_was_resized_away_is_named() -> None:
+    params = make_params((3, 5))
+    optimizer = AdamW(params)
+    train(optimizer, params, 1)
+    set_grads(params, seed=1)
+    params[1].untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match=r'\["params"\]\[1\].*storage is empty'):
+        optimizer.step()

@@ -6,8 +6,6 @@ import copy
 import io
 import pickle
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from offload_cases import ByHand, Row, agree, copied, forward, local, optimizer_of, rarely, same_states, train, values
 from optim_cases import same_bits
 from torch import nn
@@ -70,7 +69,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     """What a process saved of each case before it was killed."""
     place = tmp_path_factory.mktemp("killed")
     script = VICTIM.format(folder=str(Path(__file__).parent), place=str(place))
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    child = run_forked(script)
     assert child.returncode == -signal.SIGKILL, child.stderr
     return lambda name: torch.load(place / str(list(KILLED).index(name)), weights_only=True)
 

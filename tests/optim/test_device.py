@@ -234,7 +234,7 @@ def test_a_step_does_not_wait(name: str) -> None:
 
 
 @pytest.mark.usefixtures("launching_nothing")
-@pytest.mark.parametrize("limit", [None, 1.0])
+@pytest.mark.parametrize("limit", [pytest.param(None, marks=pytest.mark.slow), 1.0])
 def test_ten_thousand_parameters_take_few_python_calls(limit: float | None) -> None:
     calls = {}
     for count in (1_000, 10_000):

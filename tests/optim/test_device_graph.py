@@ -14,6 +14,8 @@ from device_double import DeviceTwins, Double
 from optim_cases import BF16, FP32, MAKERS, make_params, same_bits, set_grads, train
 
 from zerokern import StateError
+from zerokern.kernels.triton import upload
+from zerokern.kernels.triton.upload import SetAside
 from zerokern.optim import SGD, AdamW
 
 
@@ -199,6 +201,53 @@ def test_a_captured_step_gives_the_bits_of_eager_steps(name: str, limit: float |
     assert same_bits([p.detach() for p in graphed.params], [p.detach() for p in eager.params])
     for mine, theirs in zip(graphed.params, eager.params, strict=True):
         assert same_bits(list(graphed.ours.state[mine].values()), list(eager.ours.state[theirs].values()))
+
+
+def played_captures() -> tuple[Any, list[bool]]:
+    """Pinned memory that a capture refuses to make, as the driver may."""
+    captured = [False]
+
+    def pin(nbytes: int) -> torch.Tensor:
+        assert not captured[0], "memory was pinned in a capture"
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    return SetAside(pin), captured
+
+
+def test_a_capture_finds_the_pinned_memory_that_steps_before_it_set_aside() -> None:
+    """As many spans of a size as they sent, and again after it has taken them."""
+    spans, captured = played_captures()
+    for nbytes in (100, 120, 7, 5000):
+        spans.keep(nbytes)
+    for _ in range(2):
+        captured[0] = True
+        assert [spans.take(nbytes).numel() for nbytes in (5000, 128, 1, 65)] == [8192, 128, 64, 128]
+        captured[0] = False
+        spans.refill()
+
+
+def test_what_is_set_aside_is_bounded() -> None:
+    made = []
+    spans = SetAside(lambda nbytes: made.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8))
+    for _ in range(1000):
+        spans.keep(1000)
+    assert made == [1024] * 64
+
+
+@pytest.mark.gpu
+def test_a_capture_pins_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin(nbytes: int) -> torch.Tensor:
+        assert not torch.cuda.is_current_stream_capturing()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    monkeypatch.setattr(upload, "_SET_ASIDE", SetAside(pin))
+    graphed = cuda_twins("adamw", max_grad_norm=1.0)
+    graphed.set_grads(0)
+    graphed.ours.step()
+    for _ in range(2):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            graphed.ours.step()
+        graphed.ours.step()
 
 
 @pytest.mark.gpu

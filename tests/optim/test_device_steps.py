@@ -60,12 +60,12 @@ def test_updates_that_are_known_to_be_made_count_and_others_part() -> None:
 
 def test_a_write_from_outside_is_seen_and_our_own_is_not() -> None:
     book, _, entries = book_of([1.0, 2.0])
-    assert book.untouched(slice(None))
+    assert book.untouched()
     entries[1]["step"].fill_(7.0)
-    assert not book.untouched(slice(None))
+    assert not book.untouched()
     book, _, entries = book_of([1.0, 2.0])
     entries[1]["step"].data = torch.tensor(2.0)
-    assert not book.untouched(slice(None))
+    assert not book.untouched()
 
 
 def test_what_the_last_book_knows_is_carried_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_counters_that_are_replaced_are_taken_over_where_they_were() -> None:
     entries[1]["step"] = 4
     entries[2] = {}
     book.adopt(entries)
-    assert book.untouched(slice(None))
+    assert book.untouched()
     assert book.steps is flat
     assert entries[0]["step"] is view
     assert flat.tolist() == [1.0, 4.0, 1.0]
@@ -104,7 +104,7 @@ def test_a_counter_that_starts_again() -> None:
     book.steps.data.add_(book.increments)
     book.choose([])
     book.restart(1)
-    assert book.untouched(slice(None))
+    assert book.untouched()
     assert book.steps.tolist() == [1.0, 0.0]
     assert book.choose([0, 1]) == [0, 1]
 

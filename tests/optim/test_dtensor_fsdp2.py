@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 
 from zerokern.core.errors import StateError
 from zerokern.optim import AdamW, convert_state
-from zerokern.optim.cuts import over
+from zerokern.zero.kinds import over
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 FULL = StateDictOptions(full_state_dict=True)

@@ -9,12 +9,14 @@ import torch
 from dtensor_cases import SHAPES, Pair, cut, local, mesh_of, on_ranks, tensors
 from optim_cases import BF16, EVERY_STATE, FP16, MASTERS, same_bits
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.optim import AdamW
 from zerokern.optim.dtensors import homes_of, stays
+from zerokern.zero.kinds import here_of, take
 from zerokern.zero.sharded import Sharded
 
 EVEN = ((4, 6), (8, 128), (2, 2, 64))
@@ -147,6 +149,7 @@ def writes(rank: int) -> None:
         lambda: param.copy_(cut(plain.detach(), pair.mesh)),
         lambda: param.to_local().mul_(1.0),
         lambda: param.detach().mul_(1.0),
+        lambda: param.data.mul_(1.0),
     ]
     for seed, write in enumerate(ways, 3):
         with torch.no_grad():
@@ -269,6 +272,20 @@ def refused(rank: int) -> None:
         step(cut(torch.ones(4), mesh), torch.ones(4))
     with pytest.raises(TypeError, match=r"head\.weight\.dtype=torch\.float64.*torch\.float32"):
         step(cut(torch.ones(4, dtype=torch.float64), mesh))
+    taken_where_it_is(rank, mesh)
+
+
+def taken_where_it_is(rank: int, mesh: DeviceMesh) -> None:
+    """State goes from one kind to another where the same elements are here; else it is refused in words."""
+    values = torch.arange(24.0).view(4, 6)
+    rows, columns = (cut(values, mesh, (Shard(dim),)) for dim in (0, 1))
+    half = Sharded(values.view(-1)[12 * rank :][:12], values.shape, 12 * rank)
+    for other in (rows, half, values):
+        assert torch.equal(take(here_of(rows), other, "exp_avg"), values.view(-1)[12 * rank :][:12])
+    assert torch.equal(take(here_of(columns), values, "exp_avg"), values[:, 3 * rank :][:, :3].reshape(-1))
+    for here, other in ((rows, columns), (columns, half), (half, rows)):
+        with pytest.raises(StateError, match=r"exp_avg holds .*divided in another way.*zk\.load"):
+            take(here_of(here), other, "exp_avg")
 
 
 def test_clipping_apart_from_the_update() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import zerokern as zk
 from zerokern.optim import gradients
-from zerokern.optim.gradients import GradientReader, reader_of
+from zerokern.optim.gradients import Cells, GradientReader, reader_of
 
 Params = list[torch.nn.Parameter]
 
@@ -111,11 +111,11 @@ def test_parameters_that_never_had_a_gradient_give_none() -> None:
 def test_a_torch_that_lacks_a_function_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gradients._torch_calls.cache_clear()
+    gradients.torch_calls.cache_clear()
     monkeypatch.setitem(gradients._IMPORTS, "grad", ("libc10.so", "no_such_symbol"))
     with caplog.at_level(logging.WARNING, "zerokern"):
         assert [reader_of(make(), [], [], [], []), reader_of(make(), [], [], [], [])] == [None, None]
-    gradients._torch_calls.cache_clear()
+    gradients.torch_calls.cache_clear()
     assert len(caplog.records) == 1
     assert "no_such_symbol" in caplog.text
 
@@ -129,3 +129,23 @@ def test_the_python_path_finds_the_same() -> None:
     native = survey.pointers(opt.param_groups)
     survey._reader = None
     assert survey.pointers(opt.param_groups) == native is not None
+
+
+def test_writes_are_counted_where_the_objects_have_their_bodies_now() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(40)]
+    cells = Cells(weights)
+    other = torch.nn.Parameter(torch.zeros(2))
+    torch.utils.swap_tensors(weights[30], other)
+    assert not cells.unchanged()
+    cells.raise_versions()
+    assert [one._version for one in weights] == [1] * 40 and other._version == 0
+
+
+def test_another_torch_counts_writes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_cell", lambda: None)
+    weight = torch.nn.Parameter(torch.ones(2))
+    cells = Cells([weight])
+    cells.raise_versions()
+    assert weight._version == 1 and cells.unchanged()
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.zeros(2)))
+    assert not cells.unchanged()

@@ -282,17 +282,23 @@ def test_two_optimizers_of_one_folder_are_refused_and_two_folders_are_not(tier: 
     train(owner, first, 1)
 
 
-def test_files_are_private_and_gone_with_the_optimizer(tier: Tier) -> None:
+def test_files_are_private_nameless_and_gone_with_the_optimizer(tier: Tier) -> None:
+    """A crash leaves none: the only name in the folder is the lock's."""
     where = tier()
+
+    def swap() -> list[os.stat_result]:
+        links = [link for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
+        files = [link for link in links if os.readlink(link).startswith(os.path.realpath(where.path) + os.sep)]
+        return [found for found in map(os.stat, files) if found.st_size > 4096]
+
     params = make_params(SPREAD)
     optimizer = AdamW(params, tier=where)
     train(optimizer, params, 1)
-    files = [path for path in Path(where.path).iterdir() if path.stat().st_size > 4096]
-    assert files
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in Path(where.path).iterdir())
+    assert swap() and all(file.st_mode & 0o777 == 0o600 and file.st_nlink == 0 for file in swap())
+    assert [path.name for path in Path(where.path).iterdir()] == ["zerokern.lock"]
     del optimizer
     gc.collect()
-    assert [path for path in Path(where.path).iterdir() if path.stat().st_size > 4096] == []
+    assert swap() == []
     train(AdamW(params, tier=where), params, 1)
 
 

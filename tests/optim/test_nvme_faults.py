@@ -180,7 +180,7 @@ def test_a_file_limit_in_the_middle_of_a_step(tier: Tier, engine: str) -> None:
 def test_a_file_changed_behind_its_back(tier: Tier, how: str) -> None:
     twins = Twins("adamw", tier(checksum=True), SIZES)
     twins.train(1)
-    (file,) = [path for path in Path(twins.ours.tier.path).iterdir() if path.stat().st_size >= RECORD]
+    file = f"/proc/self/fd/{twins.ours._disk.store._files.all[0].fd}"  # it has no name
     if how == "truncated":
         os.truncate(file, 5 * RECORD)
     else:
@@ -276,14 +276,19 @@ print(len(puts))
 """
 
 
-@pytest.mark.parametrize(("kill_at", "code"), [(-1, 0), (28, -signal.SIGKILL)], ids=["exit", "kill"])
-def test_what_a_process_leaves_behind_is_cleared(tier: Tier, kill_at: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("kill_at", "code"),
+    [
+        pytest.param(-1, 0, id="exit", marks=pytest.mark.slow),
+        pytest.param(28, -signal.SIGKILL, id="kill"),
+    ],
+)
+def test_swap_is_gone_with_its_process(tier: Tier, kill_at: int, code: int) -> None:
     where = tier()
     command = [sys.executable, "-c", SCRIPT.format(folder=where.path, kill_at=kill_at)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == code, ran.stderr
-    large = [path for path in Path(where.path).iterdir() if path.stat().st_size > 4096]
-    assert bool(large) == (code != 0)
+    assert [path.name for path in Path(where.path).iterdir()] == ([] if code == 0 else ["zerokern.lock"])
     twins = Twins("adamw", where, SIZES)
     twins.train(2)
     assert twins.agree()
@@ -326,7 +331,7 @@ def test_steps_after_an_exception_in_a_closure(tier: Tier) -> None:
 
 
 @ENGINES
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_a_disk_that_fails_at_random_never_lies(tier: Tier, seed: int, engine: str) -> None:
     """Each step is done, or not begun, or torn; what is read back is right. About one block in 60 fails."""
     unlucky = Faults(seed=seed, fail=65536 // 60, shorten=4000, delay=4000, delay_us=200)

@@ -6,6 +6,8 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from optim_cases import (
     write_from_outside,
 )
 
+import zerokern as zk
 from zerokern import StateError
 from zerokern.io import Nvme
 from zerokern.optim import SGD, Adagrad, Adam, AdamW
@@ -340,3 +343,18 @@ def test_torchs_default_device_and_dtype_do_not_reach_the_state(tier: Tier, dtyp
         torch.set_default_dtype(torch.float32)
     twins.train(1, 1)
     assert twins.agree()
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "int8"])
+def test_a_parameter_without_elements_is_saved_and_loaded(tier: Tier, tmp_path: Path, state_format: str) -> None:
+    def begun(where: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.ParameterList([torch.ones(3), torch.empty(0), torch.empty(0, 5)])
+        return model, AdamW(model.parameters(), tier=where, state_format=state_format)
+
+    model, optimizer = begun(tier())
+    train(optimizer, list(model), 2)
+    zk.save(tmp_path / "saved", model, optimizer)
+    for where in (tier(), "device"):
+        twin, other = begun(where)
+        zk.load(tmp_path / "saved", twin, other)
+        assert same_state(other.state_dict(), optimizer.state_dict())

@@ -32,6 +32,25 @@ class Counting(PlayedDevice):
         super().copy(stream, pairs)
 
 
+def test_a_pending_update_of_which_everything_was_written_meanwhile_copies_nothing() -> None:
+    device = Counting()
+    try:
+        weight = torch.nn.Parameter(torch.ones(4))
+        weight.grad = torch.ones(4)
+        device.own(weight), device.own(weight.grad)
+        optimizer = MAKERS["sgd"]([weight], tier="cpu", schedule=SCHEDULES["delayed"])
+        optimizer.step()
+        optimizer.step()
+        device.synchronize()  # the write is the host's here, and comes behind what the device has been given
+        with torch.no_grad():
+            weight.fill_(2.0)
+        with pytest.warns(UserWarning, match="written while an update of them was pending"):
+            optimizer.flush()
+        assert weight.eq(2.0).all()
+    finally:
+        device.close()
+
+
 def moved(schedule: Any, dtype: torch.dtype, accumulate: int, **formats: str) -> tuple[dict[str, float], int, float]:
     """Bytes down and up in one step once all is under way, how many gradients there are, and what is expected."""
     device = Counting()

@@ -63,7 +63,7 @@ def shown(cases: Iterable[tuple[int, Row]], **settings: Any) -> list:
 
 CHOSEN = pairwise(product())
 # Threads that play ranks share one interpreter: the more of them, the fewer steps in the quick run.
-QUICK = {1: 200, 2: 12, 3: 6, 4: 6}
+QUICK = {1: 40, 2: 8, 3: 6, 4: 6}
 LONG = [case for case in product() if case[0] <= 2] + [case for case in CHOSEN if case[0] > 2]
 
 

@@ -10,9 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from offload_cases import LIMITS, SCHEDULES, ByHand, Late, Row, agree, exact_calls, local, optimizer_of, rarely, train
+from offload_cases import (
+    LIMITS,
+    SCHEDULES,
+    ByHand,
+    Late,
+    Row,
+    agree,
+    exact_calls,
+    local,
+    on_device,
+    optimizer_of,
+    rarely,
+    train,
+)
 from optim_cases import MAKERS, copies, same_bits
-from torch import nn
 from worlds import World, alone, on_ranks, on_threads, ranked
 
 import zerokern as zk
@@ -24,7 +36,6 @@ from zerokern.memory.copies import Copy
 from zerokern.optim.hosted import Twin
 from zerokern.optim.leaving import Departure
 from zerokern.schedule.played import PlayedDevice
-from zerokern.zero.homes import home_of
 
 UNITS = (3000, (700, 1, 130), 5000, (64, 64))
 STEPS = 10
@@ -215,18 +226,23 @@ def test_a_race_that_is_lost_shows(
     assert ours[0] != expected[0]
 
 
-def on_device(device: PlayedDevice, row: Row, model: nn.Module) -> None:
-    """The memory that a model's parameters have here plays being the device's."""
-    for param in model.parameters():
-        home = home_of(param)
-        device.own(param if home is None else home.piece)
-        if row.wrap == "fsdp2":
-            device.own(param._local_tensor)
+class HostComputes(PlayedDevice):
+    """Autograd trains on the host, which therefore waits wherever the device's compute stream would."""
+
+    def follow(self, stream: Any, mark: Any) -> None:
+        super().follow(stream, mark)
+        if stream is None:
+            mark.wait()
+
+    def launch(self, *work: Any, **settings: Any) -> Any:
+        mark = super().launch(*work, **settings)
+        mark.wait()
+        return mark
 
 
 def compare(world: World, row: Row, schedule: Any) -> None:
-    """A model that autograd trains: the host computes, so it waits for the device where a device would not."""
-    device = PlayedDevice(stretch=SLOW_S, poison=True)
+    """A model that autograd trains: what it reads in its forward is there, and nothing else is waited for."""
+    device = HostComputes(stretch=SLOW_S, poison=True)
     hand = ByHand(row, world, exact_calls(schedule))
     expected = train(world, row, hand.model, hand)
     model = row.model(world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,6 @@ from worlds import World, anywhere, full
 from zero_cases import batch
 
 from zerokern.kernels.cpu import UpdateTable
-from zerokern.zero.sharded import Sharded
 
 SLOW_S = 0.002
 STEPS = 4
@@ -112,17 +112,68 @@ def test_of_plain_models(schedule: str, read: Callable) -> None:
 
 
 def direct(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """As averages and logs do it. Stage 3 waits in every op; below, overlap promises nothing before flush()."""
-    waits = isinstance(next(model.parameters()), Sharded)
-    if getattr(optimizer, "schedule", "") == "overlap" and not waits:
-        optimizer.flush()
+    """As averages and logs do it: whoever asks a parameter for its values waits for them."""
     return [local(param.detach().clone()) for param in model.parameters()]
 
 
+def averaged(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    kept = [torch.zeros_like(param) for param in model.parameters()]
+    torch._foreach_lerp_([local(one) for one in kept], [local(param.data) for param in model.parameters()], 0.5)
+    return [local(one) for one in kept]
+
+
+def penalised(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    return [torch.stack([local(param.detach()).float().square().sum() for param in model.parameters()])]
+
+
+def shown(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    text = f"{list(model.parameters())[-1]} {list(model.parameters())[-2]!r}".replace("Sharded", "")
+    return [torch.tensor(list(text.encode()))]
+
+
+def raw(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    return [torch.from_numpy(param.detach().float().numpy()) for param in model.parameters()]
+
+
+def pickled(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.save(list(model.parameters()), file)
+    file.seek(0)
+    return [param.detach() for param in torch.load(file, weights_only=False)]
+
+
+@pytest.mark.parametrize("read", [direct, averaged])
 @pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("size, wrap", [(2, "stage 3"), *rarely((2, "stage 2"), (1, "stage 3"), (1, "stage 1"))])
-def test_parameters_themselves(size: int, wrap: str, schedule: str) -> None:
-    anywhere(size, follow, Row(wrap, "bf16"), SCHEDULES[schedule], direct)
+@pytest.mark.parametrize("size, wrap", [(2, "stage 2"), *rarely((2, "stage 3"), (1, "stage 3"), (1, "stage 1"))])
+def test_parameters_themselves(size: int, wrap: str, schedule: str, read: Callable) -> None:
+    anywhere(size, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
+
+
+@pytest.mark.parametrize("read", [penalised, shown, raw, copied_whole, pickled], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("wrap", ["stage 1", *rarely("stage 0", "stage 2")])
+def test_whole_parameters_however_they_are_read(wrap: str, read: Callable) -> None:
+    anywhere(2, follow, Row(wrap, "bf16"), SCHEDULES["overlap"], read)
+
+
+def written(world: World, row: Row) -> None:
+    """What is written between steps is written behind the update, as it is where updates wait for nothing."""
+    seen = []
+    for schedule in ("sync", "overlap"):
+        model = row.model(world)
+        optimizer = optimizer_of(row, model, tier="cpu", schedule=schedule)
+        for step in range(STEPS):
+            work(world, row, model, optimizer, step)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+                    param.data.add_(0.25)
+        seen.append(direct(model, optimizer))
+    assert same_bits(*seen)
+
+
+@pytest.mark.parametrize("wrap", ["stage 2", *rarely("stage 0", "stage 1", "stage 3")])
+def test_parameters_that_are_written(wrap: str) -> None:
+    anywhere(2, written, Row(wrap, "bf16"))
 
 
 def states(world: World, row: Row, schedule: Any) -> None:
@@ -139,3 +190,33 @@ def states(world: World, row: Row, schedule: Any) -> None:
 @pytest.mark.parametrize("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 2")])
 def test_states(size: int, wrap: str, schedule: str) -> None:
     anywhere(size, states, Row(wrap, "bf16"), SCHEDULES[schedule])
+
+
+def restarted(world: World, wrap: str, tier: str, schedule: Any) -> None:
+    row = Row(wrap, "bf16")
+    model = row.model(world)
+    optimizer = optimizer_of(row, model, tier=tier, schedule=schedule)
+    for step in range(2):
+        backward(world, row, model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        moments = [optimizer.state[param]["exp_avg"] for param in model.parameters()]
+        seen = [local(one).clone() for one in moments]
+        assert any(one.any() for one in seen)
+        for one in moments:
+            one.zero_()
+        optimizer.flush()
+        assert not any(local(optimizer.state[param]["exp_avg"]).any() for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("size", "wrap", "tier", "schedule"),
+    [
+        (1, "plain", "cpu", "delayed"),
+        (1, "stage 3", "device", "overlap"),
+        (2, "stage 2", "device", "overlap"),
+        (2, "stage 1", "cpu", "delayed"),
+    ],
+)
+def test_state_that_is_written_right_after_a_step_stays_so(size: int, wrap: str, tier: str, schedule: str) -> None:
+    anywhere(size, restarted, wrap, tier, SCHEDULES[schedule])

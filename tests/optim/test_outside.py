@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
+from offload_cases import World
+from torch import nn
+from worlds import full, on_threads
 
 import zerokern as zk
+from zerokern.optim import survey
 
 
 def stepped(dtype: torch.dtype = torch.float16) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
@@ -82,9 +87,62 @@ def test_gradients_may_be_dropped_by_another_thread_during_a_step() -> None:
     assert param.isfinite().all() and param.max() <= 1.0
 
 
-def test_a_lazily_negated_gradient_is_refused() -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    param.grad = torch._neg_view(torch.ones(2))
-    with pytest.raises(ValueError, match="resolve_neg"):
+@pytest.mark.parametrize("native", [True, False], ids=["read natively", "read one by one"])
+@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=0)], ids=["sync", "overlap", "delayed"])
+def test_a_lazily_negated_gradient_means_what_torch_says_it_does(
+    schedule: Any, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(survey, "reader_of", lambda *columns: None)
+    param, straight = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    opt, reference = zk.SGD([param], lr=0.5, schedule=schedule), torch.optim.SGD([straight], lr=0.5)
+    for step in range(4):
+        straight.grad = torch.full((2,), step - 2.0)
+        param.grad = torch._neg_view(-straight.grad) if step % 2 else straight.grad.clone()
+        opt.step()
+        reference.step()
+    opt.flush()
+    assert torch.equal(param, straight)
+
+
+class Negated(nn.Module):
+    """A product whose weight gets its gradient as a lazily negated view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Turned.apply(self.weight) * x
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch._neg_view(-grad)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_lazily_negated_gradient_under_zk_shard(stage: int) -> None:
+    def work(world: World) -> None:
+        model = world.shard(Negated(), stage=stage)
+        opt = zk.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            model(torch.full((3,), 1.0 + world.rank)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        assert full(model)["weight"].eq(1.0 - 2 * 0.5 * 1.5).all()
+
+    on_threads(2, work)
+
+
+def test_a_lazily_negated_parameter_is_refused() -> None:
+    param = torch.nn.Parameter(torch._neg_view(torch.ones(2)))
+    param.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=r"lazily negated.*resolve_neg"):
         zk.SGD([param], lr=1.0).step()
-    assert param.eq(1.0).all()
+    assert param.eq(-1.0).all()

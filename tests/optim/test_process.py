@@ -9,13 +9,16 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from optim_cases import BF16, EVERY_STATE, MAKERS, contents, copies, make_params, same_bits, set_grads, train
 from torch.utils.data import DataLoader, Dataset
 
+import zerokern as zk
 from zerokern.core import native
 from zerokern.core.env import usable_cpus
 from zerokern.optim import AdamW
@@ -108,16 +111,21 @@ def outcome(child: subprocess.Popen[str]) -> tuple[int, str]:
     return int(threads), result
 
 
-def test_20_omp_num_threads_1_fewer_cpus_and_more_ranks_than_cores_change_threads_and_no_bit() -> None:
+ALONE = {"OMP_NUM_THREADS": "1"}
+CROWDED = {**ALONE, "LOCAL_WORLD_SIZE": str(4 * usable_cpus())}
+
+
+@pytest.mark.parametrize(
+    "environment, threads",
+    [(CROWDED, 1), pytest.param(ALONE, usable_cpus(), marks=pytest.mark.slow)],
+    ids=["more ranks than cores", "alone"],
+)
+def test_20_the_environment_changes_threads_and_no_bit(environment: dict[str, str], threads: int) -> None:
     cpus = os.sched_getaffinity(0)
-    children = [
-        start_child(cpus, OMP_NUM_THREADS="1"),
-        start_child(cpus, OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE=str(4 * usable_cpus())),
-        start_child({min(cpus)}),
-    ]
-    alone, crowded, bound = map(outcome, children)
-    assert (alone[0], crowded[0], bound[0]) == (usable_cpus(), 1, 1)
-    assert alone[1] == crowded[1] == bound[1]
+    children = [start_child(cpus, **environment), start_child({min(cpus)})]
+    found, bound = map(outcome, children)
+    assert (found[0], bound[0]) == (threads, 1)
+    assert found[1] == bound[1]
 
 
 def test_optimizers_step_in_threads_at_once() -> None:
@@ -157,3 +165,60 @@ def test_a_failed_backward_leaves_an_optimizer_that_goes_on() -> None:
     reference.step()
     assert same_bits(contents(optimizer, params), contents(reference, twins))
     assert hashlib.sha256(params[4].detach().numpy().tobytes()).digest() != hashlib.sha256(b"").digest()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+@pytest.mark.parametrize("settings", [{"tier": "cpu"}, {"schedule": zk.Delayed()}], ids=["cpu", "delayed"])
+def test_a_forked_child_is_told_at_once_that_the_state_is_not_there(settings: dict[str, Any]) -> None:
+    """Whatever it does; memory that stays behind in the parent would end it by a signal."""
+    (weight,) = params = make_params((300,))
+    optimizer = AdamW(params, **settings)
+    train(optimizer, params, 2)
+    saved = optimizer.state_dict()
+    uses: list[Callable[[], object]] = [
+        optimizer.step,
+        optimizer.flush,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(saved),
+        lambda: optimizer.state[weight],
+        lambda: list(optimizer.state.values()),
+        lambda: copy.deepcopy(optimizer),
+        lambda: pickle.dumps(optimizer),
+    ]
+    child = os.fork()
+    if not child:
+        answers = []
+        for use in uses:
+            try:
+                answers.append(str(use()))
+            except zk.ZerokernError as error:
+                answers.append("" if "process" in str(error) else str(error))
+        os._exit(sum(bool(answer) for answer in answers))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train(optimizer, params, 1, start=2)
+
+
+def test_a_step_from_a_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params((300,))
+    optimizer = AdamW(params)
+    train(optimizer, params, 1)
+    before = contents(optimizer, params)
+    inside, go_on = threading.Event(), threading.Event()
+    checked = AdamW._checked
+
+    def slowly(self: AdamW, group: dict[str, Any]) -> dict[str, Any]:
+        inside.set()
+        assert go_on.wait(20)
+        return checked(self, group)
+
+    monkeypatch.setattr(AdamW, "_checked", slowly)
+    set_grads(params, seed=1)
+    first = threading.Thread(target=optimizer.step)
+    first.start()
+    assert inside.wait(20)
+    with pytest.raises(zk.StateError, match="another step"):
+        optimizer.step()
+    assert same_bits(contents(optimizer, params), before)
+    go_on.set()
+    first.join()
+    assert float(optimizer.state[params[0]]["step"]) == 2.0

@@ -13,7 +13,7 @@ from optim_cases import BF16, FP16, FP32, MAKERS, same_bits, same_state
 from shard_double import Divided, gradients, on_ranks, whole_state
 from torch import Tensor
 
-from zerokern.comm import Group
+from zerokern.comm import group_on
 from zerokern.optim import AdamW
 from zerokern.optim.clip import clip_grad_norm_
 
@@ -154,7 +154,7 @@ def test_the_kernels_make_the_bits_of_the_cpu(settings: dict[str, Any]) -> None:
     steps[1][4][999] = float("inf")
 
     def work(place: contextlib.AbstractContextManager[None]) -> tuple[list[Tensor], float | None, int]:
-        model = Divided(Group.of(), 2, dtype=BF16)
+        model = Divided(group_on(), 2, dtype=BF16)
         with place:
             optimizer = AdamW(model.zero_order, **settings)
             for grads in steps:

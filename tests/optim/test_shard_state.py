@@ -235,11 +235,11 @@ def test_state_is_converted_where_it_lies(stage: int) -> None:
     on_ranks(2, work)
 
 
-def test_copies_are_refused_where_state_is_divided() -> None:
+def test_copies_of_the_optimizer_are_refused_where_state_is_divided() -> None:
     def work(group: Any) -> None:
         model, optimizer = begun(group, stage=1, name="adamw")
-        with pytest.raises(TypeError, match=r"one rank's part: Sharded\(state"):
-            copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(TypeError, match=r"one rank's part: Sharded\(state.*Copy opt.state_dict\(\)"):
+            copy.deepcopy(optimizer)
         assert model.homes
 
     on_ranks(2, work)
@@ -283,3 +283,27 @@ def test_random_rounding_is_that_of_the_whole_parameter() -> None:
 
     for values in on_ranks(3, work):
         assert same_bits(values, [param.detach() for param in params])
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+@pytest.mark.parametrize("key", ["exp_avg", "step"])
+def test_state_of_replicated_parameters_follows_exchanged_memory(key: str, tier: str) -> None:
+    """What is shown of a moment is a view of it, which `.data =` leads away from it."""
+
+    def work(group: Any, by_data: bool) -> list[Tensor]:
+        model = Divided(group, 0)
+        optimizer = AdamW(model.zero_order, tier=tier)
+        for seed in range(3):
+            model.set_grads(gradients(seed))
+            if seed == 1:
+                entry = optimizer.state[model.zero_order[4]]
+                value = torch.full_like(entry[key], 7.0)
+                if by_data:
+                    entry[key].data = value
+                else:
+                    entry[key] = value
+            optimizer.step()
+        return [one.clone() for one in (*model.values(), *optimizer.state_dict()["state"][4].values())]
+
+    for by_data, assigned in on_ranks(2, lambda group: (work(group, True), work(group, False))):
+        assert same_bits(by_data, assigned)

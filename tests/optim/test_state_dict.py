@@ -98,7 +98,7 @@ def test_keys_are_torchs() -> None:
     ("state_format", "keys"),
     [
         ("bf16", ["step", "exp_avg", "exp_avg_sq"]),
-        ("int8", ["step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"]),
+        ("int8", ["step", "exp_avg.codes", "exp_avg_scale", "exp_avg_sq.codes", "exp_avg_sq_scale"]),
     ],
 )
 def test_keys_of_lossy_state(state_format: str, keys: list[str]) -> None:
@@ -109,8 +109,46 @@ def test_keys_of_lossy_state(state_format: str, keys: list[str]) -> None:
     assert list(entry) == [*keys, "remainder"]
     assert entry["remainder"].dtype is torch.int16
     if state_format == "int8":
-        assert (entry["exp_avg"].dtype, entry["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+        assert (entry["exp_avg.codes"].dtype, entry["exp_avg_sq.codes"].dtype) == (torch.int8, torch.uint8)
         assert entry["exp_avg_scale"].shape == (8,)
+
+
+def test_codes_are_no_averages_to_torch() -> None:
+    """torch's load_state_dict takes anything; its step misses what it needs, instead of taking codes for averages."""
+    params = make_params()
+    ours, theirs = AdamW(params, state_format="int8"), torch.optim.AdamW(params)
+    train(ours, params, 1)
+    theirs.load_state_dict(ours.state_dict())
+    before = copies(params)
+    with pytest.raises(KeyError, match="exp_avg"):
+        theirs.step()
+    assert same_bits(params, before)
+
+
+def test_codes_under_their_earlier_names_are_loaded_and_converted() -> None:
+    params = make_params()
+    ours, again = (AdamW(params, state_format="int8") for _ in range(2))
+    train(ours, params, 1)
+    saved = ours.state_dict()
+    earlier = {
+        **saved,
+        "state": {
+            number: {key.removesuffix(".codes"): value for key, value in entry.items()}
+            for number, entry in saved["state"].items()
+        },
+    }
+    again.load_state_dict(earlier)
+    assert same_contents(again.state_dict(), saved)
+    exact = [convert_state(one, state_format="fp32") for one in (saved, earlier)]
+    assert same_contents(*exact) and list(exact[0]["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+
+
+def same_contents(left: dict, right: dict) -> bool:
+    return left["state"].keys() == right["state"].keys() and all(
+        left["state"][number].keys() == entry.keys()
+        and all(torch.equal(left["state"][number][key], value) for key, value in entry.items())
+        for number, entry in right["state"].items()
+    )
 
 
 def test_names_are_saved_and_loading_keeps_ours_where_there_are_none() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from optim_cases import (
     BF16,
+    FP16,
     FP32,
     MAKERS,
     contents,
@@ -19,8 +22,9 @@ from optim_cases import (
     write_from_outside,
 )
 
+import zerokern as zk
 from zerokern import StateError
-from zerokern.optim import SGD, AdamW
+from zerokern.optim import SGD, AdamW, whereabouts
 
 KEEPS_MASTER = [("split16", "remainder"), ("split8", "remainder"), ("fp32", "master")]
 
@@ -48,6 +52,26 @@ def test_a_write_from_outside_becomes_the_master(master_format: str, key: str, h
     assert torch.equal(params[4].detach(), value)
     if how != "data":
         assert same_bits([optimizer.state[param][key] for param in params[:4]], others)
+
+
+@pytest.mark.parametrize(
+    ("tier", "schedule"),
+    [("device", "sync"), ("disk", "sync"), ("cpu", "sync"), ("cpu", "overlap"), ("cpu", zk.Delayed())],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "master_format"), [(FP32, None), (BF16, "split16"), (BF16, "fp32"), (FP16, None)])
+def test_writes_that_nobody_counts_last_once_masters_are_refreshed(
+    dtype: torch.dtype, master_format: str | None, tier: str, schedule: object, tmp_path: Path
+) -> None:
+    where = zk.Nvme(tmp_path) if tier == "disk" else tier
+    optimizer, params = trained(master_format, dtype, tier=where, schedule=schedule, weight_decay=0.0)
+    optimizer.flush()
+    params[4].detach().data.fill_(7.0)
+    optimizer.refresh_masters()
+    optimizer.param_groups[0].update(lr=0.0)
+    train(optimizer, params, 2, start=3)
+    optimizer.flush()
+    assert params[4].eq(7.0).all()
 
 
 @pytest.mark.parametrize(("master_format", "key"), KEEPS_MASTER)
@@ -162,14 +186,46 @@ def test_replaced_state_is_used(name: str, state_format: str, how: str) -> None:
     assert same_bits(contents(ours, params), contents(reference, twins))
 
 
-def test_a_single_exchanged_memory_is_found_within_sixteen_steps() -> None:
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("number", [0, 4])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tier": "cpu"}, {"tier": "cpu", "schedule": "overlap"}, {"tier": "cpu", "schedule": zk.Delayed(after=1)}],
+    ids=["device", "cpu", "overlap", "delayed"],
+)
+def test_a_single_exchanged_memory_is_found_by_the_next_step(settings: dict[str, Any], number: int, key: str) -> None:
+    made = []
+    for by_data in (True, False):
+        optimizer, params = trained(None, FP32, **settings)
+        optimizer.flush()
+        entry = optimizer.state[params[number]]
+        value = torch.full_like(entry[key], 7.0)
+        if by_data:
+            entry[key].data = value
+        else:
+            entry[key] = value
+        for seed in (3, 4):
+            set_grads(params, seed=seed)
+            optimizer.step()
+        optimizer.flush()
+        made.append(contents(optimizer, params))
+    assert same_bits(*made)
+
+
+def test_exchanged_memory_is_found_where_torch_offers_no_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whereabouts, "torch_calls", lambda: None)
     optimizer, params = trained(None, FP32)
-    value = optimizer.state[params[4]]["exp_avg"]
-    value.data = value.clone()
-    before = value.clone()
-    for _ in range(16):
-        train(optimizer, params, 1)
-    assert not torch.equal(value, before)
+    value = optimizer.state[params[3]]["exp_avg"]
+    value.data = torch.zeros_like(value)
+    train(optimizer, params, 1)
+    assert value.any()
+
+
+def test_state_is_not_swapped_with_another_tensor() -> None:
+    """Its body would be another tensor's to free, while its address is asked for in every step."""
+    optimizer, params = trained(None, FP32)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(optimizer.state[params[0]]["exp_avg"], torch.zeros(1))
 
 
 def test_an_exchanged_memory_is_found_when_the_gradients_change_with_it() -> None:

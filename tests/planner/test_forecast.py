@@ -116,6 +116,13 @@ class TestSettings:
         two, three = (zk.plan("10B", world=16, stage=n).predict(DGX2, tokens=[1024]).at("sync", 1024) for n in (2, 3))
         assert three.step_seconds - two.step_seconds == pytest.approx(2e10 * 15 / 16 / 80e9, rel=0.01)
 
+    def test_what_a_delayed_step_shows_other_ranks_is_gathered_beside_nothing(self) -> None:
+        """Stage 3 gathers in forward and backward; at stages 1 and 2 ranks show each other what they put in place."""
+        rows = [zk.plan("10B", world=16, stage=n).predict(DGX2, tokens=[8192]).at("delayed", 8192) for n in (1, 2, 3)]
+        one, two, three = (row.step_seconds for row in rows)
+        assert one == two
+        assert two - three == pytest.approx(2e10 * 15 / 16 / 80e9, rel=0.02)
+
     def test_what_is_frozen_computes_and_does_not_move(self) -> None:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(4)))

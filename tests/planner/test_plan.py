@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerokern as zk
+from zerokern.core.units import BUFFERS
 from zerokern.examples.model import GPT, Shape
 from zerokern.optim.adagrad import Adagrad
 from zerokern.optim.adam import AdamW
@@ -19,7 +20,6 @@ from zerokern.optim.lion import Lion
 from zerokern.optim.sgd import SGD
 from zerokern.planner.recipe import OPTIMIZERS, Recipe
 from zerokern.zero.partition import partition
-from zerokern.zero.reduction import BUFFERS
 from zerokern.zero.units import members, units_of
 
 STAGES = (0, 1, 2, 3)
@@ -160,7 +160,7 @@ class TestTraffic:
         assert abs(plan.traffic.numel - (psi * numel - once)) <= psi * padding
         assert plan.traffic.nbytes == 4 * plan.traffic.numel
         assert plan.traffic.sent_nbytes == plan.traffic.nbytes * 3 // 4
-        moved = [op for op in plan.program if op.verb in ("Gather", "Reduce", "Publish")]
+        moved = [op for op in plan.program.ops if op.verb in ("Gather", "Reduce", "Publish")]
         assert sum(op.nbytes for op in moved) == plan.traffic.nbytes
 
     def test_what_is_frozen_is_neither_reduced_nor_published(self) -> None:
@@ -178,7 +178,7 @@ class TestTraffic:
 
     def test_a_step_at_stage_3_in_order(self) -> None:
         model = nn.ModuleList(nn.Linear(128, 1, bias=False) for _ in range(3))
-        steps = [f"{op.verb} {op.what}" for op in zk.plan(model, stage=3, world=2).program]
+        steps = [f"{op.verb} {op.what}" for op in zk.plan(model, stage=3, world=2).program.ops]
         assert steps == [
             "Gather 0", "Gather 1", "Forward 0", "Release 0", "Gather 2", "Forward 1", "Release 1", "Forward 2",
             "Forward root", "Backward root",
@@ -193,7 +193,7 @@ class TestTraffic:
         plan = zk.plan(model, stage=stage, world=4)
         held: dict[str, int] = {}
         most = 0
-        for op in plan.program:
+        for op in plan.program.ops:
             if op.verb == "Gather" and stage == 3:
                 assert op.what not in held, "gathered twice"
                 held[op.what] = op.nbytes

@@ -110,7 +110,7 @@ def test_every_environment_name_is_documented() -> None:
 
 
 def test_every_folder_of_sources_has_a_page() -> None:
-    wanted = {f"{folder}/README.md" for folder in ("cpu", "bench", "tests", "zerokern/kernels")}
+    wanted = {f"{folder}/README.md" for folder in ("cpu", "bench", "examples", "tests", "zerokern/kernels")}
     assert sorted(wanted - set(PAGES)) == []
 
 

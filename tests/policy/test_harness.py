@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 
 import zerokern
 
-from .tree import ROOT
+from .tree import ROOT, files
 
 LISTED = """
 import pytest
@@ -34,14 +36,43 @@ import pytest
 pytest.skip("not begun", allow_module_level=True)
 """
 
+PRODUCT = """
+import pytest
+
+@pytest.mark.parametrize("a", "xyz")
+def test_one(a): pass
+
+@pytest.mark.parametrize("c", "pq")
+@pytest.mark.parametrize("b", "uv")
+@pytest.mark.parametrize("a", "xyz")
+def test_product(a, b, c): pass
+"""
+TIMED = """
+import time
+import pytest
+
+@pytest.mark.parametrize("row", range(6))
+def test_timed(row):
+    begun = time.monotonic()
+    time.sleep(0.02)
+    with open({times!r}, "a") as file:
+        print(begun, time.monotonic(), file=file)
+
+if {serial}:
+    pytestmark = pytest.mark.serial
+"""
+
 
 def run_pytest(folder: Path, *arguments: str, **cases: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     (folder / "skips.txt").write_text("* | needs a CUDA GPU\n")
+    (folder / "long.txt").write_text("test_last.py\ntest_before.py\n")
     for name, text in cases.items():
         (folder / f"test_{name}.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", folder, *arguments]
-    return subprocess.run([*command, "-p", "no:cacheprovider", folder], cwd=folder, capture_output=True, text=True)
+    options = ["-q", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider", *arguments]
+    program = f"import os, sys, pytest; os.chdir({str(folder)!r}); sys.exit(pytest.main(sys.argv[1:]))"
+    # other plugins take two seconds to import
+    return run_forked(program, *options, folder, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
 
 
 def test_listed_skips_pass_and_slow_rows_wait(tmp_path: Path) -> None:
@@ -49,6 +80,23 @@ def test_listed_skips_pass_and_slow_rows_wait(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout
     assert "1  needs a CUDA GPU" in ran.stdout
     assert "1 skipped, 1 deselected" in ran.stdout
+
+
+def test_any_two_values_meet_in_a_quick_row(tmp_path: Path) -> None:
+    every = {(a, b, c) for a in "xyz" for b in "uv" for c in "pq"}
+    quick = run_pytest(tmp_path, "--co", product=PRODUCT)
+    rows = {tuple(row.split("-")) for row in re.findall(r"test_product\[(.*)\]", quick.stdout)}
+    assert len(rows) < len(every)
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert {(row[first], row[second]) for row in rows} == {(row[first], row[second]) for row in every}
+    assert quick.stdout.count("test_one[") == 3
+
+
+def test_long_files_are_begun_first(tmp_path: Path) -> None:
+    one, two = "def test_one(): pass\n", "def test_two(): pass\n"
+    ran = run_pytest(tmp_path, "--co", alone=one, before=one, first=one + two, last=one)
+    begun = re.findall(r"test_(\w+)\.py", ran.stdout)
+    assert begun == ["last", "before", "first", "first", "alone"]
 
 
 def test_unlisted_skips_fail_and_all_runs_slow_rows(tmp_path: Path) -> None:
@@ -59,12 +107,22 @@ def test_unlisted_skips_fail_and_all_runs_slow_rows(tmp_path: Path) -> None:
     assert sorted(refused) == ["not begun", "not written yet", "wrong so far"]
 
 
-def test_after_its_minutes_a_run_begins_nothing_and_says_so(tmp_path: Path) -> None:
-    ran = run_pytest(tmp_path, "--rest", "--minutes=0", listed=LISTED)
-    assert ran.returncode == 0, ran.stdout
-    assert "not begun after 0 minutes: 1 tests" in ran.stdout and "1  test_listed.py" in ran.stdout
-    ran = run_pytest(tmp_path, "--rest", "--minutes=9", listed=LISTED)
-    assert "1 passed, 1 deselected" in ran.stdout and "not begun" not in ran.stdout
+@pytest.mark.slow
+def test_two_workers_account_for_skips_and_let_serial_tests_run_alone(tmp_path: Path) -> None:
+    cases = {name: TIMED.format(serial=name == "alone", times=str(tmp_path / name)) for name in ("alone", "beside")}
+    ran = run_pytest(tmp_path, "-pxdist", "-n2", "--dist=loadfile", listed=LISTED, module=MODULE, **cases)
+    assert ran.returncode == 1, ran.stdout
+    assert "12 passed, 2 skipped" in ran.stdout
+    assert "NOT LISTED" in ran.stdout and "not begun" in ran.stdout and "1  needs a CUDA GPU" in ran.stdout
+    alone, beside = ([tuple(map(float, line.split())) for line in (tmp_path / name).open()] for name in cases)
+    assert not [1 for begun, ended in alone for other, last in beside if begun < last and other < ended]
+
+
+def test_helpers_of_different_folders_have_different_names() -> None:
+    """They are imported by name alone: in a run of all tests the first of two would be the other one as well."""
+    helpers = [Path(path).name for path in files(".py", under=("tests/",)) if "tests/policy/" not in path]
+    twice = {name for name in helpers if helpers.count(name) > 1 and not name.startswith(("test_", "conftest"))}
+    assert not twice - {"__init__.py"}, f"rename one of each: {sorted(twice)}"
 
 
 def call_from(path: Path, expression: str) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import pytest
 
-from .tree import Finding, assert_clean, files, imports, is_package, module_name, read
+from .tree import BESIDE, Finding, assert_clean, dotted, files, imports, is_package, module_name, read
 
 # A layer may import the layers with a smaller number. io and comm are siblings: neither knows the other.
 LAYERS = {
@@ -13,19 +16,21 @@ LAYERS = {
     "memory": 1,
     "io": 2,
     "comm": 2,
+    "schedule": 3,  # when: programs and who runs them. It lies below what it is given actions by, and asks nobody why
     "zero": 4,
-    "schedule": 5,
     "optim": 6,
     "saving": 7,
     "api": 8,
     "planner": 8,
-    "examples": 8,  # the small GPT that the demo and bench.quality train
+    "arguments": 8,  # what words on a command line mean
     "report": 8,  # zk.info(): what the layers below say of themselves
-    "bench": 9,
+    "examples": 9,  # the demo, and the small GPT that it and the benchmarks train
     "integrations": 9,
-    "cli": 10,  # above bench, whose measurements it shows
+    "bench": 10,
+    "cli": 11,
 }
-EDGES = {"bench", "integrations", "cli"}
+EDGES = {"examples", "bench", "integrations", "cli"}
+SHOWN = {("cli", "bench"), ("cli", "examples"), ("bench", "examples")}  # edges that an edge above them may import
 CORE = {"__init__", "errors", "env", "units", "native"}
 PLANNERS = {  # pure plans: they run in milliseconds, without torch
     "zerokern/memory/layout.py",
@@ -48,7 +53,7 @@ def targets(source: str, path: str) -> list[tuple[str, int]]:
     """The modules of this project that a source imports, with lines; `from zerokern import io` is zerokern.io."""
     found = []
     for one in imports(source, module_name(path), is_package(path)):
-        if one.module == "bench" or one.module.startswith("bench."):
+        if one.module.split(".")[0] in BESIDE:
             found.append((f"zerokern.{one.module}", one.line))
         elif one.module == "zerokern" and one.name in LAYERS:
             found.append((one.full, one.line))
@@ -70,7 +75,7 @@ def climbs(source: str, path: str) -> list[Finding]:
         if other == own or (not other and own in EDGES):
             continue
         lower = [name for name, number in LAYERS.items() if number < LAYERS[own]]
-        if other in EDGES and (own, other) != ("cli", "bench"):
+        if other in EDGES and (own, other) not in SHOWN:
             says = f"imports {target}, an edge; nothing imports an edge: move what is needed down into a layer"
         elif other not in lower:
             says = (
@@ -84,12 +89,93 @@ def climbs(source: str, path: str) -> list[Finding]:
 
 
 def test_imports_go_downward() -> None:
-    assert_clean([f for path in files(".py", under=("zerokern/", "bench/")) for f in climbs(read(path), path)])
+    assert_clean([f for path in files(".py", under=("zerokern/", *BESIDE)) for f in climbs(read(path), path)])
+
+
+def test_the_page_shows_the_table() -> None:
+    shown = re.findall(r"^ *(-?\d+)  (\w+) ", read("docs/architecture.md"), flags=re.MULTILINE)
+    assert {name: int(number) for number, name in shown} == LAYERS, "docs/architecture.md shows other layers"
 
 
 def test_core_stays_four_files() -> None:
     inside = {module_name(path).rpartition(".")[2] for path in files(".py", under=("zerokern/core/",))} - {"core"}
     assert inside <= CORE, f"zerokern/core holds {sorted(inside - CORE)}; it is no place for what has no other place"
+
+
+ENTRY = {"zerokern"}  # the package's own face shows everything, and imports it when it is asked for
+FOR_TYPES = (  # two modules that name each other's types alone; the list may only become shorter
+    {"zerokern.zero." + name for name in (
+        "checks", "gather", "gradients", "guards", "homes", "params", "placing", "publishing", "reads", "reduction",
+        "sharding", "whole",
+    )},
+    {"zerokern.zero.chunks", "zerokern.zero.sharded"},
+    {"zerokern.planner." + name for name in ("forecast", "measuring", "planning", "table")},
+)  # fmt: skip
+
+
+def imported(sources: dict[str, tuple[str, bool]], *, types: bool) -> dict[str, set[str]]:
+    """By module, the others that it imports: at its top, in functions, and with `types` for a type checker alone."""
+    found = {}
+    for module, (source, package) in sources.items():
+        skipped = set() if types else lines_for_types(source)
+        named = [one for one in imports(source, module, package) if one.line not in skipped]
+        there = {one.full if one.full in sources else one.module for one in named}
+        found[module] = (there & sources.keys()) - ENTRY - {module}
+    return found
+
+
+def lines_for_types(source: str) -> set[int]:
+    """Lines below `if TYPE_CHECKING:`."""
+    if "TYPE_CHECKING" not in source:
+        return set()
+    blocks = [node.body for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If)
+              and dotted(node.test).endswith("TYPE_CHECKING")]  # fmt: skip
+    return {line for body in blocks for one in body for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Modules that import each other, directly or through others."""
+    reach = {module: reached(graph, module) for module in graph}
+    found: list[set[str]] = []
+    for module in graph:
+        circle = {other for other in reach[module] if module in reach[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def reached(graph: dict[str, set[str]], module: str) -> set[str]:
+    seen, todo = set(), [module]
+    while todo:
+        new = graph[todo.pop()] - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    paths = files(".py", under=("zerokern/", "examples/"))
+    sources = {module_name(path): (read(path), is_package(path)) for path in paths}
+    running = circles(imported(sources, types=False))
+    says = "import each other, if only in a function: move what both need below both"
+    assert not running, "\n".join(f"{', '.join(sorted(circle))} {says}" for circle in running)
+    named = circles(imported(sources, types=True))
+    new = [circle for circle in named if not any(circle <= known for known in FOR_TYPES)]
+    says = "name each other's types: a Protocol beside the lower one, or a type of the layer below, is enough"
+    assert not new, "\n".join(f"{', '.join(sorted(circle))} {says}" for circle in new)
+    gone = [known for known in FOR_TYPES if not any(circle <= known for circle in named)]
+    assert not gone, f"no circle any more: take {gone} out of FOR_TYPES"
+
+
+def test_a_circle_is_found_wherever_it_hides() -> None:
+    lower = ("def f():\n    from zerokern.comm.upper import g", False)
+    for source, types in (("from zerokern.comm import lower", True), ("import zerokern.comm.lower as l", False)):
+        made = {"zerokern.comm.upper": (source, False), "zerokern.comm.lower": lower}
+        assert circles(imported(made, types=types)) == [{"zerokern.comm.upper", "zerokern.comm.lower"}]
+    typing = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zerokern.comm.upper import G"
+    made = {"zerokern.comm.upper": ("import zerokern.comm.lower", False), "zerokern.comm.lower": (typing, False)}
+    assert circles(imported(made, types=False)) == []
+    assert len(circles(imported(made, types=True))) == 1
 
 
 def torch_imports(source: str, path: str) -> list[Finding]:
@@ -112,6 +198,8 @@ def test_planners_import_no_torch() -> None:
         ("zerokern/optim/adam.py", "import zerokern as zk", "up to an edge"),
         ("zerokern/optim/adam.py", "from zerokern.cli import main", "an edge"),
         ("zerokern/optim/adam.py", "from bench import peers", "an edge"),
+        ("zerokern/planner/plan.py", "from zerokern.examples.model import GPT", "an edge"),
+        ("examples/model.py", "from ..bench import peers", "an edge"),
         ("zerokern/utils/misc.py", "", "is in no layer"),
     ],
 )
@@ -124,7 +212,7 @@ def test_a_climbing_import_is_found(path: str, source: str, says: str) -> None:
     "path, source",
     [
         ("zerokern/optim/adam.py", "from zerokern.kernels import ops\nfrom . import base\nfrom ..core import env"),
-        ("zerokern/cli/bench.py", "from zerokern.bench import run\nimport zerokern"),
+        ("zerokern/cli/main.py", "from zerokern.bench import run\nimport zerokern"),
         ("zerokern/__init__.py", "from zerokern.optim import AdamW"),
         ("bench/ops/adam.py", "from ..providers import Provider\nimport zerokern as zk"),
     ],

@@ -52,6 +52,12 @@ VERBS = (
         ("zerokern/comm/collectives.py",),
         full=frozenset(f"torch.distributed.{name}" for name in COLLECTIVES),
     ),
+    Verb(
+        "what a tensor is, is asked of `here_of`, `local_of` and `is_divided`; what a DTensor is, is known",
+        ("zerokern/zero/kinds.py", "zerokern/optim/dtensors.py"),
+        full=frozenset({"torch.distributed.tensor.DTensor"}),
+        attributes=frozenset({"_local_tensor"}),
+    ),
     Verb("module and autograd hooks are registered", ("zerokern/zero/hooks.py",), attributes=HOOKS),
     Verb(
         # layer 0 stages the words of a launch in torch's own pinned cache; what is large is leased from the arena
@@ -179,6 +185,7 @@ def test_import_works_without_optional_libraries() -> None:
         ("import torch\ntorch.empty(1, pin_memory=True)", "only in zerokern/memory/arena.py"),
         ("f().pin_memory()", "host memory is pinned"),
         ("import torch\ntorch.cuda.synchronize()", "zerokern/schedule/executor.py and zerokern/memory/staging.py"),
+        ("from torch.distributed.tensor import DTensor", "what a tensor is, is asked"),
         ("x.record_stream(s)", "a release event"),
         ("lib.f.argtypes = []", "only in zerokern/core/native.py"),
     ],

@@ -6,11 +6,12 @@ import ast
 import re
 import subprocess
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 UNTRACKED = ("build", "dist", "lib", "__pycache__", ".git", ".venv", "_cache")
+BESIDE = ("bench", "examples")  # folders beside the package that are installed within it
 BINARY = (".png", ".so", ".pyc", ".whl")
 
 
@@ -59,7 +60,7 @@ def read(path: str) -> str:
 def module_name(path: str) -> str:
     """zerokern/kernels/ops.py is zerokern.kernels.ops; bench/ops/adam.py is zerokern.bench.ops.adam, as installed."""
     name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    return f"zerokern.{name}" if name.split(".")[0] == "bench" else name
+    return f"zerokern.{name}" if name.split(".")[0] in BESIDE else name
 
 
 def is_package(path: str) -> bool:
@@ -81,13 +82,13 @@ class Import:
         return f"{self.module}.{self.name}" if self.name else self.module
 
 
-def imports(source: str, module: str, package: bool) -> list[Import]:
+@cache
+def imports(source: str, module: str, package: bool) -> tuple[Import, ...]:
     """Every import of a source, relative ones resolved against `module`."""
-    tree = ast.parse(source)
-    inside = {id(node) for top in ast.walk(tree) if isinstance(top, FUNCTIONS) for node in ast.walk(top)}
     found = []
-    for node in ast.walk(tree):
-        top = id(node) not in inside
+    todo: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
+    while todo:
+        node, top = todo.pop()
         if isinstance(node, ast.Import):
             for alias in node.names:
                 bound = alias.asname or alias.name.split(".")[0]
@@ -95,7 +96,10 @@ def imports(source: str, module: str, package: bool) -> list[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = resolve(node, module, package)
             found += [Import(base, a.name, a.asname or a.name, node.lineno, top) for a in node.names]
-    return found
+        elif not isinstance(node, ast.expr):
+            inside = isinstance(node, FUNCTIONS)
+            todo += [(child, top and not inside) for child in ast.iter_child_nodes(node)]
+    return tuple(sorted(found, key=lambda one: one.line))
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

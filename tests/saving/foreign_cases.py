@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 
 class Small(nn.Module):
@@ -52,10 +50,10 @@ def expected(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def everything(source: Any, keys: Any = None) -> dict[str, Tensor]:
-    """All tensors of a source, through torch's planner."""
+    """All tensors of a source."""
     rows = {key: source.tensors[key] for key in (source.tensors if keys is None else keys)}
     room = {key: torch.empty(row.shape, dtype=getattr(torch, row.dtype)) for key, row in rows.items()}
-    _load_state_dict(room, source.storage_reader(), no_dist=True, planner=DefaultLoadPlanner())
+    source.read(room)
     return room
 
 
@@ -98,7 +96,7 @@ def fsdp_loads(rank: int, folder: str) -> dict[str, Tensor]:
     for key, row in source.tensors.items():
         whole = torch.zeros(row.shape, dtype=getattr(torch, row.dtype))
         room[key] = distribute_tensor(whole, mesh, [Shard(0)]) if row.shape else whole
-    dcp.load(room, storage_reader=source.storage_reader())
+    source.read(room)
     return {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in room.items()}
 
 

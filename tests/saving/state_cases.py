@@ -6,7 +6,6 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,10 @@ for folder in ("zero", "optim", "comm"):
 
 from worlds import built  # noqa: E402
 
-from zerokern.saving.planners import LoadPlanner, SavePlanner  # noqa: E402
+from zerokern.saving.index import Box, TensorRow  # noqa: E402
+from zerokern.saving.intake import Intake  # noqa: E402
+from zerokern.saving.planners import SavePlanner  # noqa: E402
+from zerokern.saving.source import Foreign, dtype_name  # noqa: E402
 from zerokern.saving.subject import Subject  # noqa: E402
 from zerokern.zero.sharded import Sharded  # noqa: E402
 
@@ -67,23 +69,34 @@ def steps(model: nn.Module, opt: Any, numbers: Any) -> None:
         step(model, opt, number)
 
 
-class Source:
+class Source(Foreign):
     """A checkpoint as `zk.load` sees it, over torch's own reader."""
 
     kind = "dcp"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self.values = json.loads((path / "values.json").read_text())
-        rows = FileSystemReader(path).read_metadata().state_dict_metadata
-        self.tensors = {key: SimpleNamespace(dtype=row.properties.dtype, shape=row.size) for key, row in rows.items()}
+        for key, row in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+            whole = Box(0, 0, (0,) * len(row.size), tuple(row.size), (0, 0))
+            self.tensors[key] = TensorRow(dtype_name(row.properties.dtype), tuple(row.size), [whole])
+
+    def _load(self, key: str, box: Box) -> Tensor:
+        room = {key: torch.empty(box.sizes, dtype=getattr(torch, self.tensors[key].dtype))}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load(room, storage_reader=FileSystemReader(self.path), no_dist=True)
+        return room[key]
+
+    def likeness(self) -> str:
+        return str(self.path)
 
 
 def put(path: Path, model: nn.Module, opts: Any = None) -> None:
     """Save, as zk.save does."""
     path.mkdir(parents=True, exist_ok=True)
     subject = Subject(model, opts)
-    items, values = subject.items(), subject.values()
+    items, values = subject.described()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save(items, storage_writer=FileSystemWriter(path), planner=SavePlanner())
@@ -96,15 +109,13 @@ def put(path: Path, model: nn.Module, opts: Any = None) -> None:
 def take(path: Path, model: nn.Module, opts: Any = None, *, lossy: bool = False, stop: int = -1) -> Subject:
     """Load, as zk.load does; `stop`: break off after that many batches."""
     subject, source = Subject(model, opts), Source(path)
-    subject.check(source, lossy)
-    for number, (items, after) in enumerate(subject.batches(source, lossy)):
+    intake = Intake(subject, source, lossy)
+    for number, batch in enumerate(intake.batches()):
         if number == stop:
             raise InterruptedError
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load(dict(items), storage_reader=FileSystemReader(path), planner=LoadPlanner(), no_dist=True)
-        after()
-    subject.finish(source.values)
+        source.read(batch.items)
+        batch.after()
+    intake.finish()
     return subject
 
 

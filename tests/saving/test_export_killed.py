@@ -19,7 +19,7 @@ from weight_cases import INDEX, LARGE, SINGLE, SMALL, export, filled, names, who
 from worlds import World, on_ranks, ranked
 
 CALLS = (
-    (os, "replace"), (os, "fsync"), (os, "pwrite"), (Path, "unlink"), (os, "open"), (os, "ftruncate"),
+    (os, "rename"), (os, "fsync"), (os, "pwrite"), (Path, "unlink"), (os, "open"), (os, "ftruncate"),
 )  # fmt: skip
 
 
@@ -86,6 +86,15 @@ def test_killed_before_every_call_the_old_or_the_new_is_whole(before: int, after
             break
     assert number > 8
     assert seen == {1.0, 2.0}
+
+
+def test_an_index_that_a_kill_has_left_without_its_files_costs_no_new_one(tmp_path: Path) -> None:
+    export(tmp_path, filled(1.0), max_shard_nbytes=SMALL)
+    index = (tmp_path / INDEX).read_text()
+    export(tmp_path, filled(2.0), max_shard_nbytes=LARGE)
+    (tmp_path / INDEX).write_text(index)  # its removal was the last thing to do
+    export(tmp_path, filled(3.0), max_shard_nbytes=SMALL)
+    assert whole(tmp_path) == 3.0
 
 
 @pytest.mark.parametrize("rounds", [25, pytest.param(200, marks=pytest.mark.slow)])

@@ -22,7 +22,7 @@ from zerokern.core.errors import IoError
 from zerokern.io import Faults, why_no_uring
 from zerokern.saving import staging as staging_module
 from zerokern.saving.files import FileReader, FileRow, FileWriter
-from zerokern.saving.staging import BLOCK, SLOT, SLOTS, Staging
+from zerokern.saving.staging import BLOCK, SLOTS, Staging
 
 BAD_DAY = Faults(seed=11, delay=20000, delay_us=300, shorten=10000, interrupt=5000, again=5000, full=5000)
 ENGINES = {
@@ -31,7 +31,7 @@ ENGINES = {
     "bad day": {"engine": "threads", "faults": BAD_DAY},
     "small blocks": {"block": 1 << 16, "depth": 3},
 }
-EDGES = [0, 1, 511, 512, BLOCK - 1, BLOCK, BLOCK + 1, SLOT - 1, SLOT, SLOT + 1, 2 * SLOT + BLOCK + 7]
+EDGES = [0, 1, 511, 512, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]
 
 
 def pattern(nbytes: int, seed: int = 0) -> Tensor:
@@ -78,14 +78,14 @@ def test_what_was_appended_is_read(tmp_path: Path, nbytes: int, nothing_left_ope
 
 
 def test_on_every_engine(tmp_path: Path, engine: dict[str, object], nothing_left_open: None) -> None:
-    data = pattern((SLOTS + 2) * SLOT + 12345)  # every slot is used twice
+    data = pattern((SLOTS + 2) * BLOCK + 12345)  # every slot is used twice
     row = write(tmp_path / "a", data[:777], data[777:], **engine)
     assert torch.equal(read(tmp_path, row, **engine), data)
     assert torch.equal(read(tmp_path, row, BLOCK - 5, 11, **engine), data[BLOCK - 5 : BLOCK + 6])
 
 
 def test_without_direct_access(tmp_path: Path) -> None:
-    data = pattern(SLOT + 5)
+    data = pattern(BLOCK + 5)
     with mock.patch.object(staging_module, "go_direct", return_value=(1, 1)):
         row = write(tmp_path / "a", data)
         assert torch.equal(read(tmp_path, row), data)
@@ -128,7 +128,7 @@ class Played(torch.Tensor):
 
 
 def test_from_a_device(tmp_path: Path) -> None:
-    data = pattern((SLOTS + 1) * SLOT + 77)
+    data = pattern((SLOTS + 1) * BLOCK + 77)
     rows = pattern(5 * BLOCK).view(5, BLOCK)
     row = write(tmp_path / "a", b"abc", data.as_subclass(Played), rows.t().as_subclass(Played), b"end")
     assert torch.equal(read(tmp_path, row, 3, len(data)), data)
@@ -137,7 +137,7 @@ def test_from_a_device(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_from_a_gpu(tmp_path: Path) -> None:
-    data = torch.randn(SLOTS * SLOT // 4 + 77, device="cuda")
+    data = torch.randn(SLOTS * BLOCK // 4 + 77, device="cuda")
     rows = torch.randn(500, 300, device="cuda")
     row = write(tmp_path / "a", b"abcd", data, rows.t())
     assert torch.equal(read(tmp_path, row, 4, data.nbytes), flat(data.cpu()))
@@ -145,7 +145,7 @@ def test_from_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_tensor_may_change_once_it_was_appended(tmp_path: Path) -> None:
-    data = pattern(3 * SLOT)
+    data = pattern(3 * BLOCK)
     kept = data.clone()
     with FileWriter(tmp_path / "a") as writer:
         writer.append(data)
@@ -205,7 +205,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 def test_a_block_that_ends_in_an_error_leaves_no_file(tmp_path: Path, nothing_left_open: None) -> None:
     writer = FileWriter(tmp_path / "a")
-    writer.append(pattern(9 * SLOT))
+    writer.append(pattern(9 * BLOCK))
     with pytest.raises(KeyboardInterrupt), writer:
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
@@ -215,10 +215,10 @@ def test_a_block_that_ends_in_an_error_leaves_no_file(tmp_path: Path, nothing_le
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_failed_write_is_told(tmp_path: Path, number: int, nothing_left_open: None) -> None:
-    begin = 5 * SLOT + 3 * BLOCK
+    begin = 5 * BLOCK + 3 * BLOCK
     faults = Faults(fail=0, fail_op=native.IO_WRITE, fail_begin=begin, fail_end=begin + 1, fail_errno=number)
     with pytest.raises(IoError, match="Writing") as caught:
-        write(tmp_path / "a", pattern(20 * SLOT), faults=faults, block=BLOCK, depth=8)
+        write(tmp_path / "a", pattern(20 * BLOCK), faults=faults, block=BLOCK, depth=8)
     found = caught.value
     assert (found.path, found.offset, found.errno) == (str(tmp_path / "a"), begin, number)
     assert list(tmp_path.iterdir()) == []
@@ -272,7 +272,7 @@ def test_what_is_outside_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_taker_passes(tmp_path: Path) -> None:
-    row = write(tmp_path / "a", pattern(9 * SLOT))
+    row = write(tmp_path / "a", pattern(9 * BLOCK))
     with FileReader(tmp_path, row) as reader:
         with pytest.raises(KeyboardInterrupt):
             reader.read([(0, row.table, lambda piece, at: exec("raise KeyboardInterrupt"))])
@@ -343,8 +343,8 @@ def test_other_lengths_are_refused(tmp_path: Path, nothing_left_open: None) -> N
 
 
 def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
-    row = write(tmp_path / "a", pattern(9 * SLOT))
-    begin = 3 * SLOT + BLOCK
+    row = write(tmp_path / "a", pattern(9 * BLOCK))
+    begin = 3 * BLOCK + BLOCK
     faults = Faults(fail_op=native.IO_READ, fail_begin=begin, fail_end=begin + 1)
     with (
         Staging(tmp_path, faults=faults, block=BLOCK, depth=8) as staging,
@@ -360,12 +360,12 @@ def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
 @ranked
 def grown(world: World, folder: Path) -> int:
     large_things_apart()
-    tensor = torch.ones(1, dtype=torch.float32).expand(2 * SLOTS * SLOT // 4).view(2, -1).t()
+    tensor = torch.ones(1, dtype=torch.float32).expand(2 * SLOTS * BLOCK // 4).view(2, -1).t()
     with FileWriter(folder / "a") as writer:
-        writer.append(tensor[: SLOT // 8])
+        writer.append(tensor[: BLOCK // 8])
         before = resident()
         most = []
-        for part in tensor.split(SLOT):
+        for part in tensor.split(BLOCK):
             writer.append(part)
             most.append(resident())
         writer.finish()
@@ -377,7 +377,7 @@ def test_memory_is_the_staging_slots_alone(tmp_path: Path) -> None:
 
     In a process of its own, whose heap keeps nothing: what it keeps here depends on the tests before.
     """
-    assert on_ranks(1, grown, tmp_path)[0] < 3 * SLOT
+    assert on_ranks(1, grown, tmp_path)[0] < 3 * BLOCK
 
 
 def resident() -> int:

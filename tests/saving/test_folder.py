@@ -142,9 +142,12 @@ def test_the_order_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     for name in ("fsync", "rename", "unlink"):
         real = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda what, *rest, n=name, f=real: (told.append(f"{n} {name_of(what)}"), f(what, *rest))[1]
-        )
+
+        def call(what: object, *rest: object, n: str = name, f: Callable = real, **more: object) -> object:
+            told.append(f"{n} {name_of(what)}")
+            return f(what, *rest, **more)
+
+        monkeypatch.setattr(os, name, call)
     draft.publish(index, b"")
     renames = ["rename zerokern.json.new", "rename .metadata.ID.new", "fsync c"]
     assert told[:6] == ["fsync .metadata.ID.new", "fsync zerokern.json.new", "fsync c", *renames]
@@ -174,7 +177,7 @@ def test_a_disk_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
     draft = Draft.begin(folder, 0)
     index = fill(draft, 2)
 
-    def fails(*arguments: object) -> None:
+    def fails(*arguments: object, **folders: int) -> None:
         raise OSError(errno.EIO, "the disk says no")
 
     with monkeypatch.context() as patch:
@@ -195,10 +198,10 @@ def test_an_error_after_the_rename_loses_nothing(tmp_path: Path, monkeypatch: py
     index = fill(draft, 2)
     rename = os.rename
 
-    def second_fails(source: Path, target: Path) -> None:
-        if target.name == ".metadata":
+    def second_fails(source: str, target: str, **folders: int) -> None:
+        if target == ".metadata":
             raise OSError(errno.ENOSPC, "full")
-        rename(source, target)
+        rename(source, target, **folders)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", second_fails)

@@ -171,10 +171,10 @@ def converted_on_ranks(world: World, path: str) -> None:
         found = used.state_dict()["state"]
         for number, (mine, param) in enumerate(zip(target.parameters(), source.parameters(), strict=True)):
             home, entry = home_of(mine), found[number]
-            assert home is not None and isinstance(entry["exp_avg"], Sharded)
+            assert home is not None and isinstance(entry["exp_avg.codes"], Sharded)
             high = home.piece.detach()
             assert torch.equal(join(high, entry["remainder"].local), home_of(param).piece.detach())
-            for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
+            for key in ("exp_avg.codes", "exp_avg_scale", "exp_avg_sq.codes", "exp_avg_sq_scale"):
                 assert torch.equal(entry[key].local, expected[number][key].local), key
         target(torch.ones(2, 100, dtype=BF16)).pow(2).mean().backward()
         used.step()

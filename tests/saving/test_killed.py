@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -19,9 +20,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     return {size: on_ranks(size, killing.digests, folder, size, timeout=120.0)[0] for size in killing.CASES}
 
 
-@pytest.mark.parametrize("kills", ["quick", pytest.param("thorough", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", killing.MODES)
-@pytest.mark.parametrize("size", killing.CASES)
+QUICK = {(1, "save", "quick"), (2, "save beside training", "quick"), (2, "load", "quick")}
+ROWS = itertools.product(killing.CASES, killing.MODES, EACH)
+
+
+@pytest.mark.parametrize(
+    "size, mode, kills", [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in ROWS]
+)
 def test_the_last_published_checkpoint_is_whole(
     size: int, mode: str, kills: str, expected: dict[int, list[str]], tmp_path: Path
 ) -> None:

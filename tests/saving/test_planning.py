@@ -1,22 +1,17 @@
-"""What one rank wrote of 10^12 parameters is planned for 1,024 ranks in seconds: an index, plans, and no data."""
+"""What one rank wrote of 10^12 parameters is planned for 1,024 ranks in seconds: an index, landings, and no data."""
 
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
 
 from zerokern.saving.index import BLOCK_NBYTES, Box, FileRow, Index, TensorRow
-from zerokern.saving.load import OwnPlanner
-from zerokern.saving.published import Published
-from zerokern.saving.storage import Reader
+from zerokern.saving.landing import landings
 from zerokern.zero.partition import Bucket, Member, partition
 from zerokern.zero.sharded import Sharded
 
@@ -70,47 +65,34 @@ def wanted(buckets: list[Bucket], rank: int) -> dict[str, Sharded]:
     return items
 
 
-def planned(planner: OwnPlanner, metadata: Metadata, items: dict[str, Sharded]) -> LoadPlan:
-    planner.set_up_planner(items, metadata, False)
-    return planner.create_local_plan()
-
-
 @pytest.mark.parametrize("ranks", [QUICK, pytest.param(range(WORLD), marks=pytest.mark.slow)], ids=["some", "all"])
 def test_planning_for_1024_ranks_takes_seconds(
     ranks: range | tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sum(math.prod(shape) for _, _, shape in PARAMETERS) > 10**12
-    began = time.monotonic()
+    began = time.process_time()
     path = tmp_path / "zerokern.json"
     data = index().dump()
     read = Index.load(data, path)
-    metadata = Reader(Published(tmp_path, read)).read_metadata()
-    opened_s = time.monotonic() - began
-    began = time.monotonic()
+    opened_s = time.process_time() - began
+    began = time.process_time()
     buckets = partition([Member(math.prod(s), "bfloat16", unit) for _, unit, s in PARAMETERS], WORLD)
-    divided_s = time.monotonic() - began
-    planned(OwnPlanner(), metadata, wanted(buckets, 0))  # what Python does once
-    taken, sent, numel = [], [], 0
+    divided_s = time.process_time() - began
+    landings(wanted(buckets, 0), read.tensors)  # what Python does once
+    taken, numel = [], 0
     for rank in ranks:
-        items, planner = wanted(buckets, rank), OwnPlanner()
-        began = time.monotonic()
-        plan = planned(planner, metadata, items)
-        taken.append(time.monotonic() - began)
-        sent.append(pickle.dumps(plan))
-        plan = planner.finish_plan(pickle.loads(sent[-1]))
-        here = sum(math.prod(item.lengths) for item in plan.items)
+        items = wanted(buckets, rank)
+        began = time.process_time()
+        here = sum(one.target.numel() for one in landings(items, read.tensors))
+        taken.append(time.process_time() - began)
         assert here == sum(one.local.numel() for one in items.values())
         numel += here
-    began = time.monotonic()
-    plans = OwnPlanner().create_global_plan([pickle.loads(one) for one in sent])
-    assert all(pickle.dumps(plan) for plan in plans)
-    coordinated_s = (time.monotonic() - began) * WORLD / len(ranks)
     with capsys.disabled():
         print(
             f" {len(read.tensors)} tensors: index {opened_s:.2f} s, division {divided_s:.2f} s, a rank's plan"
-            f" {max(taken):.3f} s at most, the coordinator with {WORLD} of them {coordinated_s:.2f} s ",
+            f" {max(taken):.3f} s at most ",
             end="",
         )
     if len(ranks) == WORLD:
         assert numel == (1 + len(STATE)) * sum(math.prod(shape) for _, _, shape in PARAMETERS)
-    assert opened_s + divided_s + max(taken) + coordinated_s < 10
+    assert opened_s + divided_s + max(taken) < 10

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -39,14 +36,6 @@ def peaks(world: World, path: Path, width: int, depth: int) -> tuple[int, int]:
     return peak() - before, sum(one.nbytes for one in local(model))
 
 
-def peaks_apart(*arguments: object) -> list[tuple[int, int]]:
-    """Of forks of a small process: those of this one find room in what other tests have freed, or in holes of it."""
-    command = [sys.executable, str(Path(__file__)), *map(str, arguments)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout.splitlines()[-1])
-
-
 def test_no_rank_has_a_tensor_whole(tmp_path: Path) -> None:
     """As the kernel counts: two ranks load 8 tensors of 9 MiB; each may take the half of one, and what is kept."""
     width, depth = 1536, 8
@@ -54,7 +43,7 @@ def test_no_rank_has_a_tensor_whole(tmp_path: Path) -> None:
     whole = width * width * 4
     for dtype, lost in ((BF16, 0), (torch.float32, 2 * width * width * depth // 2)):
         save_file({name: tensor.to(dtype) for name, tensor in state.items()}, tmp_path / "weights")
-        for grown, own in peaks_apart(tmp_path / "weights", width, depth):
+        for grown, own in on_ranks(2, peaks, tmp_path / "weights", width, depth):
             assert own == width * width * depth
             # half a tensor as it is read, and split; what is kept
             assert grown < lost + (whole // 2) * (2 if lost else 0) + 2 * MIB
@@ -72,7 +61,3 @@ def peak_of_a_tensor(world: World) -> int:
 def test_the_peak_would_show_a_whole_tensor() -> None:
     """In a process of its own: the heap of this one may have had room for it already."""
     assert on_ranks(1, peak_of_a_tensor)[0] > 19 * MIB
-
-
-if __name__ == "__main__":
-    print(json.dumps(on_ranks(2, peaks, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -15,8 +15,7 @@ from worlds import World, on_ranks, ranked
 
 import zerokern as zk
 from zerokern.core.errors import BudgetError, StateError
-from zerokern.saving import subject as subjects
-from zerokern.saving.foreign import open_checkpoint
+from zerokern.saving.intake import Intake
 from zerokern.saving.subject import Subject
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -265,22 +264,9 @@ def test_room_on_disk_is_tried_before_anything_is_laid_out(tmp_path: Path) -> No
     before = large.state_dict()["state"][0]["exp_avg"].clone()
     for _ in range(2):
         with pytest.raises(BudgetError):
-            Subject(other, [large, small]).check(Source(tmp_path / "kept"))
+            Intake(Subject(other, [large, small]), Source(tmp_path / "kept"))
     assert torch.equal(large.state_dict()["state"][0]["exp_avg"], before)
     large.step()
     again = zk.AdamW(other[1].parameters(), tier=zk.Nvme(tmp_path / "more", budget="8M", ring_nbytes="1M"))
     take(tmp_path / "kept", other, [large, again])
     again.step()
-
-
-def test_a_source_is_matched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    zk.save(tmp_path, two(False))
-    made = []
-    real = subjects.Matching
-    monkeypatch.setattr(subjects, "Matching", lambda *told: made.append(told) or real(*told))
-    subject, source = Subject(two(False, 1)), open_checkpoint(tmp_path)
-    subject.check(source)
-    next(subject.batches(source))
-    assert len(made) == 1
-    next(subject.batches(source, lossy=True))
-    assert len(made) == 2

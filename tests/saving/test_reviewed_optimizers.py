@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ import numpy
 import pytest
 import torch
 from cases import load, save
+from forked import run_forked
 from state_cases import put, take
 from torch import Tensor, nn
 from worlds import on_ranks
@@ -22,7 +21,7 @@ from zerokern.core.errors import StateError
 from zerokern.optim import exchange
 from zerokern.optim.exchange import Exchange
 from zerokern.saving import filling
-from zerokern.saving.optimizers import Theirs
+from zerokern.saving.optimizers import Steps
 from zerokern.saving.source import Foreign
 from zerokern.saving.subject import Subject
 
@@ -164,14 +163,14 @@ print(grown, len(found) == len(expected) == 24 and all(map(torch.equal, found, e
 """
 
 
-@pytest.mark.parametrize("kind", ["ours", "sharded", "theirs"])
+@pytest.mark.parametrize(
+    "kind", ["sharded", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ours", "theirs"))]
+)
 def test_loading_into_state_takes_no_second_state(kind: str, tmp_path: Path) -> None:
     """64 MiB of state are loaded into 64 MiB of state, as the kernel counts pages."""
     tests = Path(__file__).resolve().parents[1]
     script = WITNESS.format(paths=[str(tests / "zero")])
-    child = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), kind], capture_output=True, text=True, timeout=240, check=False
-    )
+    child = run_forked(script, tmp_path, kind, timeout=240)
     assert child.returncode == 0, child.stderr[-2000:]
     grown, same = child.stdout.split()[-2:]
     assert same == "True" and int(grown) < STATE_MIB * 0.7, child.stdout
@@ -222,7 +221,7 @@ def test_a_check_asks_for_all_parameters_a_few_times(
         monkeypatch.setattr(kind, name, property(lambda self: asked.append(1) or get(self)))
 
     counted(Exchange, "params")
-    counted(Theirs, "_params")
+    counted(Steps, "params")
     subject = take(tmp_path / "x", model, opt)
     assert isinstance(subject, Subject) and 0 < len(asked) < 30
 

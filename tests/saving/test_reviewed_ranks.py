@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import load, save
+from forked import run_forked
 from torch import nn
 from torch.distributed import destroy_process_group
 from weight_cases import LARGE, SMALL, filled, whole
@@ -218,7 +217,8 @@ saving.wait()
 def test_a_relative_path_is_where_it_was_when_the_save_began(tmp_path: Path) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-    subprocess.run([sys.executable, "-c", MOVING, str(tmp_path / "here"), str(tmp_path / "there")], check=True)
+    moved = run_forked(MOVING, tmp_path / "here", tmp_path / "there")
+    assert moved.returncode == 0, moved.stderr
     load(tmp_path / "here" / "saved", nn.Linear(2000, 2000))
     assert not list((tmp_path / "there").iterdir())
 
@@ -276,7 +276,7 @@ def test_a_config_is_never_ahead_of_its_weights(
 
         ended = False
         with monkeypatch.context() as patched:
-            patched.setattr(os, "replace", dying(os.replace))
+            patched.setattr(os, "rename", dying(os.rename))
             patched.setattr(Path, "unlink", dying(Path.unlink))
             try:
                 zk.export(folder, configured(2.0), max_shard_nbytes=after)

@@ -287,7 +287,7 @@ WAYS: dict[str, Any] = {
     "delayed": (2, 3, LATE, 2, 3, LATE),
     "delayed, 2 to 3": (2, 2, LATE, 3, 3, LATE),
 }
-OFTEN = {"1 to 2, stage 3", "2 to 3, nvme, stage 3", "2, stage 3 to 2", "fsdp2 to stage 3", "delayed, 2 to 3"}
+OFTEN = {"2 to 3, nvme, stage 3", "fsdp2 to stage 3", "delayed, 2 to 3"}
 
 
 @pytest.mark.parametrize("way", [w if w in OFTEN else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])

@@ -9,12 +9,13 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from ticket_cases import GatedTicket, HeldTicket, program, threads, until
 
 from zerokern.core.errors import StateError
-from zerokern.schedule.executor import Executor
+from zerokern.schedule.executor import Executor, Run
 from zerokern.schedule.program import Op, Program, Ref
 from zerokern.schedule.recorder import Recorder
 
@@ -328,6 +329,7 @@ def test_a_recorder_keeps_the_last_events() -> None:
         Recorder(limit=0)
 
 
+@pytest.mark.serial
 def test_recording_costs_less_than_two_microseconds() -> None:
     """The least of many runs: what else the machine does is no cost of ours."""
     recorder, ticket = Recorder(), HeldTicket()
@@ -339,3 +341,59 @@ def test_recording_costs_less_than_two_microseconds() -> None:
             recorder.ended(recorder.launched(1, "down", "Fetch", "a", 1, 3), ticket)
         least = min(least, (time.perf_counter_ns() - begin) / 200)
     assert least < 2000
+
+
+class TestAhead:
+    """What shows an update is handed over with the update, and performed with the next step."""
+
+    SHOWN = Program(
+        "late",
+        (
+            Op("Publish", "a", "device", (Ref(2, back=1),)),
+            Op("Step", "a", "cpu", (Ref(2, back=1),)),
+            Op("Store", "a", "up", (Ref(0), Ref(1))),
+        ),
+    )
+
+    def submit(self, executor: Executor, order: list[str], number: int) -> Run:
+        actions = {(op.verb, "a"): partial(order.append, f"{op.verb} {number}") for op in self.SHOWN.ops}
+        return executor.submit(self.SHOWN, actions, ahead=["Publish"])
+
+    def test_it_is_left_until_it_is_performed_and_the_next_step_comes_after_it(self) -> None:
+        order: list[str] = []
+        with Executor(Recorder()) as executor:
+            first = self.submit(executor, order, 1)
+            first.finish()
+            assert order == ["Step 1", "Store 1"] and first.done()
+            first.perform("Publish", "a")
+            self.submit(executor, order, 2).finish()
+            assert executor.recorder is not None
+            steps = [(event.step, event.verb) for event in executor.recorder.events]
+        assert order == ["Step 1", "Store 1", "Publish 1", "Step 2", "Store 2"]
+        assert steps == [(1, "Step"), (1, "Store"), (2, "Publish"), (2, "Step"), (2, "Store")]
+
+    def test_the_next_step_waits_for_its_end(self) -> None:
+        order: list[str] = []
+        ticket = HeldTicket()
+        with Executor() as executor:
+            first = executor.submit(self.SHOWN, {("Publish", "a"): lambda: ticket}, ahead=["Publish"])
+            first.finish()
+            first.perform("Publish", "a")
+            second = self.submit(executor, order, 2)
+            second.wait("Step", "a")
+            assert order == ["Step 2"]
+            ticket.let_go()
+            second.finish()
+        assert order == ["Step 2", "Store 2"]
+
+    def test_what_nobody_wanted_holds_nobody_up(self) -> None:
+        order: list[str] = []
+        with Executor() as executor:
+            for number in (1, 2, 3):
+                run = self.submit(executor, order, number)
+                run.finish()
+        assert order == ["Step 1", "Store 1", "Step 2", "Store 2", "Step 3", "Store 3"]
+
+    def test_only_what_a_user_performs_can_be_left(self) -> None:
+        with Executor() as executor, pytest.raises(ValueError, match="ahead='Step' is not possible; allowed: verbs"):
+            executor.submit(self.SHOWN, {("Step", "a"): lambda: None}, ahead=["Step"])

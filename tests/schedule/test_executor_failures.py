@@ -128,6 +128,27 @@ def test_an_op_that_nobody_can_perform_any_more_is_a_failure(executor: Executor)
         run.finish()
 
 
+@pytest.mark.parametrize("where", ["before its first op", "between two"])
+def test_a_thread_that_dies_fails_its_runs(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of any op, where nothing but the thread itself could tell: as where the native library is missing."""
+
+    def dies(*arguments: object) -> None:
+        raise OSError("the library is gone")
+
+    executor = Executor()
+    if where == "between two":
+        executor.submit(STEPS, {("Step", "a"): lambda: None}).finish()
+        monkeypatch.setattr("zerokern.schedule.worker.Worker._accept", dies)
+    else:
+        monkeypatch.setattr("zerokern.schedule.worker.native.cpus", dies)
+    with pytest.raises(OSError, match="the library is gone"):
+        executor.submit(STEPS, {("Step", "a"): lambda: None}).wait("Step", "a")
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="the library is gone"):
+        executor.submit(STEPS, {})
+    executor.close()
+
+
 def test_closing_ends_what_has_not_begun(executor: Executor) -> None:
     begun, go_on, seen = threading.Event(), threading.Event(), []
 

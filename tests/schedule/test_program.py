@@ -50,20 +50,20 @@ overlap
 
 DELAYED = """\
 delayed
-  0 device Forward  a    2e+09 flops              after -1:7, -1:8
+  0 device Forward  a    2e+09 flops              after -1:7, -1:9
   1 device Forward  b    6e+09 flops              after 0
   2 device Backward b    1.2e+10 flops            after 1
   3 net    Reduce   b    6.0 kB                   after 2
-  4 down   Fetch    b    6.0 kB                   after 3, -1:10
+  4 down   Fetch    b    6.0 kB                   after 3, -1:11
   5 device Backward a    4e+09 flops              after 2
   6 down   Fetch    a    2.0 kB                   after 5, -1:13
   7 device Publish  a    2.0 kB                   after 5, -1:12, -1:14
   8 device Publish  b    6.0 kB                   after 5, -1:12, -1:14
-  9 cpu    Norm     all  8.0 kB, 4,000 elements   after 4, 6
- 10 cpu    Step     b    78.0 kB, 3,000 elements  after 9, -1:11
- 11 up     Store    b    6.0 kB                   after 8, 10
- 12 net    Gather   b    6.0 kB                   after 11
- 13 cpu    Step     a    26.0 kB, 1,000 elements  after 9, -1:14
+  9 net    Gather   b    6.0 kB                   after 7, 8
+ 10 cpu    Norm     all  8.0 kB, 4,000 elements   after 4, 6
+ 11 cpu    Step     b    78.0 kB, 3,000 elements  after 10, -1:12
+ 12 up     Store    b    6.0 kB                   after 8, 11
+ 13 cpu    Step     a    26.0 kB, 1,000 elements  after 10, -1:14
  14 up     Store    a    2.0 kB                   after 7, 13"""
 
 RESIDENT = """\

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils import weight_norm
 from worlds import SHARDED, STAGES, World, alone, anywhere, built, full, on_ranks, on_threads, ranked, refusal, says
 from zero_cases import Net, batch, make_adamw, mse
 
@@ -328,6 +329,15 @@ def idle(world: World, stage: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_little_to_do(size: int, stage: int) -> None:
     anywhere(size, idle, stage)
+
+
+def test_a_gradient_to_what_a_hook_made_before_sharding() -> None:
+    """Old weight_norm leaves a weight with a graph in the module, which is not of the sharded model."""
+    model = built(Net)
+    weight_norm(model.blocks[0].up)
+    zk.shard(model, stage=3)
+    weight = model.blocks[0].up.weight
+    says(refusal(weight.sum().backward), ["'weight'", "before zk.shard", "forward first"])
 
 
 def test_frozen_from_the_start_and_trained_later() -> None:

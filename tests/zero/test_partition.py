@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerokern.zero.partition import BLOCK, Bucket, Member, Piece, partition
+from zerokern.core.units import BLOCK
+from zerokern.zero.partition import Bucket, Member, Piece, partition
 
 SIZES = st.one_of(st.integers(0, 3), st.integers(1, 700), st.sampled_from([127, 128, 129, 4096, 65_537]))
 MEMBERS = st.builds(

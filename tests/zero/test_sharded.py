@@ -36,6 +36,8 @@ def parameter(body: Sharded) -> nn.Parameter:
     return own
 
 
+FULL = torch.arange(SHAPE.numel()).view(SHAPE).float()
+
 ELEMENTWISE = {
     "ema": lambda p, q: p.detach().clone().mul_(0.9).add_(q, alpha=0.1),
     "lerp": lambda p, q: p.clone().lerp_(q, 0.1),
@@ -62,6 +64,12 @@ ELEMENTWISE = {
     "foreach_tensor": lambda p, q: (torch._foreach_mul_([p, q], torch.tensor(0.5)), p + q)[1],
     "foreach_zero": lambda p, q: (torch._foreach_zero_([p]), torch._foreach_copy_([p], [q]), p)[2],
     "foreach_max": lambda p, q: torch._foreach_maximum([p], [q])[0],
+    "full_operand": lambda p, q: p + FULL,
+    "full_operand_left": lambda p, q: FULL.to(p.dtype) * p,
+    "full_compared": lambda p, q: p == FULL,
+    "full_in_place": lambda p, q: p.__iadd__(FULL.to(p.dtype)).lerp_(FULL.to(p.dtype), 0.25),
+    "full_beside_two": lambda p, q: torch.addcmul(p, q, FULL.t().contiguous().t().to(p.dtype), value=0.5),
+    "full_foreach": lambda p, q: (torch._foreach_add_([p, q], [FULL.to(p.dtype), q], alpha=2.0), p)[1],
 }
 
 
@@ -81,7 +89,11 @@ def test_elementwise_work_on_parts_is_that_work_on_the_whole(name: str, dtype: t
 
 def callables() -> list[tuple[str, tuple]]:
     names = [name for name in dir(torch.Tensor) if not name.startswith("__") and callable(getattr(torch.Tensor, name))]
-    return [(name, arguments) for name in names for arguments in ((), (0.5,), (2,), ("other",), ("other", "other"))]
+    return [
+        (name, arguments)
+        for name in names
+        for arguments in ((), (0.5,), (2,), ("other",), ("other", "other"), ("full",), ("other", "full"))
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about methods that it means to drop
@@ -94,12 +106,12 @@ def test_no_method_of_a_tensor_is_silently_wrong() -> None:
         if name.startswith(("new", "empty")):
             continue
         try:
-            whole_ones = [full.clone() if one == "other" else one for one in arguments]
+            whole_ones = [full.clone() if one in ("other", "full") else one for one in arguments]
             expected = getattr(full.clone(), name)(*whole_ones)
         except Exception:  # not a call that torch knows
             continue
         try:
-            sharded_ones = [part(full, 3, 6) if one == "other" else one for one in arguments]
+            sharded_ones = [{"other": part(full, 3, 6), "full": full.clone()}.get(one, one) for one in arguments]
             result = getattr(part(full, 3, 6), name)(*sharded_ones)
         except ShardedUseError:
             refused += 1
@@ -152,10 +164,6 @@ REFUSED = {
     "dropout": (lambda p: nn.functional.dropout(p), "each rank"),
     "device": (lambda p: p.to("meta"), "Move the model before zk.shard"),
     "device_like": (lambda p: torch.empty_like(p, device="meta"), "Move the model before zk.shard"),
-    "full_operand": (lambda p: p + torch.ones(SHAPE), "sharded alike"),
-    "full_operand_right": (lambda p: torch.ones(SHAPE) * p, "sharded alike"),
-    "full_compared": (lambda p: p == torch.ones(SHAPE), "sharded alike"),
-    "full_in_place": (lambda p: p.__iadd__(torch.ones(SHAPE)), "sharded alike"),
     "broadcast": (lambda p: p.mul_(torch.ones(7)), "sharded alike"),
     "broadcast_copy": (lambda p: p.copy_(torch.ones(7)), "sharded alike"),
     "other_layout": (lambda p: p.add_(part(torch.ones(SHAPE), 2, 12)), "elements 2:14 of 35"),

@@ -303,11 +303,11 @@ def test_what_writes_is_never_done_on_a_gathered_copy(used: tuple[nn.Parameter, 
     own, gathering = used
     writes = [
         lambda: own.__setitem__(0, 1.0),
-        lambda: own.__iadd__(torch.ones(3, 4)),
-        lambda: own.add_(torch.ones(3, 4)),
-        lambda: torch.mul(own, torch.ones(3, 4), out=own),
+        lambda: own.__iadd__(torch.ones(4)),
+        lambda: own.add_(torch.ones(4)),
+        lambda: torch.mul(own, torch.ones(4), out=own),
         lambda: nn.init.normal_(own),
-        lambda: torch._foreach_add_([own], [torch.ones(3, 4)]),
+        lambda: torch._foreach_add_([own], [torch.ones(4)]),
         lambda: own.share_memory_(),
     ]
     for write in writes:
@@ -321,7 +321,7 @@ def test_what_writes_is_never_done_on_a_gathered_copy(used: tuple[nn.Parameter, 
 def test_what_would_outlive_a_gathered_tensor_does_not_get_it(used: tuple[nn.Parameter, Gathering]) -> None:
     own, gathering = used
     with torch.no_grad():
-        for take in (own.data_ptr, own.untyped_storage, own.numpy, own.__dlpack__, lambda: own.register_hook(print)):
+        for take in (own.data_ptr, own.untyped_storage, own.numpy, own.__dlpack__):
             with pytest.raises(ShardedUseError, match="'weight'"):
                 take()
         assert gathering.calls == []

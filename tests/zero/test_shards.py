@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from worlds import SHARDED, STAGES, World, anywhere, built, full, on_ranks, ranked, refusal, says
-from zero_cases import Net, make_adamw, mse
+from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
 
@@ -52,6 +53,121 @@ def stepped(world: World, stage: int, name: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_torch_optimizer_on_shards(stage: int, name: str) -> None:
     anywhere(2, stepped, stage, name)
+
+
+def kept(world: World, stage: int) -> None:
+    model = world.shard(built(Net), stage=stage)
+    shards = zk.shards(model)
+    seen, copies, memories = [], [], []
+    for step in (0, 1, 1, 1):
+        mse(model, step, world).backward()
+        grads = [piece.grad for piece in shards if piece.grad is not None]
+        memories.append([grad.data_ptr() for grad in grads])
+        if step == 0:
+            seen, copies = grads, [grad.clone() for grad in grads]
+        del grads
+        for piece in shards:
+            piece.grad = None
+    assert all(map(torch.equal, seen, copies)), "gradients that are kept stay as they are"
+    assert memories[0] != memories[1] == memories[2] == memories[3], "where nobody keeps any, the next take their place"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_somebody_keeps_are_not_written_over(stage: int) -> None:
+    anywhere(2, kept, stage)
+
+
+def mixed(world: World, stage: int) -> None:
+    model = world.shard(built(Net), stage=stage)
+    before = full(model)
+    mse(model, 0, world).backward()
+    for make in (torch.optim.LBFGS, torch.optim.Adafactor):
+        optimizer = make(zk.shards(model))
+        says(
+            refusal(lambda one=optimizer: one.step(lambda: torch.ones(())), zk.ZerokernError), ["zk.shards", "stage 0"]
+        )
+    assert all(torch.equal(value, before[name]) for name, value in full(model).items()), "nothing was touched"
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_an_optimizer_that_mixes_elements_is_refused(stage: int) -> None:
+    anywhere(2, mixed, stage)
+
+
+def written_to(world: World, stage: int) -> None:
+    """Whoever steps the pieces has masters of them; a write to the model's parameter is one to those too."""
+    model = world.shard(built(Net).bfloat16(), stage=stage)
+    optimizer = zk.AdamW(zk.shards(model), lr=1e-3, master_format="fp32")
+    for step in range(3):
+        model(batch(step, world.rank)[0].bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), zk.gathered(model, write=True):
+            for param in model.parameters():
+                param.fill_(5.0)
+    model(batch(3, world.rank)[0].bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    for name, value in full(model).items():
+        torch.testing.assert_close(value, torch.full_like(value, 5.0), rtol=0, atol=2**-5, msg=name)  # one ulp
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_writes_to_the_model_last_where_shards_are_stepped(stage: int) -> None:
+    anywhere(2, written_to, stage)
+
+
+def clipped(world: World, stage: int) -> None:
+    model, plain = world.shard(built(Net), stage=stage), built(Net)
+    shards = zk.shards(model)
+    optimizers = [torch.optim.SGD(shards, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)]
+    for one in (model, plain):
+        mse(one, 0, world).backward()
+    world.average_gradients(plain.parameters())
+    for foreach in (None, True, False):
+        clip = lambda foreach=foreach: nn.utils.clip_grad_norm_(shards, 0.1, foreach=foreach)  # noqa: E731
+        says(refusal(clip, TypeError), ["zk.clip_grad_norm_", "all ranks", "'"])
+    says(refusal(lambda: next(p.grad for p in shards if p.grad is not None).norm(), TypeError), ["detach"])
+    for grad in (p.grad for p in shards if p.grad is not None):
+        assert all(type(one) is torch.Tensor for one in (grad.detach(), grad + 0, copy.deepcopy(grad), copy.copy(grad)))
+    norms = [zk.clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)]
+    torch.testing.assert_close(norms[0].float(), norms[1], rtol=1e-5, atol=0)
+    for optimizer in optimizers:
+        optimizer.step()
+    for (key, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_torchs_clipping_of_shards_is_refused(stage: int) -> None:
+    anywhere(2, clipped, stage)
+
+
+def scaled(world: World, stage: int, name: str) -> None:
+    """Rank 1 alone meets an infinity in the second step: no rank steps, and all go on with the same scale."""
+    model, plain = world.shard(built(Net), stage=stage), built(Net)
+    pairs = [(model, zk.shards(model)), (plain, list(plain.parameters()))]
+    optimizers = [OPTIMIZERS[name](params) for _, params in pairs]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) for _ in pairs]
+    for step in range(4):
+        for (one, params), optimizer, scaler in zip(pairs, optimizers, scalers, strict=True):
+            scaler.scale(mse(one, step, world)).backward()
+            if one is plain:
+                world.average_gradients(plain.parameters())
+            spoiled = next((p.grad for p in params if p.grad is not None and p.grad.numel()), None)
+            if step == 1 and spoiled is not None and (one is plain or world.rank == 1):
+                spoiled.view(-1)[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 4.0
+    for (key, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
+@pytest.mark.parametrize("stage", SHARDED)
+def test_torchs_scaler_on_shards(stage: int, name: str) -> None:
+    anywhere(2, scaled, stage, name)
 
 
 class Mine(torch.optim.Optimizer):

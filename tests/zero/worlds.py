@@ -126,13 +126,13 @@ def alone(function: Callable, *arguments: Any) -> list:
     return [function(World(0, 1), *arguments)]
 
 
-def on_threads(size: int, function: Callable, *arguments: Any) -> list:
+def on_threads(size: int, function: Callable, *arguments: Any, timeout: float = 60.0) -> list:
     from zerokern.comm.fake import FakeWorld
 
     def one(group: Any) -> Any:
         return function(World(group.rank, size, group), *arguments)
 
-    return FakeWorld(size).run(one)
+    return FakeWorld(size, timeout=timeout).run(one)
 
 
 def on_ranks(size: int, function: Callable, *arguments: Any, **settings: Any) -> list:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerokern.api.sharding import BUCKET_BYTES
-from zerokern.comm import Group
+from zerokern.comm import during, group_on
 from zerokern.zero.construction import Construction
 from zerokern.zero.sharding import Sharding
 from zerokern.zero.stage import check_stage
@@ -20,10 +20,11 @@ __all__ = ["build"]
 def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = None, **shard_kwargs: Any) -> nn.Module:
     """`zk.shard(fn(), **shard_kwargs)`, with the parameters of one unit in memory at a time.
 
-    While `fn` runs, parameters that its modules reserve (`torch.empty`) take no memory, and what initialises them in
-    place is remembered; it is done, on every rank, when their unit is sharded. Rank 0's values count. Parameters on the
-    meta device get theirs by `reset_parameters`; those that had values before they were registered keep them. Random
-    values are drawn unit by unit: of the same distribution as in `fn()`, in another order.
+    The same bits, from the same random numbers. `fn` runs once, as it is; what its operators compute is noted, and
+    memory that has not been used for a while is emptied. It is computed again when somebody reads it, and, on every
+    rank, when its unit is sharded. So a weight is initialised twice. What cannot be computed again (read from a file,
+    looked at through numpy) stays in memory. Rank 0's values count. Parameters on the meta device get theirs by
+    `reset_parameters`.
 
     >>> import torch, zerokern as zk
     >>> model = zk.build(lambda: torch.nn.Linear(4, 2), stage=3)
@@ -43,8 +44,10 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
         raise TypeError(f"zk.build got {', '.join(unknown)}; allowed: the keywords of zk.shard, and device")
     stage = check_stage(settings.pop("stage"))
     mesh = settings.pop("mesh")
-    group = Group.of(mesh, torch.get_default_device() if device is None else device)
+    with during("zk.build", of="zk.shard"):
+        group = group_on(mesh, torch.get_default_device() if device is None else device)
     construction = Construction(group.device)
     module = construction.run(fn)
-    Sharding(module, stage=stage, group=group, materialize=construction.materialize, **settings)
+    with during("zk.build", of="zk.shard"):
+        Sharding(module, stage=stage, group=group, materialize=construction.materialize, **settings)
     return module

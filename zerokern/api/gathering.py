@@ -21,6 +21,9 @@ def gathered(module_or_params: nn.Module | Tensor | Iterable[Tensor], write: boo
     them is kept: each rank keeps its own span of what it wrote, so write the same on all of them. Without, it is
     dropped at stage 3, where they are copies.
 
+    Gradients of what is computed with them are reduced, then or later. A model that is gathered whole computes without
+    the other ranks, so one of them may evaluate or generate alone, and `copy.deepcopy` makes a plain model of it.
+
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(2, 1, bias=False), stage=3)
     >>> with zk.gathered(model, write=True):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from zerokern.comm import Group
+from zerokern.comm import Group, during, group_on
 from zerokern.core.errors import StateError, got
 from zerokern.zero import home_of
 from zerokern.zero.sharding import Sharding
@@ -25,7 +25,7 @@ Module = TypeVar("Module", bound=nn.Module)
 def group_of(mesh: DeviceMesh | Group | None, module: nn.Module) -> Group:
     """The ranks that share a module."""
     param = next(iter(module.parameters()), None)
-    return Group.of(mesh, "cpu" if param is None or param.is_meta else param.device)
+    return group_on(mesh, "cpu" if param is None or param.is_meta else param.device)
 
 
 def shard(
@@ -57,14 +57,15 @@ def shard(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(got("module", type(module).__name__, "an nn.Module"))
-    Sharding(
-        module,
-        stage=check_stage(stage),
-        group=group_of(mesh, module),
-        mp_policy=mp_policy,
-        units=units,
-        bucket_bytes=bucket_bytes,
-    )
+    with during("zk.shard", of="zk.shard"):
+        Sharding(
+            module,
+            stage=check_stage(stage),
+            group=group_of(mesh, module),
+            mp_policy=mp_policy,
+            units=units,
+            bucket_bytes=bucket_bytes,
+        )
     return module
 
 
@@ -98,8 +99,8 @@ def shards(model: nn.Module) -> list[nn.Parameter]:
 
     Any element-wise torch optimizer may step them; a span may be empty. All ranks step together: the step ends when
     each sees what the others wrote. From now on gradients appear here, and no longer as `.grad` of the model's
-    parameters; `zk_name` is the name of the parameter. Clip by `zk.clip_grad_norm_(model, ...)`; torch's own, and its
-    GradScaler, know this rank's spans alone, and must not decide about a step.
+    parameters; `zk_name` is the name of the parameter. Clip by `zk.clip_grad_norm_(model, ...)`: torch's own would know
+    this rank's spans alone, and is refused. What torch's GradScaler finds on one rank counts on all.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(2, 1))

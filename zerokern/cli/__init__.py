@@ -1,1 +1,1 @@
-"""The `zerokern` command: info, bench, demo."""
+"""The `zerokern` command; its benchmarks lie in bench/ and its demo in examples/."""

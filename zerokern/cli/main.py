@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from zerokern.cli import bench, checkpoint, demo, info, plan, trace
+import zerokern
 from zerokern.core.errors import ZerokernError
 
 COMMANDS = {
-    "info": (info, "versions, instruction set, active implementation of each op, what this machine offers"),
-    "plan": (plan, "what each rank holds and sends at every ZeRO stage, before anything of it is allocated"),
-    "bench": (bench, "speed of an op against other libraries, in turns on the same buffers"),
-    "checkpoint": (checkpoint, "what a checkpoint holds, and whether it is whole"),
-    "demo": (demo, "train where torch runs out of memory, then compare"),
-    "trace": (trace, "what runs when in steps with the optimizer in host memory: device, copies, CPU"),
+    "info": ("cli.info", "versions, instruction set, active implementation of each op, what this machine offers"),
+    "plan": ("cli.plan", "what each rank holds and sends at every ZeRO stage, before anything of it is allocated"),
+    "bench": ("bench.command", "speed of an op against other libraries, in turns on the same buffers"),
+    "checkpoint": ("cli.checkpoint", "what a checkpoint holds, and whether it is whole"),
+    "demo": ("examples.demo", "train where torch runs out of memory, then compare"),
+    "trace": ("cli.trace", "what runs when in steps with the optimizer in host memory: device, copies, CPU"),
 }
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="zerokern", description="Fused optimizer kernels: every byte moves once.")
+    if importlib.util.find_spec("zerokern.bench") is None:  # a source tree: it and examples lie beside the package
+        zerokern.__path__.append(str(Path(zerokern.__file__).resolve().parents[1]))
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
-    for name, (module, summary) in COMMANDS.items():
+    for name, (place, summary) in COMMANDS.items():
+        module = importlib.import_module(f"zerokern.{place}")
         below = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(below)
         below.set_defaults(run=module.run)

@@ -6,11 +6,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zerokern.cli.bench import parse_count, picture
+from zerokern import arguments
 from zerokern.core.errors import ZerokernError, got
 from zerokern.schedule import Delayed, shipped
 
@@ -26,30 +25,10 @@ class ModelError(ZerokernError):
     """A model that `--model` names and that cannot be had."""
 
 
-def parse_worlds(text: str) -> tuple[int, ...]:
-    """
-    >>> parse_worlds("64,1,16")
-    (1, 16, 64)
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(got("world", text, "numbers of ranks from 1 on, such as 8 or 1,4,16,64"))
-    return tuple(sorted({int(part) for part in parts}))
-
-
-def parse_tokens(text: str) -> tuple[int, ...]:
-    """Numbers of tokens; k and m are powers of 1024, as lengths of sequences are.
-
-    >>> parse_tokens("4k,16k,1000")
-    (1000, 4096, 16384)
-    """
-    found = [re.fullmatch(r"(\d+)([km]?)", part.strip().lower()) for part in text.split(",")]
-    numbers = {int(one[1]) << {"": 0, "k": 10, "m": 20}[one[2]] for one in found if one}
-    if None in found or not all(numbers):
-        raise argparse.ArgumentTypeError(
-            got("tokens", text, "numbers from 1 on, such as 8192 or 4k,16k,32k (k is 1024)")
-        )
-    return tuple(sorted(numbers))
+parse_worlds = arguments.numbers("world", "numbers of ranks from 1 on, such as 8 or 1,4,16,64")
+parse_tokens = arguments.numbers(
+    "tokens", "numbers from 1 on, such as 8192 or 4k,16k,32k (k is 1024)", units=arguments.BINARY
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to plan: one of")
     what.add_argument("--numel", metavar="N", help="a number of parameters: 350M, 7.5B, 1T (powers of 1000)")
     what.add_argument("--model", metavar="MODULE:FUNCTION", help="what returns an nn.Module; exact, by tensor")
-    what.add_argument("--layers", type=parse_count, metavar="N", help="a transformer's layers; needs --hidden")
-    what.add_argument("--hidden", type=parse_count, metavar="N", help="its hidden size: 12 hidden² parameters each")
+    what.add_argument("--layers", type=arguments.count, metavar="N", help="a transformer's layers; needs --hidden")
+    what.add_argument("--hidden", type=arguments.count, metavar="N", help="its hidden size: 12 hidden² parameters each")
     seen = parser.add_argument_group("activations of a transformer")
     for name, text in (("heads", "attention heads"), ("batch", "sequences on each rank"), ("seq", "tokens in each")):
-        seen.add_argument(f"--{name}", type=parse_count, metavar="N", help=text)
-    seen.add_argument("--ci", type=parse_count, metavar="N", help="layers between two activation checkpoints (1)")
+        seen.add_argument(f"--{name}", type=arguments.count, metavar="N", help=text)
+    seen.add_argument("--ci", type=arguments.count, metavar="N", help="layers between two activation checkpoints (1)")
     run_ = parser.add_argument_group("the run")
     run_.add_argument("--world", type=parse_worlds, default=(1,), metavar="N,...", help="numbers of ranks (1)")
     run_.add_argument("--stage", type=int, default=2, help="whose step and notes are shown; the table has all (2)")
@@ -73,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--master-format", metavar="FORMAT", help="split16, fp32, split8, none")
     run_.add_argument("--tier", default="device", help="where optimizer state lies: device, cpu, nvme")
     run_.add_argument("--schedule", choices=("sync", "overlap", "delayed"), default="sync", help="of the update (sync)")
-    run_.add_argument("--bucket-bytes", type=parse_count, default=32 << 20, metavar="N", help="as in zk.shard")
-    run_.add_argument("--accumulate", type=parse_count, default=1, metavar="N", help="micro-batches in a step (1)")
+    run_.add_argument("--bucket-bytes", type=arguments.count, default=32 << 20, metavar="N", help="as in zk.shard")
+    run_.add_argument("--accumulate", type=arguments.count, default=1, metavar="N", help="micro-batches in a step (1)")
     run_.add_argument("--no-sync", action="store_true", help="all micro-batches but the last under zk.no_sync")
     run_.add_argument("--device", help="cuda or cpu: where collectives run")
     run_.add_argument("--device-memory", metavar="SIZE,...", help="what is to fit: 80GB, 40GiB, h100, v100, ...")
@@ -84,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--program", action="store_true", help="the step at --stage, operation by operation")
     out.add_argument("--json", action="store_true", help="print JSON")
-    out.add_argument("--plot", type=picture, metavar="FILE.png", help="draw it")
+    out.add_argument("--plot", type=arguments.picture("plot"), metavar="FILE.png", help="draw it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,13 +92,14 @@ def run(args: argparse.Namespace) -> int:
 def show(plans: list[Plan], *, program: bool) -> None:
     """The table of the last plan, before it one of all numbers of ranks, behind it its step."""
     from zerokern.planner import table
+    from zerokern.planner.program import line_of
 
     if len(plans) > 1:
         print(table.of_worlds(plans), end="\n\n")
     print(plans[-1])
     if program:
         print(f"\nA step at stage {plans[-1].stage}:\n")
-        print("\n".join(f"    {op}" for op in plans[-1].program))
+        print("\n".join(f"    {line_of(op)}" for op in plans[-1].program.ops))
 
 
 def _forecast(plan: Plan, args: argparse.Namespace) -> Forecast | None:
@@ -130,7 +110,7 @@ def _forecast(plan: Plan, args: argparse.Namespace) -> Forecast | None:
                 f"--tokens says how much a step computes on --hardware, which is missing: {', '.join(shipped())}"
             )
         return None
-    return plan.predict(args.hardware, args.tokens)
+    return plan.predict(args.hardware, args.tokens and sorted(args.tokens))
 
 
 def _plans(args: argparse.Namespace) -> list[Plan]:
@@ -155,7 +135,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
             device=args.device,
             device_memory=args.device_memory,
         )
-        for world in args.world
+        for world in sorted(args.world)
     ]
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerokern.cli.bench import new_file, parse_count
-from zerokern.core.errors import got
+from zerokern import arguments
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from zerokern.schedule import Program
-    from zerokern.schedule.recorder import Event
+    from zerokern.examples.traced import Traced
     from zerokern.schedule.timeline import Picture
 
 SCHEDULES = ("sync", "overlap", "delayed")
@@ -29,37 +26,8 @@ PLAIN_WIDTH, WIDEST = 100, 160
 SIMULATED = ("numel", "tokens", "ranks")
 USUAL_NUMEL, USUAL_TOKENS = "1B", 16 << 10
 
-
-@dataclass(frozen=True)
-class Traced:
-    """What ran when in a few steps, and on what."""
-
-    title: str
-    events: Sequence[Event]
-    program: Program | None = None
-    notes: Sequence[str] = field(default_factory=tuple)
-
-
-def parse_schedules(text: str) -> tuple[str, ...]:
-    """
-    >>> parse_schedules("overlap,sync")
-    ('overlap', 'sync')
-    """
-    names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    if not all(name in SCHEDULES for name in names):
-        raise argparse.ArgumentTypeError(got("schedule", text, f"a list of {', '.join(SCHEDULES)}"))
-    return names
-
-
-def parse_tokens(text: str) -> int:
-    """
-    >>> parse_tokens("16k")
-    16384
-    """
-    digits, thousands = text.strip().lower().removesuffix("k"), text.strip().lower().endswith("k")
-    if not digits.isdigit() or int(digits) < 1:
-        raise argparse.ArgumentTypeError(got("tokens", text, "a number of tokens such as 4096 or 16k (16,384)"))
-    return int(digits) << 10 * thousands
+parse_schedules = arguments.names("schedule", SCHEDULES)
+parse_tokens = arguments.number("tokens", "a number of tokens such as 4096 or 16k (16,384)", units=arguments.BINARY)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule", type=parse_schedules, default=SCHEDULES, metavar="NAMES", help=",".join(SCHEDULES)
     )
-    parser.add_argument("--steps", type=parse_count, default=2, metavar="N", help="steps that are shown (2)")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="a new file for ui.perfetto.dev")
+    parser.add_argument("--steps", type=arguments.count, default=2, metavar="N", help="steps that are shown (2)")
+    parser.add_argument("--json", type=arguments.new_file, metavar="FILE", help="a new file for ui.perfetto.dev")
     run_ = parser.add_argument_group("instead of the demo's GPT on this machine: one of")
     run_.add_argument("--played", action="store_true", help="a device that threads play: real updates and copies")
     run_.add_argument("--hardware", metavar="NAME", help="a described machine, simulated: a name or a JSON file")
     run_.add_argument("--numel", metavar="N", help="simulated: parameters, such as 350M (1B)")
     run_.add_argument("--tokens", type=parse_tokens, metavar="N", help="simulated: tokens of a step and rank (16k)")
-    run_.add_argument("--ranks", type=parse_count, metavar="N", help="simulated: devices that train together (1)")
+    run_.add_argument("--ranks", type=arguments.count, metavar="N", help="simulated: devices that train together (1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,14 +112,12 @@ def _coloured(drawn: Picture) -> Text:
 
 
 def _trace(schedule: str, args: argparse.Namespace) -> Traced:
-    if args.hardware is not None:
-        from zerokern.cli import trace_simulated
+    from zerokern.examples import traced
 
-        numel, tokens, ranks = args.numel or USUAL_NUMEL, args.tokens or USUAL_TOKENS, args.ranks or 1
-        return trace_simulated.trace(schedule, args.steps, args.hardware, numel, tokens, ranks)
-    from zerokern.cli import trace_live
-
-    return trace_live.played(schedule, args.steps) if args.played else trace_live.live(schedule, args.steps)
+    if args.hardware is None:
+        return traced.played(schedule, args.steps) if args.played else traced.live(schedule, args.steps)
+    numel, tokens, ranks = args.numel or USUAL_NUMEL, args.tokens or USUAL_TOKENS, args.ranks or 1
+    return traced.simulated(schedule, args.steps, args.hardware, numel, tokens, ranks)
 
 
 def _write(path: Path, traced: Sequence[Traced]) -> None:

@@ -1,7 +1,7 @@
 """Collectives between ranks: what a group of them can be asked, over torch.distributed, in memory, or not at all.
 
->>> from zerokern.comm import Group
->>> Group.of().size
+>>> from zerokern.comm import group_on
+>>> group_on().size
 1
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 from zerokern.comm.fake import FakeWorld, lonely
 from zerokern.comm.group import Group
 from zerokern.comm.handle import Handle
-from zerokern.comm.joining import world_size
+from zerokern.comm.joining import group_on, joined, world_size
+from zerokern.comm.whereabouts import during
 from zerokern.core.errors import CommError
 
-__all__ = ["CommError", "FakeWorld", "Group", "Handle", "lonely", "world_size"]
+__all__ = ["CommError", "FakeWorld", "Group", "Handle", "during", "group_on", "joined", "lonely", "world_size"]

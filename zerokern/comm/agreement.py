@@ -4,16 +4,21 @@ what it waits for, whether it failed. Nothing here takes part in a collective, s
 from __future__ import annotations
 
 import json
+import logging
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["Board", "Disagreement", "Failure", "Interrupted", "Waiting", "ranks_in_words"]
+from zerokern.comm.whereabouts import Ledger, Presence, Waiting, phase
+
+__all__ = ["Board", "Disagreement", "Failure", "Interrupted", "ranks_in_words"]
 
 REMEMBERED = 4096  # steps; whoever deviates is at most a few steps behind
 LOOK_S = 0.25  # a rank that waits this long for an agreement reads what the others said
+LONGEST_S = 4.0  # between two such readings
+WARN_S = 30.0  # somebody waits, and may wait on: it is said once, in the log
 
 
 class Failure(NamedTuple):
@@ -21,6 +26,7 @@ class Failure(NamedTuple):
 
     reason: str
     gone: tuple[int, ...] = ()
+    told: bool = False  # by another rank, which may have ended since
 
 
 class Disagreement(RuntimeError):
@@ -35,18 +41,6 @@ class Interrupted(RuntimeError):
     """An agreement that somebody else ended."""
 
 
-class Waiting:
-    """A collective that some rank waits for: the count-th of its kind, moving what `detail` says."""
-
-    __slots__ = ("count", "detail", "kind")
-
-    def __init__(self, kind: str, count: int, detail: str) -> None:
-        self.kind, self.count, self.detail = kind, count, detail
-
-    def __str__(self) -> str:
-        return f"{self.kind} number {self.count} ({self.detail})"
-
-
 class Board:
     """One group's page in its store. Each rank writes its own statement and reads those of the others.
 
@@ -57,9 +51,11 @@ class Board:
     1
     """
 
-    def __init__(self, store: Any, rank: int, size: int, patience_s: float = 60.0) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, patience_s: float = 60.0, presence: Presence | None = None
+    ) -> None:
         self.rank, self.size, self.patience_s = rank, size, patience_s
-        self.position = 0
+        self.ledger, self.presence = Ledger(rank, size), presence or Presence()
         self.lost = False
         self._store = store
         self._said: dict[str, Any] = {}
@@ -67,44 +63,71 @@ class Board:
         self._agreed: tuple[int, str] | None = None
         self._in_trouble = False
 
+    @property
+    def position(self) -> int:
+        """The number of the next step of the order."""
+        return self.ledger.counts.get("agree", 0)
+
     def move(self, store: Any) -> None:
         """Speaks through another store from now on."""
         self._store = store
 
     def follow(self, key: str) -> None:
         """Counts a step that the recorded order has."""
-        self._steps.append((self.position, key, True))
-        self.position += 1
+        self._steps.append((self.ledger.step(), key, True))
 
     def agree(self, key: str, interrupt: Callable[[], str | None] = lambda: None) -> None:
         """Returns when all ranks want this step at this position; raises Disagreement where they do not.
 
         `interrupt` is asked now and then; what it returns ends the wait.
         """
-        position = self.position
+        waiting = Waiting("agree", self.ledger.step(), repr(key))
+        with self.presence.awaiting(waiting, self.ledger):
+            self._agree(waiting, key, interrupt)
+
+    def _agree(self, waiting: Waiting, key: str, interrupt: Callable[[], str | None]) -> None:
+        position = waiting.count
         self._steps.append((position, key, False))
-        self.position += 1
-        self._say(agree=[position, key])
+        self._say(agree=[position, key], within=waiting.phase)
         self._count(position, key)
-        limit, pause = time.monotonic() + self.patience_s, 50e-6
-        look = time.monotonic() + LOOK_S
+        begun, pause, again = time.monotonic(), 50e-6, LOOK_S
+        look = begun + LOOK_S
         while not self._store.check([f"ok/{position}"]):
             now = time.monotonic()
             if now >= look:
-                look = now + LOOK_S
+                look, again = now + again, min(2 * again, LONGEST_S)
                 self._trouble(True)
-                failure = self._deviation(self._said_by_others(), position, key)
+                failure = self._deviation(self._said_by_others(), position, key) or self.look(waiting)
                 if failure:
                     raise Disagreement(failure)
                 reason = interrupt()
                 if reason:
                     raise Interrupted(reason)
-            if now >= limit:
+                self.warn(waiting, now - begun)
+            if now >= begun + self.patience_s:
                 raise Disagreement(Failure(self._absent(position, key)))
             time.sleep(pause)
-            pause = min(2 * pause, 5e-3)
+            pause = min(2 * pause, 5e-3 if now < begun + 1 else 50e-3)
         self._trouble(False)
         self._clear(position, key)
+
+    def warn(self, waiting: Waiting, waited_s: float) -> None:
+        """Says once, in the log, whom this rank waits for, and where they last were."""
+        if waiting.warned or waited_s < min(WARN_S, self.patience_s / 2):
+            return
+        waiting.warned = True
+        others = self.late(waiting)
+        last = "; ".join(f"rank {rank} was last in {where}" for rank, where in others.items() if where)
+        logging.getLogger("zerokern").warning(
+            "rank %d has waited %.0f s for %s, in %s%s. It waits on, until the group's timeout of %g s: whoever is "
+            "slow may compile, read or write",
+            self.rank,
+            waited_s,
+            ranks_in_words(others) if others else "the other ranks",
+            waiting.place,
+            f"; {last}" if last else "",
+            self.patience_s,
+        )
 
     def troubled(self) -> bool:
         """Whether some rank waits long for an agreement; one question to the store."""
@@ -112,20 +135,25 @@ class Board:
 
     def look(self, waiting: Waiting) -> Failure | None:
         """Says what this rank is stuck in, and looks for the reason. None: nothing is wrong yet."""
-        self._say(stuck=[waiting.kind, waiting.count, waiting.detail])
+        self._say(stuck=[waiting.kind, waiting.count, waiting.detail], within=waiting.phase)
         others = self._said_by_others()
         for said in others.values():
             kind, count, detail = said.get("stuck") or (None, None, None)
-            if (kind, count) == (waiting.kind, waiting.count) and detail != waiting.detail:
-                return Failure(self._unlike(waiting, {**others, self.rank: self._said}))
+            for mine in list(self.ledger.record):
+                if (kind, count) == (mine.kind, mine.count) and detail != mine.detail:
+                    return Failure(self._unlike(mine, waiting.phase, others))
         for position, key, followed in list(self._steps):
             if followed and any((said.get("agree") or [None])[0] == position for said in others.values()):
                 failure = self._deviation(others, position, key)
                 if failure:
-                    self._say(agree=[position, key])
+                    self._say(agree=[position, key], within="")
                     return failure
                 self._join(position, key)
-        return _failure(others)
+        failure = _failure(others)
+        if failure is None:
+            found = self.presence.deadlock(self.ledger, waiting)
+            failure = Failure(found[0], told=found[1]) if found else None
+        return failure
 
     def failing(self) -> set[int]:
         """Says that this rank gives the group up and looks for the reason; which other ranks have come so far."""
@@ -140,10 +168,9 @@ class Board:
         """Which other ranks have said why."""
         return _failures(self._said_by_others())
 
-    def stuck(self) -> dict[int, str]:
-        """What the other ranks waited for when they last waited long."""
-        said_by = self._said_by_others()
-        return {rank: str(Waiting(*said["stuck"])) for rank, said in said_by.items() if said.get("stuck")}
+    def late(self, waiting: Waiting) -> dict[int, str]:
+        """Which other ranks have not begun this, as far as is known, and where they last were."""
+        return self.presence.others(self.ledger, waiting)
 
     def _say(self, **what: Any) -> None:
         if any(self._said.get(name) != value for name, value in what.items()):
@@ -183,15 +210,16 @@ class Board:
         self._agreed = (position, key)
 
     def _deviation(self, others: dict[int, dict[str, Any]], position: int, key: str) -> Failure | None:
-        wants = {self.rank: key}
+        wants, within = {self.rank: key}, {self.rank: phase()}
         for rank, said in others.items():
             if (said.get("agree") or [None])[0] == position:
-                wants[rank] = said["agree"][1]
+                wants[rank], within[rank] = said["agree"][1], said.get("within", "")
         if len(set(wants.values())) == 1:
             return _failure(others)
         return Failure(
-            f"ranks differ in step {position} of their order: {_by_value(wants)}. Every rank must run the same modules "
-            "in the same order; what a rank does not need it must run all the same, or leave out on all ranks"
+            f"ranks differ in step {position} of their order: {_by_value(wants, within)}. Every rank must run the same "
+            "modules and make the same calls in the same order; what a rank does not need it must run all the same, or "
+            f"leave out on all ranks{_about_units(wants.values())}"
         )
 
     def _absent(self, position: int, key: str) -> str:
@@ -202,12 +230,15 @@ class Board:
             f"to that step within {self.patience_s:g} s. Every rank must run the same modules in the same order"
         )
 
-    def _unlike(self, waiting: Waiting, said: dict[int, dict[str, Any]]) -> str:
-        stuck = {rank: one["stuck"] for rank, one in said.items() if one.get("stuck")}
-        sizes = {rank: d for rank, (kind, count, d) in stuck.items() if (kind, count) == (waiting.kind, waiting.count)}
+    def _unlike(self, mine: Waiting, its_phase: str, others: dict[int, dict[str, Any]]) -> str:
+        details, within = {self.rank: mine.detail}, {self.rank: its_phase}
+        for rank, said in others.items():
+            if said.get("stuck", [])[:2] == [mine.kind, mine.count]:
+                details[rank], within[rank] = said["stuck"][2], said["within"]
         return (
-            f"ranks differ in {waiting.kind} number {waiting.count}: {_by_value(sizes)}. A collective moves the same "
-            "on every rank: check that all ranks have the same model, dtype and settings"
+            f"ranks differ in {mine.kind} number {mine.count}: {_by_value(details, within)}. A collective moves the "
+            "same on every rank: check that all ranks have the same model, dtype and settings, and make the same calls "
+            "in the same order"
         )
 
 
@@ -238,8 +269,20 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(listed[:-1])} and {listed[-1]}" if listed else "no rank"
 
 
-def _by_value(values: dict[int, str]) -> str:
+def _about_units(keys: Iterable[str]) -> str:
+    """What helps where the steps that ranks differ in are those of units."""
+    if not any(" of unit " in key for key in keys):
+        return ""
+    return (
+        ". Modules that each rank chooses for itself (experts, blocks that are dropped) are no units of their own: "
+        "name the modules around them, zk.shard(model, units=[...])"
+    )
+
+
+def _by_value(values: dict[int, str], within: dict[int, str]) -> str:
+    """Who has which value, and in what."""
     by_value: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
-        by_value.setdefault(value, []).append(rank)
-    return ", ".join(f"{ranks_in_words(ranks)}: {value!r}" for value, ranks in by_value.items())
+        place = within.get(rank) or value
+        by_value.setdefault(repr(value) if place == value else f"{place} ({value!r})", []).append(rank)
+    return ", ".join(f"{ranks_in_words(ranks)}: {value}" for value, ranks in by_value.items())

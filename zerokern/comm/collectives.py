@@ -122,15 +122,19 @@ def all_gather(pg: Any, full: Tensor, shard: Tensor) -> Any:
     return gather(full, shard, group=pg, async_op=True)
 
 
-def reduce_scatter(pg: Any, out: Tensor, bucket: Tensor) -> Any:
-    """The sum of the group's buckets, this rank's span of it; `out` may be the own span of `bucket`."""
+def reduce_scatter(pg: Any, out: Tensor, bucket: Tensor, op: str = "sum") -> Any:
+    """The sum or mean of the group's buckets, this rank's span of it; `out` may be the own span of `bucket`."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(out, bucket, op=dist.ReduceOp.SUM, group=pg, async_op=True)
+    return scatter(out, bucket, op=_op(op), group=pg, async_op=True)
 
 
 def all_reduce(pg: Any, tensor: Tensor, op: str) -> Any:
-    """The sum or maximum over the group, in place."""
-    return dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=pg, async_op=True)
+    """The sum, mean or maximum over the group, in place."""
+    return dist.all_reduce(tensor, op=_op(op), group=pg, async_op=True)
+
+
+def _op(name: str) -> Any:
+    return {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}[name]
 
 
 def broadcast(pg: Any, tensor: Tensor, src: int) -> Any:

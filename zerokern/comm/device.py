@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import collectives
-from zerokern.comm.agreement import Waiting
+from zerokern.comm.common import Common
 from zerokern.comm.group import Group, own
 from zerokern.comm.handle import Handle
-from zerokern.comm.joining import Common
 from zerokern.kernels import accumulate
+from zerokern.memory.staging import passed
 
 __all__ = ["DeviceGroup"]
 
@@ -26,6 +26,7 @@ class DeviceGroup(Group):
 
     def __init__(self, pg: Any, common: Common, device: torch.device, name: str) -> None:
         super().__init__(common.rank, common.size, device, name)
+        self.alone = False  # a test makes one of a single rank, so that the library runs on one GPU
         if common.lane is None:
             common.lane = collectives.second_lane(pg)
         self._pg, self._common = pg, common
@@ -40,27 +41,33 @@ class DeviceGroup(Group):
         self, kind: str, detail: str, launch: Callable[[], Any], finish: Callable[[], None] | None, *memory: Tensor
     ) -> Handle:
         watch = self._common.watch
-        waiting = Waiting(kind, self._common.next(kind), detail)
+        waiting = self._common.ledger.begin(kind, detail)
         watch.refuse_after_failure(waiting)
         try:
             work = launch()
         except RuntimeError as error:
             raise watch.explain(waiting, error) from error
         watch.launched(waiting)
+        gate: Callable[[], None] = work.wait
 
         def complete() -> None:
+            nonlocal gate
             with watch.over(waiting):
                 work.wait()
             if finish is not None:
                 finish()
+                gate = passed(self.device)
             held.clear()
 
         held = list(memory)  # until the current stream has been told to wait for what reads and writes it
-        return Handle(complete, work.is_completed if finish is None else None)
+        return Handle(complete, work.is_completed if finish is None else None, lambda: gate())
 
     def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
         straight = not add and out.dtype == bucket.dtype
-        if bucket.dtype == torch.float16 and abs(scale) < 1 and bucket.numel():
+        op = "sum"
+        if scale == 1.0 / self.size and self._averages(bucket):
+            op, scale = "mean", 1.0
+        elif bucket.dtype == torch.float16 and abs(scale) < 1 and bucket.numel():
             # the library sums in fp16, whose largest number a sum of scaled losses reaches long before their mean does
             accumulate(bucket, [bucket], add=False, scale=scale)
             scale = 1.0
@@ -78,12 +85,16 @@ class DeviceGroup(Group):
         return self._launch(
             "reduce_scatter",
             _detail(bucket),
-            lambda: collectives.reduce_scatter(self._common.lane, total, bucket),
+            lambda: collectives.reduce_scatter(self._common.lane, total, bucket, op),
             None if straight and scale == 1.0 else finish,
             bucket,
             out,
             total,
         )
+
+    def _averages(self, tensor: Tensor) -> bool:
+        """NCCL multiplies by 1 / size, rounded to the tensor's dtype, before it sums: a power of two is exact."""
+        return tensor.dtype == torch.float32 or self.size & (self.size - 1) == 0
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
         source = own(full, self.rank, self.size) if shard is None else shard

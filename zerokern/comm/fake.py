@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.comm.agreement import Board, Disagreement, Interrupted, Waiting
+from zerokern.comm.agreement import Board, Disagreement, Interrupted
 from zerokern.comm.group import Group, own
 from zerokern.comm.handle import Handle
+from zerokern.comm.whereabouts import Presence, Waiting
 from zerokern.core.errors import CommError, got
 
 __all__ = ["FakeWorld", "lonely"]
@@ -82,14 +83,16 @@ class FakeGroup(Group):
     def __init__(self, world: FakeWorld, rank: int) -> None:
         super().__init__(rank, world.size, torch.device("cpu"), f"fake of {world.size}")
         self._world = world
-        self._counts: dict[str, int] = {}
-        self._board = Board(world.store, rank, world.size, min(world.timeout, 60.0))
+        self._presence = Presence(f"rank {rank}")
+        self._presence.known.update({other: f"rank {other}" for other in range(world.size)})
+        self._board = Board(world.store, rank, world.size, world.timeout, self._presence)
+        self._presence.join(self._board.ledger, world.store, rank, "fake", list(range(world.size)))
 
     def follow(self, key: str) -> None:
         self._board.follow(key)
 
     def agree(self, key: str) -> None:
-        if self.size > 1:
+        if not self.alone:
             try:
                 self._board.agree(key, lambda: self._world.failure)
             except (Disagreement, Interrupted) as reason:
@@ -98,15 +101,18 @@ class FakeGroup(Group):
 
     def _give(self, kind: str, detail: str, tensor: Tensor) -> Waiting:
         """Puts a copy of the tensor where the other ranks find it."""
-        count = self._counts.get(kind, 0)
-        self._counts[kind] = count + 1
+        waiting = self._board.ledger.begin(kind, detail)
         with self._world.changed:
-            self._world.given.setdefault((kind, count), {})[self.rank] = (detail, tensor.clone())
+            self._world.given.setdefault((kind, waiting.count), {})[self.rank] = (waiting.detail, tensor.clone())
             self._world.changed.notify_all()
-        return Waiting(kind, count, detail)
+        return waiting
 
     def _take(self, waiting: Waiting) -> list[Tensor]:
         """What all ranks gave, by rank."""
+        with self._presence.awaiting(waiting, self._board.ledger):
+            return self._taken(waiting)
+
+    def _taken(self, waiting: Waiting) -> list[Tensor]:
         world, begun = self._world, time.monotonic()
         with world.changed:
             there = world.given[waiting.kind, waiting.count]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ class Publishing(Protocol):
 class Group:
     """Ranks that move spans between them. This class is the group of one rank: everything is local.
 
-    >>> group = Group.of(None, torch.device("cpu"))
+    >>> group = Group(0, 1, torch.device("cpu"), "alone")
     >>> group.rank, group.size, group.name
     (0, 1, 'alone')
     >>> out = torch.empty(4)
@@ -40,28 +41,19 @@ class Group:
 
     def __init__(self, rank: int, size: int, device: torch.device, name: str) -> None:
         self.rank, self.size, self.device, self.name = rank, size, device, name
+        self.alone = size == 1  # nothing has to move
         self.traffic = Traffic()
         self.publishing: weakref.WeakSet[Publishing] = weakref.WeakSet()
+
+    def awaiting_update(self) -> AbstractContextManager[None]:
+        """Around a wait for another thread of this process, which is about to `publish`."""
+        return nullcontext()
 
     def settle(self, besides: object = None) -> None:
         """Returns once nothing is being published: before anything begins whose order against that must be known."""
         for one in list(self.publishing):
             if one is not besides:
                 one.finish()
-
-    @staticmethod
-    def of(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
-        """The group of a 1-D ``DeviceMesh``, of the world if there is one, else of this process alone.
-
-        A Group is returned as it is. All ranks of the group call this together: it ends when they have found each
-        other.
-        The same ranks on the same device are the same object, for as long as someone holds it.
-        """
-        if isinstance(mesh, Group):
-            return mesh
-        from zerokern.comm.joining import join
-
-        return join(mesh, torch.device(device))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
@@ -127,14 +119,19 @@ class Group:
         return self._all_gather(full, shard)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
-        """The sum or maximum over all ranks, in place, with the same bits on every rank. NaN is the maximum of all.
+        """The sum, mean or maximum of all ranks, in place, with the same bits on each. NaN is the maximum of all.
+
+        A mean is the sum of what each rank has divided before.
 
         A large tensor on a CPU takes a second round, which begins in wait(). `scratch`: of the tensor's dtype and as
         large as (size - 1) spans or larger; fresh memory costs more than the sum.
         """
-        if op not in ("sum", "max"):
-            raise ValueError(got("op", op, "'sum' or 'max'"))
-        tensor = self._flat("tensor", tensor, SUMMABLE)
+        if op not in ("sum", "mean", "max"):
+            raise ValueError(got("op", op, "'sum', 'mean' or 'max'"))
+        tensor = self._flat("tensor", tensor, FLOATS if op == "mean" else SUMMABLE)
+        if op == "mean" and not self._averages(tensor):
+            tensor.mul_(1.0 / self.size)
+            op = "sum"
         if scratch is not None:
             numel = (self.size - 1) * -(-tensor.numel() // self.size)
             scratch = self._scratch(scratch, tensor, tensor, numel)
@@ -153,7 +150,7 @@ class Group:
     def exchange(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank; small ones that JSON can carry. For checks, not for speed.
 
-        >>> Group.of().exchange({"stage": 3})
+        >>> Group(0, 1, torch.device("cpu"), "alone").exchange({"stage": 3})
         [{'stage': 3}]
         """
         text = json.dumps(value).encode()
@@ -175,6 +172,10 @@ class Group:
         self._gather("other", here).wait()
         here.tolist()  # on a device wait() holds only the stream; reading holds the caller
 
+    def join(self) -> list[Group]:
+        """The groups that this is made of: itself. Ranks along several dimensions of a mesh are one for each."""
+        return [self]
+
     def follow(self, key: str) -> None:
         """This rank's next step is `key`, as recorded: counted, not communicated."""
 
@@ -190,6 +191,10 @@ class Group:
         if shard is not None:
             full.copy_(shard)
         return Handle()
+
+    def _averages(self, tensor: Tensor) -> bool:
+        """Whether the transport itself divides before it sums, and as exactly as we would."""
+        return False
 
     def _publish(self, full: Tensor) -> Handle:
         return Handle()

@@ -10,62 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerokern.comm import collectives
-from zerokern.comm.agreement import Board
+from zerokern.comm.common import Common
+from zerokern.comm.device import DeviceGroup
 from zerokern.comm.group import Group
-from zerokern.comm.watch import Watch
+from zerokern.comm.peers import PeerGroup
+from zerokern.comm.whereabouts import Presence
+from zerokern.core import env
 from zerokern.core.errors import got
 
-__all__ = ["Common", "join", "world_size"]
-
-AGREEMENT_S = 60.0  # for an agreement of ranks that are all there
-
-
-class Common:
-    """What all groups of one process group share, on one kind of device: counts of what was posted, board, watch.
-
-    It must not hold the process group, which is the key that it is found by.
-    """
-
-    def __init__(self, pg: Any, device: torch.device) -> None:
-        self.rank, self.size = dist.get_rank(pg), dist.get_world_size(pg)
-        self.counts: dict[str, int] = {}
-        self.groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
-        self.lane: Any = None
-        patience = min(_timeout_s(pg, device), AGREEMENT_S)
-        self.board = Board(dist.HashStore(), self.rank, self.size, patience)  # a store of its own until all are here
-        found = weakref.ref(pg)
-
-        def sever() -> None:
-            living = found()
-            if living is None:
-                return
-            if device.type == "cpu":
-                collectives.sever(living, self.rank, self.size)
-            else:
-                collectives.abort(*(one for one in (living, self.lane) if one is not None))
-
-        def closed() -> list[int]:
-            living = found()
-            if living is None or device.type != "cpu":
-                return []
-            return collectives.closed_peers(living, self.rank, self.size)
-
-        self.watch = Watch(self.board, sever, closed, polls=device.type != "cpu")
-
-    def next(self, kind: str) -> int:
-        """The number of the next operation of a kind; the same on all ranks."""
-        count = self.counts.get(kind, 0)
-        self.counts[kind] = count + 1
-        return count
-
+__all__ = ["group_on", "joined", "world_size"]
 
 # What was posted is counted per process group: messages of two groups that share one must not be mistaken.
+_PRESENCE = Presence()
 _COMMON: weakref.WeakKeyDictionary[Any, dict[str, Common]] = weakref.WeakKeyDictionary()
 
 
 def world_size() -> int:
-    """The ranks of the default process group, 1 where there is none; asks nobody, unlike `Group.of`.
+    """The ranks of the default process group, 1 where there is none; asks nobody, unlike `group_on`.
 
     >>> world_size()
     1
@@ -73,20 +34,47 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def join(mesh: Any, device: torch.device) -> Group:
-    """`Group.of`, for what is not a Group yet."""
+def group_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
+    """The group of a 1-D ``DeviceMesh``, of the world if there is one, else of this process alone.
+
+    A Group is returned as it is. All ranks of the group call this together: it ends when they have found each other.
+    The same ranks on the same device are the same object, for as long as someone holds it.
+
+    >>> group_on()
+    Group('alone', rank 0 of 1, cpu)
+    """
+    if isinstance(mesh, Group):
+        return mesh
+    device = torch.device(device)
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     pg: Any = _process_group(mesh, device)
-    if pg is None:
-        return Group(0, 1, device, "alone")
+    return Group(0, 1, device, "alone") if pg is None else _join(pg, device)
+
+
+def joined(pg: Any) -> Group:
+    """The group of a process group: of its CPU tensors where it moves such, else of those on this process's GPU."""
+    device = torch.device("cpu")
+    try:
+        pg._get_backend(device)
+    except RuntimeError:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _join(pg, device)
+
+
+def _join(pg: Any, device: torch.device) -> Group:
     if dist.get_world_size(pg) == 1:
         return Group(0, 1, device, _name(pg))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(got("device", str(device), "cpu, cuda", "zerokern.comm.lonely(rank, size) serves plans"))
     _backend(pg, device)
+    if device.type == "cuda" and env.read("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, in which a reduction and a "
+            "gather of two ranks can wait for each other for ever; allowed: 2 or more, or leave it unset"
+        )
     kinds = _COMMON.setdefault(pg, {})
-    common = kinds.get(device.type) or Common(pg, device)
+    common = kinds.get(device.type) or _common(pg, device)
     found = common.groups.get(str(device))
     if found is not None:
         return found
@@ -97,10 +85,11 @@ def join(mesh: Any, device: torch.device) -> Group:
     return group
 
 
-def _group(pg: Any, device: torch.device, common: Common) -> Group:
-    from zerokern.comm.device import DeviceGroup
-    from zerokern.comm.peers import PeerGroup
+def _common(pg: Any, device: torch.device) -> Common:
+    return Common(pg, device, _timeout_s(pg, device), _PRESENCE)
 
+
+def _group(pg: Any, device: torch.device, common: Common) -> Group:
     return (PeerGroup if device.type == "cpu" else DeviceGroup)(pg, common, device, _name(pg))
 
 
@@ -109,10 +98,17 @@ def _meet(pg: Any, group: Group, common: Common) -> None:
 
     Once for each process group: later, one rank may still hold a group that another has let go.
     """
-    page = group.exchange(secrets.token_hex(8))[0]
-    ranks = ",".join(map(str, dist.get_process_group_ranks(pg)))
-    prefix = f"zerokern/{_name(pg)}/{zlib.crc32(ranks.encode()):08x}/{page}"
-    common.board.move(dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store()))
+    ranks, store = dist.get_process_group_ranks(pg), dist.distributed_c10d._get_default_store()
+    name = f"{_name(pg)}/{zlib.crc32(','.join(map(str, ranks)).encode()):08x}"
+    presence = common.board.presence
+    presence.join(common.ledger, store, ranks[common.rank], name, ranks)
+    told = group.exchange([secrets.token_hex(8), presence.token])
+    presence.known.update(zip(ranks, (token for _, token in told), strict=True))
+    # on a device, the communicator of reductions: made now, not by the first backward while a gather is under way
+    group.all_reduce(torch.zeros(1, device=group.device), "max").wait()
+    page = f"{name}/{told[0][0]}"
+    common.board.move(dist.PrefixStore(f"zerokern/{page}", store))
+    presence.join(common.ledger, store, ranks[common.rank], page, ranks)
 
 
 def _process_group(mesh: Any, device: torch.device) -> Any:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.comm import collectives
-from zerokern.comm.agreement import Waiting
+from zerokern.comm.common import Common
 from zerokern.comm.group import FLOATS, Group, own
 from zerokern.comm.handle import Handle
-from zerokern.comm.joining import Common
+from zerokern.comm.whereabouts import UPDATE, Waiting
 from zerokern.kernels import accumulate
 
 __all__ = ["PeerGroup"]
@@ -47,8 +48,13 @@ class PeerGroup(Group):
     def agree(self, key: str) -> None:
         self._common.watch.agree(key)
 
-    def _start(self, kind: str, detail: str, sends: Transfers, receives: Transfers) -> tuple[Waiting, list[Any]]:
-        waiting = Waiting(kind, self._common.next(kind), detail)
+    def awaiting_update(self) -> AbstractContextManager[None]:
+        return self._common.board.presence.awaiting(Waiting(UPDATE, 0, "of the parameters"), self._common.ledger)
+
+    def _start(
+        self, kind: str, detail: str, sends: Transfers, receives: Transfers, source: int | None = None
+    ) -> tuple[Waiting, list[Any]]:
+        waiting = self._common.ledger.begin(kind, detail, source)
         return waiting, self._post(waiting, sends, receives)
 
     def _post(self, waiting: Waiting, sends: Transfers, receives: Transfers) -> list[Any]:
@@ -121,17 +127,17 @@ class PeerGroup(Group):
 
         def finish() -> None:
             _combine(spans[self.rank], {**arrived, self.rank: spans[self.rank]}, op)
-            self._wait(waiting, self._post(waiting, *self._spread(tensor)))
+            second = self._common.ledger.again(waiting)
+            self._wait(second, self._post(second, *self._spread(tensor)))
 
         return self._handle(waiting, works, finish, tensor, scratch)
 
     def _all_reduce_cell(self, tensor: Tensor, op: str) -> Handle:
-        detail = f"{op} of {_detail(tensor)}"
-        waiting = Waiting("all_reduce", self._common.next("all_reduce"), detail)
+        waiting = self._common.ledger.begin("all_reduce", f"{op} of {_detail(tensor)}")
         watch = self._common.watch
         watch.refuse_after_failure(waiting)
         cells = torch.zeros(self.size * CELL_NBYTES, dtype=torch.uint8)
-        head = torch.tensor([waiting.count, zlib.crc32(detail.encode())])
+        head = torch.tensor([waiting.count, zlib.crc32(waiting.detail.encode())])
         mine = torch.cat([head.view(torch.uint8), tensor.view(torch.uint8)])
         own(cells, self.rank, self.size)[: mine.numel()] = mine
         try:
@@ -170,7 +176,7 @@ class PeerGroup(Group):
     def _broadcast(self, tensor: Tensor, src: int) -> Handle:
         sends = [(peer, tensor) for peer in self._peers] if self.rank == src else []
         receives = [(src, tensor)] if self.rank != src else []
-        waiting, works = self._start("broadcast", f"{_detail(tensor)} from rank {src}", sends, receives)
+        waiting, works = self._start("broadcast", f"{_detail(tensor)} from rank {src}", sends, receives, src)
         return self._handle(waiting, works, _nothing, tensor)
 
 

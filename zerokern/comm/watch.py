@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from zerokern.comm.agreement import Board, Disagreement, Failure, Waiting, ranks_in_words
+from zerokern.comm.agreement import Board, Disagreement, Failure, ranks_in_words
+from zerokern.comm.whereabouts import Waiting
 from zerokern.core.errors import CommError
 
 __all__ = ["Watch"]
@@ -17,7 +19,8 @@ __all__ = ["Watch"]
 TICK_S = 0.25
 STUCK_S = 0.5
 POLL_S = 2.0
-LONGEST_S = 8.0  # between two looks at the store
+LONGEST_S = 4.0  # between two looks at the store
+QUIET_S = 5.0  # without a collective
 ANSWER_S = 1.0  # what a rank that is still there has for saying that it has failed too
 STORE_S = 10.0  # what the store has, all in all
 ADORNMENT = re.compile(r"^\[[^\]]*\] ?|\. This is typically.*$", re.DOTALL)
@@ -40,6 +43,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._next_look, self._pause = 0.0, STUCK_S
         self._explaining = False
+        self._begun, self._quiet_since = -1, 0.0
 
     @contextlib.contextmanager
     def over(self, waiting: Waiting) -> Iterator[None]:
@@ -48,13 +52,21 @@ class Watch:
         if self._thread is None:
             self._start()
         entry = (waiting, time.monotonic())
+        presence = self.board.presence
+        before = presence.enter(self.board.ledger, waiting)
         self._waits.append(entry)
         try:
             yield
         except RuntimeError as error:
             raise self.explain(waiting, error) from error
+        except BaseException:  # Ctrl-C: it waits no longer
+            presence.leave(waiting, before)
+            with contextlib.suppress(RuntimeError):
+                presence.say()
+            raise
         finally:
             self._waits.remove(entry)
+            presence.leave(waiting, before)
 
     def launched(self, waiting: Waiting) -> None:
         """On a device nobody is seen to wait: the last launch stands for that, and the store is asked now and then."""
@@ -74,7 +86,7 @@ class Watch:
         try:
             self.board.agree(key, self._interrupted)
         except Disagreement as error:
-            self.failure = self.failure or error.failure
+            self.failure = self.failure or self._cause(waiting, error.failure)
             raise self.explain(waiting, error) from None
         except RuntimeError as error:
             raise self.explain(waiting, error) from error
@@ -82,6 +94,7 @@ class Watch:
     def explain(self, waiting: Waiting, error: RuntimeError) -> CommError:
         """Why a transfer ended, and who is gone. Ends all other transfers as well, here and elsewhere."""
         self._explaining = True
+        self.board.presence.ended.update(self.board.ledger.pages)
         said = ADORNMENT.sub("", str(error)) or type(error).__name__
         answers: list[Failure] = []
         # a store on a machine that has stopped does not answer, and has no limit of its own
@@ -112,6 +125,7 @@ class Watch:
         """The reason, told to all others as well."""
         closed: list[int] = []
         try:
+            self.board.presence.say()
             if self.failure is not None:
                 self.board.fail(self.failure)
                 return self.failure
@@ -130,6 +144,9 @@ class Watch:
     def _inquire(self, waiting: Waiting, said: str, closed: list[int]) -> Failure:
         """Gone are those that closed their connection and do not say that they failed."""
         board = self.board
+        told = board.presence.told(board.ledger, waiting)
+        if told is not None:
+            return Failure(told)
         limit = time.monotonic() + ANSWER_S
         while set(closed) - board.failing() and time.monotonic() < limit:
             time.sleep(0.05)
@@ -141,15 +158,19 @@ class Watch:
         failed = board.failed()
         if failed:
             return min(failed.items(), key=lambda item: (not item[1].gone, item[0]))[1]
-        stuck = board.stuck()
-        late = [rank for rank in range(board.size) if rank != board.rank and stuck.get(rank) != str(waiting)]
+        late = board.late(waiting)
         if not late:
             return Failure(f"rank {board.rank} failed in {waiting}: {said}")
-        elsewhere = "; ".join(f"rank {rank} last waited long in {stuck[rank]}" for rank in late if rank in stuck)
+        elsewhere = "; ".join(f"rank {rank} was last in {where}" for rank, where in late.items() if where)
         return Failure(
             f"{ranks_in_words(late)} did not take part in {waiting} in time ({said})"
             + (f"; {elsewhere}" if elsewhere else "")
         )
+
+    def _cause(self, waiting: Waiting, failure: Failure) -> Failure:
+        """That ranks differ, unless one of them is gone: then that is what the others must hear of."""
+        closed = [] if failure.told else self._closed()
+        return self._inquire(waiting, "its connection is closed", closed) if closed else failure
 
     def _interrupted(self) -> str | None:
         closed = self._closed()
@@ -163,25 +184,42 @@ class Watch:
         """One look of the thread."""
         now = time.monotonic()
         if self._polls:
-            stuck, self._pause = self._last, POLL_S
+            stuck, self._pause = [(self._last, now)] if self._last is not None else [], POLL_S
         else:
-            stuck = next((waiting for waiting, since in list(self._waits) if now - since >= STUCK_S), None)
-        if stuck is None:
+            stuck = [(waiting, since) for waiting, since in list(self._waits) if now - since >= STUCK_S]
+        if not stuck:
             self._next_look, self._pause = 0.0, STUCK_S
+            self._rest(now)
             return
         if now < self._next_look or self.board.lost or self.failure is not None or self._explaining:
             return
         self._next_look, self._pause = now + self._pause, min(2 * self._pause, LONGEST_S)
         try:
-            failure = self.board.look(stuck) if not self._polls or self.board.troubled() else None
-            if failure is not None:
-                self.board.fail(failure)  # before the connections close: whoever is closed and says nothing is gone
+            for waiting, since in stuck:
+                failure = self.board.look(waiting) if not self._polls or self.board.troubled() else None
+                if failure is not None:
+                    failure = self._cause(waiting, failure)
+                    self.board.fail(failure)  # before the connections close: whoever is closed and says nothing is gone
+                    break
+                self.board.warn(waiting, now - since)
         except RuntimeError:
             self.board.lost = True
             return
         if failure is not None and not self._explaining:
             self.failure = failure
             self._sever()
+
+    def _rest(self, now: float) -> None:
+        """A process in which nobody has waited for long says once where it was: others may wait for it."""
+        begun = sum(self.board.ledger.counts.values())
+        if begun != self._begun:
+            self._begun, self._quiet_since = begun, now
+        elif now - self._quiet_since >= QUIET_S and not self.board.lost:
+            self._quiet_since = math.inf
+            try:
+                self.board.presence.say()
+            except RuntimeError:
+                self.board.lost = True
 
 
 def _live(watch: weakref.ref[Watch]) -> None:

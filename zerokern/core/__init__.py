@@ -1,1 +1,1 @@
-"""What every layer may import: errors, the environment table, and the native loader."""
+"""What every layer may import: errors, the environment table, units, and the native loader."""

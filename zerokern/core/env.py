@@ -43,11 +43,21 @@ ENV: dict[str, EnvVar] = {
         EnvVar(
             "ZEROKERN_LIBRARY", "beside the package", "path of another build of libzerokern_cpu.so, for development"
         ),
+        EnvVar(
+            "ZEROKERN_MEMORY",
+            "what the system says is free",
+            "host memory that this process may fill in all, as in 64G, where the system has more than it says",
+        ),
         EnvVar("ZEROKERN_POISON", "0", "1 fills arena memory with 0xFF when it is leased and when it is released"),
         EnvVar(
             "XDG_CACHE_HOME",
             "~/.cache",
             "where measurements of disks and compiled kernels are kept, in a folder zerokern",
+        ),
+        EnvVar(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "CUDA's own",
+            "read, not set: with 1 several GPUs are refused, for their gathers and reductions could block each other",
         ),
         EnvVar("LOCAL_WORLD_SIZE", "1", "set by torchrun: ranks that share this machine"),
     )

@@ -56,8 +56,7 @@ __all__ = [
     "threads",
 ]
 
-ABI = 4
-BLOCK = 128
+ABI = 5
 SUMSQ_CHUNK = 65536
 
 
@@ -101,9 +100,8 @@ class Segment(Structure):
 class TensorCalls(Structure):
     """``zk_tensor_calls``: a framework's functions on its tensors, as addresses."""
 
-    _fields_ = [
-        (name, c_void_p) for name in ("grad", "is_defined", "address", "layout", "dtype", "numel", "is_contiguous")
-    ]
+    _asked = ("grad", "is_defined", "address", "layout", "dtype", "numel", "is_contiguous", "is_negated")
+    _fields_ = [(name, c_void_p) for name in _asked]
 
 
 class TensorList(Structure):
@@ -238,12 +236,14 @@ def _open(path: Path) -> ctypes.CDLL:
             f"the native library {path} has ABI {found}, this package needs ABI {ABI}; reinstall zerokern"
         )
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(lib, name)
-        function.restype = result
-        function.argtypes = arguments
-    # This one reads objects that other Python threads may change, so it keeps the GIL; all others release it.
-    holding_gil = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_void_p)
-    setattr(lib, "zk_gradients", holding_gil(("zk_gradients", lib)))  # noqa: B010
+        function = getattr(lib, name, None)
+        if function is None:
+            raise BackendError(f"the native library {path} lacks {name}: it is of another build; reinstall zerokern")
+        function.restype, function.argtypes = result, arguments
+    # These read objects that other Python threads may change, so they keep the GIL; all others release it.
+    for name, more in (("zk_gradients", 1), ("zk_in_place", 2), ("zk_raise_versions", 1), ("zk_in_cells", 1)):
+        holding_gil = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, *[c_int64] * more)  # addresses, a count
+        setattr(lib, name, holding_gil((name, lib)))
     return lib
 
 

@@ -18,6 +18,7 @@ from zerokern.integrations.divided import check_optimizer
 from zerokern.optim.base import FusedOptimizer
 from zerokern.saving.extra import EachRank
 from zerokern.zero import home_of
+from zerokern.zero.kinds import shardings_of
 from zerokern.zero.sharding import Sharding
 
 __all__ = ["ZerokernStrategy"]
@@ -45,8 +46,7 @@ class ZerokernStrategy(DDPStrategy):
         self._own_norms: dict[FusedOptimizer, float | None] = {}
 
     def _shardings(self) -> list[Sharding]:
-        homes = [home_of(param) for param in self._module.parameters()]
-        return list({id(home.sharding): home.sharding for home in homes if home is not None}.values())
+        return shardings_of(map(home_of, self._module.parameters()))
 
     def setup(self, trainer: Any) -> None:
         trainer.accelerator.setup(trainer)

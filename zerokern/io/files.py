@@ -10,13 +10,15 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from zerokern.core import native
 from zerokern.core.errors import BudgetError, IoError
+from zerokern.io.advice import refused
 from zerokern.io.engine import Engine, say_once
+from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
@@ -25,8 +27,8 @@ __all__ = [
     "alignment",
     "fallocate",
     "go_direct",
+    "make_folder",
     "refuse_beyond_free",
-    "refused",
     "remains",
     "sync_folder",
 ]
@@ -54,12 +56,23 @@ def remains(folder: Path) -> list[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names of files are part of the folder, and last only when it does."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    """Its names last."""
+    with Folder(folder) as one:
+        one.sync()
+
+
+def make_folder(folder: Path, mode: int = 0o777) -> bool:
+    """Makes a folder and those above it so that they last; False where it was there."""
+    if folder.is_dir():
+        return False
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    for one in reversed(missing):
+        with suppress(FileExistsError):  # another rank was faster
+            os.mkdir(one, mode if one == folder else 0o777)
+        sync_folder(one.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    return True
 
 
 def alignment(fd: int, folder: Path) -> tuple[int, int]:
@@ -140,8 +153,10 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
 class Files:
     """Files by number, from 0. Allocation comes before use: what was granted here does not run out later."""
 
-    def __init__(self, folder: Path, engine: Engine) -> None:
+    def __init__(self, folder: Path, engine: Engine, *, place: int, named: bool) -> None:
+        """`place`: the folder, open, which may be renamed meanwhile. Not `named`: gone when the process is."""
         self.folder = folder
+        self._place, self._named = place, named
         self._engine = engine
         self.all: list[File] = []
         self.paths: dict[int, str] = {}  # by the engine's number
@@ -156,14 +171,22 @@ class Files:
     def make(self, nbytes: int) -> File:
         """A new file of that length, nothing of it promised to anybody."""
         path = self.folder / f"zerokern.{len(self.all)}.data"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path.name, flags, 0o600, dir_fd=self._place)
         try:
+            if not self._named:
+                os.unlink(path.name, dir_fd=self._place)  # before it takes any room
             self._allocate(fd, 0, nbytes)
             return self._enter(File(path, fd, nbytes))
         except BaseException:
             os.close(fd)
-            path.unlink(missing_ok=True)
+            if self._named:
+                self._remove(path)
             raise
+
+    def _remove(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(path.name, dir_fd=self._place)
 
     def reopen(self, name: str) -> File:
         """A file of a durable store."""
@@ -231,9 +254,9 @@ class Files:
             if keep is not None:
                 self._engine.forget_file(file.number)
             os.close(file.fd)
-            if keep is not None and file.path.name not in keep:
+            if self._named and keep is not None and file.path.name not in keep:
                 try:
-                    file.path.unlink(missing_ok=True)
+                    self._remove(file.path)
                 except OSError as error:
                     failed = failed or error
         if failed is not None:
@@ -252,28 +275,3 @@ def refuse_beyond_free(folder: Path, nbytes: int, budget: int, used: int) -> Non
             f"  {'free':<22}{amount(free):>12}\n"
             f"Ask for at most {amount(free + used)}, or free space"
         )
-
-
-def refused(
-    error: OSError, folder: Path, what: str, *, path: Path | None = None, offset: int = 0, nbytes: int = 0
-) -> IoError:
-    """What the system refused about a folder, or about a span of a file in it, as an error of this library."""
-    number = error.errno or 0
-    advice = {
-        errno.EROFS: "The file system is read-only: choose another folder",
-        errno.EACCES: "This user may not write there: choose another folder or change its mode",
-        errno.EPERM: "This user may not write there: choose another folder or change its mode",
-        errno.ENOSPC: "The file system is full: free space or choose another folder",
-        errno.EDQUOT: "The quota is used up: free space or choose another folder",
-        errno.EFBIG: "The limit on file lengths (`ulimit -f`) is too low",
-        errno.ENOTDIR: "A part of the path is a file: choose another folder",
-        errno.ENOENT: "The system makes no files there: choose another folder",
-    }.get(number, "Choose another folder")
-    where = f"{folder}" if path is None else f"{path} at offset {offset}, {nbytes} bytes,"
-    return IoError(
-        f"{what} in {where} is not possible: {os.strerror(number)} ({errno.errorcode.get(number, number)}). {advice}",
-        path=str(path or error.filename or folder),
-        offset=offset,
-        nbytes=nbytes,
-        errno=number,
-    )

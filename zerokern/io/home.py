@@ -12,8 +12,9 @@ import torch
 
 from zerokern.core.errors import IoError
 from zerokern.io import index
+from zerokern.io.advice import refused
 from zerokern.io.engine import Engine, Faults
-from zerokern.io.files import Files, refused, remains
+from zerokern.io.files import Files, make_folder, remains
 from zerokern.io.lock import FolderLock, let_go_in_child
 from zerokern.io.probing import settings
 from zerokern.io.space import Space
@@ -50,7 +51,7 @@ class Home:
         self._registered: Arena | None = None
         self._lock_number = -1
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder, 0o700)
             self.lock = FolderLock(folder)
         except OSError as error:
             raise refused(error, folder, "A store") from error
@@ -64,7 +65,7 @@ class Home:
             if isinstance(error, OSError):
                 raise refused(error, folder, "A store") from error
             raise
-        self.files = Files(folder, self.engine)
+        self.files = Files(folder, self.engine, place=self.lock.folder_fd, named=durable)
         try:
             # The kernel lets go of a killed ring's files when its last transfer has ended. With the lock among them no
             # other process takes the folder while a write may still land in it.

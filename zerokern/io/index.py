@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from zerokern.core import native
 from zerokern.core.errors import IoError
 from zerokern.io.extents import Extent
-from zerokern.io.files import sync_folder
+from zerokern.io.renaming import Folder
 
 __all__ = ["NAME", "Row", "publish", "read"]
 
@@ -37,15 +36,9 @@ def publish(folder: Path, files: list[str], rows: list[Row]) -> None:
     """Replaces the index. The bytes that it speaks of must be on the disk already."""
     plain = [row._replace(dtype=str(row.dtype)[6:]) for row in rows]  # type: ignore[arg-type]
     body = json.dumps({"files": files, "keys": plain}, separators=(",", ":")).encode()
-    new = folder / f"{NAME}.new"
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(b"%s %08x\n%s\n" % (FORMAT.encode(), _crc(body), body))
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)  # the names of new data files, before an index that speaks of them
-    new.rename(folder / NAME)
-    sync_folder(folder)
+    with Folder(folder) as there:
+        there.write(f"{NAME}.new", b"%s %08x\n%s\n" % (FORMAT.encode(), _crc(body), body), 0o600)
+        there.rename((f"{NAME}.new", NAME))  # with the names of new data files, before an index that speaks of them
 
 
 def read(folder: Path) -> tuple[list[str], list[Row]] | None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import logging
 import os
 import socket
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from zerokern.core.errors import IoError
+from zerokern.io.advice import refused
 
-__all__ = ["FolderLock", "let_go_in_child"]
+__all__ = ["FolderLock", "Use", "let_go_in_child"]
 
 NAME = "zerokern.lock"
 LINGER_S = 10.0
 LOOK_S = 0.005
+_log = logging.getLogger("zerokern.io")
 
 
 class Inherited(Protocol):
@@ -85,6 +89,21 @@ class Holder(NamedTuple):
         return f"the process with pid {self.pid} on {self.host}, since {self.since}"
 
 
+class Use(NamedTuple):
+    """What a folder is locked for: as errors call the folder and the one who has it, and what to do where it is in use.
+
+    `mine`: what to do where this very process has it.
+    """
+
+    folder: str = "the folder"
+    user: str = "a store"
+    advice: str = (
+        ". A folder belongs to one store at a time: close that one, or give each its own folder (one per rank: "
+        "f'{path}/rank{rank}')"
+    )
+    mine: str = ""
+
+
 class FolderLock:
     """An flock on ``zerokern.lock``; the file says who holds it.
 
@@ -97,75 +116,121 @@ class FolderLock:
     True
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
-        self.folder_fd = -1
+    def __init__(self, folder: Path, use: Use | None = None) -> None:
+        self.path, self._use = folder / NAME, use or Use()
+        self.fd = self.folder_fd = -1
+        try:
+            self.folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._take()
+            self._lock_folder()
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, Holder.here().words().encode(), 0)
+        except BaseException as error:
+            taken = self.fd >= 0
+            with suppress(OSError):
+                self.release() if taken else self.let_go()
+            if isinstance(error, OSError):
+                raise self._refused(error) from error
+            raise
+        let_go_in_child(self)
+
+    def _take(self) -> None:
+        """The lock file, made where it is not there, locked. What is in the folder is opened relative to it."""
         collected = False
         until = time.monotonic() + LINGER_S
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
-            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = self._opened(flags)
             try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The one before removed its file when it let go: what is locked then is no longer the folder's lock.
-                if self._still_there():
-                    break
+                if self._is_there(fd):
+                    self.fd = fd
+                    return
+                os.close(fd)
+                continue
             except OSError as error:
-                holder = Holder.of(self.fd)
+                holder = Holder.of(fd)
+                os.close(fd)
                 if holder.is_here() and not collected:  # perhaps by a store in a cycle that nobody refers to any more
-                    os.close(self.fd)
                     gc.collect()
                     collected = True
                     continue
                 if error.errno != errno.EWOULDBLOCK:
-                    os.close(self.fd)
                     raise
                 # The kernel keeps the lock of a process that was killed until its last transfer has ended.
                 if holder.lives() or time.monotonic() > until:
-                    os.close(self.fd)
                     raise self._refusal(holder) from None
-                time.sleep(LOOK_S)
-            os.close(self.fd)
-        try:
-            self._lock_folder(folder)
-            os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, Holder.here().words().encode(), 0)
-        except BaseException:
-            self.release()
-            raise
-        let_go_in_child(self)
+            time.sleep(LOOK_S)
 
-    def _lock_folder(self, folder: Path) -> None:
+    def _opened(self, flags: int) -> int:
+        fd = os.open(NAME, flags, 0o600, dir_fd=self.folder_fd)
+        if os.fstat(fd).st_nlink > 1:  # what is written into it would be written into another file
+            os.close(fd)
+            raise IoError(
+                f"{self.path} is another file's second name, which somebody who may write to the folder has put there; "
+                "nothing was written: remove it",
+                path=str(self.path),
+                errno=errno.EMLINK,
+            )
+        return fd
+
+    def _lock_folder(self) -> None:
         """Locks the folder itself too: nobody removes it under a store, as a cleaner may remove the file."""
-        self.folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self.folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             # Some network file systems lock no folders: then there is the file's lock alone.
             if error.errno == errno.EWOULDBLOCK:
-                raise self._refusal("a store whose zerokern.lock somebody has removed") from None
+                raise self._refusal(f"{self._use.user} whose zerokern.lock somebody has removed") from None
 
-    def _still_there(self) -> bool:
-        ours = os.fstat(self.fd)
+    def _is_there(self, fd: int) -> bool:
+        ours = os.fstat(fd)
         try:
-            there = os.stat(self.path, follow_symlinks=False)
+            there = os.stat(NAME, dir_fd=self.folder_fd, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
-    def _refusal(self, holder: Holder | str) -> IoError:
+    def _still_there(self) -> bool:
+        return self._is_there(self.fd)
+
+    def _refused(self, error: OSError) -> IoError:
+        """What the system says about the lock file, and what to do."""
+        do = ""
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            do = "this file system has no flock(), which keeps two jobs apart: choose a folder on a local disk"
+        elif error.errno in (errno.EACCES, errno.EPERM):
+            with suppress(OSError):
+                owner = os.stat(self.path, follow_symlinks=False).st_uid
+                if owner != os.geteuid():
+                    do = f"user {owner} left it there: give each user a folder, or let that user remove the file"
+        elif error.errno == errno.ELOOP:
+            do = "it is a symbolic link, which is not followed: remove it"
+        if not do:
+            return refused(error, self.path.parent, f"Locking {NAME}")
+        number = error.errno or 0
         return IoError(
-            f"the folder {self.path.parent} is in use by {holder}. A folder belongs to one store at a time: "
-            "close that one, or give each its own folder (one per rank: f'{path}/rank{rank}')",
+            f"{self.path} cannot be locked: {os.strerror(number)} ({errno.errorcode.get(number, number)}); {do}",
             path=str(self.path),
-            errno=errno.EWOULDBLOCK,
+            errno=number,
         )
 
+    def _refusal(self, holder: Holder | str) -> IoError:
+        use = self._use
+        advice = (use.mine if isinstance(holder, Holder) and holder.is_here() else "") or use.advice
+        says = f"{use.folder} {self.path.parent} is in use by {holder}{advice}"
+        return IoError(says, path=str(self.path), errno=errno.EWOULDBLOCK)
+
     def release(self) -> None:
-        """Removes the file while it is locked, then lets go."""
+        """Removes the file while it is locked, then lets go. A file that stays locks nothing: that is no error."""
         if self.fd >= 0:
             try:
                 if self._still_there():
-                    self.path.unlink(missing_ok=True)
+                    with suppress(FileNotFoundError):
+                        os.unlink(NAME, dir_fd=self.folder_fd)
+            except OSError as error:
+                _log.warning("%s stays behind, unlocked: %s", self.path, error)
             finally:
                 self.let_go()
 

@@ -16,8 +16,9 @@ import torch
 
 from zerokern.core import env, native
 from zerokern.core.errors import ZerokernError
+from zerokern.io.advice import refused
 from zerokern.io.engine import Engine
-from zerokern.io.files import fallocate, go_direct, refused, unnamed_file
+from zerokern.io.files import fallocate, go_direct, unnamed_file
 from zerokern.io.ticket import Ticket, Transfers
 from zerokern.memory import Arena
 

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from zerokern.core.errors import BudgetError, IoError
+from zerokern.io.advice import refused
 from zerokern.io.extents import Extent, Extents
-from zerokern.io.files import Files, refuse_beyond_free, refused
+from zerokern.io.files import Files, refuse_beyond_free
 from zerokern.io.ticket import Ticket
 from zerokern.memory.room import amount
 

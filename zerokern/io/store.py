@@ -13,12 +13,12 @@ from torch.autograd.graph import increment_version
 
 from zerokern.core import native
 from zerokern.core.errors import IoError, KernelError, got
-from zerokern.io.budget import parse_nbytes
 from zerokern.io.engine import Faults, check_settings
 from zerokern.io.entry import Entry, lost, mismatch, span_of, unknown
 from zerokern.io.home import Home
 from zerokern.io.index import Row
 from zerokern.io.ticket import Ticket, again
+from zerokern.memory.budget import parse_nbytes
 from zerokern.memory.room import amount
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import platform
 import threading
 from ctypes import byref, c_int64
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from zerokern.core import native
 from zerokern.core.errors import IoError
+from zerokern.io.advice import because
 from zerokern.io.requests import HEAD, Slot, Slots
 
 if TYPE_CHECKING:
@@ -28,14 +28,7 @@ MEBI = 20  # bits. A ticket costs one unit of the credit until the next sweep, a
 LOADS_ACQUIRE = platform.machine() in ("x86_64", "i686")
 DONE, IDLE, READ = native.IO_DONE, native.IO_IDLE, native.IO_READ
 
-ADVICE = {
-    errno.ENOSPC: "Free space, or give the store a budget: it is allocated when the store opens",
-    errno.EDQUOT: "Free quota, or give the store a budget: it is allocated when the store opens",
-    errno.EFBIG: "Raise the limit on file lengths (`ulimit -f`)",
-    errno.ENODATA: "The file ends too early: something has truncated it",
-    errno.EIO: "The device failed; the kernel's log says more",
-    errno.ECANCELED: "It was interrupted before it began",
-}
+FULL = "Free space, or give the store a budget: it is allocated when the store opens"
 
 
 def again(says: str, error: IoError) -> IoError:
@@ -105,7 +98,7 @@ class Ticket:
         path = self._transfers.paths.get(self.file, "")
         offset = self.offset if offset is None else offset
         nbytes = self.nbytes if nbytes is None else nbytes
-        why = says or f"{os.strerror(number)} ({errno.errorcode.get(number, number)}). {ADVICE.get(number, '')}".strip()
+        why = says or because(number) + (f". {FULL}" if number in (errno.ENOSPC, errno.EDQUOT) else "")
         what = "get" if self.op == READ else "put"
         return IoError(
             f"{what} of {self.key!r} ({self.nbytes} bytes) failed in {path} at offset {offset}, {nbytes} bytes: {why}",

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 
 from zerokern.core.errors import got
-from zerokern.io.budget import parse_nbytes
 from zerokern.io.engine import KINDS
+from zerokern.memory.budget import parse_nbytes
 
 __all__ = ["Nvme"]
 

@@ -6,7 +6,7 @@ The ops check everything before anything is written. `Flattener` keeps the table
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from zerokern.kernels import checks, cpu, ops, reference, spans
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 
-__all__ = ["Flattener", "flatten", "unflatten"]
+__all__ = ["Flattener", "flatten", "unflatten", "warm"]
 
 
 def flatten(
@@ -175,6 +175,21 @@ class Flattener:
         if stats is not None:
             total = ops.sumsq(written, impl=self._impl)
             stats.copy_(torch.tensor([total, float(not math.isfinite(total))], dtype=torch.float64))
+
+
+def warm(device: torch.device, moves: Iterable[tuple[torch.dtype, torch.dtype]]) -> None:
+    """Compile what flattens gradients of one dtype into buckets of another and adds up their squares.
+
+    Inside the first backward pass that takes seconds, in which other ranks wait. On a CPU there is nothing to compile.
+
+    >>> warm(torch.device("cpu"), [(torch.bfloat16, torch.float32)])
+    """
+    if device.type == "cpu":
+        return
+    for source, target in sorted(set(moves), key=str):
+        bucket = torch.zeros(1024, dtype=target, device=device)
+        flatten([torch.zeros(1024, dtype=source, device=device)], bucket)
+        ops.sumsq_there([bucket])
 
 
 def _cast(source: Tensor, target: Tensor, *, scale: float) -> None:

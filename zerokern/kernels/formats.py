@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from zerokern.core.units import BLOCK, MASTER_FORMATS, STATE_FORMATS
+
 __all__ = [
     "ALGORITHMS",
     "BLOCK",
@@ -14,10 +16,6 @@ __all__ = [
     "blocks",
     "bytes_per_parameter",
 ]
-
-BLOCK = 128
-MASTER_FORMATS = ("fp32", "split16", "split8", "none")
-STATE_FORMATS = ("fp32", "bf16", "int8")
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 STATES = {"none": 0, "fp32": 1, "bf16": 2, "int8": 4}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INT8_BLOCK = 128
+from zerokern.core.units import BLOCK
+
 NAN_BITS = 0xFFC00000
 MASK_32 = 0xFFFFFFFF
 MASK_64 = 0xFFFFFFFFFFFFFFFF
@@ -157,12 +158,12 @@ def code_values(codes: Tensor, kind: str) -> Tensor:
 
 def spread_scale(scale: Tensor, like: Tensor) -> Tensor:
     """The scale of each element of a tensor, in its shape."""
-    return scale.reshape(-1).repeat_interleave(INT8_BLOCK)[: like.numel()].view(like.shape)
+    return scale.reshape(-1).repeat_interleave(BLOCK)[: like.numel()].view(like.shape)
 
 
 def _blocks(x: Tensor) -> Tensor:
     """Rows of 128 elements, the last one filled with zeros."""
-    return torch.nn.functional.pad(x, (0, -x.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
+    return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
 # Stochastic rounding: counter based, so the bits depend on (seed, key, step, element number) alone.

@@ -27,6 +27,7 @@ from torch import Tensor
 from zerokern.core import env, native
 from zerokern.core.errors import BudgetError, ZerokernError, got
 from zerokern.memory import placement
+from zerokern.memory.batches import forget_error
 from zerokern.memory.layout import PAGE
 from zerokern.memory.ledger import Ledger
 from zerokern.memory.room import amount, refuse_beyond
@@ -154,9 +155,9 @@ class Arena:
         self.check()
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
-        if not self._offered_to_cuda and torch.cuda.is_initialized():
-            self._register_with_cuda()
         with self._lock:
+            if not self._offered_to_cuda and torch.cuda.is_initialized():
+                self._register_with_cuda()
             offset = self._free.take(_round_up(nbytes))
             if offset is None:
                 raise BudgetError(
@@ -246,9 +247,10 @@ class Arena:
 
     def _register_with_cuda(self) -> None:
         """Pins the arena for copies to and from GPUs; only once CUDA is in use, an arena alone makes no context."""
-        self._offered_to_cuda = True
         refused = torch.cuda.cudart().cudaHostRegister(self.base, self.nbytes, _CUDA_FLAGS)
+        self._offered_to_cuda = True  # at last: an interrupt before it is no answer
         if int(refused):
+            forget_error()  # else torch would find it and blame its next call
             _say_once(f"arena memory is not registered with CUDA ({refused}): copies to and from GPUs take a detour")
         else:
             self._unregister = weakref.finalize(self, _unregister_from_cuda, self.base, self._pid)

@@ -5,6 +5,7 @@ The library is the one that torch has loaded; its version says which signature i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -16,7 +17,7 @@ import torch
 
 from zerokern.core.errors import ZerokernError
 
-__all__ = ["Batches", "runtime_library"]
+__all__ = ["Batches", "forget_error", "runtime_library"]
 
 BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 13.0 on without
 WITHOUT_FAULT = 13000
@@ -100,13 +101,12 @@ class Batches:
 
 def runtime_library() -> Batches | None:
     """The runtime that torch uses; None where torch has none that can be called, which is said once."""
-    if torch.version.cuda is None:
-        return None
-    name = f"libcudart.so.{torch.version.cuda.split('.')[0]}"
     try:
-        library = ctypes.CDLL(name)
+        library = _cudart()
     except OSError as error:
         _say_once(f"copies are not batched: {error}")
+        return None
+    if library is None:
         return None
     versions = {}
     for function in ("cudaRuntimeGetVersion", "cudaDriverGetVersion"):
@@ -120,6 +120,21 @@ def runtime_library() -> Batches | None:
     if not found.batched:
         _say_once(f"copies are not batched: {versions}, and cudaMemcpyBatchAsync needs {BATCH_SINCE} of both")
     return found
+
+
+def forget_error() -> None:
+    """The error of a call of the runtime that was refused, which it keeps for whoever asks next."""
+    with contextlib.suppress(OSError):
+        library = _cudart()
+        if library is not None:
+            CFUNCTYPE(c_int)(("cudaGetLastError", library))()
+
+
+def _cudart() -> Any:
+    """The CUDA runtime that torch has loaded; None for a torch without CUDA."""
+    if torch.version.cuda is None:
+        return None
+    return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
 
 
 @functools.cache

@@ -13,11 +13,25 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from errno import errorcode
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from zerokern.core import env, native
 
-__all__ = ["Node", "bind", "cores", "cpus_to_leave", "keep_off", "keep_off_framework", "nodes", "nodes_for"]
+__all__ = [
+    "Node",
+    "bind",
+    "cores",
+    "cpus_near",
+    "cpus_to_leave",
+    "keep_to",
+    "nodes",
+    "nodes_for",
+    "settle_beside",
+]
 
+_PCI = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
 _CPUS = Path("/sys/devices/system/cpu")
 
@@ -124,30 +138,54 @@ def cpus_to_leave(usable: Iterable[int], cores: Iterable[frozenset[int]], ranks:
     return frozenset(left) if 4 * len(left) <= len(free) else frozenset()
 
 
-def keep_off(cpus: Iterable[int]) -> tuple[int, ...] | None:
-    """Keeps the native pool's threads off these CPUs, and takes no more threads than this rank's share of the others.
+def cpus_near(device: torch.device, folder: Path = _PCI) -> frozenset[int]:
+    """The CPUs on a GPU's side of the machine; none where the system does not tell, or there is one side.
+
+    >>> cpus_near(torch.device("cpu"))
+    frozenset()
+    """
+    if device.type != "cuda":
+        return frozenset()
+    try:
+        found: Any = torch.cuda.get_device_properties(device)
+        name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        return frozenset(env.cpu_numbers((folder / name / "local_cpulist").read_text()))
+    except (AttributeError, OSError, ValueError):  # a torch that does not say, a container that hides it
+        return frozenset()
+
+
+def keep_to(cpus: Iterable[int], ranks: int = 1) -> tuple[int, ...] | None:
+    """Keeps the native pool's threads to these CPUs, and takes no more threads than its share of so many ranks.
 
     What ``ZEROKERN_CPUS`` or ``native.set_cpus`` gave stays, and a pool is not left without a CPU. Returns what
     ``native.cpus`` does from now on.
 
-    >>> keep_off(()) == native.cpus()
+    >>> keep_to(env.process_cpus()) == native.cpus()
     True
     """
-    others = sorted(set(env.process_cpus()).difference(cpus))
-    if native.cpus() is None and 0 < len(others) < len(env.process_cpus()):
-        native.set_cpus(others)
-        native.set_threads(min(native.threads(), max(1, len(others) // env.local_ranks())))
+    chosen = sorted(set(env.process_cpus()).intersection(cpus))
+    if native.cpus() is None and 0 < len(chosen) < len(env.process_cpus()):
+        native.set_cpus(chosen)
+        native.set_threads(min(native.threads(), max(1, len(chosen) // ranks)))
     return native.cpus()
 
 
-def keep_off_framework() -> tuple[int, ...] | None:
-    """Leaves a core for each rank of this machine to the threads that feed a device; see ``cpus_to_leave``.
+def settle_beside(device: torch.device) -> tuple[int, ...] | None:
+    """Leaves a core for each rank of this machine to the threads that feed a device (see ``cpus_to_leave``).
 
-    >>> keep_off_framework() == native.cpus()
+    Of several ranks each keeps to its GPU's side of the machine, and so do its pages: the copies then cross no link
+    between sockets. A rank that is alone has the memory of both sides to itself, which is worth more.
+
+    >>> settle_beside(torch.device("cpu")) == native.cpus()
     True
     >>> native.set_cpus(None)
     """
-    return keep_off(cpus_to_leave(env.process_cpus(), cores(), env.local_ranks()))
+    ranks, usable = env.local_ranks(), set(env.process_cpus())
+    chosen = usable.difference(cpus_to_leave(usable, cores(), ranks))
+    near = chosen.intersection(cpus_near(device)) if ranks > 1 else set()
+    if not near:
+        return keep_to(chosen, ranks)
+    return keep_to(near, -(-ranks * len(near) // len(chosen)))  # the others are on the other sides
 
 
 @functools.cache

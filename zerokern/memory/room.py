@@ -5,10 +5,13 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+from zerokern.core import env
 from zerokern.core.errors import BudgetError
+from zerokern.memory.budget import parse_nbytes
 
 __all__ = ["amount", "refuse_beyond", "room"]
 
+_FREE = "free memory and swap"
 _GROUP_FILES = (  # version 2, then version 1: limit, usage, and the cache in it that the kernel gives back
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -35,8 +38,11 @@ def room() -> dict[str, int]:
     """
     left = {}
     machine, process = _kilobytes("/proc/meminfo"), _kilobytes("/proc/self/status")
-    if "MemAvailable" in machine:
-        left["free memory and swap"] = machine["MemAvailable"] + machine.get("SwapFree", 0)
+    given = env.read("ZEROKERN_MEMORY")
+    if given is not None:  # a machine that grows as it is asked says little of what it could have
+        left["ZEROKERN_MEMORY"] = max(0, parse_nbytes("ZEROKERN_MEMORY", given) - process.get("VmRSS", 0))
+    elif "MemAvailable" in machine:
+        left[_FREE] = machine["MemAvailable"] + machine.get("SwapFree", 0)
     for name, limit, used in (
         ("RLIMIT_AS", resource.RLIMIT_AS, "VmSize"),
         ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData"),
@@ -58,7 +64,9 @@ def refuse_beyond(nbytes: int, what: str, because: str = "") -> None:
         return
     lines = [f"{what} of {amount(nbytes)} does not fit{': ' + because if because else ''}. What is left:"]
     lines += [f"  {name:<22}{amount(one):>12}" for name, one in left.items()]
-    raise BudgetError("\n".join([*lines, f"Ask for less than {amount(min(most, nbytes))}, or raise the limit"]))
+    grows = "; where the system has more to give than it says, ZEROKERN_MEMORY=64G (or what is true) says so"
+    do = f"Ask for less than {amount(min(most, nbytes))}, or raise the limit"
+    raise BudgetError("\n".join([*lines, do + (grows if most == left.get(_FREE) else "")]))
 
 
 def _kilobytes(path: str) -> dict[str, int]:
@@ -80,7 +88,9 @@ def _group_room() -> int | None:
             except (OSError, ValueError):  # no such file, or the limit is "max"
                 continue
             if most < 1 << 60:  # version 1 writes "none" as the largest number of pages
-                return max(0, most - used + int(stat.get(cache, 0)))
+                return max(
+                    0, most - used + sum(int(stat.get(name, 0)) for name in (cache, cache.replace("inact", "act")))
+                )
     return None
 
 

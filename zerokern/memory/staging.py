@@ -23,7 +23,7 @@ from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.batches import runtime_library
 from zerokern.memory.signals import HeldSignals
 
-__all__ = ["CudaDriver", "CudaMark", "Ring", "Slot", "Ticket", "flow"]
+__all__ = ["CudaDriver", "CudaMark", "Ring", "Slot", "Ticket", "flow", "passed", "stream_number"]
 
 
 class Ticket(Protocol):
@@ -239,6 +239,26 @@ class _CudaClock:
 
     def at(self, event: torch.cuda.Event) -> int:
         return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
+
+
+def stream_number(device: torch.device) -> int:
+    """Which stream is current on the device; on a CPU there is one.
+
+    >>> stream_number(torch.device("cpu"))
+    0
+    """
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def passed(device: torch.device) -> Callable[[], None]:
+    """A mark behind what the current stream has been given. Called, it makes the stream that is current then follow.
+
+    >>> passed(torch.device("cpu"))()
+    """
+    if device.type != "cuda":
+        return lambda: None
+    mark = CudaMark(torch.cuda.current_stream(device), None)
+    return lambda: torch.cuda.current_stream(device).wait_event(mark.event)
 
 
 class CudaDriver:

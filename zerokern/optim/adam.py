@@ -24,7 +24,8 @@ class Adam(FusedOptimizer):
     state_format: "fp32" (exact), "bf16" or "int8" for exp_avg and exp_avg_sq; also per param_group.
     master_format: "split16" (a bf16 parameter and its 16-bit remainder are the exact fp32 value), "split8" (24 bits),
         "fp32" (a separate fp32 copy) or "none"; also per param_group. None means split16 for bf16 parameters and fp32
-        for fp16 ones; an fp32 parameter is its own master.
+        for fp16 ones; an fp32 parameter is its own master. Writes to parameters are
+        followed, those by `p.data` too; after others that torch does not count, call `refresh_masters()`.
     max_grad_norm: clips the global norm within the update, and skips a step whose norm is not finite.
     stochastic_seed: rounds stochastically where master_format is "none": same seed, same bits.
     tier: where the state rests. "device": where the parameters are. "cpu": in one exact-size, pinned piece of host

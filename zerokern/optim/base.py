@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -11,19 +12,30 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from zerokern.core.errors import got
+from zerokern.comm import during
+from zerokern.core.errors import CommError, StateError, got
 from zerokern.io import Nvme
 from zerokern.optim import checks, device
+from zerokern.optim.accord import say_outcome
 from zerokern.optim.bound import AnyBinding, Bound, FormatKey, bind
-from zerokern.optim.checkpointed import Checkpointed
+from zerokern.optim.checkpointed import Checkpointed, Inheritance
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import Disk
 from zerokern.optim.formats import Layout, check_formats, layout_of
+from zerokern.optim.interrupts import whole
 from zerokern.optim.judge import Judge
 from zerokern.optim.local import Local, sharded
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.watched import WatchedState, watched
 from zerokern.schedule import Delayed
+from zerokern.zero import guards
+from zerokern.zero.awaited import without_waiting
+from zerokern.zero.data_writes import DataWrites
+
+_TWICE = (
+    "step() was called while another step() of this optimizer runs, in another thread or in a signal handler: the two "
+    "would write the same state; call it from one thread, or build an optimizer for each"
+)
 
 
 class FusedOptimizer(Checkpointed):
@@ -59,9 +71,11 @@ class FusedOptimizer(Checkpointed):
         self._judge = None
         self._local = None  # what is known of parameters that have stand-ins, once there are some
         self._bound = Bound()
+        self._data_writes = DataWrites()
         formats = {"state_format": state_format, "master_format": master_format, "stochastic_seed": stochastic_seed}
         super().__init__(params, {**defaults, **formats})
         self.state = WatchedState()
+        self._inheritance = Inheritance(self)
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group's values, checked, as `UpdateTable.set_group` spells them."""
@@ -111,7 +125,8 @@ class FusedOptimizer(Checkpointed):
         """As torch's; where an update that is under way still reads gradients, zeroing them in place waits for it."""
         if not set_to_none:
             self._release_gradients()
-        super().zero_grad(set_to_none)
+        with without_waiting():  # gradients are not what parameters are awaited for
+            super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own hyperparameters; everything is checked before the group is added."""
@@ -121,6 +136,7 @@ class FusedOptimizer(Checkpointed):
                 checks.distinct(param_group["params"])
             self._checked({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self._watch_data(self.param_groups[-1:])
 
     def _checked(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group's hyperparameters, after everything in it has been checked."""
@@ -143,24 +159,44 @@ class FusedOptimizer(Checkpointed):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._room is not None:
-            self._room.check()
+        if not self._stepping.acquire(blocking=False):
+            raise StateError(_TWICE)
+        known = self._torn and not self._untold
+        try:
+            if self._local is not None:
+                self._local.accord.begin()
+            with during("opt.step"):
+                self._step()
+        except BaseException as error:
+            if not known:
+                self._tell(error)
+            raise
+        finally:
+            self._stepping.release()
+        return loss
+
+    def _step(self) -> None:
+        self._refuse_in_child()
         self._finish()
+        for publisher in () if self._local is None else self._local.publishers:
+            publisher.finish()
         self._refuse_if_torn()
         settings = [self._checked(group) for group in self.param_groups]
         if self._local is not None or not self._update(self.param_groups, settings):
             self._update_pieces(settings)
-        return loss
 
     def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
         """The update of what stands for parameters: this rank's pieces, twins on the host. Every rank takes part."""
         local = self._localise()
+        guards.refuse_lent(local.homes)
         done = False
-        try:
-            self._enter(local)
-            done = self._update(local.groups(self.param_groups), settings)
-        finally:
-            local.leave(undone=not done and not self._torn)
+        with whole("the step") if local.accord.in_company else nullcontext():  # which other ranks are in
+            try:
+                self._enter(local)
+                done = self._update(local.groups(self.param_groups), settings)
+                local.accord.begin()  # what is raised from here on is no failure of the step
+            finally:
+                local.leave(undone=not done and not self._torn)
 
     def _update(self, groups: Groups, settings: list[dict[str, Any]]) -> bool:
         """The update; False: nothing was done, because the parameters need stand-ins that they have not."""
@@ -179,31 +215,33 @@ class FusedOptimizer(Checkpointed):
             pointers = survey.pointers(groups) or survey.gradient_pointers
         else:
             survey = binding.survey
-        where = partial(self._rebound, survey, groups, formats)
+        intact = binding is not None and binding.intact(self._held)
+        if self._local is not None:
+            self._local.accord.makes_state = not intact
+        prepare = partial(_prepare, settings, pointers)
+        where = partial(self._rebound, survey, groups, formats, intact=intact)
         if self._is_scheduled():
-            prepare = partial(_prepare, settings, pointers)
             self._submit(survey, binding, self._decision(survey, pointers), where, prepare)
         else:
             scale = self._scale(survey, pointers)
             if scale is None:
                 self._skipped_steps += 1
-            elif survey.params:
-                binding = where(binding)
-                self._run(binding, pointers, settings, scale)
+            else:
+                binding = self._carry_out(survey, binding, where, prepare, scale)
             if scale is not None and self._local is not None:
                 self._publish(self._local, binding)
         del held  # until here no other thread could free a gradient under the native calls
         return True
 
     def _rebound(
-        self, survey: Survey, groups: Groups, formats: list[FormatKey], binding: AnyBinding | None
+        self, survey: Survey, groups: Groups, formats: list[FormatKey], binding: AnyBinding | None, *, intact: bool
     ) -> AnyBinding:
         """The binding, or a new one where there is none that fits."""
         state = self._held
         if binding is None:
             last = self._bound.binding
             return self._bind(survey, groups, formats, last if last and last.intact(state) else None)
-        if not binding.intact(state):
+        if not intact:
             return self._bind(survey, groups, formats, None)
         binding.witness.catch_up(state, in_place=True)
         return binding
@@ -255,6 +293,7 @@ class FusedOptimizer(Checkpointed):
         self.state = watched(self.state)
         local, last, witness = self._local, self._bound.binding, self._bound.witness
         self._bound.binding = None
+        self._watch_data(self.param_groups)
         subject = self._algorithm, survey, groups, self._held
         room = self._room if survey.device is None else None
         initial = [self._initial_moment(group) for group in groups]
@@ -266,8 +305,37 @@ class FusedOptimizer(Checkpointed):
         self._bound = Bound(binding, binding.witness, formats)
         return binding
 
-    def _run(self, binding: AnyBinding, pointers: array[int], settings: list[dict[str, Any]], scale: float) -> None:
-        binding.prepare(settings, pointers)
+    def _carry_out(
+        self,
+        survey: Survey,
+        binding: AnyBinding | None,
+        bind: Callable[[AnyBinding | None], AnyBinding],
+        prepare: Callable[[AnyBinding], None],
+        scale: float,
+    ) -> AnyBinding | None:
+        """The update, as one of all ranks where it may fail on some; returns what it was made with."""
+        accord = None if self._local is None else self._local.accord
+        if accord is None:  # nobody to agree with
+            if survey.params:
+                binding = bind(binding)
+                prepare(binding)
+                self._run(binding, scale)
+            return binding
+        with accord.prepared():
+            binding = bind(binding) if survey.params else None
+        ran: list[AnyBinding] = []
+        with (
+            nullcontext()
+            if accord is None or self._disk is None
+            else accord.reported(lambda: any(one.carried_out or one.torn for one in ran))
+        ):
+            if binding is not None:
+                prepare(binding)
+                ran.append(binding)
+                self._run(binding, scale)
+        return binding
+
+    def _run(self, binding: AnyBinding, scale: float) -> None:
         self._torn = True
         try:
             binding.run(scale)
@@ -279,9 +347,37 @@ class FusedOptimizer(Checkpointed):
         binding.stepped()
         self._torn = False
 
+    def _tell(self, error: BaseException) -> None:
+        """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
+        accord = None if self._local is None else self._local.accord
+        if self._local is None or accord is None or not accord.in_company:
+            if self._disk is not None:
+                say_outcome(error, torn=self._torn)
+            return
+        decided_there = self._local.host is None and device.holds(self._local.pieces)  # nobody here has added up
+        if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
+            with suppress(CommError):
+                self._keep_up(self._local)
+                accord.refuse(self._untold or str(error), torn=self._torn, reports=self._disk is not None)
+        if accord.agreed:
+            self._torn, self._untold = accord.torn, ""
+            say_outcome(error, torn=accord.torn)
+        elif accord.met:
+            self._torn, self._untold = True, str(error)
+            if isinstance(error, Exception) and not accord.publishes and not self._is_scheduled():
+                with suppress(CommError):
+                    self._local.publish()  # the others do, and wait for this rank's part
+
+    def _refuse_if_torn(self) -> None:
+        if self._torn:
+            raise StateError(
+                "a step or a load was broken off while parameters and state were being written, so that they may be of "
+                "different steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
+            )
+
     def _publish(self, local: Local, binding: AnyBinding | None) -> None:
         """Every rank's parameters to all: until then they are of different steps."""
-        self._torn = True
+        self._torn = local.accord.publishes = True
         local.publish()
         if binding is not None:
             binding.witness.stepped()
@@ -301,4 +397,4 @@ def _prepare(settings: list[dict[str, Any]], pointers: array[int], binding: AnyB
 
 
 def _total(local: Local, sums: Sequence[float], skip: bool) -> float:
-    return local.total(sums, skip=skip)
+    return local.accord.total(sums, skip=skip)

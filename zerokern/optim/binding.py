@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from zerokern.optim.state import Entry, check_entries, make, pull, untangled
 from zerokern.optim.steps import StepBook
 from zerokern.optim.survey import Groups, Survey, same_objects
 from zerokern.optim.watched import WatchedState
-
-_SAMPLES = 16
-_pointer_of = torch.Tensor.data_ptr
+from zerokern.optim.whereabouts import Whereabouts
 
 
 class Binding:
@@ -63,9 +60,7 @@ class Binding:
             state.watch_all()
         rows = [self.rows[id(param)] for param in survey.params]
         self._rows = rows
-        self._tensors = [tensor for row in rows for tensor in row.tensors]
-        self._addresses = [address for row in rows for address in row.addresses]
-        self._samples = cycle(range(_SAMPLES))
+        self._whereabouts = Whereabouts([tensor for row in rows for tensor in row.tensors])
         self._plan(groups)
 
     def _open_book(self, entries: Sequence[Entry]) -> Any:
@@ -128,14 +123,10 @@ class Binding:
     def intact(self, state: WatchedState) -> bool:
         """Whether every state tensor is the one, and lies where, the table points at.
 
-        An assignment to the state shows at once. A tensor whose memory was exchanged (`.data`) shows within `_SAMPLES`
-        steps, and at once if more than a few were: each step looks at the addresses of its share of them.
+        What was assigned to the state shows by its mark, a tensor whose memory was exchanged (`.data`) by its address.
         """
-        if state is not self._state or state.mark.changed:
-            return False
-        share = slice(next(self._samples), None, _SAMPLES)
-        in_place = list(map(_pointer_of, self._tensors[share])) == self._addresses[share]
-        return in_place and self.book.untouched(share)
+        known = state is self._state and not state.mark.changed
+        return known and self._whereabouts.unchanged() and self.book.untouched()
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Everything that the native call reads: hyperparameters, step counts, where the gradients are."""
@@ -168,5 +159,5 @@ class Binding:
                 row.first = False
         count_step(self.groups)
         self.book.advance()
-        torch.autograd.graph.increment_version(self.survey.params)
+        self.survey.cells.raise_versions()
         self.witness.stepped()

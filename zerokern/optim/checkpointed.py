@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -10,20 +11,24 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
+from zerokern.io.lock import let_go_in_child
 from zerokern.optim import disk_state, loading
 from zerokern.optim.bound import Bound
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
-from zerokern.optim.formats import Algorithm
+from zerokern.optim.formats import Algorithm, as_kept, as_saved
 from zerokern.optim.host_room import HostRoom
 from zerokern.optim.judge import Judge
 from zerokern.optim.local import NOT_DELAYED, PENDING, Local, localised, sharded
 from zerokern.optim.masters import Witness, follow, tracked
 from zerokern.optim.scheduled import LATE, Scheduled
 from zerokern.optim.state import copied
-from zerokern.optim.watched import WatchedState, plain
+from zerokern.optim.watched import Elsewhere, WatchedState, plain
+from zerokern.zero.data_writes import DataWrites
+from zerokern.zero.sharded import Sharded
+from zerokern.zero.sharded_refusals import refuse
 
-__all__ = ["Checkpointed"]
+__all__ = ["Checkpointed", "Inheritance"]
 
 _OWN_ATTRIBUTES = ("tier", "schedule", "_max_grad_norm", "_grad_norm", "_skipped_steps", "_torn")
 
@@ -32,14 +37,26 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
     """What `FusedOptimizer` is made of besides stepping, which knows its algorithm and its groups."""
 
     _algorithm: ClassVar[Algorithm]
-    state: WatchedState
+    _state: WatchedState
     param_groups: list[dict[str, Any]]
     _disk: Disk | None
     _bound: Bound
     _judge: Judge | None
+    _data_writes: DataWrites
     _checked: Callable[[dict[str, Any]], dict[str, Any]]
     grad_norm: Any
     skipped_steps: Any
+
+    @property  # type: ignore[override]
+    def state(self) -> WatchedState:
+        """As torch's. Whoever asks for it while an update is under way waits: it is about to write there."""
+        if self._under_way is not None and not self._stepping.locked():
+            self._under_way.finish()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._state = state
 
     @property
     def _held(self) -> WatchedState:
@@ -48,14 +65,16 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def refresh_masters(self) -> None:
-        """Begin masters and remainders anew from the parameters, after a write that torch does not count (`.data`).
+        """Begin masters and remainders anew from the parameters, after a write that nobody counts.
 
-        Writes that it counts (`load_state_dict`, `copy_` and the like) are followed without this call.
+        Such are torch.distributed's (`broadcast(p, 0)`), those through numpy or a pointer, and those by `.data` of a
+        view, or by what `p.data` gave before there was an optimizer. Others (`load_state_dict`, `copy_`,
+        `p.data.clamp_`) are followed without this call.
 
         >>> from zerokern.optim import AdamW
         >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         >>> opt = AdamW([weight]); weight.grad = torch.ones_like(weight); opt.step()
-        >>> weight.data.fill_(2.0); opt.refresh_masters(); opt.state[weight]["remainder"]
+        >>> weight.detach().data.fill_(2.0); opt.refresh_masters(); opt.state[weight]["remainder"]
         tensor([2., 2., 2.], dtype=torch.bfloat16)
         tensor([0, 0, 0], dtype=torch.int16)
         """
@@ -66,6 +85,19 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         follow(tracked(self._held), self._held)
         if self._bound.witness is not None:
             self._bound.witness.look()
+
+    def _watch_data(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Writes by way of `.data` are to be noticed where the state has another value for what is written."""
+        for group in groups:
+            apart = self._room is not None  # twins, and updates that are pending
+            rounded = set() if group["master_format"] == "none" else {torch.bfloat16, torch.float16}
+            self._data_writes.watch(param for param in group["params"] if apart or param.dtype in rounded)
+        if groups is self.param_groups:
+            self._data_writes.keep(param for group in groups for param in group["params"])
+
+    def _finish(self) -> None:
+        self._data_writes.count()
+        super()._finish()
 
     def _catch_up(self) -> None:
         """Follow writes that no step has seen yet, so that what is saved is consistent."""
@@ -81,14 +113,13 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         State on disk is read into memory, all of it. With `zk.Delayed`, state is that after the last update, published
         or not, and "pending" beside it are the parameter's values then: whoever loads both goes on as if nothing was.
         """
-        if self._room is not None:
-            self._room.check()
+        self._refuse_in_child()
         self._finish()
         self._refuse_if_torn()
         self._catch_up()
         held = self.state
         try:
-            self.state = self._shown()
+            self.state = WatchedState({key: as_saved(entry) for key, entry in self._shown().items()})
             state_dict = super().state_dict()
         finally:
             self.state = held
@@ -120,7 +151,9 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         self, state_dict: dict[str, Any], keep: Callable[[Sequence[loading.Checked]], list[dict[str, Any]]]
     ) -> None:
         """Groups and state are those of the state_dict, whose entries are held as `keep` keeps them."""
+        self._refuse_in_child()
         self._abandon()
+        state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
         groups = loading.merged_groups(self.param_groups, state_dict["param_groups"])
         for group in groups:
             self._adopt_group(group)
@@ -141,7 +174,7 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         self._local = local
         self.state = WatchedState(state if local is None else local.loaded(state, pending))
         self._bound = Bound(witness=Witness(tracked(self._held), loaded=True))
-        self._torn = False
+        self._torn, self._untold = False, ""
         said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
         self._keep_back(any(said) if said else bool(pending))
 
@@ -162,21 +195,46 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
     def _adopt_group(self, group: dict[str, Any]) -> None:
         """What a subclass decides about a loaded group."""
 
+    def _refuse_in_child(self) -> None:
+        if self._room is not None:
+            self._room.check()
+
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_in_child()
         self._finish()
         disk_state.refuse_copy(self.state)
         self._catch_up()
         own = {name: getattr(self, name) for name in _OWN_ATTRIBUTES}
         own.update(_grad_norm=self.grad_norm, _skipped_steps=self.skipped_steps)
-        return {**super().__getstate__(), "state": plain(self._shown()), **own}
+        shown = plain(self._shown())
+        for part in (value for entry in shown.values() for value in entry.values() if isinstance(value, Sharded)):
+            refuse("a copy of an optimizer, or a pickle", part, "owner")
+        return {**super().__getstate__(), "state": shown, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.state = WatchedState(self.state)
+        self._state = WatchedState(self.__dict__.pop("state"))
         self._disk = Disk(self.tier) if isinstance(self.tier, Nvme) else None
         self._judge = self._local = None
         self._choose(self.tier, self.schedule)
+        self._data_writes = DataWrites()
+        self._watch_data(self.param_groups)
         self._bound = Bound(witness=Witness(tracked(self.state)))
+        self._inheritance = Inheritance(self)
+
+
+class Inheritance:
+    """In a forked child, where memory of the room is not, whoever reads an optimizer's state is told so by name."""
+
+    def __init__(self, opt: Checkpointed) -> None:
+        self._opt = weakref.ref(opt)
+        self._left_behind: Any = None
+        let_go_in_child(self)
+
+    def let_go(self) -> None:
+        opt = self._opt()
+        if opt is not None and opt._room is not None and opt._room.nbytes:
+            self._left_behind, opt._state = opt._state, Elsewhere()
 
 
 def _set_apart(

@@ -127,6 +127,9 @@ def parameter(name: str, param: Tensor, other: str, home: torch.device) -> None:
     if not param.is_contiguous():
         do = f"{name}.data = {name}.data.contiguous()"
         raise ValueError(got(f"{name}.stride()", tuple(param.stride()), "a contiguous parameter", do))
+    if param.is_neg():
+        do = f"{name}.data = {name}.data.resolve_neg()"
+        raise ValueError(got(name, "a lazily negated view", "a parameter whose memory holds its values", do))
     if param.is_inference():
         raise ValueError(got(name, "an inference tensor", "a parameter made outside of torch.inference_mode()"))
 
@@ -142,13 +145,17 @@ def gradient(name: str, param: Tensor, grad: Tensor) -> None:
         raise ValueError(got(f"{name}.device", grad.device, f"{param.device}, the parameter's"))
     if grad.shape != param.shape:
         raise ValueError(got(f"{name}.shape", tuple(grad.shape), f"{tuple(param.shape)}, the parameter's"))
-    if grad.is_neg():
-        raise ValueError(f"{name} is a lazily negated view; allowed: a gradient of its own ({name}.resolve_neg())")
     if not grad.is_contiguous():
         do = f"{name} = {name}.contiguous()"
         raise ValueError(got(f"{name}.stride()", tuple(grad.stride()), "a contiguous gradient", do))
-    if grad.numel() and not grad.data_ptr():
-        raise TypeError(got(name, type(grad).__name__, "a tensor with memory of its own"))
+    memory(name, grad)
+
+
+def memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that has elements, and no memory for them: its storage was resized to nothing."""
+    if tensor.numel() and not tensor.data_ptr():
+        do = "its storage is empty; give it back before step(), or leave it to zk.shard(stage=3) or FSDP2"
+        raise TypeError(got(name, type(tensor).__name__, "a tensor with memory of its own", do))
 
 
 def overlap(names: Sequence[str], tensors: Sequence[Tensor], pointers: Sequence[int]) -> None:

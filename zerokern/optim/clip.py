@@ -14,9 +14,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from zerokern.core.errors import got
 from zerokern.kernels import sumsq
 from zerokern.kernels.ops import sumsq_there
-from zerokern.optim.dtensors import is_dtensor, spans_of
+from zerokern.optim.dtensors import norm_of_all, spans_of
 from zerokern.optim.local import gradient_of, scale_gradients, with_gradients
 from zerokern.zero.homes import Home, home_of
+from zerokern.zero.kinds import is_divided
 
 __all__ = ["clip_grad_norm_"]
 
@@ -42,7 +43,7 @@ def clip_grad_norm_(
     params = _listed(parameters)
     homes = [(param, home) for param in params if (home := home_of(param)) is not None]
     divided = [(param, home) for param, home in homes if not home.sharding.replicated]
-    tensors = [param for param in params if is_dtensor(param)]
+    tensors = [param for param in params if home_of(param) is None and is_divided(param)]
     if not divided and not tensors:
         return clip_plain(params, max_norm, norm_type, error_if_nonfinite, foreach)
     kind = float(norm_type)
@@ -66,10 +67,10 @@ def clip_grad_norm_(
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     factor = torch.where(torch.isfinite(total), factor, 1.0)  # the update is skipped; a batch after it is not
     for sharding, mine in _by_sharding(divided).items():
-        if with_gradients(sharding) <= {id(home_of(param)) for param in mine}:
+        if with_gradients(sharding) <= {id(home) for _, home in mine}:
             sharding.fold(factor.item() if factor.is_cpu else factor)
         else:
-            scale_gradients(mine, factor)
+            scale_gradients([param for param, _ in mine], factor)
     return shown
 
 
@@ -79,11 +80,11 @@ def _listed(parameters: Tensor | torch.nn.Module | Iterable[Tensor]) -> list[Ten
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _by_sharding(divided: Iterable[tuple[Tensor, Home]]) -> dict[Any, list[Tensor]]:
+def _by_sharding(divided: Iterable[tuple[Tensor, Home]]) -> dict[Any, list[tuple[Tensor, Home]]]:
     """The parameters of each model."""
-    made: dict[Any, list[Tensor]] = {}
+    made: dict[Any, list[tuple[Tensor, Home]]] = {}
     for param, home in divided:
-        made.setdefault(home.sharding, []).append(param)
+        made.setdefault(home.sharding, []).append((param, home))
     return made
 
 
@@ -96,9 +97,8 @@ def _total(
 ) -> Tensor:
     """The norm over all ranks as a 0-dim float64 tensor: one collective for each group of ranks."""
     sums: dict[Any, list[Tensor]] = {}
-    for sharding, params in _by_sharding(divided).items():
-        homes = [(param, home_of(param)) for param in params]
-        grads = [gradient_of(param, home) for param, home in homes if home is not None]
+    for sharding, homes in _by_sharding(divided).items():
+        grads = [gradient_of(param, home) for param, home in homes]
         factor = sharding.take_fold()
         sharding.fold(factor)
         own = _measure([grad for grad in grads if grad is not None and grad.numel()], kind, sharding.group.device)
@@ -110,7 +110,7 @@ def _total(
     for group, terms in sums.items():
         own = torch.stack(terms).sum() if kind == 2.0 else torch.stack(terms).amax()
         totals.append(own.reshape(1))
-        group.all_reduce(totals[-1], "sum" if kind == 2.0 else "max").wait()
+        norm_of_all(group, totals[-1], "sum" if kind == 2.0 else "max", "zk.clip_grad_norm_")
     if plain:
         alone = get_total_norm([p.grad for p in plain if p.grad is not None], kind, foreach=foreach)
         totals.append((alone.double() ** 2 if kind == 2.0 else alone.double()).reshape(1).to(totals[0].device))

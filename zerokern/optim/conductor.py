@@ -41,11 +41,18 @@ class UnderWay:
         self.begun = False
         self.owed = False  # it is published as soon as it is done
         self.stepped = False  # the binding has accounted for it
+        self.gathered: set[str] = set()  # parts that all ranks have, or are about to
         self.run: Run
 
     def finish(self) -> None:
         """Returns once all of it has been done; raises what went wrong, with the traceback of where it did."""
         self.run.finish()
+
+    def put(self) -> None:
+        """What a delayed update has made is put in place, part by part."""
+        for op in self.run.program.ops:
+            if op.verb == "Publish":
+                self.run.perform(op.verb, op.what)
 
     def step(self, ranges: Sequence[tuple[int, int]]) -> bool:
         """Update rows of the table; whether there was anything to update them with."""
@@ -97,8 +104,8 @@ class Conductor:
     ) -> UnderWay:
         """Begin an update that has been prepared. `tickets`: of parts whose gradients are on their way.
 
-        `departures`: of gradients that may have been edited since they left. `publishes`: the user's thread makes parts
-        visible one by one (`Run.perform`).
+        `departures`: of gradients that may have been edited since they left. `publishes`: forwards wait for parts one
+        by one (`Run.perform`).
         """
         host = local.host
         rows = {number: row for row, number in enumerate(binding.survey.numbers)}
@@ -122,40 +129,55 @@ class Conductor:
                 actions["Step", name] = partial(_step_twins, under_way, ranges, host, twins)
                 if host.copies is not None:
                     actions["Store", name] = partial(_store, under_way, host, twins, ready)
-            if publishes:
-                actions["Publish", name] = _nothing
-                if part.sharding is not None and part.sharding.publisher.gathers:
-                    actions["Gather", name] = partial(_gather, part, None if host is None else host.driver)
-        program = self._program_of(local, binding, parts, tickets, publishes)
-        under_way.run = self._executor.submit(program, actions)
+            actions["Publish", name] = _nothing
+            if host is not None and host.delays:
+                actions["Publish", name] = partial(host.put, twins)
+            if publishes and part.sharding is not None and part.sharding.publisher.gathers:
+                actions["Gather", name] = partial(_gather, under_way, part, None if host is None else host.driver)
+        program = self._program_of(local, binding, parts, rows, tickets, publishes)
+        ahead = ("Publish",) if isinstance(self.schedule, Delayed) else ()
+        under_way.run = self._executor.submit(program, actions, ahead=ahead)
         return under_way
 
+    def gather_rest(self, local: Local, under_way: UnderWay) -> None:
+        """What is left of an update that other ranks publish part by part, and that has failed on this one."""
+        for part in self.parts(local):
+            if part.sharding is not None and part.sharding.publisher.gathers and part.name not in under_way.gathered:
+                part.sharding.publisher.gather(part.bucket).wait()
+
     def _program_of(
-        self, local: Local, binding: Binding, parts: Sequence[Part], tickets: Mapping[str, Any], publishes: bool
+        self,
+        local: Local,
+        binding: Binding,
+        parts: Sequence[Part],
+        rows: Mapping[int, int],
+        tickets: Mapping[str, Any],
+        publishes: bool,
     ) -> Program:
         host = local.host
         crosses = host is not None and host.copies is not None
-        spans = []
+        survey, spans = binding.survey, []
         for part in parts:
-            numel = sum(local.pieces[member].numel() for member in part.members)
-            nbytes = sum(local.pieces[member].nbytes for member in part.members)
-            fetched, stored = (nbytes if part.name in tickets else 0), (nbytes if crosses else 0)
+            taken = [row for member in part.members if (row := rows.get(member)) is not None]
+            numels = [survey.numels[row] for row in taken]
             gathers = publishes and part.sharding is not None and part.sharding.publisher.gathers
-            gathered = part.sharding.publisher.sent_nbytes(part.bucket) if gathers else 0
-            state = sum(one.nbytes for member in part.members for one in binding.tensors_of(local.pieces[member]))
             spans.append(
-                Span(
+                Span.of(
                     part.name,
-                    numel,
-                    grad_nbytes=fetched,
-                    param_nbytes=stored,
-                    step_nbytes=3 * nbytes + 2 * state,  # a gradient, parameter and state read, these two written
-                    gather_nbytes=gathered,
+                    sum(numels),
+                    grad_nbytes=sum(n * survey.grad_dtypes[row].itemsize for n, row in zip(numels, taken, strict=True)),
+                    param_nbytes=sum(survey.params[row].nbytes for row in taken),
+                    state_nbytes=sum(one.nbytes for row in taken for one in binding.tensors_of(survey.params[row])),
+                    own_master=survey.layouts[taken[0]].master_format != "fp32",
+                    fetched=part.name in tickets,
+                    stored=crosses,
+                    gather_nbytes=part.sharding.publisher.sent_nbytes(part.bucket) if gathers else 0,
                 )
             )
-        key = (self.schedule, tuple(spans))
+        key = (self.schedule, publishes, tuple(spans))
         if self._program is None or self._program[0] != key:
-            self._program = (key, program_of(self.schedule, spans, shadow=crosses))
+            made = program_of(self.schedule, spans, shadow=crosses, at_once=not publishes)
+            self._program = (key, made)
         return self._program[1]
 
 
@@ -169,8 +191,9 @@ def _given(ticket: Any) -> Any:
     return ticket
 
 
-def _gather(part: Part, driver: Any) -> Any:
+def _gather(under_way: UnderWay, part: Part, driver: Any) -> Any:
     """All ranks' spans of an updated bucket. On a CPU the worker sees it through: nobody else has time for it."""
+    under_way.gathered.add(part.name)
     if driver is not None:
         with driver.aside():  # not behind all that the program has launched
             return Gathered(part.sharding.publisher.gather(part.bucket), driver)

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerokern.core.errors import got
 from zerokern.kernels import ops
-from zerokern.kernels.formats import BLOCK, STATE_FORMATS, blocks
-from zerokern.optim.cuts import Cut
-from zerokern.zero.sharded import Sharded
+from zerokern.kernels.formats import STATE_FORMATS
+from zerokern.optim.formats import as_kept, as_saved
+from zerokern.zero.kinds import here_of, is_divided, take
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 _CODED = ("exp_avg", "exp_avg_sq")
@@ -34,23 +33,22 @@ def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str,
     """
     if state_format not in STATE_FORMATS:
         raise ValueError(got("state_format", state_format, " | ".join(map(repr, STATE_FORMATS))))
-    state = {key: _converted(entry, state_format) for key, entry in state_dict["state"].items()}
+    state = {key: as_saved(_converted(as_kept(one), state_format)) for key, one in state_dict["state"].items()}
     groups = [{**group, "state_format": state_format} for group in state_dict["param_groups"]]
     return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
-    divided = {key: value for key, value in entry.items() if isinstance(value, (DTensor, Sharded))}
-    cut = next((Cut(v) for key, v in divided.items() if isinstance(v, DTensor) and not key.endswith("_scale")), None)
-    if cut is not None:
-        if state_format == "int8" and not cut.aligned:
-            raise ValueError(got("state_format", state_format, "'fp32' or 'bf16'", cut.misaligned))
-        local = {**entry, **{key: cut.take("state", key, value) for key, value in divided.items()}}
-        converted = _converted(local, state_format)
-        return {k: cut.show(k, v) if k in divided or k.endswith("_scale") else v for k, v in converted.items()}
-    if any(isinstance(value, Sharded) for value in entry.values()):
-        local = {key: value.local if isinstance(value, Sharded) else value for key, value in entry.items()}
-        return _shown_whole(entry, _converted(local, state_format))
+    divided = [key for key, value in entry.items() if is_divided(value)]
+    if divided:
+        first = next((key for key in divided if not key.endswith("_scale")), divided[0])
+        here, prefix = here_of(entry[first]), (getattr(entry[first], "name", None) or first).removesuffix(first)
+        if state_format == "int8" and here.misaligned:
+            raise ValueError(got("state_format", state_format, "'fp32' or 'bf16'", here.misaligned))
+        local = {**entry, **{key: take(here.of(key), entry[key], f"state {key!r}") for key in divided}}
+        found = _converted(local, state_format)
+        shown = [key for key in found if key in divided or key.endswith("_scale")]
+        return {**found, **{key: here.of(key).show(found[key], name=prefix + key) for key in shown}}
     made: dict[str, Any] = {}
     for key, value in entry.items():
         if key not in _MOMENTS or not isinstance(value, Tensor):
@@ -62,19 +60,6 @@ def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
             made[key], made[f"{key}_scale"] = ops.encode_int8(_widened(key, entry).contiguous(), key)
         else:
             raise ValueError(got("state_format", state_format, f"'fp32' or 'bf16' for {key!r}"))
-    return made
-
-
-def _shown_whole(entry: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
-    """This rank's converted spans under the shapes of whole parameters; blocks are counted from their element 0."""
-    for key, value in made.items():
-        moment = entry[key.removesuffix("_scale")]
-        if isinstance(moment, Sharded) and key.endswith("_scale") and key not in entry:
-            shape = torch.Size([blocks(moment.shape.numel())])
-            name = f"{moment.name}_scale"
-            made[key] = Sharded(value, shape, moment.start // BLOCK, name=name, kind="state", group=moment.group)
-        elif isinstance(entry.get(key), Sharded):
-            made[key] = entry[key].like(value)
     return made
 
 

@@ -98,7 +98,7 @@ class DeviceBinding(Binding):
         """The book there is, as long as it is about the same parameters: graphs count in it."""
         device.refuse_capture(self.place)
         everyone, book = self.survey.everyone, None if self._last is None else self._last.book
-        if book is not None and not book.in_place(slice(None)):
+        if book is not None and not book.in_place():
             book = None
         if book is None or not same_objects(book.params, everyone):
             book = DeviceSteps(self.place, everyone, book)
@@ -181,7 +181,7 @@ class DeviceBinding(Binding):
         """Account for an update that was launched."""
         self._judge.has_norm |= self._judge.max_norm is not None
         self.book.advance(certain=not self._judge.may_skip)
-        torch.autograd.graph.increment_version(self.survey.params)
+        self.survey.cells.raise_versions()
         self.witness.stepped()
 
     def shown(self, state: Mapping[Any, Any]) -> dict[Any, Any]:

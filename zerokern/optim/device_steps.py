@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zerokern.kernels.triton.upload import upload
 from zerokern.optim import device
+from zerokern.optim.whereabouts import Whereabouts
 
 __all__ = ["DeviceSteps"]
 
@@ -91,8 +92,7 @@ class DeviceSteps:
             self.steps.index_copy_(0, upload(array("q", numbers), self.place), values)
 
     def _look(self) -> None:
-        self._steps = [self._views[number] for number in self._adopted]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._steps))
+        self._whereabouts = Whereabouts([self._views[number] for number in self._adopted])
         self._version = self.steps._version
 
     def _settle(self) -> None:
@@ -197,13 +197,13 @@ class DeviceSteps:
         """Whether a counter is known to be there."""
         return (self._origins[number], self._made[number]) == (0, count)
 
-    def in_place(self, share: slice) -> bool:
-        """Whether nobody has exchanged the memory of a view of this share."""
-        return list(map(torch.Tensor.data_ptr, self._steps[share])) == self._addresses[share]
+    def in_place(self) -> bool:
+        """Whether nobody has exchanged the memory of a counter."""
+        return self._whereabouts.unchanged()
 
-    def untouched(self, share: slice) -> bool:
+    def untouched(self) -> bool:
         """Whether nobody has written a counter since, either."""
-        return self.steps._version == self._version and self.in_place(share)
+        return self.steps._version == self._version and self.in_place()
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from zerokern.core.errors import ZerokernError
 from zerokern.memory import Slot, flow
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_state import described, moved_in, stand_ins
@@ -25,9 +23,6 @@ from zerokern.optim.state import Entry, check_entries, make
 from zerokern.optim.steps import StepBook
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.optim.watched import ON_DISK, WatchedState
-
-_WHOLE = "Nothing was changed: parameters and state are as they were before the step, which may be tried again"
-_TORN = "The step was broken off, so that parameters and state are of different steps: load a checkpoint to go on"
 
 
 @dataclass
@@ -196,7 +191,7 @@ class DiskBinding:
 
     def intact(self, state: WatchedState) -> bool:
         """Whether the state is as this knows it: nothing was assigned, no step counter was written."""
-        return state is self._state and not state.mark.changed and self.book.untouched(slice(None))
+        return state is self._state and not state.mark.changed and self.book.untouched()
 
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Everything that the native calls read: hyperparameters, step counts, where the gradients are."""
@@ -217,11 +212,9 @@ class DiskBinding:
                     self._computing = len(self._items)
                     self.table.run(scale, self._loose)
                 self.carried_out = True
-        except BaseException as error:
+        except BaseException:
             if self.torn:
-                torch.autograd.graph.increment_version(self.survey.params)
-            if isinstance(error, ZerokernError):
-                error.args = (f"{error}. {_TORN if self.torn else _WHOLE}",)
+                self.survey.cells.raise_versions()
             raise
 
     @property
@@ -277,5 +270,5 @@ class DiskBinding:
                     owner.first = False
         count_step(self.groups)
         self.book.advance()
-        torch.autograd.graph.increment_version(self.survey.params)
+        self.survey.cells.raise_versions()
         self.witness.stepped()

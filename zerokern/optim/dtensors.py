@@ -1,7 +1,7 @@
 """FSDP2's parameters and other DTensors: what this rank holds of them stands in for them, as with zk.shard's.
 
-`homes_of` finds where parameters live, whoever divided them. A `DTensorHome` has what the optimizer asks of a
-`zerokern.zero.homes.Home`; the two differ in who moves the values: here the program that made the DTensor does.
+`homes_of` finds where parameters live, whoever divided them. A `DTensorHome` is what a `zerokern.zero.homes.Home` is to
+zk.shard's; the two differ in who moves the values: here the program that made the DTensor does.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zerokern.comm import Group
+from zerokern.comm import Group, during, group_on
 from zerokern.comm.handle import Handle
 from zerokern.core.errors import StateError, got
-from zerokern.optim.cuts import Cut, over
-from zerokern.zero.homes import Home, alias, home_of
+from zerokern.zero.homes import alias, home_of
+from zerokern.zero.kinds import Placed, Residence, is_divided, over
 
 __all__ = [
     "DTensorHome",
-    "DTensorSharding",
     "homes_of",
-    "is_dtensor",
     "local_gradient",
+    "norm_of_all",
     "refuse_int8",
     "spans_of",
     "stays",
@@ -52,8 +51,13 @@ class Team:
         if self._groups is None:
             mesh, kind = self._mesh, self._mesh.device_type
             each = [mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), kind) for dim in self._dims]
-            self._groups = [Group.of(one, self.device) for one in each]
+            self._groups = [group_on(one, self.device) for one in each]
         return self._groups
+
+    def follow(self, key: str) -> None:
+        """As `Group.follow`, on all of them."""
+        for group in self.join():
+            group.follow(key)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         """As `Group.all_reduce`, over all of them."""
@@ -64,6 +68,13 @@ class Team:
         return handle
 
 
+def norm_of_all(team: Group | Team, own: Tensor, op: str, call: str) -> None:
+    """A norm over all ranks in place, for this call of theirs and no other."""
+    with during(call, of=f"the norm in {call}"):
+        team.follow(call)
+        team.all_reduce(own, op).wait()
+
+
 class DTensorSharding:
     """The DTensors of one optimizer that are divided over the same ranks; what a `Sharding` is to its model."""
 
@@ -71,6 +82,8 @@ class DTensorSharding:
         self.replicated = not dims
         self.stage = 0 if self.replicated else 3
         self.group = Team(mesh, dims)
+        self.everyone = Team(mesh, range(mesh.ndim))  # those with copies too
+        self.publisher = None  # nothing moves
         self.homes: list[DTensorHome] = []
 
     @property
@@ -102,31 +115,26 @@ class DTensorSharding:
         """There is nothing to settle."""
 
 
-class DTensorHome:
-    """What this rank holds of a DTensor parameter: `piece`, flat, over the memory of the local tensor."""
+class DTensorHome(Residence):
+    """Of a DTensor: its piece is flat, over the memory of the local tensor."""
 
-    gradients = None  # reduced by whoever divided the parameter, not by zk.shard
+    here: Placed
 
     def __init__(self, name: str, param: DTensor, sharding: DTensorSharding) -> None:
-        self.name, self.param, self.sharding = name, param, sharding
+        self.param, self.sharding = param, sharding
         self.local = _local_of(name, param)
-        self.cut = Cut(param)
-        self.shape, self.start, self.numel = param.shape, self.cut.start, self.local.numel()
-        if self.numel != self.cut.numel:
+        here = Placed.by(param, sharding.group)
+        if self.local.numel() != here.numel:
             do = "every rank must hold what its placements say"
-            raise ValueError(got(f"{name}.to_local()", tuple(self.local.shape), f"{tuple(self.cut.local_shape)}", do))
-        self.piece = nn.Parameter(alias(self.local, 0, (self.numel,)), requires_grad=param.requires_grad)
+            raise ValueError(got(f"{name}.to_local()", tuple(self.local.shape), f"{here.sizes}", do))
+        super().__init__(name, here, alias(self.local, 0, (here.numel,)), param.requires_grad)
         if hasattr(self.piece, "grad_dtype"):
             self.piece.grad_dtype = None  # whatever the gradients come in
-        self.piece.zk_name = name  # type: ignore[attr-defined]
         driver = getattr(self.local, "_zk_driver", getattr(param, "_zk_driver", None))
         if driver is not None:
             self.piece._zk_driver = driver  # type: ignore[attr-defined]
         self._address, self._spec = self.local.data_ptr(), param._spec
         self.seen_versions = self.versions
-
-    def __repr__(self) -> str:
-        return f"DTensorHome({self.name!r}, {tuple(self.cut.local_shape)} at {self.cut.offsets} of {tuple(self.shape)})"
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -138,15 +146,14 @@ class DTensorHome:
         """Whether anybody else has written to the parameter since its owner last looked."""
         return self.seen_versions != self.versions
 
-    def look(self) -> None:
-        """Writes to the parameter count as writes to the piece."""
+    def look(self, param: Tensor) -> None:
         versions = self.versions
         if versions != self.seen_versions:
             torch.autograd.graph.increment_version(self.piece)
             self.seen_versions = versions
 
-    def fits(self, param: Tensor) -> bool:
-        """Whether this is that parameter, divided as it was, and its values lie where they did."""
+    def stays(self, param: Tensor) -> bool:
+        """As everywhere; its values lie where they did, too."""
         if param is not self.param or not isinstance(param, DTensor):
             return False
         local = param._local_tensor
@@ -158,7 +165,6 @@ class DTensorHome:
         )
 
     def local_gradient(self, param: Tensor) -> Tensor | None:
-        """This rank's elements of the parameter's gradient, 1-D; None where it has none."""
         grad = local_gradient(self.param, self.name)
         if grad is None:
             return None
@@ -166,41 +172,24 @@ class DTensorHome:
             self.sharding.group.join()  # here, not on a thread of the update
         return grad
 
-    def take_initial(self) -> None:
-        """Nothing is known of what the dtype rounded away of the values that a DTensor began with."""
-
-    def as_shown(self, key: str, value: Any, before: Any = None) -> Any:
-        """State of the piece under its parameter's name; `before`, if it shows that already."""
-        if key == "step" or not isinstance(value, Tensor):
-            return value
-        return self.cut.show(key, value, before, name=self.name, group=self.sharding.group)
-
-    def as_local(self, key: str, value: Any, *, own: bool = False) -> Any:
-        """This rank's elements of a value of state that is shown or was loaded."""
-        if key == "step" or not isinstance(value, Tensor):
-            return value
-        return self.cut.take(self.name, key, value, own=own)
-
 
 def homes_of(
-    params: Sequence[Tensor], names: Sequence[str], before: Sequence[Home | DTensorHome | None] = ()
-) -> list[Home | DTensorHome | None]:
+    params: Sequence[Tensor], names: Sequence[str], before: Sequence[Residence | None] = ()
+) -> list[Residence | None]:
     """Where each parameter lives; None for a plain one. Of those `before`, the ones that still fit are kept.
 
     >>> homes_of([nn.Parameter(torch.ones(2))], ["weight"])
     [None]
     """
     known = {id(home.param): home for home in before if isinstance(home, DTensorHome)}
-    shardings: dict[Any, DTensorSharding] = {}
-    for home in known.values():
-        shardings.setdefault((home.cut.mesh, home.cut.dims), home.sharding)
-    found: list[Home | DTensorHome | None] = []
+    shardings = {(home.here.mesh, home.here.dims): home.sharding for home in known.values()}
+    found: list[Residence | None] = []
     for name, param in zip(names, params, strict=True):
         if not isinstance(param, DTensor):
             found.append(home_of(param))
             continue
         last = known.get(id(param))
-        if last is not None and last.fits(param):
+        if last is not None and last.stays(param):
             found.append(last)
             continue
         mesh, dims = param.device_mesh, _divided(name, param)
@@ -208,35 +197,26 @@ def homes_of(
             shardings[mesh, dims] = DTensorSharding(mesh, dims)
         found.append(DTensorHome(name, param, shardings[mesh, dims]))
     for sharding in shardings.values():
-        sharding.homes = [home for home in found if isinstance(home, DTensorHome) and home.sharding is sharding]
+        sharding.homes = [home for home in found if home is not None and home.sharding is sharding]
     return found
 
 
-def stays(param: Tensor, home: Home | DTensorHome | None) -> bool:
+def stays(param: Tensor, home: Residence | None) -> bool:
     """Whether a parameter lives where it was found to.
 
     >>> stays(nn.Parameter(torch.ones(2)), None)
     True
     """
-    if isinstance(param, DTensor):
-        return isinstance(home, DTensorHome) and home.fits(param)
-    return home_of(param) is home
+    if home is not None:
+        return home.stays(param)
+    return home_of(param) is None and not is_divided(param)
 
 
-def is_dtensor(param: Tensor) -> bool:
-    """Whether a parameter is one that torch.distributed.tensor has divided or replicated.
-
-    >>> is_dtensor(nn.Parameter(torch.ones(2)))
-    False
-    """
-    return isinstance(param, DTensor)
-
-
-def refuse_int8(homes: Iterable[Home | DTensorHome | None]) -> None:
+def refuse_int8(homes: Iterable[Residence | None]) -> None:
     """Blocks are counted from a whole parameter's element 0, so no block may be on two ranks."""
     for home in homes:
-        if isinstance(home, DTensorHome) and not home.cut.aligned:
-            do = f"{home.cut.misaligned}, so {home.name} goes into a param_group with state_format='fp32'"
+        if home is not None and home.here.misaligned:
+            do = f"{home.here.misaligned}, so {home.name} goes into a param_group with state_format='fp32'"
             raise ValueError(got("state_format", "int8", "'fp32' or 'bf16'", do))
 
 

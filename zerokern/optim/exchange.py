@@ -24,7 +24,6 @@ from zerokern.optim.local import PENDING
 from zerokern.optim.masters import Witness, tracked
 from zerokern.optim.records import OnDisk, Place, Record, on_disk_of, settle
 from zerokern.optim.scheduled import LATE
-from zerokern.optim.shown import as_shown
 from zerokern.optim.state import Entry, laid_out, make
 from zerokern.optim.survey import Groups
 from zerokern.optim.watched import ON_DISK
@@ -56,8 +55,7 @@ class Exchange:
     def settle(self) -> None:
         """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
         opt = self._opt
-        if opt._room is not None:
-            opt._room.check()
+        opt._refuse_in_child()
         opt._finish()
         opt._refuse_if_torn()
         opt._catch_up()
@@ -81,13 +79,13 @@ class Exchange:
                 found.append(None)
                 continue
             shown: dict[str, Any] = {}
-            for key, value in entry.items():
+            for key, value in {**entry, **_without_elements(entry, optional)}.items():
                 if isinstance(value, OnDisk):
                     assert stream is not None
                     begun = [i for i, slot in enumerate(value.slots) if not (value.first and slot.key in optional)]
                     shown.update((value.slots[i].key, Column(stream, value, i)) for i in begun)
                 elif key != PENDING or self.late:
-                    shown[key] = value if home is None else as_shown(home, key, value)
+                    shown[key] = value if home is None else home.show(key, value)
             found.append(shown)
         return found
 
@@ -192,7 +190,16 @@ class Exchange:
         if counters is not None:
             opt._judge = None
             opt._grad_norm, opt._skipped_steps = counters["grad_norm"], counters["skipped_steps"]
-        opt._torn = False
+        opt._torn, opt._untold = False, ""
+
+
+def _without_elements(entry: dict[str, Any], optional: frozenset[str]) -> dict[str, Any]:
+    """The tensors of state on disk that has no bytes there: whoever loads it asks for their names all the same."""
+    owner = on_disk_of(entry)
+    if owner is None or owner.places:
+        return {}
+    absent = optional if owner.first else frozenset()
+    return {key: torch.empty_like(one, device="cpu") for key, one in owner.described().items() if key not in absent}
 
 
 class Column:

@@ -12,6 +12,8 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels.formats import MASTER_FORMATS, blocks
 
+CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
+
 _MASTERS = {
     torch.float32: ("own", {}),
     torch.bfloat16: ("split16", {"fp32", "split16", "split8", "none"}),
@@ -140,6 +142,34 @@ def _moment_slots(key: str, column: str, state_format: str) -> list[Slot]:
         return [Slot(key, torch.float32 if state_format == "fp32" else torch.bfloat16, "param", column)]
     codes = torch.uint8 if column == "exp_avg_sq" else torch.int8
     return [Slot(key, codes, "param", column), Slot(f"{key}_scale", torch.float32, "blocks", f"{column}_scale")]
+
+
+def as_saved(entry: Any) -> Any:
+    """Codes under names of their own: torch's optimizers, which would take them for averages, miss what they need.
+
+    >>> list(as_saved({"step": 1, "exp_avg": 2, "exp_avg_scale": 3}))
+    ['step', 'exp_avg.codes', 'exp_avg_scale']
+    """
+    if not isinstance(entry, dict):
+        return entry
+    return {f"{key}{CODES}" if f"{key}_scale" in entry else key: value for key, value in entry.items()}
+
+
+def as_kept(entry: Any) -> Any:
+    """The other way. State_dicts of earlier versions have the same names as what is kept.
+
+    >>> list(as_kept({"step": 1, "exp_avg.codes": 2, "exp_avg_scale": 3}))
+    ['step', 'exp_avg', 'exp_avg_scale']
+    """
+    if not isinstance(entry, dict):
+        return entry
+    plain = {key: _from_nested(value) for key, value in entry.items()}
+    return {key.removesuffix(CODES) if isinstance(key, str) else key: value for key, value in plain.items()}
+
+
+def _from_nested(value: Any) -> Any:
+    """torch's flattened state_dicts come back as dicts in dicts, cut at the dots of a name."""
+    return value[CODES[1:]] if isinstance(value, dict) and value.keys() == {CODES[1:]} else value
 
 
 def format_name(dtype: torch.dtype) -> str:

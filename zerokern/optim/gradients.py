@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zerokern.core import native
 
-__all__ = ["GradientReader", "reader_of"]
+__all__ = ["Cells", "GradientReader", "reader_of", "torch_calls"]
 
 _IMPORTS = {
     "grad": ("libc10.so", "_ZNK3c1010TensorImpl4gradEv"),
@@ -31,14 +31,20 @@ _IMPORTS = {
     "dtype": ("libtorch_cpu.so", "aoti_torch_get_dtype"),
     "numel": ("libtorch_cpu.so", "aoti_torch_get_numel"),
     "is_contiguous": ("libtorch_cpu.so", "aoti_torch_is_contiguous"),
+    "is_negated": ("libtorch_cpu.so", "_ZN2at6native6is_negERKNS_6TensorE"),
 }
+_COUNTS_A_WRITE = (  # `torch::autograd::impl::bump_version`, of whichever class torch declares it
+    "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
+    "_ZN5torch8autograd4impl12bump_versionERKN2at10TensorBaseE",
+)
+_WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, one of which is its cell
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
 Calls = tuple[native.TensorCalls, dict[torch.dtype, int], int]
 
 
 @functools.cache
-def _torch_calls() -> Calls | None:
+def torch_calls() -> Calls | None:
     """torch's functions, its numbers for dtypes and for the strided layout; None where this torch lacks one of them."""
     folder = Path(torch.__file__).parent / "lib"
     try:
@@ -60,8 +66,8 @@ def _torch_calls() -> Calls | None:
 
 def _works(calls: Calls) -> bool:
     """Whether a gradient is found where it is."""
-    weight = torch.nn.Parameter(torch.ones(3, device="cpu"))
-    weight.grad = torch.ones(3, device="cpu")
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))
+    weight.grad = torch.ones_like(weight)
     found = GradientReader(calls, [weight], [weight.data_ptr()], [3], [weight.dtype], [weight.dtype]).read()
     return found is not None and found.tolist() == [weight.grad.data_ptr()]
 
@@ -80,7 +86,7 @@ def reader_of(
     >>> reader is None or reader.read().tolist() == [weight.grad.data_ptr()]
     True
     """
-    calls = _torch_calls()
+    calls = torch_calls()
     return None if calls is None else GradientReader(calls, params, addresses, numels, dtypes, grad_dtypes)
 
 
@@ -97,16 +103,15 @@ class GradientReader:
         grad_dtypes: Sequence[torch.dtype],
     ) -> None:
         self._calls, numbers, strided = calls
-        self._tensors = list(map(_tensor_of, params))
+        self.cells = Cells(params)
         self._columns = (
-            array("Q", self._tensors),
+            self.cells.bodies,
             array("Q", addresses),
             array("q", numels),
             array("i", [numbers[dtype] for dtype in dtypes]),
             array("i", [numbers[dtype] for dtype in grad_dtypes]),
         )
         self._list = native.TensorList(*(column.buffer_info()[0] for column in self._columns), len(params), strided)
-        self._params = params
         self._read = native.library().zk_gradients
 
     def read(self) -> array[int] | None:
@@ -114,8 +119,55 @@ class GradientReader:
 
         A parameter may have been given another tensor's body (`torch.utils.swap_tensors`), so these are read first.
         """
-        if list(map(_tensor_of, self._params)) != self._tensors:
+        if not self.cells.unchanged():
             return None
-        found = array("Q", bytes(8 * len(self._tensors)))
+        found = array("Q", bytes(8 * len(self.cells.bodies)))
         count = self._read(ctypes.byref(self._calls), ctypes.byref(self._list), found.buffer_info()[0])
-        return found if count == len(self._tensors) else None
+        return found if count == len(found) else None
+
+
+@functools.cache
+def _cell() -> int | None:
+    """Where in a tensor's Python object the cell is that holds its body; None: not known."""
+    trials = [torch.nn.Parameter(torch.ones(1, device="cpu")), torch.ones(2, device="cpu")]
+    words = [(ctypes.c_uint64 * _WORDS).from_address(id(one)) for one in trials]
+    places = [place for place in range(_WORDS) if all(w[place] == t._cdata for w, t in zip(words, trials, strict=True))]
+    return 8 * places[0] if len(places) == 1 else None
+
+
+@functools.cache
+def _raising() -> int | None:
+    """torch's function that counts a write to the tensor in a cell; None: this torch has none."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    found = [getattr(library, name) for name in _COUNTS_A_WRITE if hasattr(library, name)]
+    return ctypes.cast(found[0], ctypes.c_void_p).value if found else None
+
+
+class Cells:
+    """The cells of tensors whose objects we keep; each holds whatever body its object has been given since.
+
+    >>> weight = torch.nn.Parameter(torch.ones(3)); cells = Cells([weight])
+    >>> cells.raise_versions(); weight._version, cells.unchanged()
+    (1, True)
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, place = tensors, _cell()
+        self._known = place is not None
+        self.bodies = array("Q", map(_tensor_of, tensors))
+        self._cells = array("Q", [id(one) + (place or 0) for one in tensors])
+
+    def unchanged(self) -> bool:
+        """Whether every tensor has the body that it had (`torch.utils.swap_tensors` exchanges them)."""
+        if not self._known:
+            return array("Q", map(_tensor_of, self._tensors)) == self.bodies
+        (cells, count), (bodies, _) = self._cells.buffer_info(), self.bodies.buffer_info()
+        return bool(native.library().zk_in_cells(cells, bodies, count) == count)
+
+    def raise_versions(self) -> None:
+        """Autograd hears of a write to each of them, by kernels that torch does not know of."""
+        raising = _raising() if self._known else None
+        if raising is None:
+            torch.autograd.graph.increment_version(self._tensors)
+        else:
+            native.library().zk_raise_versions(raising, *self._cells.buffer_info())

@@ -13,7 +13,7 @@ from zerokern.core.errors import BudgetError
 from zerokern.memory.host import HostMemory
 from zerokern.optim.formats import Layout, Slot
 
-__all__ = ["HostRoom", "Wanted"]
+__all__ = ["HostRoom", "Wanted", "table_of"]
 
 _SMALLEST = 2 + 1 + 1 + 1 + 2 + 2 * 4 / 128  # bytes per bf16 parameter: values, split8, int8 moments, gradient, scales
 
@@ -56,7 +56,7 @@ class HostRoom:
         try:
             arena = HostMemory([(one.shape, one.dtype) for one in wanted], self._owner)
         except BudgetError as error:
-            raise BudgetError(f"{error}\n{_table(wanted)}") from None
+            raise BudgetError(f"{error}\n{table_of(wanted)}") from None
         tensors, arena.tensors = arena.tensors, []
         self._sweep()
         self._arenas.append((arena, list(map(weakref.ref, tensors))))
@@ -124,7 +124,7 @@ class HostRoom:
             arena.check()
 
 
-def _table(wanted: Sequence[Wanted]) -> str:
+def table_of(wanted: Sequence[Wanted]) -> str:
     """Who would have held how much, and what would take less."""
     held: dict[str, int] = {}
     for one in wanted:

@@ -92,6 +92,7 @@ class Host:
     driver: Any = None
     copies: Copies | None = None
     freed: Callable[[], None] = _nothing  # is called when gradients have been read
+    _put: list[Twin] = field(default_factory=list)  # in place, and not yet accounted for
     _prints: Tensor | None = None
     _cells: list[Tensor] = field(default_factory=list)
     _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
@@ -114,7 +115,7 @@ class Host:
     def _link(self, near: Sequence[Tensor]) -> None:
         if self.copies is None:
             if device.serves(near[0].device):
-                placement.keep_off_framework()
+                placement.settle_beside(near[0].device)
             self.driver = driver_of(near[0])
             self.copies = None if self.driver is None else Copies(self.driver)
         home = near[0].device
@@ -282,18 +283,31 @@ class Host:
 
     def publish(self, updated: Sequence[Twin]) -> None:
         """What was `updated`, or is pending where updates are delayed, is what everybody sees: all of it at once."""
-        twins = self.pending if self.delays else list(updated)
-        with torch.no_grad():
-            if self.delays and self.driver is None:
-                for twin in twins:
-                    twin.near.detach().copy_(twin.values.detach())
-            elif self.delays:
-                shadowed = [(alias(twin.near, 0, twin.near.shape), twin.shadow) for twin in twins]
-                put_in_place(self.driver, [(near, shadow) for near, shadow in shadowed if shadow is not None])
+        twins = list(updated)
+        if self.delays:
+            self.put(self.pending)
+            twins, self._put = self._put, []
         torch.autograd.graph.increment_version([twin.near for twin in twins])
         for twin in twins:
             twin.pending, twin.loaded = False, None
             twin.agree()
+
+    def put(self, updated: Iterable[Twin]) -> Copy | None:
+        """What is pending of these is put where compute reads it, from here on; `publish` accounts for it."""
+        twins = [twin for twin in updated if twin.pending]
+        if not twins:
+            return None
+        if self.driver is None:
+            with torch.no_grad():
+                for twin in twins:
+                    twin.near.detach().copy_(twin.values.detach())
+        else:
+            shadowed = [(alias(twin.near, 0, twin.near.shape), twin.shadow) for twin in twins]
+            put_in_place(self.driver, [(near, shadow) for near, shadow in shadowed if shadow is not None])
+        for twin in twins:
+            twin.pending = False
+        self._put += twins
+        return self.here()
 
     def pend(self, near: Tensor, values: Tensor) -> None:
         """Values that were saved with their update yet to be published, if they are others than the twin's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -29,22 +29,34 @@ def whole(what: str) -> Iterator[None]:
     ['all of it']
     """
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    is_there = threading.current_thread() is threading.main_thread() and callable(handler)
+    if not is_there or isinstance(handler, _Hold):  # or a block around this one holds it back
         yield
         return
-    held: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            handler(number, frame)
-            return
-        held.append((number, frame))
-        logging.getLogger("zerokern.optim").warning("interrupted: %s is finished first; again to break it off", what)
-
+    hold = _Hold(what, handler)  # type: ignore[arg-type]
     signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])
+        hold.deliver()
+
+
+class _Hold:
+    """A handler that keeps the first signal to itself."""
+
+    def __init__(self, what: str, handler: Callable[[int, FrameType | None], object]) -> None:
+        self._what, self._handler = what, handler
+        self._held: list[tuple[int, FrameType | None]] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._held:
+            self._handler(number, frame)
+            return
+        self._held.append((number, frame))
+        said = "interrupted: %s is finished first; again to break it off"
+        logging.getLogger("zerokern.optim").warning(said, self._what)
+
+    def deliver(self) -> None:
+        if self._held:
+            self._handler(*self._held[0])

@@ -25,7 +25,6 @@ from zerokern.optim.link import on_device
 from zerokern.optim.local import Local
 from zerokern.optim.parts import Part
 from zerokern.zero import hooks
-from zerokern.zero.homes import Home
 
 __all__ = ["Departure", "Leaving"]
 
@@ -186,7 +185,7 @@ class Leaving:
             return
         bucket = part.sharding.gradient_buckets[part.bucket]
         places = [place for place in part.members if self.local.near[place].requires_grad]
-        homes = [home for place in places if isinstance(home := self.local.homes[place], Home)]
+        homes: list[Any] = [self.local.homes[place] for place in places]
         grads = [bucket.reduced_span(home.place) for home in homes]
         self._leave(part, [self.local.near[place] for place in places], grads)
 

@@ -7,22 +7,24 @@ pieces are twins, in host memory, of what is `near` to the compute: pieces of sh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerokern.comm import during
 from zerokern.core.errors import StateError
 from zerokern.optim import checks
-from zerokern.optim.dtensors import DTensorHome, homes_of, is_dtensor, refuse_int8, stays
+from zerokern.optim.accord import Accord
+from zerokern.optim.dtensors import homes_of, norm_of_all, refuse_int8, stays
 from zerokern.optim.hosted import Host, LayoutOf, Twin
-from zerokern.optim.shown import as_local, as_shown
-from zerokern.optim.survey import Groups, added, names_of, same_objects
+from zerokern.optim.survey import Groups, names_of, same_objects
 from zerokern.optim.watched import WatchedState
-from zerokern.zero.homes import Home, home_of
-from zerokern.zero.sharding import Sharding
+from zerokern.optim.whereabouts import Whereabouts
+from zerokern.zero.awaited import without_waiting
+from zerokern.zero.homes import home_of
+from zerokern.zero.kinds import Residence, is_divided, shardings_of
 
 __all__ = ["NOT_DELAYED", "PENDING", "Local", "localised", "scale_gradients", "sharded"]
 
@@ -44,7 +46,7 @@ _EXPOSED = (
 
 def sharded(groups: Groups) -> bool:
     """Whether any parameter is divided or replicated by zk.shard, or is a DTensor."""
-    return any(is_dtensor(param) or home_of(param) is not None for group in groups for param in group["params"])
+    return any(is_divided(param) or home_of(param) is not None for group in groups for param in group["params"])
 
 
 def localised(
@@ -70,7 +72,7 @@ class Local:
 
     def __init__(self, groups: Groups, host: tuple[Host, LayoutOf] | None = None, last: Local | None = None) -> None:
         self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
-        self.homes: list[Home | DTensorHome | None] = homes_of(
+        self.homes: list[Residence | None] = homes_of(
             self.everyone, names_of(groups), () if last is None else last.homes
         )
         pairs = list(zip(self.everyone, self.homes, strict=True))
@@ -82,12 +84,12 @@ class Local:
         self.host = None if host is None else host[0]
         self._trained = [one.requires_grad for one in self.near]
         self.pieces = self.near if host is None else host[0].take_in(self.near, self._grad_dtypes(), host[1])
-        self.shardings = list({id(h.sharding): h.sharding for h in self.homes if h is not None}.values())
+        self.shardings = shardings_of(self.homes)
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
-        self.defers = any(isinstance(s, Sharding) and (host or not s.replicated) for s in self.shardings)
-        self.publishers = [s.publisher for s in self.shardings if isinstance(s, Sharding)]
-        divided = [sharding for sharding in self.shardings if not sharding.replicated]
-        self.teams = list({id(sharding.group): sharding.group for sharding in divided}.values())
+        self.defers = any(s.publisher is not None and (host or not s.replicated) for s in self.shardings)
+        self.publishers = [s.publisher for s in self.shardings if s.publisher is not None]
+        self.accord = Accord(self.shardings)
+        self.teams = self.accord.teams
         numbers = {id(team): number for number, team in enumerate(self.teams, 1)}
         self.shares = [
             0 if home is None or home.sharding.replicated else numbers[id(home.sharding.group)] for home in self.homes
@@ -96,8 +98,12 @@ class Local:
         self.state = WatchedState()
         self._home_of = {id(p): home for p, home in zip(self.pieces, self.homes, strict=True) if home is not None}
         self._stand_ins = [(p, h) for p, h in zip(self.everyone, self._wholes, strict=True) if h is not None]
+        # a program that steps what zk.shards returned may write to the model's parameters all the same
+        shown = [(h.whole, h) for p, h in pairs if h is not None and p is h.piece]
+        self._written_to = self._stand_ins + [(whole, home) for whole, home in shown if whole is not None]
         self._outer: Mapping[Any, Any] | None = None
         self._exported: dict[int, dict[str, Any]] = {}
+        self._views = Whereabouts([])
         self._lent: list[int] = []
         self._fold: float | Tensor = 1.0
         self._borrowed: list[tuple[Tensor, Tensor | None]] = []
@@ -131,14 +137,8 @@ class Local:
 
     def look(self) -> None:
         """Writes to whole parameters count as writes to their pieces; our own have been accounted for by `publish`."""
-        for param, home in self._stand_ins:
-            if isinstance(home, DTensorHome):
-                home.look()
-                continue
-            version = param._version
-            if version != home.seen_version:
-                torch.autograd.graph.increment_version(home.piece)
-                home.seen_version = version
+        for param, home in self._written_to:
+            home.look(param)
         if self.host is not None:
             self.host.look()
 
@@ -151,8 +151,9 @@ class Local:
                 raise StateError(_EXPOSED.format(name=home.name))
             if grad is None:
                 continue
+            grad = grad.resolve_neg() if grad.is_neg() else grad
             plain = grad.dtype == near.dtype and grad.shape == near.shape and grad.is_contiguous()
-            if not plain or grad.device != near.device or grad.layout is not torch.strided or grad.is_neg():
+            if not plain or grad.device != near.device or grad.layout is not torch.strided:
                 checks.gradient(f"parameter {place}" if home is None else home.name, near, grad)
             found[place] = grad
         return found
@@ -179,15 +180,16 @@ class Local:
 
     def enter(self) -> None:
         """Lend the gradients to the pieces, until `leave`."""
-        self.look()
-        for param, home in self._stand_ins:
-            piece, grad = home.piece, home.local_gradient(param)
-            before = piece.grad
-            if grad is None and before is not None:
-                raise StateError(_EXPOSED.format(name=home.name))
-            if grad is not before:
-                piece.grad = grad
-                self._borrowed.append((piece, before))
+        with without_waiting():
+            self.look()
+            for param, home in self._stand_ins:
+                piece, grad = home.piece, home.local_gradient(param)
+                before = piece.grad
+                if grad is None and before is not None:
+                    raise StateError(_EXPOSED.format(name=home.name))
+                if grad is not before:
+                    piece.grad = grad
+                    self._borrowed.append((piece, before))
 
     def leave(self, *, undone: bool) -> None:
         """Take the gradients back. `undone`: nothing has changed, so a factor taken up is there for the next step."""
@@ -203,7 +205,7 @@ class Local:
 
         `refuse_plain`: state that was made before its parameter was sharded is no state for it.
         """
-        if outer is self._outer and not outer.mark.changed:
+        if outer is self._outer and not outer.mark.changed and self._views.unchanged():
             return
         made: dict[Any, Any] = {}
         for param, piece, home in zip(self.everyone, self.pieces, self._wholes, strict=True):
@@ -217,7 +219,9 @@ class Local:
                 raise StateError(_LATE.format(name=home.name))
             mine, shown = self.state.get(piece) or {}, self._exported.get(id(piece), {})
             made[piece] = {
-                key: mine[key] if key in mine and value is shown.get(key) else as_local(home, key, value, own=True)
+                key: mine[key]
+                if key in mine and value is shown.get(key) and in_place(value, mine[key])
+                else home.take(key, value, own=True)
                 for key, value in entry.items()
             }
         made.update(self._others(outer))
@@ -248,7 +252,7 @@ class Local:
                 made[param] = entry
             else:
                 before = outer.get(param) or {}
-                made[param] = {key: as_shown(home, key, value, before.get(key)) for key, value in entry.items()}
+                made[param] = {key: home.show(key, value, before.get(key)) for key, value in entry.items()}
         return made
 
     def export(self, outer: WatchedState) -> None:
@@ -262,6 +266,9 @@ class Local:
             for param, piece in zip(self.everyone, self.pieces, strict=True)
             if param in outer
         }
+        wholes = [piece for piece, home in zip(self.pieces, self._wholes, strict=True) if home is not None]
+        shown = [one for piece in wholes for one in self._exported.get(id(piece), {}).values()]
+        self._views = Whereabouts([one for one in shown if type(one) is Tensor])
         self._outer = outer
 
     def bound(self, pieces: Iterable[Tensor], outer: WatchedState) -> None:
@@ -272,6 +279,7 @@ class Local:
             for piece in self.pieces:
                 if piece in self.state:  # shown, because who flattens a state_dict asks a fresh optimizer for its keys
                     self.state[piece].setdefault(PENDING, piece.detach())
+            self.state.watch_all()  # that was us: what is bound stays bound
         self.export(outer)
 
     def loading(
@@ -282,7 +290,7 @@ class Local:
         state = dict(state_dict["state"])
         for key, home in zip(ids, self._wholes, strict=True):
             if home is not None and key in state:
-                state[key] = {name: as_local(home, name, value) for name, value in state[key].items()}
+                state[key] = {name: home.take(name, value) for name, value in state[key].items()}
         return self.groups(groups), self.groups(merged), {**state_dict, "state": state}
 
     def saved(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -340,26 +348,16 @@ class Local:
             scale_gradients(sharding.zero_order, factor)
         return 1.0
 
-    def total(self, sums: Sequence[float], *, skip: bool) -> float:
-        """The sum of squares over all ranks; not finite on any of them if this one is to `skip`."""
-        terms = [sums[0]]
-        broken = skip or not math.isfinite(sums[0])
-        for own, team in zip(sums[1:], self.teams, strict=True):
-            term = torch.tensor([math.inf if broken else own], dtype=torch.float64, device=team.device)
-            team.all_reduce(term).wait()
-            terms.append(term.item())
-        return added(terms)
-
     def total_there(self, sums: Sequence[Tensor], out: Tensor, found_inf: Tensor | None) -> None:
-        """As `total`, of 0-dim tensors on a device and into `out`, without waiting for it."""
+        """As `accord.total`, of 0-dim tensors on a device and into `out`, without waiting for it."""
         out[0].copy_(sums[0])
         broken = torch.isfinite(sums[0]).logical_not()
         if found_inf is not None:
             broken = broken | (found_inf.reshape(()) != 0)
         for number, (own, team) in enumerate(zip(sums[1:], self.teams, strict=True), 1):
             term = out[number : number + 1]
-            term.copy_(torch.where(broken, math.inf, own))
-            team.all_reduce(term).wait()
+            term.copy_(torch.where(broken, torch.inf, own))
+            norm_of_all(team, term, "sum", "opt.step")
 
     def announce(self) -> None:
         """What the host has updated counts as what is near the compute: at once, or, with a delay, as of now."""
@@ -369,11 +367,17 @@ class Local:
     def publish(self) -> None:
         """Let all ranks see what was updated."""
         self.announce()
-        for sharding in self.shardings:
-            sharding.publish()
+        with during("opt.flush"):  # unless it is part of a step
+            for sharding in self.shardings:
+                sharding.publish()
 
 
-def gradient_of(param: Tensor, home: Home | DTensorHome) -> Tensor | None:
+def in_place(shown: Any, value: Any) -> bool:
+    """Whether what is shown of a value still lies in its memory; what is not a plain view of it cannot leave that."""
+    return shown is value or type(shown) is not Tensor or shown.data_ptr() == value.data_ptr()
+
+
+def gradient_of(param: Tensor, home: Residence) -> Tensor | None:
     """This rank's span of a gradient, which is with the piece where the piece is what is trained (`zk.shards`)."""
     found = home.local_gradient(param)
     return home.piece.grad if found is None else found

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerokern.memory.room import refuse_beyond
+
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64
 # Streams that lie a large power of two apart take turns on the same banks of memory: 0.71 ns per parameter for two
@@ -45,6 +47,8 @@ def zeros(wanted: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
     if end == 0:
         return [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
     slack = HUGE_PAGE if end >= HUGE_PAGE else 0
+    if slack:  # beyond a control group's limit the system grants all, and ends the process when it is touched
+        refuse_beyond(end, "optimizer state")
     try:
         buffer = mmap.mmap(-1, end + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

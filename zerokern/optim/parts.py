@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerokern.zero.homes import Home
+from zerokern.zero.kinds import Residence
 
 __all__ = ["Part", "parts_of", "row_ranges"]
 
@@ -25,7 +25,7 @@ class Part:
     bucket: int = -1
 
 
-def parts_of(pieces: Sequence[Tensor], homes: Sequence[Any]) -> list[Part]:
+def parts_of(pieces: Sequence[Tensor], homes: Sequence[Residence | None]) -> list[Part]:
     """In the order in which forwards need them, as far as that is known: parameters in theirs, then buckets in theirs.
 
     >>> import torch
@@ -38,7 +38,7 @@ def parts_of(pieces: Sequence[Tensor], homes: Sequence[Any]) -> list[Part]:
     buckets: dict[tuple[int, int], list[int]] = {}
     shardings: dict[int, Any] = {}
     for place, (piece, home) in enumerate(zip(pieces, homes, strict=True)):
-        if isinstance(home, Home):
+        if home is not None and home.sharding.publisher is not None:
             if home.gradients is not None:
                 shardings[id(home.sharding)] = home.sharding
                 buckets.setdefault((id(home.sharding), home.gradients.number), []).append(place)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from zerokern.core.native import BLOCK
+from zerokern.core.units import BLOCK
 
 __all__ = ["ALIGNMENT", "PAGE", "Piece", "Segment", "Width", "columns", "plan"]
 

@@ -26,15 +26,15 @@ class Row:
     Storages are held, so that memory that somebody takes from a state tensor (`.data`) is not freed under a call.
     """
 
-    __slots__ = ("addresses", "first", "layout", "param", "param_pointer", "storages", "tensors", "words")
+    __slots__ = ("first", "layout", "param", "param_pointer", "storages", "tensors", "words")
 
     def __init__(self, param: Tensor, param_pointer: int, layout: Layout, entry: Entry, first: bool) -> None:
         self.param, self.param_pointer, self.layout, self.first = param, param_pointer, layout, first
         slots = [slot for slot in layout.slots if slot.column]
         self.tensors = [entry[slot.key] for slot in slots]
         self.storages = [tensor.untyped_storage() for tensor in (param, *self.tensors)]
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        words = dict(zip((slot.column for slot in slots), self.addresses, strict=True))
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        words = dict(zip((slot.column for slot in slots), addresses, strict=True))
         words[layout.param_column] = param_pointer
         self.words = pointer_words(words)
 

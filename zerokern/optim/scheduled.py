@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import got
 from zerokern.io import Nvme
 from zerokern.optim import device
 from zerokern.optim.conductor import Conductor, UnderWay
@@ -25,7 +26,6 @@ from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.watched import watched
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
-from zerokern.zero.sharding import Sharding
 
 __all__ = ["LATE", "Scheduled"]
 
@@ -45,6 +45,8 @@ class Scheduled:
     _grad_norm: float | None
     _skipped_steps: int
     _layout: Callable[..., Any]
+    _refuse_if_torn: Callable[[], None]
+    _refuse_in_child: Callable[[], None]
 
     def _choose(self, tier: Any, schedule: Any) -> None:
         self.schedule = check_schedule(schedule)
@@ -61,10 +63,14 @@ class Scheduled:
         self._conductor: Conductor | None = None
         self._leaving: Leaving | None = None
         self._under_way: UnderWay | None = None
+        self._unseen: list[UnderWay] = []  # a delayed update that is done, and waits to be put in place
         self._tickets: dict[str, Any] = {}
         self._departures: list[Departure] = []
         self._gates: list[Any] = []
         self._on_their_way: list[Any] = []
+        self._stepping = threading.Lock()
+        self._untold = ""  # why this is torn here, where other ranks have yet to hear of it
+        self._behind: UnderWay | None = None  # an update that failed here, and that other ranks publish
 
     @property
     def _delays(self) -> bool:
@@ -148,7 +154,7 @@ class Scheduled:
         for departure in early.values():
             departure.compare(by_id)
         self._gates = []
-        for part in parts:
+        for part in reversed(parts):  # as the program has it, and as gradients came
             pairs = [(local.twin(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
             if left is not None:
@@ -169,6 +175,8 @@ class Scheduled:
 
     def _put_in_place(self, local: Local) -> None:
         self._torn = True
+        while self._unseen:
+            self._unseen.pop().put()
         local.publish()
         self._torn = False
         self._keep_back(False)
@@ -200,14 +208,16 @@ class Scheduled:
             self._departures = []
             self._account(decision)
             if decision.scale is None:
-                self._drop_gradients(local)
+                if local.host is not None:
+                    local.host.consumed(list(local.host.twins.values()), updated=False)
                 self._count_call()
                 return
         if not survey.params:
             local.publish()
             self._count_call()
             return
-        bound = bind(binding)
+        with local.accord.prepared():
+            bound = bind(binding)
         prepare(bound)
         for publisher in local.publishers if lazily else ():
             publisher.prepare()
@@ -222,7 +232,7 @@ class Scheduled:
         conductor = self._conduct()
         under_way = conductor.submit(local, bound, decision, self._tickets, self._departures, publishes=lazily)
         self._under_way = under_way
-        under_way.owed = not lazily and not (self._delays and self._late())
+        under_way.owed = not lazily and not self._late()
         self._count_call()
         for ticket in self._gates:
             ticket.gate()  # what the program does to gradients from here on, it does behind their copies
@@ -232,23 +242,16 @@ class Scheduled:
             self._publish_later(local, under_way)
         return under_way
 
-    def _drop_gradients(self, local: Local) -> None:
-        if local.host is not None:
-            local.host.consumed(list(local.host.twins.values()), updated=False)
-
     def _late(self) -> bool:
         """Whether this call's update is published by the next one."""
-        assert isinstance(self.schedule, Delayed)
-        return self._calls() >= self.schedule.after
+        return isinstance(self.schedule, Delayed) and self._calls() >= self.schedule.after
 
     def _calls(self) -> int:
         return max((group.get(CALLS, 0) for group in self.param_groups), default=0)
 
     def _count_call(self) -> None:
-        if not self._delays:
-            return
         calls = self._calls() + 1
-        for group in self.param_groups:
+        for group in self.param_groups if self._delays else ():
             group[CALLS] = calls
 
     def _publish_later(self, local: Local, under_way: UnderWay) -> None:
@@ -257,10 +260,9 @@ class Scheduled:
         under_way.binding.stepped()
         local.announce()
         parts = self._conduct().parts(local)
-        for sharding in local.shardings:
-            if isinstance(sharding, Sharding):
-                names = {part.bucket: part.name for part in parts if part.sharding is sharding}
-                sharding.publish_later(partial(self._perform_bucket, under_way, names), self._tear)
+        for sharding in [one for one in local.shardings if one.publisher is not None]:
+            names = {part.bucket: part.name for part in parts if part.sharding is sharding}
+            sharding.publish_later(partial(self._perform_bucket, under_way, names), self._tear)
         under_way.binding.witness.stepped()
 
     def _wait_for_first(self, local: Local, under_way: UnderWay) -> None:
@@ -269,7 +271,7 @@ class Scheduled:
             if part.sharding is None:
                 self._perform(under_way, part.name)
         for sharding in local.shardings:
-            if isinstance(sharding, Sharding):
+            if sharding.publisher is not None:
                 sharding.publisher.upto(0)
             else:
                 sharding.publish()
@@ -286,8 +288,8 @@ class Scheduled:
             return
         try:
             under_way.run.perform("Publish", name)
-        except Exception:
-            self._give_up(under_way)
+        except Exception as error:
+            self._give_up(under_way, error)
             raise
 
     def _finish(self) -> None:
@@ -297,8 +299,8 @@ class Scheduled:
             return
         try:
             under_way.finish()
-        except Exception:
-            self._give_up(under_way)
+        except Exception as error:
+            self._give_up(under_way, error)
             raise
         self._under_way = None
         self._account(under_way.decision)
@@ -306,6 +308,7 @@ class Scheduled:
             return
         if not under_way.stepped:
             under_way.binding.stepped()
+        self._unseen = [under_way] * self._delays
         if under_way.owed and self._local is not None:
             self._put_in_place(self._local)
         else:
@@ -320,10 +323,23 @@ class Scheduled:
                 with contextlib.suppress(Exception):
                     publisher.finish()
 
-    def _give_up(self, under_way: UnderWay) -> None:
+    def _give_up(self, under_way: UnderWay, error: Exception) -> None:
         if self._under_way is under_way:
             self._under_way = None
-            self._torn = self._torn or under_way.begun
+            if self._local is not None and self._local.accord.in_company:
+                self._untold, self._behind = str(error), under_way
+            self._torn = self._torn or under_way.begun or bool(self._untold)
+
+    def _keep_up(self, local: Local) -> None:
+        """Publish what other ranks publish before they meet this one, also of an update that has failed here."""
+        under_way, self._behind = self._behind, None
+        if under_way is None:
+            if local.host is not None and local.host.late and not local.accord.met:
+                self._put_in_place(local)
+        elif not under_way.stepped:
+            local.publish()
+        else:
+            self._conduct().gather_rest(local, under_way)
 
     def _account(self, decision: Decision) -> None:
         if decision.accounted:
@@ -356,8 +372,13 @@ class Scheduled:
         >>> opt.flush(); weight.data
         tensor([0.5000, 0.5000])
         """
-        self._finish()
-        self._refuse_if_torn()
+        self._refuse_in_child()
+        try:
+            self._finish()
+            self._refuse_if_torn()
+        finally:
+            if self._behind is not None and self._local is not None:
+                self._keep_up(self._local)
         if self._local is None and any(PENDING in entry for entry in self.state.values() if isinstance(entry, dict)):
             self._localise()
         local = self._local
@@ -369,13 +390,6 @@ class Scheduled:
             local.look()
             if local.host.late:
                 self._put_in_place(local)
-
-    def _refuse_if_torn(self) -> None:
-        if self._torn:
-            raise StateError(
-                "a step or a load was broken off while parameters and state were being written, so that they may be of "
-                "different steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
-            )
 
     def _release_gradients(self) -> None:
         """Returns once gradients may be written: what reads them has done so."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError
+from zerokern.core.errors import BudgetError, StateError
 from zerokern.optim.formats import Layout, Slot, format_name
-from zerokern.optim.host_room import HostRoom
+from zerokern.optim.host_room import HostRoom, Wanted, table_of
 from zerokern.optim.memory import zeros
 from zerokern.optim.survey import Groups, Survey, names_of
 
@@ -52,8 +53,10 @@ def check_entry(name: str, param: Tensor, entry: Entry, layout: Layout, *, optio
         value = entry.get(slot.key)
         if value is None and slot.key in optional:
             continue
-        if slot.key == "step" and isinstance(value, (int, float)):
-            continue
+        if slot.key == "step" and (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.is_cpu)):
+            _check_count(name, value)
+            if not isinstance(value, Tensor):
+                continue
         if not isinstance(value, Tensor):
             raise StateError(_missing(name, slot, entry, layout))
         if slot.key != "step" and value.dtype != slot.dtype:
@@ -64,6 +67,14 @@ def check_entry(name: str, param: Tensor, entry: Entry, layout: Layout, *, optio
                 f"{name}: state {slot.key!r} has shape {tuple(value.shape)}, and {tuple(shape)} is needed; "
                 "this state belongs to another parameter"
             )
+
+
+def _check_count(name: str, value: Any) -> None:
+    """A counter that is none would make every update NaN, or another update."""
+    counts = value.reshape(-1).tolist() if isinstance(value, Tensor) else [float(value)]
+    if all(0.0 <= one < math.inf for one in counts):
+        return
+    raise StateError(f"{name}: state 'step' is {value}; allowed: how many steps were made, 0 or more")
 
 
 def _missing(name: str, slot: Slot, entry: Entry, layout: Layout) -> str:
@@ -116,9 +127,12 @@ def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostRoom | None = N
     keys = list(dict.fromkeys(slot.key for _, _, slot in wanted))
     order = sorted(range(len(wanted)), key=lambda i: keys.index(wanted[i][2].key))
     at_home = [i for i in order if wanted[i][0].is_cpu or wanted[i][2].extent == "scalar"]
-    tensors = dict(
-        zip(at_home, zeros([(wanted[i][2].shape(wanted[i][0]), wanted[i][2].dtype) for i in at_home]), strict=True)
-    )
+    needed = [Wanted(slot.key, slot.shape(param), slot.dtype) for param, _, slot in (wanted[i] for i in at_home)]
+    try:
+        made_here = zeros([(one.shape, one.dtype) for one in needed])
+    except BudgetError as error:
+        raise BudgetError(f"{error}\n{table_of(needed)}") from None
+    tensors = dict(zip(at_home, made_here, strict=True))
     for i in order:
         param, entry, slot = wanted[i]
         made = tensors.get(i)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zerokern.optim.memory import counters
+from zerokern.optim.whereabouts import Whereabouts
 
 
 class StepBook:
@@ -25,14 +26,13 @@ class StepBook:
         """Replaces each `entries[i]["step"]` by a tensor of the book with the same value."""
         self._flat, each = counters(max(len(entries), 1))
         self._counts = torch.zeros_like(self._flat)
-        self._steps, self._addresses = [], []
-        start = self._flat.data_ptr()
+        mine = []
         for number, entry in enumerate(entries):
             if "step" in entry:
                 entry["step"] = each[number].copy_(torch.as_tensor(entry["step"], device="cpu").reshape(()))
                 self._counts[number] = 1.0
-                self._steps.append(each[number])
-                self._addresses.append(start + 4 * number)
+                mine.append(each[number])
+        self._whereabouts = Whereabouts(mine)
         self.choose([])
 
     def choose(self, numbers: Sequence[int]) -> list[int]:
@@ -44,10 +44,9 @@ class StepBook:
         steps = self._flat.tolist()
         return [int(steps[number]) for number in numbers]
 
-    def untouched(self, share: slice) -> bool:
-        """Whether nobody has written a counter since, or exchanged the memory of one of this share."""
-        in_place = list(map(torch.Tensor.data_ptr, self._steps[share])) == self._addresses[share]
-        return in_place and torch.equal(self._flat, self._expected)
+    def untouched(self) -> bool:
+        """Whether nobody has written a counter since, or exchanged the memory of one."""
+        return self._whereabouts.unchanged() and torch.equal(self._flat, self._expected)
 
     def advance(self) -> None:
         """One more step for the chosen."""

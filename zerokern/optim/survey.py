@@ -21,7 +21,7 @@ from torch import Tensor
 from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
-from zerokern.optim.gradients import reader_of
+from zerokern.optim.gradients import Cells, reader_of
 
 Groups = Sequence[dict[str, Any]]
 LayoutOf = Callable[[dict[str, Any], torch.dtype], Layout]
@@ -36,6 +36,7 @@ _numel_of = torch.Tensor.numel
 _pointer_of = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 _is_inference = torch.Tensor.is_inference
+_is_neg = torch.Tensor.is_neg
 _index_of = torch.Tensor.get_device
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _CHUNK = 512  # parameters whose tensors stay in the second-level cache from one pass to the next
@@ -79,7 +80,7 @@ class Survey:
         """
         self.everyone: list[Tensor] = list(chain.from_iterable(group["params"] for group in groups))
         owners = [number for number, group in enumerate(groups) for _ in group["params"]]
-        grads = [param.grad for param in self.everyone]
+        grads = list(map(_resolved, self.everyone))
         active = [grad is not None for grad in grads]
         self.idle = [param for param, has in zip(self.everyone, active, strict=True) if not has]
         self.params = list(compress(self.everyone, active))
@@ -95,11 +96,16 @@ class Survey:
         self.layouts = _layouts(groups, layout_of, self.owners, self.params)
         self.gradient_pointers = array("Q", map(_pointer_of, dense_grads))
         self._there = self.gradient_pointers
+        if not all(self.param_pointers) or not all(self.gradient_pointers):
+            for number, param, grad in zip(self.numbers, self.params, dense_grads, strict=True):
+                checks.memory(names_of(groups)[number], param)
+                checks.memory(f"{names_of(groups)[number]}.grad", grad)
         self.grad_dtypes = list(map(_dtype_of, dense_grads))
         self.numels = list(map(_numel_of, dense_grads))
         self.param_dtypes = list(map(_dtype_of, self.params))
         dtypes = self.param_dtypes, self.grad_dtypes
         self._reader = reader_of(self.params, self.param_pointers, self.numels, *dtypes)
+        self.cells = Cells(self.params) if self._reader is None else self._reader.cells
         self.nshares = max(shares, default=0) + 1
         self.shares = list(compress(shares, active)) if self.nshares > 1 else [0] * len(self.params)
         terms = {(share, dtype) for share, dtype in zip(self.shares, self.grad_dtypes, strict=True)}
@@ -149,6 +155,7 @@ class Survey:
             list(map(_dtype_of, grads)) == self.grad_dtypes[begin:end]
             and list(map(_numel_of, grads)) == self.numels[begin:end]
             and all(map(_is_contiguous, grads))
+            and not any(map(_is_neg, grads))
             and list(map(_pointer_of, params)) == self.param_pointers[begin:end]
             and list(map(_dtype_of, params)) == self.param_dtypes[begin:end]
             and list(map(_numel_of, params)) == self.numels[begin:end]
@@ -187,6 +194,14 @@ class _SumsqColumns:
         return added(sumsq_pointers(mine, self.numels, self.dtype))
 
 
+def _resolved(param: Tensor) -> Tensor | None:
+    """Its gradient; one that autograd handed over as a lazily negated view gets memory that holds what it means."""
+    grad = param.grad
+    if grad is not None and grad.is_neg():
+        grad = param.grad = grad.resolve_neg()
+    return grad
+
+
 def _layouts(groups: Groups, layout_of: LayoutOf, owners: Sequence[int], params: Sequence[Tensor]) -> list[Layout]:
     pairs = list(zip(owners, map(_dtype_of, params), strict=True))
     known = {pair: layout_of(groups[pair[0]], pair[1]) for pair in dict.fromkeys(pairs)}
@@ -213,7 +228,7 @@ def _plain(tensors: Sequence[Tensor]) -> bool:
     return (
         _PLAIN.issuperset(map(type, tensors))
         and {torch.strided}.issuperset(map(_layout_of, tensors))
-        and not any(map(torch.Tensor.is_neg, tensors))
+        and not any(map(_is_neg, tensors))
         and set(checks.DTYPES).issuperset(map(_dtype_of, tensors))
         and all(map(_is_contiguous, tensors))
     )

@@ -7,9 +7,12 @@ dicts; so the assignment is noticed instead.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from zerokern.core.errors import StateError
 
 ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk
 
@@ -99,10 +102,29 @@ class WatchedState(defaultdict[Any, Any]):
         return type(self), (plain(self),)
 
 
+class Elsewhere(WatchedState):
+    """The state as a forked child sees it, which has none of the memory that it lies in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parent = os.getppid()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise StateError(
+            f"the optimizer's state lies in memory of process {self._parent}, from which this one, {os.getpid()}, was "
+            "forked, and which it has not inherited. Use the optimizer there, take state_dict() before the fork, or "
+            "build an optimizer in the child"
+        )
+
+
 def watched(state: Mapping[Any, Any]) -> WatchedState:
     """The state itself, or a watched one where somebody put an ordinary dict in its place."""
     return state if isinstance(state, WatchedState) else WatchedState(state)
 
+
+_READING = ("__getitem__", "__iter__", "__len__", "__contains__", "__reduce__", "__repr__", "__copy__")
+for _name in (*_READING, "copy", "get", "items", "keys", "values"):
+    setattr(Elsewhere, _name, Elsewhere._refuse)
 
 for _kind in (WatchedEntry, WatchedState):
     for _name in _CHANGING:

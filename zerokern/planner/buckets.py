@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from zerokern.planner.recipe import BLOCK, itemsize
+from zerokern.core.units import BLOCK
+from zerokern.planner.recipe import itemsize
 
 if TYPE_CHECKING:
     from zerokern.zero.partition import Bucket

@@ -170,16 +170,18 @@ class _Shape:
         reductions = 1 if settings.no_sync else settings.accumulate
         reduced = part.numel * wire * sent * reductions * (1 if shards_state(stage) else 2)
         gathers = (2 if shards_parameters(stage) else 1) if shards_state(stage) else 0
-        return Span(
+        return Span.of(
             f"{number}",
             part.own_numel,
-            part.own_numel * wire,
-            part.own_numel * itemsize(part.dtype),
-            round(part.own_numel * recipe.update_nbytes(part.dtype)),
-            compute,
-            2 * compute,
+            grad_nbytes=part.own_numel * wire,
+            param_nbytes=part.own_numel * itemsize(part.dtype),
+            state_nbytes=part.own_numel * recipe.state_nbytes(part.dtype),
+            own_master=recipe.master_of(part.dtype) != "fp32",
+            forward_flops=compute,
+            backward_flops=2 * compute,
             reduce_nbytes=round(reduced),
             gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),
+            gathered_again=shards_parameters(stage),
         )
 
 

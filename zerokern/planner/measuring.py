@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from zerokern.planner.planning import Plan
 from zerokern.planner.recipe import short
 from zerokern.planner.share import STATES, WORKING, Held, summed
 from zerokern.zero.homes import home_of
+from zerokern.zero.kinds import local_of, shardings_of
 
 if TYPE_CHECKING:
     from zerokern.zero.sharding import Sharding
@@ -99,14 +100,14 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
     params = list(model.parameters())
     if not params:
         raise ValueError(f"{type(model).__name__} has no parameters, so that there is nothing to measure")
-    shardings = {id(home.sharding): home.sharding for param in params if (home := home_of(param)) is not None}
+    shardings = shardings_of(map(home_of, params))
     tally = _Tally(params[0].device.type)
-    for role, tensor in _of_model(params, shardings.values()):
+    for role, tensor in _of_model(params, shardings):
         tally.add(role, tensor)
     if opt is not None:
         _of_optimizer(opt, tally)
-    world = max((one.group.size for one in shardings.values()), default=1)
-    stage = max((one.stage for one in shardings.values()), default=0)
+    world = max((one.group.size for one in shardings), default=1)
+    stage = max((one.stage for one in shardings), default=0)
     room = getattr(opt, "_room", None)
     pinned = 0 if room is None else room.nbytes
     return Measured(f"{type(model).__name__}, what this rank holds", tuple(tally.rows()), world, stage, pinned)
@@ -122,7 +123,7 @@ class _Tally:
         self._found: dict[tuple[str, str, str], int] = {}
 
     def add(self, role: str, tensor: Tensor, form: str = "") -> None:
-        local = _local(tensor)
+        local = local_of(tensor)
         storage = local.untyped_storage()
         if storage.nbytes() == 0 or local.device.type == "meta" or storage.data_ptr() in self._seen:
             return
@@ -139,14 +140,6 @@ class _Tally:
         order = [*STATES, *WORKING]
         keys = sorted(self._found, key=lambda key: order.index(key[0]) if key[0] in order else len(order))
         return (Held(*key, self._found[key]) for key in keys)
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's part of a sharded tensor, ours or a DTensor; else the tensor."""
-    local = getattr(tensor, "local", None)
-    if isinstance(local, Tensor):
-        return local
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _of_model(params: Iterable[nn.Parameter], shardings: Iterable[Sharding]) -> Iterator[tuple[str, Tensor]]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, parse_device_memory
 from zerokern.planner.pinned import pinned_nbytes
-from zerokern.planner.program import Op, Traffic, program_of, traffic_of
+from zerokern.planner.program import Traffic, between_ranks, traffic_of
 from zerokern.planner.recipe import Recipe
 from zerokern.planner.settings import Settings
 from zerokern.planner.share import Share, share_of
 from zerokern.planner.subject import Subject, subject_of
-from zerokern.schedule import Delayed, Machine, machine_of
+from zerokern.schedule import Delayed, Machine, Program, machine_of
 from zerokern.zero.stage import STAGES, check_stage
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ class Plan:
         return pinned_nbytes(self.subject, self.recipe, self.stage, self.settings)
 
     @cached_property
-    def program(self) -> tuple[Op, ...]:
+    def program(self) -> Program:
         """The step in order: what is gathered, computed, released, reduced, updated and published."""
         buckets = self.subject.buckets(self.stage, self.world, self.settings.bucket_bytes)
-        return program_of(buckets.loads, self.subject.units, self.recipe, self.stage, self.settings)
+        return between_ranks(buckets.loads, self.subject.units, self.recipe, self.stage, self.settings)
 
     @cached_property
     def traffic(self) -> Traffic:

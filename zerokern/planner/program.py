@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.buckets import Load
 from zerokern.planner.recipe import Recipe, itemsize
 from zerokern.planner.settings import Settings
+from zerokern.schedule import Op, Program, Ref
 from zerokern.zero.stage import shards_parameters, shards_state
 
-__all__ = ["Op", "Traffic", "program_of", "traffic_of"]
+__all__ = ["Traffic", "between_ranks", "line_of", "traffic_of"]
 
 ROOT = "root"
 _MOVES = ("Gather", "Reduce", "Publish")
 
 
-class Op(NamedTuple):
-    """One thing that happens; `what` is a unit or a bucket. Only Gather, Reduce and Publish move bytes.
+def line_of(op: Op) -> str:
+    """One op as a plan shows it.
 
-    >>> print(Op("Gather", "blocks.0", 2_000_000, 1_000_000))
-    Gather    blocks.0                    0.00200 GB
+    >>> print(line_of(Op("Gather", "blocks.0", "net", nbytes=2_000_000)))
+    Gather    blocks.0                  0.00200 GB
     """
-
-    verb: str
-    what: str
-    nbytes: int = 0
-    numel: int = 0
-
-    def __str__(self) -> str:
-        moved = f" {gigabytes(self.nbytes):>10} GB" if self.nbytes else ""
-        return f"{self.verb:<9} {self.what:<22}{moved}".rstrip()
+    moved = f" {gigabytes(op.nbytes):>10} GB" if op.nbytes else ""
+    return f"{op.verb:<9} {op.what:<22}{moved}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -59,13 +53,14 @@ class Traffic:
         return self.nbytes // self.world * (self.world - 1)
 
 
-def traffic_of(program: Iterable[Op], world: int) -> Traffic:
+def traffic_of(program: Program, world: int) -> Traffic:
     """The sum over a program.
 
-    >>> traffic_of([Op("Reduce", "bucket 0", 8, 4), Op("Step", "rank's shards"), Op("Publish", "bucket 0", 8, 4)], 2)
+    >>> reduce, publish = Op("Reduce", "bucket 0", "net", (), 8, 4), Op("Publish", "bucket 0", "net", (), 8, 4)
+    >>> traffic_of(Program("step", (reduce, publish)), 2)
     Traffic(world=2, reduced_numel=4, reduced_nbytes=8, gathered_numel=4, gathered_nbytes=8)
     """
-    moved = [op for op in program if op.verb in _MOVES]
+    moved = [op for op in program.ops if op.verb in _MOVES]
     reduced = [op for op in moved if op.verb == "Reduce"]
     gathered = [op for op in moved if op.verb != "Reduce"]
     return Traffic(
@@ -77,104 +72,134 @@ def traffic_of(program: Iterable[Op], world: int) -> Traffic:
     )
 
 
-def program_of(
+def between_ranks(
     loads: Sequence[Load], names: Sequence[str], recipe: Recipe, stage: int, settings: Settings
-) -> tuple[Op, ...]:
-    """One optimizer step. Of its micro-batches each is reduced, or, under `zk.no_sync`, the last alone."""
-    ops: list[Op] = []
+) -> Program:
+    """One optimizer step as ranks share it. Of its micro-batches each is reduced, or, under `zk.no_sync`, the last.
+
+    What computes follows what it gathered; what is gathered ahead follows the compute that it was called for beside.
+    """
+    step = _Step(loads, names, recipe, stage, settings.world)
     for number in range(settings.accumulate):
         reduces = not settings.no_sync or number == settings.accumulate - 1
         if shards_parameters(stage) and names:
-            ops += _Gathered(loads, names, recipe, settings.world, reduces).ops()
+            step.by_units(reduces)
         else:
-            ops += _whole(loads, recipe, stage, settings.world, reduces)
+            step.whole(reduces)
     if any(load.trainable for load in loads) and recipe.optimizer != "none":
-        ops.append(Op("Step", "own shard" if shards_state(stage) else "everything"))
-        if shards_state(stage) and not shards_parameters(stage) and settings.world > 1:
-            ops += [
-                Op("Publish", f"bucket {number}", load.nbytes, load.padded_numel)
-                for number, load in enumerate(loads)
-                if load.trainable
-            ]
-    return tuple(ops)
+        step.update("device" if recipe.tier == "device" else "cpu")
+    return Program(f"stage {stage}", tuple(step.in_turn()))
 
 
-def _reduce(what: str, load: Load, recipe: Recipe) -> Op:
-    nbytes = load.padded_numel * itemsize(recipe.wire_dtype(load.dtype))
-    return Op("Reduce", what, nbytes, load.padded_numel)
+class _Step:
+    """Ops as they are added, each after those that it is told of."""
 
-
-def _whole(loads: Sequence[Load], recipe: Recipe, stage: int, world: int, reduces: bool) -> Iterator[Op]:
-    """Gradients are complete in backward order: the last bucket first. A bare number is one bucket at every stage."""
-    yield from _gather_whole(loads, stage, world)
-    yield Op("Forward", "model")
-    yield from _gather_whole(loads, stage, world)
-    yield Op("Backward", "model")
-    for number, load in reversed(list(enumerate(loads))):
-        if load.trainable and world > 1 and reduces:
-            op = _reduce(f"bucket {number}", load, recipe)
-            yield op
-            if not shards_state(stage):
-                yield op._replace(verb="Gather", what=f"bucket {number}, gradients")
-
-
-def _gather_whole(loads: Sequence[Load], stage: int, world: int) -> list[Op]:
-    if not shards_parameters(stage) or world == 1:
-        return []
-    return [Op("Gather", f"bucket {number}", load.nbytes, load.padded_numel) for number, load in enumerate(loads)]
-
-
-@dataclass
-class _Gathered:
-    """Forward and backward at stage 3: a unit is whole while it computes, and the next one is on its way.
-
-    The root's unit and the last one stay whole from forward to backward: they are gathered once.
-    """
-
-    loads: Sequence[Load]
-    names: Sequence[str]
-    recipe: Recipe
-    world: int
-    reduces: bool
-
-    def __post_init__(self) -> None:
+    def __init__(self, loads: Sequence[Load], names: Sequence[str], recipe: Recipe, stage: int, world: int) -> None:
+        self.loads, self.names, self.recipe, self.stage, self.world = loads, names, recipe, stage, world
+        self.ops: list[Op] = []
         self.of_unit: dict[int, list[Load]] = {}
-        for load in self.loads:
+        for load in loads:
             self.of_unit.setdefault(load.unit, []).append(load)
+        self._turns: Counter[tuple[str, str]] = Counter()
+        self._computed: list[int] = []  # the last Forward or Backward
+        self._gathered: dict[str, int] = {}  # what is whole, by its last Gather
+        self._reduced: list[int] = []
 
-    def ops(self) -> Iterator[Op]:
+    def add(self, verb: str, what: str, lane: str, after: Iterable[int], nbytes: int = 0, numel: int = 0) -> int:
+        turn = self._turns[verb, what]
+        self._turns[verb, what] += 1
+        refs = tuple(Ref(index) for index in sorted(set(after)))
+        self.ops.append(Op(verb, what, lane, refs, nbytes, numel, turn=turn))
+        return len(self.ops) - 1
+
+    def compute(self, verb: str, what: str, reads: Iterable[str]) -> None:
+        there = [self._gathered[one] for one in reads if one in self._gathered]
+        self._computed = [self.add(verb, what, "device", [*self._computed, *there])]
+
+    def update(self, lane: str) -> None:
+        step = self.add("Step", self._whose(), lane, [*self._computed, *self._reduced])
+        if shards_state(self.stage) and not shards_parameters(self.stage) and self.world > 1:
+            for number, load in enumerate(self.loads):
+                if load.trainable:
+                    self.add("Publish", f"bucket {number}", "net", [step], load.nbytes, load.padded_numel)
+
+    def in_turn(self) -> Iterator[Op]:
+        """What waits for nothing of this step waits for the update of the one before."""
+        ends = [index for index, op in enumerate(self.ops) if op.verb == "Publish"]
+        ends = ends or [index for index, op in enumerate(self.ops) if op.verb == "Step"] or self._computed
+        updated = tuple(Ref(index, back=1) for index in ends)
+        for op in self.ops:
+            yield op if op.after else op._replace(after=updated)
+
+    def _whose(self) -> str:
+        return "own shard" if shards_state(self.stage) else "everything"
+
+    def whole(self, reduces: bool) -> None:
+        """Gradients are complete in backward order: the last bucket first. A number is one bucket at every stage."""
+        for verb in ("Forward", "Backward"):
+            self._gather_whole()
+            self.compute(verb, "model", self._gathered)
+        for number, load in reversed(list(enumerate(self.loads))):
+            if load.trainable and self.world > 1 and reduces:
+                op = self._reduce(f"bucket {number}", load)
+                if not shards_state(self.stage):
+                    wire = self.ops[op]
+                    what = f"bucket {number}, gradients"
+                    self._reduced.append(self.add("Gather", what, "net", [op], wire.nbytes, wire.numel))
+
+    def _gather_whole(self) -> None:
+        if shards_parameters(self.stage) and self.world > 1:
+            for number, load in enumerate(self.loads):
+                what = f"bucket {number}"
+                self._gathered[what] = self.add("Gather", what, "net", self._computed, load.nbytes, load.padded_numel)
+
+    def by_units(self, reduces: bool) -> None:
+        """Forward and backward at stage 3: a unit is whole while it computes, and the next one is on its way.
+
+        The root's unit and the last one stay whole from forward to backward: they are gathered once.
+        """
         order = [unit for unit in sorted(self.of_unit) if unit]
-        yield from self._gather(0)
+        self._gather(0)
         for here, following in zip(order, [*order[1:], None], strict=False):
-            yield from self._gather(here) if here == order[0] else ()
-            yield from self._gather(following)
-            yield Op("Forward", self._name(here))
-            yield from self._release(here) if following is not None else ()
-        yield Op("Forward", ROOT)
-        yield Op("Backward", ROOT)
+            if here == order[0]:
+                self._gather(here)
+            self._gather(following)
+            self.compute("Forward", self._name(here), (ROOT, self._name(here)))
+            if following is not None:
+                self._release(here)
+        self.compute("Forward", ROOT, self._gathered)
+        self.compute("Backward", ROOT, self._gathered)
         backward = order[::-1]
         for here, following in zip(backward, [*backward[1:], None], strict=False):
-            yield from self._gather(following)
-            yield Op("Backward", self._name(here))
-            yield from self._reduced(here)
-            yield from self._release(here)
-        yield from self._reduced(0)
-        yield from self._release(0)
+            self._gather(following)
+            self.compute("Backward", self._name(here), (ROOT, self._name(here)))
+            self._reduce_unit(here, reduces)
+            self._release(here)
+        self._reduce_unit(0, reduces)
+        self._release(0)
 
     def _name(self, unit: int) -> str:
         return self.names[unit] or ROOT
 
-    def _gather(self, unit: int | None) -> list[Op]:
+    def _gather(self, unit: int | None) -> None:
         loads = [] if unit is None else self.of_unit.get(unit, [])
-        if self.world == 1 or not loads:
-            return []
-        nbytes, numel = sum(load.nbytes for load in loads), sum(load.padded_numel for load in loads)
-        return [Op("Gather", self._name(loads[0].unit), nbytes, numel)]
+        if unit is not None and loads and self.world > 1:
+            nbytes, numel = sum(load.nbytes for load in loads), sum(load.padded_numel for load in loads)
+            self._gathered[self._name(unit)] = self.add(
+                "Gather", self._name(unit), "net", self._computed, nbytes, numel
+            )
 
-    def _release(self, unit: int) -> list[Op]:
-        return [Op("Release", self._name(unit))] if self.world > 1 and unit in self.of_unit else []
+    def _release(self, unit: int) -> None:
+        if self.world > 1 and unit in self.of_unit:
+            self.add("Release", self._name(unit), "device", self._computed)
+            del self._gathered[self._name(unit)]
 
-    def _reduced(self, unit: int) -> list[Op]:
-        trained = [load for load in self.of_unit.get(unit, ()) if load.trainable]
-        sends = self.world > 1 and self.reduces
-        return [_reduce(self._name(unit), load, self.recipe) for load in trained] if sends else []
+    def _reduce(self, what: str, load: Load) -> int:
+        nbytes = load.padded_numel * itemsize(self.recipe.wire_dtype(load.dtype))
+        self._reduced.append(self.add("Reduce", what, "net", self._computed, nbytes, load.padded_numel))
+        return self._reduced[-1]
+
+    def _reduce_unit(self, unit: int, reduces: bool) -> None:
+        for load in self.of_unit.get(unit, ()) if self.world > 1 and reduces else ():
+            if load.trainable:
+                self._reduce(self._name(unit), load)

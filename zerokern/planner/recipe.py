@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerokern.core.errors import got
+from zerokern.core.units import BLOCK, MASTER_FORMATS, STATE_FORMATS
 from zerokern.schedule import Delayed, check_schedule
 
-__all__ = ["BLOCK", "OPTIMIZERS", "Recipe", "StateRole", "dtype_of", "itemsize", "short"]
+__all__ = ["OPTIMIZERS", "Recipe", "StateRole", "dtype_of", "itemsize", "short"]
 
-BLOCK = 128
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
 _ITEMSIZE |= {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
@@ -27,14 +27,12 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # the state keys that grow with the 
     "none": (),
 }
 _FACES = {"adamw": "zk.AdamW", "adam": "zk.Adam", "lion": "zk.Lion", "adagrad": "zk.Adagrad", "sgd": "zk.SGD"}
-_STATE_FORMATS = ("fp32", "bf16", "int8")
 _WITHOUT_INT8 = ("adagrad", "sgd", "sgd-momentum")
 _MASTERS = {  # by dtype of the parameter: the default, and what else there is
     "float32": ("own", ()),
     "bfloat16": ("split16", ("split16", "fp32", "split8", "none")),
     "float16": ("fp32", ("fp32", "none")),
 }
-MASTER_FORMATS = ("fp32", "split16", "split8", "none")
 _RING_NBYTES = 64 << 20
 
 
@@ -101,7 +99,7 @@ class Recipe:
         name = "none" if optimizer is None else optimizer
         if name not in OPTIMIZERS:
             raise ValueError(got("optimizer", optimizer, " | ".join(map(repr, OPTIMIZERS))))
-        formats = tuple(one for one in _STATE_FORMATS if one != "int8" or name not in _WITHOUT_INT8)
+        formats = tuple(one for one in STATE_FORMATS if one != "int8" or name not in _WITHOUT_INT8)
         if state_format not in formats:
             raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, formats))} with {name}"))
         if master_format is not None and master_format not in MASTER_FORMATS:
@@ -132,17 +130,14 @@ class Recipe:
             raise ValueError(got("schedule", self.schedule, "'sync' for parameters on a device, or tier='cpu'", advice))
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier == "cpu"))
 
-    def update_nbytes(self, dtype: str) -> float:
-        """Bytes that an update of a parameter of this dtype moves: gradient, parameter and state, read and written.
+    def state_nbytes(self, dtype: str) -> float:
+        """Bytes of state for each element of a parameter of this dtype.
 
         >>> int8 = Recipe(state_format="int8", master_format="split8")
-        >>> Recipe().update_nbytes("bfloat16"), int8.update_nbytes("bfloat16")
-        (26.0, 12.125)
+        >>> Recipe().state_nbytes("bfloat16"), int8.state_nbytes("bfloat16")
+        (10.0, 3.0625)
         """
-        state = self.state_of(dtype)
-        own = itemsize(dtype) * (1 if any(one.role == "master" for one in state) else 2)
-        moved = sum(2.0 * (one.per_element + one.per_block / BLOCK) for one in state)
-        return itemsize(self.wire_dtype(dtype)) + own + moved
+        return sum(one.per_element + one.per_block / BLOCK for one in self.state_of(dtype))
 
     def master_of(self, dtype: str) -> str:
         """The master format of a parameter of this dtype; "own" where the parameter is its own master."""
@@ -180,7 +175,7 @@ class Recipe:
         if self.optimizer == "none":
             return []
         masters = _MASTERS[dtype][1] or (None,)
-        states = [one for one in _STATE_FORMATS if one != "int8" or self.optimizer not in _WITHOUT_INT8]
+        states = [one for one in STATE_FORMATS if one != "int8" or self.optimizer not in _WITHOUT_INT8]
         states = states if OPTIMIZERS[self.optimizer] else states[:1]
         made = [replace(self, state_format=state, master_format=master) for state in states for master in masters]
         return sorted(made, key=Recipe.is_lossy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from zerokern.core.units import BUFFERS
 from zerokern.planner.buckets import Buckets, Load
 from zerokern.planner.recipe import Recipe, itemsize, short
 from zerokern.planner.settings import Settings
@@ -16,7 +17,6 @@ __all__ = ["STATES", "TWINS", "WORKING", "Held", "Share", "share_of", "summed"]
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 TWINS = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
 WORKING = ("gathered", "buffers", "scratch", "ring", *TWINS, "checkpoints", "activations")
-_BUFFERS = 2  # one is filled by backward while the other is reduced
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _working(buckets: Buckets, subject: Subject, recipe: Recipe, stage: int, set
         if shards_gradients(stage) and settings.accumulate > 1 and settings.no_sync:
             yield Held("buffers", "", "device", sum(kind.padded_numel * size for kind, size in wire))
         elif shards_gradients(stage):
-            count = min(_BUFFERS, sum(kind.count for kind in buckets.trained))
+            count = min(BUFFERS, sum(kind.count for kind in buckets.trained))
             yield Held("buffers", "", "device", count * largest)
         if settings.device == "cpu":
             yield Held("scratch", "", "device", largest // settings.world * (settings.world - 1))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from zerokern.core.units import BLOCK
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.markdown import table_of
-from zerokern.planner.recipe import BLOCK, OPTIMIZERS, short
+from zerokern.planner.recipe import OPTIMIZERS, short
 from zerokern.planner.share import STATES, WORKING, Held, Share
 from zerokern.schedule import Delayed
 from zerokern.zero.stage import STAGES
@@ -93,6 +94,8 @@ def notes(plan: Plan) -> list[str]:
     if plan.pinned:
         said.append(f"The optimizer locks {plan.pinned:,} bytes of host memory at stage {plan.stage}, in whole pages.")
     takers = "what the framework, its allocator and the driver of the device take"
+    if world > 1:
+        takers += ", and on GPUs the buffers of NCCL's two communicators (gathers, reductions)"
     shape = subject.transformer
     if shape is not None and shape.has_activations:
         everything = gigabytes(shape.activations)

@@ -6,37 +6,24 @@ The index and the command line need no torch, so names are imported when they ar
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerokern.saving.background import Saving
-    from zerokern.saving.export import export
-    from zerokern.saving.load import load
+    from zerokern.saving.exporter import export
+    from zerokern.saving.loader import load
     from zerokern.saving.pretrained import load_pretrained
-    from zerokern.saving.save import save
+    from zerokern.saving.saver import save
 
 __all__ = ["Saving", "export", "load", "load_pretrained", "save"]
 
 _FILES = {
     "Saving": "background",
-    "export": "export",
-    "load": "load",
+    "export": "exporter",
+    "load": "loader",
     "load_pretrained": "pretrained",
-    "save": "save",
+    "save": "saver",
 }
-
-
-class _Face(ModuleType):
-    """Here `save` is the function, even after save.py was imported, which would put the file in its place."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _FILES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Face
 
 
 def __getattr__(name: str) -> Any:

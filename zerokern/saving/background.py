@@ -56,7 +56,11 @@ class Saving:
         self._thread = threading.Thread(target=self._run, name=f"zk.save {path.name}", daemon=False)
 
     def _start(self) -> None:
-        self._thread.start()
+        if threading.main_thread().is_alive():
+            self._thread.start()
+            return
+        self._run()  # Python exits, and has waited for its threads already: another would be lost
+        self._tell()
 
     def _run(self) -> None:
         try:
@@ -70,7 +74,7 @@ class Saving:
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns once the checkpoint is published; raises what went wrong, or TimeoutError after `timeout` seconds."""
-        self._thread.join(timeout)
+        self._ended(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the save to {self.path} still runs after {timeout:g} s; it goes on")
         self._tell()
@@ -93,14 +97,18 @@ class Saving:
 
     def _settle(self) -> None:
         """For who comes next: the end of it, and its error if nobody has heard of it."""
-        self._thread.join()
+        self._ended()
         if not self._told:
             self._tell()
 
     def _join(self) -> None:
         """The end of it, for who cannot raise its error: that is in the log."""
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._ended()
+
+    def _ended(self, timeout: float | None = None) -> None:
+        if self._thread.ident is not None:  # else it was done at once
+            self._thread.join(timeout)
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error is not None else "published"
@@ -165,7 +173,7 @@ class Lane:
                 use_local_synchronization=not whole,
                 group_desc="zerokern saving",
             )
-        return Ranks(self._own)
+        return Ranks(self._own, f"{ranks.call} beside training")
 
 
 # Found by what the user passes, and gone with it: two saves of the same ranks must know of each other.

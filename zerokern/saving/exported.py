@@ -9,23 +9,30 @@ next export clears away what a killed one left, and nothing else.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from zerokern.core.errors import BudgetError, IoError, got
-from zerokern.io.lock import FolderLock
+from zerokern.io.advice import on_disk, refused
+from zerokern.io.files import make_folder
+from zerokern.io.lock import FolderLock, Use
+from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
+from zerokern.saving.held import Held
 from zerokern.saving.tensorfile import INDEX, SINGLE, Header, read_header, read_index
 
-__all__ = ["BESIDE", "Target", "file_names", "headers_of", "on_disk"]
+__all__ = ["BESIDE", "Target", "begun", "file_names", "headers_of"]
 
 NEW, OLD = ".new", ".old"
 WITH_SINGLE, WITH_INDEX = ".single.new", ".index.new"  # which weights a small file waits for
+USE = Use(user="an export", advice="; wait for it, or export into another folder")
 BESIDE = ("config.json", "generation_config.json")  # what goes with the weights, if the model knows it
 
 
@@ -39,31 +46,36 @@ def file_names(count: int, token: str = "") -> list[str]:
     return [f"model{middle}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def headers_of(path: Path) -> list[Header]:
-    """The checked headers of a safetensors file, or of the files that a folder's weights consist of.
+def headers_of(path: Path, held: Held) -> list[Header]:
+    """The checked headers of a safetensors file, or of the files that a folder's weights consist of; `held` has them.
 
     A single `model.safetensors` counts before an index, as it does for Hugging Face.
     """
     if not path.is_dir():
-        return [read_header(path)]
+        return [_header(path, held)]
     if (path / SINGLE).exists():
-        return [read_header(path / SINGLE)]
+        return [_header(path / SINGLE, held)]
     if (path / INDEX).exists():
-        return _indexed(path, read_index(path / INDEX))
+        return _indexed(path, read_index(path / INDEX), held)
     found = sorted(one.name for one in path.glob("*.safetensors"))
     there = ", ".join(found or sorted(one.name for one in path.iterdir())[:10]) or "nothing"
     do = "name one of the files" if found else "pickled weights (.bin, .pt) are not read: write them as safetensors"
     raise IoError(f"{path} holds neither {SINGLE} nor {INDEX}, but {there}; {do}", path=str(path))
 
 
-def _indexed(folder: Path, weight_map: Mapping[str, str]) -> list[Header]:
+def _header(path: Path, held: Held) -> Header:
+    with on_disk(path, "cannot read"):
+        return read_header(path, held.fd(path))
+
+
+def _indexed(folder: Path, weight_map: Mapping[str, str], held: Held) -> list[Header]:
     headers = []
     for file in dict.fromkeys(weight_map.values()):
         if not (folder / file).exists():
             names = [name for name, home in weight_map.items() if home == file]
             says = f"{file} is missing from {folder}; {INDEX} places {len(names)} tensors in it, {names[0]!r} first"
             raise IoError(f"{says}. Fetch it, or export anew", path=str(folder / file), key=names[0], errno=2)
-        header = read_header(folder / file)
+        header = _header(folder / file, held)
         for name, home in weight_map.items():
             if home == file and name not in header.entries:
                 says = f"{folder / file} does not hold {name!r}, which {INDEX} places there"
@@ -74,36 +86,38 @@ def _indexed(folder: Path, weight_map: Mapping[str, str]) -> list[Header]:
     return headers
 
 
-@contextmanager
-def on_disk(path: Path | str, what: str) -> Iterator[None]:
-    """System errors within are raised as an IoError of that path."""
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or path
-        raise IoError(f"{what} {where}: {error.strerror}", path=str(where), errno=error.errno or 0) from error
-
-
 class Target:
     """The folder, locked, with new files in it that are not the export yet. The first rank alone has one."""
 
     def __init__(self, folder: Path, nbytes: int, names_of: Sequence[Sequence[str]], total_size: int) -> None:
         """`nbytes` will be written, `total_size` of them of tensors; `names_of`: those of each file."""
         self.folder = folder
-        if folder.suffix == ".safetensors" or (folder.exists() and not folder.is_dir()):
-            raise ValueError(got("path", str(folder), "a folder, which is made where it is missing"))
-        with on_disk(folder, "no folder can be made at"):
-            folder.mkdir(parents=True, exist_ok=True)
-        with on_disk(folder, "the folder cannot be locked:"):
-            self._lock = _locked(folder)
+        try:
+            if folder.suffix == ".safetensors" or (folder.exists() and not folder.is_dir()):
+                raise ValueError(got("path", str(folder), "a folder, which is made where it is missing"))
+            make_folder(folder)
+            self._inside = Folder(folder)
+        except OSError as error:
+            raise refused(error, folder, "Exporting") from error
+        try:
+            self._lock = FolderLock(folder, USE)
+        except BaseException as error:
+            self._inside.close()
+            if isinstance(error, OSError):
+                raise refused(error, folder, "Exporting") from error
+            raise
         try:
             with on_disk(folder, "cannot prepare"):
                 self._clear_leftovers()
                 self._refuse_without_space(nbytes)
                 self.files = self._begin(names_of, total_size)
         except BaseException:
-            self._lock.release()
+            self._let_go()
             raise
+
+    def _let_go(self) -> None:
+        self._lock.release()
+        self._inside.close()
 
     def _begin(self, names_of: Sequence[Sequence[str]], total_size: int) -> list[str]:
         """The names of the files to write, on record."""
@@ -116,14 +130,14 @@ class Target:
         weight_map = {name: file for file, names in zip(files, names_of, strict=True) for name in names}
         described = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         self._index = (json.dumps(described, indent=2, ensure_ascii=False) + "\n").encode()
-        self._write(INDEX + NEW, self._index)
-        self._sync()
+        self._inside.write(INDEX + NEW, self._index)
+        self._inside.sync()
         return files
 
     def start(self, number: int, first: bytes, nbytes: int) -> None:
         """A file of that length, with its header."""
         path = self.folder / self.files[number]
-        with on_disk(path, "cannot write"), open(path, "xb") as file:
+        with on_disk(path, "cannot write"), self._inside.new(path.name) as file:
             file.write(first)
             file.truncate(nbytes)
 
@@ -132,31 +146,25 @@ class Target:
         with on_disk(self.folder, "cannot publish in"):
             for name, content in beside.items():
                 if not self._holds(name, content):
-                    self._write(name + (WITH_INDEX if self._index else WITH_SINGLE), content)
-            self._sync()
+                    self._inside.write(name + (WITH_INDEX if self._index else WITH_SINGLE), content)
             if self._index:
                 self._publish_index()
             else:
-                os.replace(self.folder / (SINGLE + NEW), self.folder / SINGLE)
-                self._sync()
+                self._inside.rename((SINGLE + NEW, SINGLE))
                 self._rename_beside(WITH_SINGLE)
-                self._remove(self._named_in(INDEX))
-                self._remove([INDEX])
-            self._sync()
-        self._lock.release()
+                self._inside.remove(*self._named_in(INDEX), INDEX)
+            self._inside.sync()
+        self._let_go()
 
     def _publish_index(self) -> None:
-        replaced = self._named_in(INDEX)
+        # an index that a kill has left behind may name files that were gone, and are the new ones now
+        replaced = [name for name in self._named_in(INDEX) if name not in self.files]
         if replaced:
-            self._write(INDEX + OLD, (self.folder / INDEX).read_bytes())
-            self._sync()
-        os.replace(self.folder / (INDEX + NEW), self.folder / INDEX)
-        self._sync()
-        self._remove([SINGLE])  # from here on the index counts
-        self._sync()
+            self._inside.write(INDEX + OLD, (self.folder / INDEX).read_bytes())
+        self._inside.rename((INDEX + NEW, INDEX))
+        self._inside.remove(SINGLE)  # from here on the index counts
         self._rename_beside(WITH_INDEX)
-        self._remove(replaced)
-        self._remove([INDEX + OLD])
+        self._inside.remove(*replaced, INDEX + OLD)
 
     def _holds(self, name: str, content: bytes) -> bool:
         try:
@@ -165,10 +173,8 @@ class Target:
             return False
 
     def _rename_beside(self, waiting: str) -> None:
-        for name in BESIDE:
-            if (self.folder / (name + waiting)).exists():
-                os.replace(self.folder / (name + waiting), self.folder / name)
-        self._sync()
+        there = [name for name in BESIDE if (self.folder / (name + waiting)).exists()]
+        self._inside.rename(*((name + waiting, name) for name in there))
 
     def _settle_beside(self) -> None:
         """What a kill left waiting: its weights have their name already, or else it never counts."""
@@ -177,30 +183,30 @@ class Target:
             if not any((self.folder / name).exists() for name in names):
                 continue
             if (self.folder / (weights + NEW)).exists():
-                self._remove(names)
-                self._sync()  # before their weights go: without these, they would seem to have been published
+                self._inside.remove(*names)
+                self._inside.sync()  # before their weights go: without these, they would seem to have been published
                 continue
             if weights == INDEX:
-                self._remove([SINGLE])
-                self._sync()
+                self._inside.remove(SINGLE)
             self._rename_beside(waiting)
 
     def abandon(self) -> None:
-        """Clear away what was begun."""
+        """Clear away what was begun, unless it is published."""
+        if self._inside.fd < 0:
+            return
         try:
             with on_disk(self.folder, "cannot clear"):
                 self._clear_leftovers()
         finally:
-            self._lock.release()
+            self._let_go()
 
     def _clear_leftovers(self) -> None:
         """Files of an export that nobody finished, or whose removal nobody did."""
         self._settle_beside()
         current = set(self._named_in(INDEX))
         for record in (INDEX + NEW, INDEX + OLD):
-            self._remove([name for name in self._named_in(record) if name not in current])
-            self._remove([record])
-        self._remove([SINGLE + NEW])
+            self._inside.remove(*(name for name in self._named_in(record) if name not in current), record)
+        self._inside.remove(SINGLE + NEW)
 
     def _named_in(self, index: str) -> list[str]:
         try:
@@ -216,28 +222,15 @@ class Target:
                 "that is there stays until the new one is whole); make room, choose another disk or a narrower dtype"
             )
 
-    def _write(self, name: str, content: bytes) -> None:
-        with open(self.folder / name, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
 
-    def _remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            (self.folder / name).unlink(missing_ok=True)
-
-    def _sync(self) -> None:
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _locked(folder: Path) -> FolderLock:
+@contextmanager
+def begun(folder: Folder, name: str) -> Iterator[int]:
+    """A descriptor of a file that `Target.start` made in the folder: a plain file with this name and no other."""
+    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder.fd)
     try:
-        return FolderLock(folder)
-    except IoError as error:
-        who = str(error).partition(". ")[0]
-        do = "wait for it, or export into another folder"
-        raise IoError(f"{who}; {do}", path=error.path, errno=error.errno) from error
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            raise OSError(errno.ELOOP, "somebody has put another file in its place", name)
+        yield fd
+    finally:
+        os.close(fd)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerokern.core.errors import StateError, got
+from zerokern.memory.room import refuse_beyond
 from zerokern.saving.ranks import Ranks
 from zerokern.saving.staging import crc32c
 from zerokern.saving.values import decode, encode
-from zerokern.zero.sharded import Sharded
+from zerokern.zero.kinds import is_divided
 
 __all__ = ["EachRank", "Kept", "described", "targets_of"]
 
@@ -83,7 +83,7 @@ def _digest(tree: Any, tensors: dict[str, Tensor]) -> str:
     said: list[Any] = [tree]
     for key, tensor in tensors.items():
         said.append([key, str(tensor.dtype), list(tensor.shape)])
-        if not isinstance(tensor, (DTensor, Sharded)):
+        if not is_divided(tensor):
             plain = tensor.detach().cpu().contiguous()
             said.append(crc32c(plain.data_ptr(), plain.numel() * plain.element_size()))
     return json.dumps(said)
@@ -117,17 +117,17 @@ def targets_of(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str, A
 
 def wanted(tree: Mapping[str, Any], rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
     """Room for the tensors of extra that this rank needs, by their keys in the checkpoint."""
-    found = {}
+    keys: list[str] = []
     for number, (_, entry) in enumerate(tree.items()):
         each = entry.get(EACH)
         places = [_place(number, None)("")]
         if each is not None:
             some = [ranks.rank] if len(each) == ranks.size else range(len(each))
             places = [_place(number, rank)("") for rank in some]
-        for key, row in rows.items():
-            if key.startswith(tuple(places)):
-                found[key] = torch.empty(tuple(row.shape), dtype=getattr(torch, row.dtype), device="cpu")
-    return found
+        keys += [key for key in rows if key.startswith(tuple(places))]
+    refuse_beyond(sum(rows[key].nbytes for key in keys), "extra of the checkpoint")
+    dtypes = {key: getattr(torch, rows[key].dtype) for key in keys}
+    return {key: torch.empty(tuple(rows[key].shape), dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
 
 
 def decoded(tree: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:

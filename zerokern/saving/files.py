@@ -9,20 +9,22 @@ from __future__ import annotations
 import os
 import sys
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from zerokern.core.errors import IoError
+from zerokern.io.advice import failed
 from zerokern.io.engine import Faults
 from zerokern.io.files import NO_FALLOCATE, fallocate
 from zerokern.io.ticket import Ticket
 from zerokern.saving.index import FileRow
-from zerokern.saving.pieces import pieces
 from zerokern.saving.reading import FileReader
-from zerokern.saving.staging import BLOCK, SLOT, WRITE, Staging, address_of, copy, crc32c, failed
+from zerokern.saving.staging import BLOCK, WRITE, Staging, address_of, copy, crc32c
 
-__all__ = ["FileReader", "FileRow", "FileWriter"]
+__all__ = ["FileReader", "FileRow", "FileWriter", "pieces"]
 
 CACHED = 256 << 10  # bytes that are copied, then summed while they are in the processor's cache
 GROW, MOST_GROW = 16 << 20, 1 << 30  # bytes asked of the file system at a time, ahead of writing
@@ -54,7 +56,7 @@ class FileWriter:
         self.path = path
         self.nbytes = 0  # appended so far
         self._sums = array("I")
-        self._sum = self._summed = 0  # of the block under way, and how many of its bytes that is
+        self._sum = 0  # of the block under way
         self._allocated = self._written = 0
         self._reserves = True
         self._slot = self._filled = 0  # the slot that is being filled, and its bytes so far
@@ -84,7 +86,7 @@ class FileWriter:
             self._copy(address_of(data), len(data))
             self.nbytes += len(data)
             return begin
-        for piece in pieces(data, SLOT):
+        for piece in pieces(data, BLOCK):
             if piece.device.type == "cpu":
                 self._copy(piece.data_ptr(), piece.numel())
             else:
@@ -99,8 +101,8 @@ class FileWriter:
     def finish(self) -> FileRow:
         """Writes what is left, and the table; returns when all of it lasts."""
         table = self.nbytes
-        if self._summed:
-            self._sums.append(self._sum)
+        if self._filled:
+            self._end_block()
         if sys.byteorder == "big":
             self._sums.byteswap()
         sums = self._sums.tobytes()
@@ -140,7 +142,7 @@ class FileWriter:
         """Copies into the slots."""
         staging = self._open
         while nbytes:
-            part = min(nbytes, CACHED, SLOT - self._filled)
+            part = min(nbytes, CACHED, BLOCK - self._filled)
             copy(staging.slots[self._slot].ptr + self._filled, address, part)
             self._advance(part, checked)
             address += part
@@ -150,26 +152,24 @@ class FileWriter:
         """A slot at a time: each copy waits for the device."""
         staging = self._open
         while piece.numel():
-            part = min(piece.numel(), SLOT - self._filled)
+            part = min(piece.numel(), BLOCK - self._filled)
             staging.bytes[self._slot][self._filled : self._filled + part].copy_(piece[:part])
             self._advance(part, True)
             piece = piece[part:]
 
     def _advance(self, nbytes: int, checked: bool) -> None:
-        """The slot holds so many bytes more: sums them, and sends it when it is full."""
-        address, rest = self._open.slots[self._slot].ptr + self._filled, nbytes
-        while checked and rest:
-            part = min(rest, BLOCK - self._summed)
-            self._sum = crc32c(address, part, self._sum)
-            self._summed += part
-            if self._summed == BLOCK:
-                self._sums.append(self._sum)
-                self._sum = self._summed = 0
-            address += part
-            rest -= part
+        """The slot, which is a block of the file, holds so many bytes more: sums them, and sends it when it is full."""
+        if checked:
+            self._sum = crc32c(self._open.slots[self._slot].ptr + self._filled, nbytes, self._sum)
         self._filled += nbytes
-        if self._filled == SLOT:
+        if self._filled == BLOCK:
+            if checked:
+                self._end_block()
             self._flush()
+
+    def _end_block(self) -> None:
+        self._sums.append(self._sum)
+        self._sum = 0
 
     def _flush(self) -> None:
         """Sends the slot on its way, and waits until the next one is free."""
@@ -220,3 +220,23 @@ class FileWriter:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """The bytes of a tensor in row-major order: where they lie, if contiguous, else copies of at most `most` bytes.
+
+    >>> [piece.tolist() for piece in pieces(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).t(), most=2)]
+    [[1, 3], [2, 4]]
+    """
+    tensor = tensor.detach()
+    nbytes = tensor.numel() * tensor.itemsize
+    if not nbytes:
+        return
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous() or nbytes <= most or not tensor.ndim:
+        yield tensor.contiguous().view(-1).view(torch.uint8)
+        return
+    step = most * len(tensor) // nbytes
+    for row in range(0, len(tensor), max(step, 1)):
+        yield from pieces(tensor[row : row + step] if step else tensor[row], most)

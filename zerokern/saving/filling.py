@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
+from zerokern.memory.here import Cuboid, Here
 from zerokern.optim.disk_state import stand_ins
 from zerokern.saving.formats import MASTERS, exact_values, is_coded, master_kind, moment, published, refuse_infinite
+from zerokern.saving.landing import Parts
 from zerokern.saving.optimizers import Steps, Wanted
-from zerokern.saving.planners import Parts, Region
-from zerokern.zero.boxes import Cuboid
-from zerokern.zero.sharded import Sharded
+from zerokern.zero.homes import here_of_state
+from zerokern.zero.kinds import here_of, local_of
 
 __all__ = ["Batch", "StatePlan", "Straight", "TensorPlan", "converted", "on_disk", "refuse_without_room", "waiting"]
 
@@ -80,17 +80,17 @@ class Batch:
         self.nbytes = 0
         self._after: list[Callable[[], Any]] = []
 
-    def part(self, source: str, region: Region, begin: int, flat: Tensor, key: str = "", numel: int = -1) -> None:
+    def part(self, source: str, here: Here, begin: int, flat: Tensor, key: str = "", numel: int = -1) -> None:
         """Read this rank's elements from `begin` on of a tensor into `flat`."""
-        parts = self.items.setdefault(source, Parts(region.shape_of(key)))
-        parts.add(region.cuboids(begin, flat.numel() if numel < 0 else numel, key), flat)
+        there = here.within(begin, flat.numel() if numel < 0 else numel).of(key)
+        self.items.setdefault(source, Parts(there.shape)).add(there.boxes(), flat)
 
-    def room(self, source: str, region: Region, begin: int, numel: int, dtype: torch.dtype, key: str = "") -> Tensor:
+    def room(self, source: str, here: Here, begin: int, numel: int, dtype: torch.dtype, key: str = "") -> Tensor:
         """The same, into memory for as long as the batch lasts."""
         count = -(-numel // BLOCK) if key.endswith("_scale") else numel
         flat = torch.empty(count, dtype=dtype, device="cpu")
         self.nbytes += flat.nbytes
-        self.part(source, region, begin, flat, key, numel)
+        self.part(source, here, begin, flat, key, numel)
         return flat
 
     def scalar(self, source: str, saved: tuple[torch.dtype, torch.Size], target: Tensor) -> None:
@@ -132,11 +132,11 @@ class Straight:
 class Around:
     """Elements of a box, whose int8 blocks reach beyond it: the whole blocks that they lie in."""
 
-    def __init__(self, region: Region, begin: int, numel: int) -> None:
-        total = region.shape.numel()
-        self.whole, self.numel = Region.span(region.shape, 0, total), numel
-        self.strides = [prod(region.shape[dim + 1 :]) for dim in range(len(region.shape))]
-        self.cuboids: list[Cuboid] = region.cuboids(begin, numel)
+    def __init__(self, here: Here, begin: int, numel: int) -> None:
+        total = here.shape.numel()
+        self.whole, self.numel = Here.span(here.shape, 0, total), numel
+        self.strides = [prod(here.shape[dim + 1 :]) for dim in range(len(here.shape))]
+        self.cuboids: list[Cuboid] = here.within(begin, numel).boxes()
         last = [tuple(at + size - 1 for at, size in zip(at, sizes, strict=True)) for at, sizes, _ in self.cuboids]
         self.begin = min(self._flat(at) for at, _, _ in self.cuboids) // BLOCK * BLOCK
         self.end = min(-(-(max(map(self._flat, last)) + 1) // BLOCK) * BLOCK, total)
@@ -153,15 +153,14 @@ class Around:
         return made
 
 
-def _in_blocks(region: Region) -> bool:
+def _in_blocks(here: Here) -> bool:
     """Whether what is here begins with a block of the whole, and goes on as the whole does."""
-    return tuple(region.sizes) == tuple(region.shape) and region.start % BLOCK == 0
+    return here.sizes == here.shape and here.start % BLOCK == 0
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
     """Memory for this rank's elements of a tensor, 1-D, and what brings them into place where they do not lie so."""
-    local = tensor.local if isinstance(tensor, Sharded) else tensor
-    local = (local._local_tensor if isinstance(local, DTensor) else local).detach()
+    local = local_of(tensor).detach()
     if local.is_contiguous():
         return local.view(-1), None
     apart = torch.empty(local.shape, dtype=local.dtype, device=local.device)
@@ -175,25 +174,25 @@ def converted(tensors: Sequence[TensorPlan], states: Sequence[StatePlan], entrie
     """
     batch = Batch()
     for tensor in tensors:
-        region = Region.of(tensor.tensor)
+        here = here_of(tensor.tensor)
         flat, bring = _flat(tensor.tensor)
-        for begin in range(0, region.numel, PIECE):
-            _convert_tensor(batch, tensor, region, flat[begin : begin + PIECE], begin)
-            if bring is not None and begin + PIECE >= region.numel:
+        for begin in range(0, here.numel, PIECE):
+            _convert_tensor(batch, tensor, here, flat[begin : begin + PIECE], begin)
+            if bring is not None and begin + PIECE >= here.numel:
                 batch.then(bring)
             if batch.nbytes >= MOST:
                 yield batch
                 batch = Batch()
     for state in states:
-        region = Region.of_state(state.param)
+        here = here_of_state(state.param)
         made = {key: _flat(one) for key, one in entries(state).items() if state.makes(key) and isinstance(one, Tensor)}
         there = {key: flat for key, (flat, _) in made.items()}
-        more = 1 if _in_blocks(region) else -(-region.shape.numel() // max(region.numel, 1))
+        more = 1 if _in_blocks(here) else -(-here.shape.numel() // max(here.numel, 1))
         piece = max(PIECE // more // BLOCK * BLOCK, BLOCK)  # around it may lie as much as other ranks have
-        for begin in range(0, region.numel, piece):
-            numel = min(piece, region.numel - begin)
-            convert_state(batch, state, region, begin, numel, _cells(there, begin, numel))
-            for _, bring in made.values() if begin + piece >= region.numel else ():
+        for begin in range(0, here.numel, piece):
+            numel = min(piece, here.numel - begin)
+            convert_state(batch, state, here, begin, numel, _cells(there, begin, numel))
+            for _, bring in made.values() if begin + piece >= here.numel else ():
                 if bring is not None:
                     batch.then(bring)
             if batch.nbytes >= MOST:
@@ -211,10 +210,10 @@ def _cells(there: Mapping[str, Tensor], begin: int, numel: int) -> dict[str, Ten
     return made
 
 
-def _convert_tensor(batch: Batch, plan: TensorPlan, region: Region, flat: Tensor, begin: int) -> None:
-    values = {"param": batch.room(plan.source, region, begin, flat.numel(), plan.dtype)}
+def _convert_tensor(batch: Batch, plan: TensorPlan, here: Here, flat: Tensor, begin: int) -> None:
+    values = {"param": batch.room(plan.source, here, begin, flat.numel(), plan.dtype)}
     for key, (source, dtype) in plan.beside.items():
-        values[key] = batch.room(source, region, begin, flat.numel(), dtype)
+        values[key] = batch.room(source, here, begin, flat.numel(), dtype)
 
     def put() -> None:
         half = (torch.bfloat16, torch.float16, torch.float32)
@@ -230,16 +229,16 @@ def _convert_tensor(batch: Batch, plan: TensorPlan, region: Region, flat: Tensor
 
 
 def convert_state(
-    batch: Batch, plan: StatePlan, region: Region, begin: int, numel: int, cells: Mapping[str, Tensor]
+    batch: Batch, plan: StatePlan, here: Here, begin: int, numel: int, cells: Mapping[str, Tensor]
 ) -> None:
     """Read what a span's state is to be made of, and put it into `cells`, which begin with the span."""
     values: dict[str, Tensor] = {}
 
     def read(key: str) -> None:
         if key not in values and key in plan.saved:
-            values[key] = batch.room(f"{plan.prefix}{key}", region, begin, numel, plan.saved[key][0], key)
+            values[key] = batch.room(f"{plan.prefix}{key}", here, begin, numel, plan.saved[key][0], key)
 
-    around = None if _in_blocks(region) else Around(region, begin, numel)
+    around = None if _in_blocks(here) else Around(here, begin, numel)
     coded: dict[str, tuple[Tensor, Tensor]] = {}
     for key in plan.moments:
         if around is not None and is_coded(key, plan.saved[key][0]):
@@ -259,7 +258,7 @@ def convert_state(
         read(key)
         read(f"{key}_scale")
     if plan.masters:
-        values["param"] = batch.room(plan.value[0], region, begin, numel, plan.value[1])
+        values["param"] = batch.room(plan.value[0], here, begin, numel, plan.value[1])
         for key in MASTERS:
             read(key)
 
@@ -289,10 +288,10 @@ def refuse_without_room(steps: Steps, plans: Mapping[int, StatePlan]) -> None:
         return
     nbytes = 0
     for plan in plans.values():
-        numel, whole = Region.of_state(plan.param).numel, Region.of_state(plan.param).shape
+        here = here_of_state(plan.param)
         for key, (dtype, shape) in plan.wanted.items():
-            per = BLOCK if key.endswith("_scale") else 1
-            nbytes += -(-numel // per) * dtype.itemsize if shape == whole or per == BLOCK else 0
+            there = here.of(key)
+            nbytes += there.numel * dtype.itemsize if shape == there.shape else 0
     if not nbytes:
         return
     disk.open()
@@ -312,16 +311,16 @@ def on_disk(steps: Steps, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
     inflow = steps.inflow()
     if inflow is None:
         return
-    regions = {number: Region.of_state(plan.param) for number, plan in plans.items()}
+    held = {number: here_of_state(plan.param) for number, plan in plans.items()}
     for some in inflow.rounds():
         batch = Batch()
         for number, place, cells in some.parts:
-            plan, region = plans[number], regions[number]
+            plan, here = plans[number], held[number]
             for key, cell in cells.items():
                 if plan.straight(key):
-                    batch.part(f"{plan.prefix}{key}", region, place.start, cell, key, place.numel)
+                    batch.part(f"{plan.prefix}{key}", here, place.start, cell, key, place.numel)
             if plan.converts:
-                convert_state(batch, plan, region, place.start, place.numel, cells)
+                convert_state(batch, plan, here, place.start, place.numel, cells)
         yield batch
         inflow.put(some)
     inflow.finish()
@@ -332,6 +331,6 @@ def waiting(steps: Steps, plans: Mapping[int, StatePlan], key: str) -> Batch:
     batch, pieces = Batch(), steps.pieces()
     for number, plan in plans.items():
         flat = pieces[number].detach().view(-1)
-        batch.part(f"{plan.prefix}{key}", Region.of_state(plan.param), 0, flat)
+        batch.part(f"{plan.prefix}{key}", here_of_state(plan.param), 0, flat)
     batch.then(lambda: steps.pend(list(plans)))
     return batch

@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 
 from zerokern.core.errors import BudgetError, IoError
-from zerokern.io.files import refused, sync_folder
-from zerokern.io.lock import FolderLock, Holder
+from zerokern.io.advice import refused
+from zerokern.io.files import make_folder, sync_folder
+from zerokern.io.lock import FolderLock, Use
+from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 from zerokern.saving.index import NAME, Index
 from zerokern.saving.published import LOCK, METADATA, Published, data_name, latest, leftovers, why_broken
@@ -26,26 +28,14 @@ __all__ = ["Draft", "Published", "latest"]
 FREEING = "zerokern frees what a checkpoint took"
 APPEARS_S = 10.0  # a network file system shows a new name to other hosts when its cache allows
 MARGIN_NBYTES = 1 << 20  # for the indices, whose length is not known before
+USE = Use(
+    "the checkpoint folder",
+    "a save",
+    "; two jobs must not save into one folder: wait for that one, or choose another folder",
+    "; the save before this one has not ended: call wait() of what it returned",
+)
 
 _log = logging.getLogger("zerokern.saving")
-
-
-class SaveLock(FolderLock):
-    """The lock of the folder while a save writes into it."""
-
-    def _refusal(self, holder: Holder | str) -> IoError:
-        mine = isinstance(holder, Holder) and holder.is_here()
-        advice = (
-            "the save before this one has not ended: call wait() of what it returned"
-            if mine
-            else "two jobs must not save into one folder: wait for that one, or choose another folder"
-        )
-        by = "a save whose zerokern.lock somebody has removed" if isinstance(holder, str) else holder
-        return IoError(
-            f"the checkpoint folder {self.path.parent} is in use by {by}; {advice}",
-            path=str(self.path),
-            errno=errno.EWOULDBLOCK,
-        )
 
 
 class Draft:
@@ -59,7 +49,7 @@ class Draft:
     {'step': 100}
     """
 
-    def __init__(self, folder: Path, save_id: str, rank: int, lock: SaveLock | None, made: bool = False) -> None:
+    def __init__(self, folder: Path, save_id: str, rank: int, lock: FolderLock | None, made: bool = False) -> None:
         self.folder, self.save_id, self.rank = folder, save_id, rank
         self._lock, self._made = lock, made
         self._unnamed: list[int] = []  # open files without a name
@@ -71,8 +61,8 @@ class Draft:
         save_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         lock, made = None, False
         try:
-            made = _make(folder)
-            lock = SaveLock(folder)
+            made = make_folder(folder)
+            lock = FolderLock(folder, USE)
             before = _before(folder)
             _finish_renames(folder, before)
             if left := leftovers(folder, before):
@@ -96,7 +86,7 @@ class Draft:
         """The same draft on another rank, which must see the folder that rank 0 took."""
         folder = Path(path)
         until = time.monotonic() + APPEARS_S
-        while not (folder / LOCK).exists():
+        while not _appeared(folder):
             if time.monotonic() > until:
                 raise IoError(
                     f"rank {rank} does not see {folder} as rank 0 made it: there is no {LOCK} in it. All ranks save "
@@ -122,15 +112,12 @@ class Draft:
                 path=str(self.folder),
                 errno=errno.EBADMSG,
             )
-        new_index, new_metadata = self.folder / f"{NAME}.new", self.folder / f"{METADATA}.{self.save_id}.new"
+        new_index, new_metadata = f"{NAME}.new", f"{METADATA}.{self.save_id}.new"
         try:
-            _write(new_metadata, metadata)
-            _write(new_index, index.dump())
-            sync_folder(self.folder)
-            os.rename(new_index, self.folder / NAME)
-            self._made = False
-            os.rename(new_metadata, self.folder / METADATA)
-            sync_folder(self.folder)
+            with Folder(self.folder) as folder:
+                folder.write(new_metadata, metadata)
+                folder.write(new_index, index.dump())
+                folder.rename((new_index, NAME), (new_metadata, METADATA))
         except OSError as error:
             raise refused(error, self.folder, "Publishing the checkpoint") from error
         self._remove(leftovers(self.folder, index))
@@ -172,6 +159,13 @@ class Draft:
                 threading.Thread(target=os.close, args=(self._unnamed.pop(),), name=FREEING).start()
 
 
+def _appeared(folder: Path) -> bool:
+    try:
+        return (folder / LOCK).exists()
+    except OSError as error:
+        raise refused(error, folder, "Saving") from error
+
+
 def _unlink(path: Path) -> int:
     """The name is gone on return. What the file took is given back when the number returned is closed, which belongs
     into the background: a quarter of a second per GB, as much as writing it again may take."""
@@ -189,19 +183,6 @@ def _await_freed() -> None:
     for thread in threading.enumerate():
         if thread.name == FREEING:
             thread.join()
-
-
-def _make(folder: Path) -> bool:
-    """Makes a folder and those above it so that they last; False where it was there."""
-    if folder.is_dir():
-        return False
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    for one in reversed(missing):
-        os.mkdir(one)
-        sync_folder(one.parent)
-    if not missing:
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    return True
 
 
 def _remove_empty(folder: Path) -> None:
@@ -237,10 +218,10 @@ def _before(folder: Path) -> Index | None:
 def _finish_renames(folder: Path, index: Index | None) -> None:
     """A kill between the two renames leaves torch's index of the older checkpoint, whose files are about to go."""
     if index is not None:
-        new = folder / f"{METADATA}.{index.save_id}.new"
-        if new.exists():
-            os.rename(new, folder / METADATA)
-            sync_folder(folder)
+        new = f"{METADATA}.{index.save_id}.new"
+        if (folder / new).exists():
+            with Folder(folder) as there:
+                there.rename((new, METADATA))
 
 
 def _refuse_beyond_free(folder: Path, nbytes: int, before: Index | None) -> None:
@@ -256,12 +237,3 @@ def _refuse_beyond_free(folder: Path, nbytes: int, before: Index | None) -> None
         f"  {'free':<22}{amount(free):>12}{kept}\n"
         "Remove older checkpoints, or save to another file system"
     )
-
-
-def _write(path: Path, data: bytes) -> None:
-    """A file that is on the disk when this returns; its name is not yet."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(fd)

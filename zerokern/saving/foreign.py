@@ -6,25 +6,27 @@ import errno
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.storage import StorageReader
 
 from zerokern.core.errors import IoError
+from zerokern.io.advice import refused
+from zerokern.saving.archive import BROKEN
 from zerokern.saving.foreign_torch import TorchFile, Universal, loaded, sorted_in, universal_folder
+from zerokern.saving.held import likeness
 from zerokern.saving.index import NAME as INDEX_NAME
-from zerokern.saving.index import Box, TensorRow
+from zerokern.saving.index import Box, TensorRow, itemsize, refuse_uncovered
 from zerokern.saving.pickled import Record, dcp_metadata
-from zerokern.saving.published import METADATA, Published
-from zerokern.saving.source import Foreign, Source
+from zerokern.saving.published import DATA, METADATA, Published
+from zerokern.saving.saved import Saved
+from zerokern.saving.source import Foreign, Source, sound
 
-__all__ = ["Dcp", "Ours", "open_checkpoint"]
+__all__ = ["Dcp", "open_checkpoint"]
 
-Told = Callable[[int], object]
+MOST_PARTS = 256  # of a name: how deep a dictionary is nested
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:
@@ -36,6 +38,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     zerokern.core.errors.IoError: no such folder does not exist. No other checkpoint was ever published in it ...
     """
     place = Path(path)
+    try:
+        with sound(place, TypeError, ValueError):
+            return _opened(place)
+    except OSError as error:
+        raise refused(error, place, "Loading") from error
+
+
+def _opened(place: Path) -> Source:
     if place.is_file():
         _refuse_safetensors(place, [place])
         return TorchFile(place)
@@ -47,31 +57,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
         if place.is_dir():
             _refuse_safetensors(place, sorted(place.glob("*.safetensors")))
             _refuse_unconverted(place)
-    return Ours(Published.open(place))
-
-
-class Ours(Source):
-    """A checkpoint that zk.save published."""
-
-    kind = "zerokern"
-
-    def __init__(self, published: Published) -> None:
-        self.published, self.path = published, published.folder
-        self.tensors, self.values = published.index.tensors, published.index.values
-
-    def storage_reader(self, on_progress: Told | None = None) -> StorageReader:
-        from zerokern.saving.storage import Reader
-
-        return Reader(self.published, on_progress)
-
-    def damage(self, rank: int = 0, world: int = 1, on_progress: Told | None = None) -> Iterator[IoError]:
-        from zerokern.saving.storage import Reader
-
-        return Reader(self.published, on_progress).damage(rank, world)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.table for file in self.published.index.files)
+    return Saved(Published.open(place, hold=True))
 
 
 class Dcp(Foreign):
@@ -81,10 +67,10 @@ class Dcp(Foreign):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        metadata = dcp_metadata(path / METADATA)
+        metadata = dcp_metadata((path / METADATA).read_bytes(), path / METADATA)
         try:
             tensors, values = self._described(metadata)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise IoError(
                 f"{path / METADATA} was edited, or a torch wrote it that is newer than this zerokern: {error}",
                 path=str(path / METADATA),
@@ -109,22 +95,49 @@ class Dcp(Foreign):
                 self.files.append(name)
             offset = at.get("offset")
             spot = (numbers[name], int(where["offset"]), int(where["length"]))
+            if min(spot) < 0:
+                raise ValueError(f"an item of {name} is at {spot[1]}, {spot[2]} bytes long")
             stored[at["fqn"], None if offset is None else tuple(offset)] = spot
+        self._refuse_our_own()
         self._check_lengths(stored.values())
         paths = metadata.get("planner_data") or {}
-        tensors, values = {}, {}
+        tensors: dict[tuple[Any, ...], TensorRow] = {}
+        values: dict[tuple[Any, ...], Box] = {}
         for key, one in metadata["state_dict_metadata"].items():
             place = tuple(paths[key]) if isinstance(paths, dict) and key in paths else (key,)
+            if len(place) > MOST_PARTS:
+                raise ValueError(f"the name of {key!r} has {len(place)} parts")
+            if place in tensors or place in values:
+                raise ValueError(f"two of its tensors are called {'.'.join(map(str, place))}")
             if one.name.endswith("BytesStorageMetadata"):
                 number, start, length = stored[key, None]
                 values[place] = Box(number, start, (), (), (start, length))
                 continue
             row = tensors[place] = TensorRow(_dtype(one["properties"]), tuple(one["size"]))
-            for chunk in one["chunks"]:
-                offsets, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
-                number, start, length = stored[key, offsets]
-                row.boxes.append(Box(number, start, offsets, sizes, (start, length)))
+            if len(one["chunks"]) > len(stored):
+                raise ValueError(f"{key!r} is in {len(one['chunks'])} boxes, and {len(stored)} are stored in all")
+            boxes = [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in one["chunks"]]
+            refuse_uncovered(key, row.shape, boxes)
+            each = itemsize(row.dtype)
+            for offsets, sizes in boxes:
+                box = Box(*stored[key, offsets][:2], offsets, sizes, stored[key, offsets][1:])
+                if box.numel * each > box.item[1]:
+                    raise ValueError(f"{key!r} at {offsets} is {sizes} large, and has {box.item[1]} bytes")
+                row.boxes.append(box)
         return tensors, values
+
+    def _refuse_our_own(self) -> None:
+        """What zk.save wrote, seen through torch's index alone: tensors without checksums, and nothing of the rest."""
+        ours = next((name for name in self.files if DATA.fullmatch(name)), None)
+        if ours is not None:
+            raise IoError(
+                f"{self.path} is a checkpoint of zk.save ({ours}) without its {INDEX_NAME}, which has the checksums, "
+                "the optimizer's options and counters, extra and the random state: without them training would go on "
+                "from somewhere else. Restore that file from a copy, or load another checkpoint; the tensors alone "
+                "are read by torch.distributed.checkpoint.load",
+                path=str(self.path / INDEX_NAME),
+                errno=errno.ENOENT,
+            )
 
     def _check_lengths(self, spots: Any) -> None:
         ends: dict[int, int] = {}
@@ -142,6 +155,9 @@ class Dcp(Foreign):
                     errno=errno.ENOENT if found is None else errno.ENODATA,
                 )
 
+    def likeness(self) -> str:
+        return f"files with the digest {likeness([self.path / name for name in (METADATA, *self.files)])}"
+
     def _item(self, box: Box, key: str) -> bytes:
         """The zip of one item, its checksums verified where torch has written them."""
         file = self.path / self.files[box.file]
@@ -154,7 +170,8 @@ class Dcp(Foreign):
                 for entry in archive.infolist():
                     if entry.CRC:  # 0: the writer was told to leave it out
                         archive.read(entry)
-        except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
+                    self.summed &= bool(entry.CRC or not entry.file_size)
+        except BROKEN as error:
             raise IoError(
                 f"{file} at offset {start}, {length} bytes: {key} is damaged: {error}. Restore the file from a copy",
                 path=str(file),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import pickle
 import re
 import zipfile
@@ -15,15 +16,18 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import IoError, StateError
+from zerokern.saving.archive import Archive
+from zerokern.saving.held import likeness
 from zerokern.saving.index import Box, TensorRow
-from zerokern.saving.naming import bare, groups, named, parameter
-from zerokern.saving.pickled import Stored, stored_tensor, torch_file
+from zerokern.saving.naming import Named, bare, groups, named, parameter
+from zerokern.saving.pickled import Stored, damaged, end_of, inert
 from zerokern.saving.source import Foreign, dtype_name
 from zerokern.saving.values import encode
 
 __all__ = ["TorchFile", "Universal", "loaded", "sorted_in", "universal_folder"]
 
 Place = tuple[Any, ...]
+LEGACY = 5  # pickles at the beginning of a file: magic number, protocol, machine, content, names of storages
 
 _log = logging.getLogger("zerokern.saving")
 
@@ -54,7 +58,7 @@ def loaded(file: Any, path: Path, key: str = "", *, mapped: bool = False) -> Any
 
 def sorted_in(source: Foreign, tensors: set[Place], values: Mapping[Place, Any]) -> dict[Place, str]:
     """The keys of tensors that lie in files. Values go into `source`: groups, state that is a number, and the rest."""
-    found = named(list(tensors), list(values))
+    found = _named(source, tensors, values)
     source.numbered = found.numbered
     for place, key in found.keys.items():
         if place in values and isinstance(values[place], bool | int | float | Tensor):
@@ -81,6 +85,13 @@ def sorted_in(source: Foreign, tensors: set[Place], values: Mapping[Place, Any])
             source.hold(f"extra.{number}.{key.removeprefix('extra.')}", tensor)
     keys |= {place: f"rest.{'.'.join(map(str, place))}" for place in found.rest if place in tensors}
     return keys
+
+
+def _named(source: Foreign, tensors: Iterable[Place], values: Iterable[Place]) -> Named:
+    try:
+        return named(list(tensors), list(values))
+    except ValueError as error:
+        raise damaged(source.path, str(error)) from error
 
 
 def _clean(all_groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
@@ -126,26 +137,76 @@ class TorchFile(Foreign):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        # The form before torch 1.6 is no zip and cannot be mapped.
-        found = loaded(path, path, mapped=zipfile.is_zipfile(path))
+        self._archive = _archive(path)
+        self.summed = self._archive is not None and self._archive.summed
+        found = loaded(path, path, mapped=self._archive is not None and self._archive.mapped)
         if not isinstance(found, Mapping):
             raise IoError(
                 f"{path} holds a {type(found).__name__}, no dict of tensors by name: save model.state_dict() instead",
                 path=str(path),
                 errno=errno.EINVAL,
             )
-        leaves = {tuple(place): value for place, value in flat(found) if value is not None}
-        self._tensors = {place: one for place, one in leaves.items() if isinstance(one, Tensor)}
-        others = {place: one for place, one in leaves.items() if place not in self._tensors}
-        names = named(list(self._tensors), list(others))
+        leaves = _leaves(found, path)
+        tensors = {place: one for place, one in leaves.items() if isinstance(one, Tensor)}
+        others = {place: one for place, one in leaves.items() if place not in tensors}
         # Tensors among the other values come with them: a scheduler's, a generator's state.
-        beside = {place: self._tensors[place] for place in names.rest if place in self._tensors}
-        kept = set(self._tensors) - beside.keys()
-        for place, key in sorted_in(self, kept, others | beside).items():
-            self.hold(key, self._tensors[place].detach())
+        beside = {place: tensors[place] for place in _named(self, tensors, others).rest if place in tensors}
+        stored = _leaves(self._archive.content, path) if self._archive is not None else {}
+        for place in beside:
+            self._check(stored.get(place), ".".join(map(str, place)))
+        self._stored: dict[str, Any] = {}
+        for place, key in sorted_in(self, set(tensors) - beside.keys(), others | beside).items():
+            self.hold(key, tensors[place].detach())
+            self._stored[key] = stored.get(place)
+
+    def likeness(self) -> str:
+        return f"a file with the digest {likeness([self.path])}"
+
+    def _check(self, stored: Any, key: str) -> None:
+        if self._archive is not None and isinstance(stored, Stored):
+            self._archive.check(stored, key)
+
+    def fetch(self, key: str, box: Box) -> Tensor:
+        """One box; the checksum of what it lies in is compared before."""
+        self._check(self._stored.get(self._first.get(key, key)), key)
+        return super().fetch(key, box)
 
     def _load(self, key: str, box: Box) -> Tensor:
         raise StateError(f"{self.path} has no {key}")  # all of them are held
+
+
+def _archive(path: Path) -> Archive | None:
+    """The zip, looked at; None for the form before torch 1.6, which is no zip, and whose pickles are looked at here."""
+    try:
+        if zipfile.is_zipfile(path):
+            return Archive(path)
+    except zipfile.BadZipFile as error:
+        raise damaged(path, str(error)) from error
+    with open(path, "rb") as file:
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                at = 0
+                for _ in range(LEGACY):
+                    begin, at = at, end_of(data, at)
+                    inert(data[begin:at], path)
+        except ValueError as error:
+            raise damaged(path, str(error)) from error
+    return None
+
+
+def _leaves(found: Any, path: Path) -> dict[Place, Any]:
+    """Of a file, which has more bytes than leaves, unless its dictionaries hold each other again and again."""
+    most = path.stat().st_size
+    leaves: dict[Place, Any] = {}
+    try:
+        for number, (place, value) in enumerate(flat(found)):
+            if number > most:
+                raise RecursionError
+            if value is not None:
+                leaves[place] = value
+    except RecursionError:
+        raise damaged(path, "its dictionaries are nested without end") from None
+    return leaves
 
 
 def universal_folder(path: Path) -> Path | None:
@@ -168,9 +229,12 @@ class Universal(Foreign):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._files: dict[str, Path] = {}
-        self._common = _inert(path / "zero" / "optimizer_state.pt")
-        files = {file: _inert(file) for file in sorted(path.glob("*mp_rank_*_model_states.pt"))}
-        shapes = _shapes(files.values())
+        self._archives: dict[Path, Archive | None] = {}
+        # They may hold objects of classes that are not to be run: what they say is read, and no more.
+        common = path / "zero" / "optimizer_state.pt"
+        self._common = _mapping(Archive(common).content) if common.is_file() else {}
+        files = {file: Archive(file) for file in sorted(path.glob("*mp_rank_*_model_states.pt"))}
+        shapes = _shapes([_mapping(archive.content) for archive in files.values()])
         names = sorted(file.parent.name for file in (path / "zero").glob("*/fp32.pt"))
         if not names:
             raise IoError(
@@ -187,7 +251,7 @@ class Universal(Foreign):
             self._enter(f"model.{ours}", folder / "fp32.pt", shapes.get(name))
             for state in sorted(states):
                 self._enter(f"optim.state.{ours}.{state}", folder / f"{state}.pt", shapes.get(name))
-            own = loaded(folder / "step.pt", folder / "step.pt") if (folder / "step.pt").exists() else steps
+            own = _number(folder / "step.pt") if (folder / "step.pt").exists() else steps
             if states and own is not None:
                 self.hold(f"optim.state.{ours}.step", torch.as_tensor(own, dtype=torch.float32).reshape(()))
         self._take_buffers(files, names)
@@ -197,18 +261,23 @@ class Universal(Foreign):
             self.values["groups"] = [plain]
         self.values["extra"] = {}
 
-    def _take_buffers(self, files: Mapping[Path, Any], names: Sequence[str]) -> None:
+    def likeness(self) -> str:
+        return f"files with the digest {likeness(sorted(self.path.rglob('*.pt')))}"
+
+    def _take_buffers(self, files: Mapping[Path, Archive], names: Sequence[str]) -> None:
         """Buffers are with the model's own file alone, or in `zero` with another dtype."""
-        for file, described in files.items():
+        for archive in files.values():
+            described = _mapping(archive.content)
             buffers = described.get("buffer_names") or ()
-            module = described.get("module")
-            for name, one in module.items() if isinstance(module, Mapping) else ():
+            for name, one in _mapping(described.get("module")).items():
                 ours = f"model.{parameter(name).removeprefix('module.')}"
                 there = isinstance(one, Stored) and (name in buffers or name not in names)
                 if there and ours not in self.held and torch.Size(one.size).numel():
-                    self.hold(ours, stored_tensor(file, one))
+                    self.hold(ours, archive.tensor(one, ours))
 
     def _enter(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
+        archive = self._archives[file] = _archive(file)
+        self.summed &= archive is not None and archive.summed
         found = self._tensor(key, file)
         sizes = tuple(found.shape) if shape is None or found.dim() != 1 else shape
         if torch.Size(sizes).numel() != found.numel():
@@ -222,7 +291,8 @@ class Universal(Foreign):
         self.tensors[key] = TensorRow(dtype_name(found.dtype), sizes, [Box(0, 0, (0,) * len(sizes), sizes, (0, 0))])
 
     def _tensor(self, key: str, file: Path) -> Tensor:
-        found = loaded(file, file, key, mapped=True)
+        archive = self._archives[file]
+        found = loaded(file, file, key, mapped=archive is not None and archive.mapped)
         found = found.get("param") if isinstance(found, Mapping) else found
         if not isinstance(found, Tensor):
             raise IoError(
@@ -234,12 +304,16 @@ class Universal(Foreign):
         return found
 
     def _load(self, key: str, box: Box) -> Tensor:
-        return self._tensor(key, self._files[key]).reshape(box.sizes)
+        file = self._files[key]
+        archive = self._archives[file]
+        if archive is not None:
+            found = archive.content.get("param") if isinstance(archive.content, Mapping) else archive.content
+            if isinstance(found, Stored):
+                archive.check(found, key)
+        return self._tensor(key, file).reshape(box.sizes)
 
 
-def _inert(file: Path) -> Any:
-    """What a file of DeepSpeed says; it may hold objects of classes that are not to be run."""
-    found = torch_file(file) if file.is_file() else {}
+def _mapping(found: Any) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
@@ -262,6 +336,11 @@ def _number_of_steps(common: Any) -> float | None:
         counted += some if isinstance(some, list) else []
     steps = [one["step"] for one in counted if isinstance(one, Mapping) and isinstance(one.get("step"), int | float)]
     return float(max(steps)) if steps else None
+
+
+def _number(file: Path) -> Any:
+    _archive(file)
+    return loaded(file, file)
 
 
 def _plain(value: Any) -> bool:

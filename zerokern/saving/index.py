@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any
 from zerokern.core import native
 from zerokern.core.errors import IoError
 
-__all__ = ["BLOCK_NBYTES", "FORMAT", "NAME", "Box", "FileRow", "Index", "TensorRow", "itemsize"]
+__all__ = ["BLOCK_NBYTES", "FORMAT", "NAME", "Box", "FileRow", "Index", "TensorRow", "itemsize", "refuse_uncovered"]
 
 NAME = "zerokern.json"
 FORMAT = 1
 BLOCK_NBYTES = 1 << 20  # of a data file has a checksum of its own
 BITS = re.compile(r"b?float(\d+)|u?int(\d+)|complex(\d+)")
 FILE_NAME = re.compile(r"[\w.-]+")
+Cuboid = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in each dimension, and how large it is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Index:
             raise _refused(path, f"{says}. {RESTORE}")
         try:
             return _parsed(json.loads(body))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
             raise _refused(path, f"has a sound checksum and no sound content: {error}. {RESTORE}") from error
 
 
@@ -189,23 +190,16 @@ def _parsed(plain: dict[str, Any]) -> Index:
 
 
 def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
-    """That each box lies within its tensor and within its file, and that together they are as large as the tensor."""
-    each, shape, numel = itemsize(row.dtype), row.shape, 0
+    """That each box lies within its file, and that every element of the tensor is in one of them."""
+    refuse_uncovered(key, row.shape, ((box.offsets, box.sizes) for box in row.boxes))
+    each = itemsize(row.dtype)
     for box in row.boxes:
-        own = 1
-        for at, n, whole in zip(box.offsets, box.sizes, shape, strict=True):
-            if at < 0 or n < 0 or at + n > whole:
-                raise ValueError(f"a box of {key!r} is at {box.offsets}, {box.sizes} large, in a tensor of {shape}")
-            own *= n
         if not 0 <= box.file < len(files):
             raise ValueError(f"a box of {key!r} is in file number {box.file} of {len(files)}")
         file = files[box.file]
         start, length = box.item
-        if not 0 <= start <= box.offset <= box.offset + own * each <= start + length <= file.table:
+        if not 0 <= start <= box.offset <= box.offset + box.numel * each <= start + length <= file.table:
             raise ValueError(f"a box of {key!r} is not within the {file.table} bytes of {file.name}")
-        numel += own
-    if numel != row.numel:
-        raise ValueError(f"the boxes of {key!r} do not make up its shape {shape}")
 
 
 def _refused(path: Path, says: str) -> IoError:
@@ -214,3 +208,65 @@ def _refused(path: Path, says: str) -> IoError:
 
 def _crc32c(body: bytes) -> int:
     return int(native.library().zk_crc32c(0, body, len(body)))
+
+
+def refuse_uncovered(key: str, shape: Sequence[int], boxes: Iterable[Cuboid]) -> None:
+    """ValueError where an element of the tensor is in no box, or in two.
+
+    >>> refuse_uncovered("w", (4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
+    >>> refuse_uncovered("w", (4, 2), [((0, 0), (3, 2)), ((2, 0), (1, 2))])
+    Traceback (most recent call last):
+    ...
+    ValueError: boxes of 'w' overlap: ((2, 0), (1, 2)) and ((0, 0), (3, 2))
+    """
+    if not _lengths(shape):
+        raise ValueError(f"{key!r} has the shape {shape!r}, which is none")
+    numel, filled = 0, []
+    for offsets, sizes in boxes:
+        if not (_lengths(offsets) and _lengths(sizes) and len(offsets) == len(sizes) == len(shape)):
+            raise ValueError(f"a box of {key!r} is at {offsets!r}, {sizes!r} large, in a tensor of {shape}")
+        if any(at + n > whole for at, n, whole in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a box of {key!r} is at {offsets}, {sizes} large, in a tensor of {shape}")
+        if own := prod(sizes):
+            numel += own
+            filled.append((offsets, sizes))
+    if numel != prod(shape):
+        raise ValueError(f"the boxes of {key!r} do not make up its shape {shape}")
+    # They have as many elements as the tensor: none is missing where none is there twice.
+    _refuse_overlap(key, filled, 0)
+
+
+def _lengths(found: Sequence[int]) -> bool:
+    return all(type(one) is int and one >= 0 for one in found)
+
+
+def _refuse_overlap(key: str, boxes: list[Cuboid], dim: int) -> None:
+    """Only those that meet in this dimension are compared in the next: a thousand rows are a thousand steps."""
+    if len(boxes) < 2:
+        return
+    if dim == len(boxes[0][0]):
+        raise ValueError(f"boxes of {key!r} overlap: {boxes[1]} and {boxes[0]}")
+    boxes.sort(key=lambda box: box[0][dim])
+    met: list[Cuboid] = []
+    end = 0
+    for box in boxes:
+        if box[0][dim] >= end:
+            _refuse_meeting(key, met, dim)
+            met = []
+        met.append(box)
+        end = max(end, box[0][dim] + box[1][dim])
+    _refuse_meeting(key, met, dim)
+
+
+def _refuse_meeting(key: str, boxes: list[Cuboid], dim: int) -> None:
+    """Of boxes that form one stretch of this dimension."""
+    if len({(box[0][dim], box[1][dim]) for box in boxes}) <= 1:
+        _refuse_overlap(key, boxes, dim + 1)
+        return
+    under_way: list[Cuboid] = []
+    for box in boxes:
+        under_way = [one for one in under_way if one[0][dim] + one[1][dim] > box[0][dim]]
+        for one in under_way:
+            if all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(one[0], one[1], box[0], box[1], strict=True)):
+                raise ValueError(f"boxes of {key!r} overlap: {box} and {one}")
+        under_way.append(box)

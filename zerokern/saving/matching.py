@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from zerokern.core.errors import StateError
 from zerokern.optim.local import PENDING
@@ -14,11 +14,10 @@ from zerokern.saving.filling import StatePlan, TensorPlan
 from zerokern.saving.formats import MASTERS, is_coded, master_kind, rounds_master, rounds_moment
 from zerokern.saving.optimizers import Steps, Wanted, back
 from zerokern.saving.parameters import aliases, extra_states
-from zerokern.zero.homes import home_of
-from zerokern.zero.sharded import Sharded
-
-if TYPE_CHECKING:
-    from zerokern.saving.subject import Subject
+from zerokern.saving.source import Foreign, Source
+from zerokern.saving.subject import Subject
+from zerokern.zero.homes import here_of_state, home_of
+from zerokern.zero.kinds import local_of
 
 __all__ = ["Matching"]
 
@@ -34,7 +33,7 @@ _TO_SHARD = "load it into what zk.shard has divided, which keeps that for the op
 class Matching:
     """`differences` says why the source cannot be loaded; where there are none, the rest says how it is."""
 
-    def __init__(self, subject: Subject, source: Any, lossy: bool) -> None:
+    def __init__(self, subject: Subject, source: Source, lossy: bool) -> None:
         self.subject, self.source, self.lossy = subject, source, lossy
         self.differences: list[str] = []
         self._aliases: dict[str, str] = source.values.get("aliases") or {}
@@ -43,6 +42,8 @@ class Matching:
             self._other_names.setdefault(first, []).append(name)
         self._state = self._by_parameter()
         self.optimizers = self._optimizers()
+        self.beside = self._beside()
+        self.extra_states = self._extra_states()
         self.groups = self._groups()
         self.states: list[dict[int, StatePlan]] = [{} for _ in subject.steps]
         if not self.differences:
@@ -53,7 +54,7 @@ class Matching:
             for name, plan in zip(names, map(plans.get, range(len(names))), strict=True)
             if plan is not None
         }
-        self.extra_tensors: dict[str, Any] = {}
+        self.extra_tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self.initials: dict[str, tuple[str, torch.dtype]] = {}
         self.tensors = self._match_tensors()
 
@@ -61,8 +62,7 @@ class Matching:
         """All differences in one message."""
         shown = [f"  {line}" for line in self.differences[:_SHOWN]]
         rest = len(self.differences) - len(shown)
-        where = getattr(self.source, "path", None) or getattr(self.source, "folder", None)
-        head = f"this checkpoint{'' if where is None else f' ({where})'} does not fit what it is loaded into"
+        head = f"this checkpoint ({self.source.path}) does not fit what it is loaded into"
         more = [f"  ... and {rest} more"] if rest else []
         return "\n".join([f"{head}; nothing was changed. What differs:", *shown, *more])
 
@@ -74,7 +74,7 @@ class Matching:
 
     def _row(self, key: str) -> tuple[torch.dtype, torch.Size]:
         row = self.source.tensors[key]
-        return row.dtype if isinstance(row.dtype, torch.dtype) else getattr(torch, row.dtype), torch.Size(row.shape)
+        return getattr(torch, row.dtype), torch.Size(row.shape)
 
     def _by_parameter(self) -> dict[str, Wanted]:
         found: dict[str, Wanted] = {}
@@ -104,7 +104,7 @@ class Matching:
         extras = {f"model.{name}": name for name in extra_states(self.subject.model)}
         for key in self.source.tensors:
             if key in extras:
-                self.extra_tensors[extras[key]] = self.source.tensors[key]
+                self.extra_tensors[extras[key]] = self._row(key)
             elif key.startswith("model.") and key.removeprefix("model.") not in used:
                 name = key.removeprefix("model.")
                 known = self._aliases.get(name, name)
@@ -152,12 +152,9 @@ class Matching:
         return plan
 
     def _say_overlap(self, name: str, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, Sharded):
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
-                self.differences.append(
-                    f"{name}: elements share memory, strides {local.stride()}; replace it by a clone"
-                )
+        local = local_of(tensor)
+        if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+            self.differences.append(f"{name}: elements share memory, strides {local.stride()}; replace it by a clone")
 
     def _say_tied(self, name: str, there: str) -> None:
         """What is one tensor here may be several there, if these are equal."""
@@ -170,10 +167,10 @@ class Matching:
 
     def _equal(self, one: str, other: str) -> bool:
         """Whether two tensors are known to be the same: somebody else's state_dict has tied ones under each name."""
-        fetch = getattr(self.source, "fetch", None)
         keys = [f"model.{one}", f"model.{other}"]
-        if fetch is None or self._row(keys[0]) != self._row(keys[1]):
+        if not isinstance(self.source, Foreign) or self._row(keys[0]) != self._row(keys[1]):
             return False
+        fetch = self.source.fetch
         boxes = [{(box.offsets, box.sizes): box for box in self.source.tensors[key].boxes} for key in keys]
         if boxes[0].keys() != boxes[1].keys():
             return False
@@ -183,6 +180,21 @@ class Matching:
         found = self.source.values.get("optimizers") or []
         count = len(self.subject.steps)
         return list(found) if len(found) == count else [{} for _ in range(count)]
+
+    def _beside(self) -> list[dict[str, dict[str, Any]]]:
+        """What state has that is no tensor, by parameter; decoded here, for it is too late to refuse in `finish`."""
+        made = []
+        for one, names in zip(self.optimizers, self.subject.params, strict=True):
+            saved = {name: dict(entry.items()) for name, entry in one.get("beside", {}).items()}
+            mine = {name: saved[there] for name in names if (there := self.source_of(name)) in saved}
+            made.append({name: {key: back(value) for key, value in entry.items()} for name, entry in mine.items()})
+        return made
+
+    def _extra_states(self) -> dict[str, Any]:
+        """What modules keep beside tensors, decoded for the same reason."""
+        modules, saved = extra_states(self.subject.model), self.source.values.get("extra_state") or {}
+        kept = {name: one for name, one in saved.items() if name in modules and one is not None}
+        return {name: b64decode(one["bytes"]) if "bytes" in one else back(one["value"]) for name, one in kept.items()}
 
     def _groups(self) -> list[list[dict[str, Any]]]:
         """The saved groups of each optimizer, with values as ours have them."""
@@ -231,14 +243,12 @@ class Matching:
     def _match_states(self) -> None:
         stepped: set[str] = set()
         for steps, names, plans in zip(self.subject.steps, self.subject.params, self.states, strict=True):
-            params = [param for group in steps.opt.param_groups for param in group["params"]]
-            for number, (name, param) in enumerate(zip(names, params, strict=True)):
-                there = self.source_of(name)
-                stepped.add(there)
-                saved = self._state.get(there)
-                if not saved or f"model.{there}" not in self.source.tensors:
-                    continue
-                plan = self._state_plan(steps, number, param, name, there, saved)
+            theirs = [self.source_of(name) for name in names]
+            stepped.update(theirs)
+            saved = [self._state.get(one) if f"model.{one}" in self.source.tensors else None for one in theirs]
+            rows = zip(steps.params, names, theirs, saved, steps.wanted(saved), strict=True)
+            for number, (param, name, there, found, wanted) in enumerate(rows):
+                plan = self._state_plan(steps, number, param, name, there, found, *wanted) if found else None
                 if plan is not None:
                     plans[number] = plan
         if self.subject.steps:
@@ -246,9 +256,16 @@ class Matching:
             self.differences += [f"{name}: its optimizer state is unexpected; nothing steps it here" for name in rest]
 
     def _state_plan(
-        self, steps: Steps, number: int, param: torch.Tensor, name: str, there: str, saved: Wanted
+        self,
+        steps: Steps,
+        number: int,
+        param: torch.Tensor,
+        name: str,
+        there: str,
+        saved: Wanted,
+        wanted: Wanted,
+        optional: frozenset[str],
     ) -> StatePlan | None:
-        wanted, optional = steps.wanted(number, saved)
         found = len(self.differences)
         say = self.differences.append
         value = (f"model.{there}", self._row(f"model.{there}")[0])
@@ -266,7 +283,7 @@ class Matching:
                 say(f"{name}: state {key!r} is missing; there is {', '.join(saved)}")
             elif saved[key][1] != shape and not (shape.numel() == 1 and saved[key][1].numel() == 1):
                 say(f"{name}: state {key!r} has shape {tuple(saved[key][1])}; {tuple(shape)} is needed")
-            elif shape != self._shape_of(param) and saved[key] != (dtype, shape):
+            elif shape != here_of_state(param).shape and saved[key] != (dtype, shape):
                 plan.scalars.append(key)
             elif saved[key][0] is not dtype:
                 plan.moments.append(key)
@@ -283,11 +300,6 @@ class Matching:
         if PENDING in saved and self._late and exact[0] != exact[1]:
             say(_LATE.format(name=name))
         return plan if len(self.differences) == found else None
-
-    @staticmethod
-    def _shape_of(param: torch.Tensor) -> torch.Size:
-        home = home_of(param)
-        return param.shape if home is None else home.shape
 
     def _say_rounding(self, name: str, key: str, source: torch.dtype, target: torch.dtype) -> None:
         try:

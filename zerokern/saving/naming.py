@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerokern.optim.formats import CODES
+
 __all__ = ["Named", "bare", "groups", "named", "parameter"]
 
 Path = tuple[Any, ...]
@@ -75,6 +77,9 @@ def named(tensors: Sequence[Path], others: Sequence[Path]) -> Named:
         if model is not None and path in dense and path[: len(model)] == model and (model or len(path) == 1)
     }
     found.rest = [path for path in left if path not in names]
+    unknown = next((path for path in found.rest if path in dense and _optimizer(path) is not None), None)
+    if unknown is not None and not states:
+        raise ValueError(f"{'.'.join(map(str, unknown))} is of an optimizer, and is no state of it that can be told")
     short = bare(names.values())
     found.keys = {path: f"model.{short[name]}" for path, name in names.items()}
     roots = sorted({root for root, _, _ in states.values()}, key=str)
@@ -83,7 +88,7 @@ def named(tensors: Sequence[Path], others: Sequence[Path]) -> Named:
     for path, (root, name, key) in states.items():
         # Two optimizers may both have a parameter number 0.
         place = f"{roots.index(root)}." if found.numbered and len(roots) > 1 else ""
-        found.keys[path] = f"optim.state.{place}{owner[name]}.{key}"
+        found.keys[path] = f"optim.state.{place}{owner[name]}.{key.removesuffix(CODES)}"
     return found
 
 

@@ -1,7 +1,7 @@
 """Optimizers as a checkpoint sees them: groups as plain values, state by parameter and key, room for what is loaded.
 
-`Ours` goes through `zerokern.optim.exchange`; `Theirs` is any other torch.optim.Optimizer, whose state is what it has
-in `.state`.
+`Steps` is any torch.optim.Optimizer, whose state is what it has in `.state`; `Ours` goes through
+`zerokern.optim.exchange`.
 """
 
 from __future__ import annotations
@@ -10,86 +10,142 @@ import math
 import numbers
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError
+from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.exchange import Exchange, Inflow
 from zerokern.optim.local import NOT_DELAYED, PENDING
 from zerokern.optim.scheduled import LATE
-from zerokern.optim.shown import as_shown
 from zerokern.saving.formats import is_coded
-from zerokern.zero.homes import home_of
+from zerokern.zero.homes import here_of_state, home_of
 
-__all__ = ["Ours", "Steps", "Theirs", "Wanted", "steps_of"]
+__all__ = ["Ours", "Steps", "Wanted", "steps_of"]
 
 Wanted = dict[str, tuple[torch.dtype, torch.Size]]  # state of one parameter by key: its dtype, and its whole shape
 
 _HOW = ("foreach", "fused", "capturable", "differentiable", "param_names")  # how, not what: the program decides
 _ONLY_OURS = ("state_format", "master_format", "stochastic_seed", "delayed_calls", "delayed_pending")
 _LIMITS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_COUNTED = {"skipped_steps": (int,), "grad_norm": (int, float, type(None))}
 _ALIKE = ({"Adam", "AdamW"},)
 
 
-class Steps(Protocol):
-    """One optimizer."""
+class Steps:
+    """Any torch.optim.Optimizer."""
 
-    opt: Any
+    late = False  # whether an update waits to be published
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt: Any = opt
 
     @property
-    def late(self) -> bool:
-        """Whether an update waits to be published."""
+    def params(self) -> list[Tensor]:
+        """In the order of the groups."""
+        return [param for group in self.opt.param_groups for param in group["params"]]
 
     def settle(self) -> None:
         """Returns once its state is that of the last step."""
+        if getattr(self.opt, "_zk_half_loaded", None) is not None:
+            _refuse()
 
     def entries(self) -> list[dict[str, Any] | None]:
-        """Its state by parameter, in the order of the groups."""
+        """Its state by parameter."""
+        found: list[dict[str, Any] | None] = []
+        for param in self.params:
+            home = home_of(param)
+            held = self.opt.state.get(param) or {}
+            entry = {key: value for key, value in held.items() if value is not None}
+            if home is not None and param is home.piece:
+                entry = {
+                    key: home.show(key, value)
+                    if isinstance(value, Tensor) and value.shape == param.shape and param.ndim
+                    else value
+                    for key, value in entry.items()
+                }
+            found.append(entry or None)
+        return found
 
     def values(self) -> dict[str, Any]:
         """What else there is to know of it."""
+        return {"class": type(self.opt).__name__}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
         """Why these groups cannot be taken over."""
+        if any(group.get(LATE, False) for group in saved):
+            return [NOT_DELAYED]
+        was, now = values.get("class"), type(self.opt).__name__
+        if was is not None and was != now and not any({was, now} <= some for some in _ALIKE):
+            return [f"its state is that of {was}, and {now} means other things by it"]
+        return []
 
-    def wanted(self, number: int, saved: Wanted) -> tuple[Wanted, frozenset[str]]:
-        """What a parameter's state would be made of, and which of it may be missing."""
+    def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
+        """What each parameter's state would be made of, and which of it may be missing."""
+        made: list[tuple[Wanted, frozenset[str]]] = []
+        for param, there in zip(self.params, saved, strict=True):
+            own: Wanted = {}
+            for key, (dtype, shape) in (there or {}).items():
+                if key.endswith("_scale") or key in ("master", "remainder", PENDING):
+                    continue
+                coded = is_coded(key, dtype)
+                alike = shape == here_of_state(param).shape and key != "step" and (dtype.is_floating_point or coded)
+                own[key] = (param.dtype if alike else dtype, shape)
+            made.append((own, frozenset()))
+        return made
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
-        """Take over groups, and make room; until `complete`, it refuses to step."""
+        """Takes over groups, and makes room; until `complete`, it refuses to step."""
+        opt = self.opt
+        if getattr(opt, "_zk_half_loaded", None) is None:
+            opt._zk_half_loaded = opt.register_step_pre_hook(_refuse)
+        for own, saved in zip(opt.param_groups, groups, strict=True):
+            own.update({key: one for key, one in saved.items() if key not in (*_HOW, *_ONLY_OURS, "params")})
+        kept = opt.state
+        opt.__setstate__({"param_groups": opt.param_groups, "state": defaultdict(dict)})  # as torch's load_state_dict
+        opt.state = kept  # does: AdamW says here that it decouples, whatever an Adam has saved
+        owners = [group for group in opt.param_groups for _ in group["params"]]
+        for param, wanted, group in zip(self.params, entries, owners, strict=True):
+            opt.state.pop(param, None)
+            if wanted:
+                opt.state[param] = {key: _room(param, group, key, *one) for key, one in wanted.items()}
 
     def inflow(self) -> Inflow | None:
         """Room on disk."""
+        return None
 
     def look(self) -> None:
-        """Follow what was written to parameters."""
-
-    def pieces(self) -> list[Tensor]:
-        """What is updated for each parameter."""
+        """Follows what was written to parameters."""
 
     def pend(self, numbers: Sequence[int]) -> None:
         """These hold values that nobody has published."""
 
-    def complete(self, values: Mapping[str, Any]) -> None:
-        """What was made room for is there."""
+    def pieces(self) -> list[Tensor]:
+        """What is updated for each parameter."""
+        return self.params
+
+    def complete(self) -> None:
+        """What was made room for is there; the rest goes on as `differences` has seen it."""
+        if self.opt._zk_half_loaded is not None:
+            self.opt._zk_half_loaded.remove()
+            self.opt._zk_half_loaded = None
 
 
-class Ours:
+class Ours(Steps):
     """One of zerokern's."""
 
     def __init__(self, opt: FusedOptimizer) -> None:
-        self.opt, self._exchange = opt, Exchange(opt)
-        self.settle, self.entries = self._exchange.settle, self._exchange.entries
-        self.inflow, self.look, self.pieces = self._exchange.inflow, self._exchange.look, self._exchange.pieces
-        self.pend = self._exchange.pend
+        super().__init__(opt)
+        self._exchange = Exchange(opt)
+        for name in ("settle", "entries", "inflow", "look", "pieces", "pend"):
+            setattr(self, name, getattr(self._exchange, name))
         self._merged: Sequence[dict[str, Any]] = opt.param_groups
-        self._owned: list[tuple[Tensor, dict[str, Any]]] = []
+        self._counters: dict[str, Any] | None = None
 
     @property
-    def late(self) -> bool:
+    def late(self) -> bool:  # type: ignore[override]
         return self._exchange.late
 
     def values(self) -> dict[str, Any]:
@@ -102,132 +158,55 @@ class Ours:
         if any(group.get(LATE, False) for group in saved) and not self.opt._delays:
             return [NOT_DELAYED]
         try:
-            self._merged, self._owned = self._exchange.merged(_with_places(self.opt, saved)), []
+            self._merged = self._exchange.merged(_with_places(self.opt, saved))
         except (TypeError, ValueError) as error:
             return [f"its groups do not suit {type(self.opt).__name__}: {error}"]
+        self._counters = self._counted(values.get("counters"))
         return []
 
-    def wanted(self, number: int, saved: Wanted) -> tuple[Wanted, frozenset[str]]:
-        if not self._owned:  # once for all of them: there may be 10,000
-            owners = [one for one in self._merged for _ in one["params"]]
-            self._owned = list(zip(self._exchange.params, owners, strict=True))
-        param, owner = self._owned[number]
-        whole = _logical(param)
-        layout, optional = self._exchange.layout(owner, param, list(saved))
-        like = torch.empty(whole, dtype=param.dtype, device="meta")
-        return {slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}, optional
+    def _counted(self, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if saved is None:
+            return None
+        found = {name: back(saved[name]) for name in self._exchange.counters()}
+        for name, value in found.items():
+            if type(value) not in _COUNTED[name]:
+                raise StateError(
+                    got(f"the saved {name}", value, "a number", "Nothing was changed: load another checkpoint")
+                )
+        return found
+
+    def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
+        made: list[tuple[Wanted, frozenset[str]]] = []
+        owners = [one for one in self._merged for _ in one["params"]]
+        for param, owner, there in zip(self.params, owners, saved, strict=True):
+            if not there:
+                made.append(({}, frozenset()))
+                continue
+            layout, optional = self._exchange.layout(owner, param, list(there))
+            like = torch.empty(here_of_state(param).shape, dtype=param.dtype, device="meta")
+            made.append(({slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}, optional))
+        return made
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
         made = [
             {key: _stand_in(param, *one) for key, one in wanted.items()} if wanted else None
-            for param, wanted in zip(self._exchange.params, entries, strict=True)
+            for param, wanted in zip(self.params, entries, strict=True)
         ]
         self._exchange.lay_out(groups, made)
 
-    def complete(self, values: Mapping[str, Any]) -> None:
-        counters = values.get("counters")
-        self._exchange.complete(None if counters is None else {name: back(one) for name, one in counters.items()})
-
-
-class Theirs:
-    """Any other."""
-
-    late = False
-
-    def __init__(self, opt: torch.optim.Optimizer) -> None:
-        self.opt: Any = opt
-        self._known: list[Tensor] = []
-
-    @property
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.opt.param_groups for param in group["params"]]
-
-    def settle(self) -> None:
-        if getattr(self.opt, "_zk_half_loaded", None) is not None:
-            _refuse()
-
-    def entries(self) -> list[dict[str, Any] | None]:
-        found: list[dict[str, Any] | None] = []
-        for param in self._params:
-            home = home_of(param)
-            held = self.opt.state.get(param) or {}
-            entry = {key: value for key, value in held.items() if value is not None}
-            if home is not None and param is home.piece:
-                entry = {
-                    key: as_shown(home, key, value)
-                    if isinstance(value, Tensor) and value.shape == param.shape and param.ndim
-                    else value
-                    for key, value in entry.items()
-                }
-            found.append(entry or None)
-        return found
-
-    def values(self) -> dict[str, Any]:
-        return {"class": type(self.opt).__name__}
-
-    def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
-        self._known = []
-        if any(group.get(LATE, False) for group in saved):
-            return [NOT_DELAYED]
-        was, now = values.get("class"), type(self.opt).__name__
-        if was is not None and was != now and not any({was, now} <= some for some in _ALIKE):
-            return [f"its state is that of {was}, and {now} means other things by it"]
-        return []
-
-    def wanted(self, number: int, saved: Wanted) -> tuple[Wanted, frozenset[str]]:
-        self._known = self._known or self._params
-        param = self._known[number]
-        made: Wanted = {}
-        for key, (dtype, shape) in saved.items():
-            if key.endswith("_scale") or key in ("master", "remainder", PENDING):
-                continue
-            coded = is_coded(key, dtype)
-            alike = shape == _logical(param) and key != "step" and (dtype.is_floating_point or coded)
-            made[key] = (param.dtype if alike else dtype, shape)
-        return made, frozenset()
-
-    def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
-        opt = self.opt
-        if getattr(opt, "_zk_half_loaded", None) is None:
-            opt._zk_half_loaded = opt.register_step_pre_hook(_refuse)
-        for own, saved in zip(opt.param_groups, groups, strict=True):
-            own.update({key: one for key, one in saved.items() if key not in (*_HOW, *_ONLY_OURS, "params")})
-        kept = opt.state
-        opt.__setstate__({"param_groups": opt.param_groups, "state": defaultdict(dict)})  # as torch's load_state_dict
-        opt.state = kept  # does: AdamW says here that it decouples, whatever an Adam has saved
-        owners = [group for group in opt.param_groups for _ in group["params"]]
-        for param, wanted, group in zip(self._params, entries, owners, strict=True):
-            opt.state.pop(param, None)
-            if wanted:
-                opt.state[param] = {key: _room(param, group, key, *one) for key, one in wanted.items()}
-
-    def inflow(self) -> None:
-        return None
-
-    def look(self) -> None:
-        pass
-
-    def pieces(self) -> list[Tensor]:
-        return self._params
-
-    def pend(self, numbers: Sequence[int]) -> None:
-        pass
-
-    def complete(self, values: Mapping[str, Any]) -> None:
-        if self.opt._zk_half_loaded is not None:
-            self.opt._zk_half_loaded.remove()
-            self.opt._zk_half_loaded = None
+    def complete(self) -> None:
+        self._exchange.complete(self._counters)
 
 
 def steps_of(opt: Any) -> Steps:
     """The face of an optimizer, or of what a wrapper steps.
 
     >>> type(steps_of(torch.optim.SGD([torch.zeros(1)]))).__name__
-    'Theirs'
+    'Steps'
     """
     while isinstance(getattr(opt, "optimizer", None), torch.optim.Optimizer):
         opt = opt.optimizer
-    return Ours(opt) if isinstance(opt, FusedOptimizer) else Theirs(opt)
+    return Ours(opt) if isinstance(opt, FusedOptimizer) else Steps(opt)
 
 
 def plain(value: Any, where: str) -> Any:
@@ -267,11 +246,6 @@ def _with_places(opt: torch.optim.Optimizer, saved: Sequence[dict[str, Any]]) ->
     ]
 
 
-def _logical(param: Tensor) -> torch.Size:
-    home = home_of(param)
-    return param.shape if home is None else home.shape
-
-
 def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Zeros of the shape that an optimizer asks for, without the memory for them."""
     home = home_of(param)
@@ -282,7 +256,7 @@ def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 def _room(param: Tensor, group: dict[str, Any], key: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    if shape == _logical(param) and shape:
+    if shape == here_of_state(param).shape and shape:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format).detach()
     there = key != "step" or group.get("capturable") or group.get("fused")
     return torch.zeros(shape, dtype=dtype, device=param.device if there else "cpu")

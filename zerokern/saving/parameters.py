@@ -8,21 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zerokern.core.errors import got
-from zerokern.optim.cuts import Cut
-from zerokern.zero.boxes import runs
+from zerokern.saving.naming import WRAPPERS
 from zerokern.zero.homes import home_of
-from zerokern.zero.sharded import Sharded
-from zerokern.zero.sharding import Sharding
+from zerokern.zero.kinds import here_of, is_divided, local_of, shardings_of
 
 __all__ = [
     "Span",
     "aliases",
     "extra_states",
-    "initial_of",
-    "keep_initial",
     "named_tensors",
     "refuse_meta",
     "settle",
@@ -30,7 +25,6 @@ __all__ = [
     "wrote",
 ]
 
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
@@ -62,20 +56,12 @@ def spans(model: nn.Module) -> list[Span]:
 
 def _spans_of(name: str, tensor: Tensor) -> Iterator[Span]:
     refuse_meta(name, tensor)
-    shape, dtype = tensor.shape, tensor.dtype
-    if isinstance(tensor, Sharded):
-        yield Span(name, tensor, shape, dtype, tensor.start, tensor.local.numel(), tensor.local.detach())
-        return
-    local = tensor.detach()
-    pieces = [(0, shape.numel(), 0)]
-    if isinstance(tensor, DTensor):
-        local, cut = tensor._local_tensor.detach(), Cut(tensor)
-        pieces = runs(shape, cut.offsets, cut.local_shape) or [(0, 0, 0)]
+    shape, dtype, here, local = tensor.shape, tensor.dtype, here_of(tensor), local_of(tensor).detach()
     if not local.is_contiguous():
         do = "make it contiguous before: tensor.data = tensor.data.contiguous()"
         raise ValueError(got(f"the strides of {name}", tuple(local.stride()), "those of a contiguous tensor", do))
     flat = local.view(-1)
-    for start, numel, first in pieces:
+    for start, numel, first in here.runs() or [(here.first, 0, 0)]:
         yield Span(name, tensor, shape, dtype, start, numel, flat[first : first + numel])
 
 
@@ -130,7 +116,7 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            transparent = name in _WRAPPED or (name == "module" and isinstance(module, _PARALLEL))
+            transparent = name in WRAPPERS or (name == "module" and isinstance(module, _PARALLEL))
             yield from _modules(child, prefix if transparent else f"{prefix}{name}.")
 
 
@@ -144,22 +130,12 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{at}_extra_state": one for at, one in _modules(model) if type(one).get_extra_state is not own}
 
 
-def shardings_of(model: nn.Module) -> list[Sharding]:
-    """What zk.shard knows of the model's parameters.
-
-    >>> shardings_of(nn.Linear(2, 2))
-    []
-    """
-    homes = [home for tensor in named_tensors(model).values() if (home := home_of(tensor)) is not None]
-    return list({id(home.sharding): home.sharding for home in homes}.values())
-
-
 def settle(model: nn.Module) -> None:
     """Returns once the parameters are those of the last step; to be called before they are read or written.
 
     >>> settle(nn.Linear(2, 2))
     """
-    for sharding in shardings_of(model):
+    for sharding in shardings_of(map(home_of, named_tensors(model).values())):
         sharding.publisher.finish()
 
 
@@ -177,46 +153,16 @@ def wrote(model: nn.Module, exact: Mapping[str, Any] | None = None) -> None:
     written: list[Tensor] = []
     for tensor in named.values():
         written.append(tensor)
-        if isinstance(tensor, Sharded):
-            written.append(tensor.local)
-        elif isinstance(tensor, DTensor):
-            written.append(tensor._local_tensor)
+        if is_divided(tensor):
+            written.append(local_of(tensor))
     torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
-    for sharding in shardings_of(model):
+    for sharding in shardings_of(map(home_of, named_tensors(model).values())):
         if sharding.gatherer is not None:
             sharding.gatherer.settle()
         sharding.publisher.announce()
     for name, lost in (exact or {}).items():
         home = home_of(named[name])
         if home is not None and lost is not None:
-            whole = not isinstance(named[name], Sharded)
-            mine = lost.reshape(-1)[home.start : home.start + home.numel] if whole else lost
-            keep_initial(named[name], mine.clone())
-
-
-def initial_of(tensor: Tensor) -> Tensor | None:
-    """What zk.shard rounded away of this rank's piece of a parameter, as long as no optimizer has taken it.
-
-    >>> initial_of(nn.Parameter(torch.ones(2))) is None
-    True
-    """
-    home = home_of(tensor)
-    if home is None or home._initial is None or home.piece._version != home._initial_version:
-        return None
-    return home._initial if tensor._version == home.seen_version else None
-
-
-def keep_initial(tensor: Tensor, lost: Tensor) -> None:
-    """The other way, for a parameter that is being written: its optimizer begins with these values.
-
-    >>> from zerokern import shard
-    >>> model = shard(nn.Linear(2, 1, bias=False).bfloat16())
-    >>> keep_initial(model.weight, torch.ones(2, dtype=torch.int16)); initial_of(model.weight)
-    tensor([1, 1], dtype=torch.int16)
-    """
-    home = home_of(tensor)
-    assert home is not None
-    if tensor._version != home.seen_version:
-        torch.autograd.graph.increment_version(home.piece)  # what an optimizer would do when it looks next
-        home.seen_version = tensor._version
-    home.keep_initial(lost)
+            mine = lost if is_divided(named[name]) else home.here.cut(lost.reshape(home.shape))
+            home.look(named[name])
+            home.keep_initial(mine.clone())

@@ -1,29 +1,56 @@
-"""What a pickle of somebody else says, without running anything of it: every name in it becomes an inert record."""
+"""What a pickle of somebody else says, without running anything of it: every name in it becomes an inert record.
+
+Python's reader takes a number in the pickle at its word. Twelve bytes that put something at place 2^28 of its memo
+take 4 GB: so the operations are looked at before they are carried out.
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import pickle
-import zipfile
+import re
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from zerokern.core.errors import IoError
 from zerokern.saving.index import itemsize
 
-__all__ = ["Record", "Stored", "dcp_metadata", "stored_tensor", "torch_file"]
+__all__ = ["Record", "Stored", "damaged", "dcp_metadata", "end_of", "inert"]
 
-DTYPES = {
+STOP = ord(".")
+# Runs of operations whose length is known by their first byte, and which take as much memory as their own bytes.
+PLAIN = re.compile(
+    rb"(?:[(012NRabd}el\]ost)uQ\x81\x85-\x89\x8f-\x94\x97\x98]"
+    rb"|[Khq\x80\x82].|[M\x83].{2}|[Jj\x84].{4}|[G\x95].{8}){1,4096}",
+    re.DOTALL,
+)
+COUNTED = {  # how many bytes say how many bytes follow
+    b"U": 1, b"\x8c": 1, b"C": 1, b"\x8a": 1,
+    b"T": 4, b"X": 4, b"B": 4, b"\x8b": 4,
+    b"\x8d": 8, b"\x8e": 8, b"\x96": 8,
+}  # fmt: skip
+LINES = {b"I": 1, b"L": 1, b"F": 1, b"S": 1, b"V": 1, b"g": 1, b"P": 1, b"c": 2, b"i": 2}
+PUT, LONG_BINPUT = b"p", b"r"
+
+STORAGES = {  # classes of storages by name; all other dtypes lie in an untyped one
     "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128,
 }  # fmt: skip
+DTYPES = STORAGES | {
+    "UntypedStorage": torch.uint8, "QInt8Storage": torch.int8, "QUInt8Storage": torch.uint8,
+    "QInt32Storage": torch.int32,
+}  # fmt: skip
+MOST_NAMES = 1000  # of classes in one pickle: each takes a thousand bytes, however short its name is
+MOST_DIMENSIONS = 256
+# What torch's own reader calls, and what takes a number for a length.
+SIZED = ("bytearray", "Tensor", "Parameter", "Storage")
 PATHS = ("pathlib", "pathlib._local")
 DCP = "torch.distributed.checkpoint."
 # What torch.distributed.checkpoint has written into .metadata, from torch 2.1 on.
@@ -53,7 +80,14 @@ class Record:
     state: Any = None
 
     def __init__(self, *arguments: Any) -> None:
+        if self.name.endswith(SIZED) and any(type(one) is int for one in arguments):
+            raise ValueError(f"{self.name}{arguments[:4]} has so many elements, and none of them is in the file")
+        # Who reads this after us copies what it is made of: the same list again and again, if the file says so.
+        self.spend(sum(len(one) for one in (arguments, *arguments) if isinstance(one, list | tuple | dict)))
         self.arguments = arguments
+
+    def spend(self, count: int) -> None:
+        """Takes that many elements from what its file can have asked for."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -73,34 +107,41 @@ class Record:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that has not been read."""
+    """A tensor that has not been read: its elements lie in a storage of `nbytes`."""
 
     dtype: torch.dtype
     storage: str
+    nbytes: int
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """How many bytes of its storage it reaches over; its numbers are those of the file and may be anything."""
+        last = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize if all(self.size) else 0
 
 
 class Inert(pickle.Unpickler):
     """Makes containers, numbers, text and records; imports nothing and calls nothing."""
 
-    def __init__(
-        self, stream: IO[bytes], path: Path, allowed: frozenset[str] | None, stored: Callable | None = None
-    ) -> None:
-        super().__init__(stream)
-        self.path, self.allowed, self.stored = path, allowed, stored
+    def __init__(self, data: bytes, path: Path, allowed: frozenset[str] | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self.path, self.allowed = path, allowed
+        self._records: dict[str, type[Record]] = {}
+        self._left = len(data)  # a pickle has more bytes than elements, unless it names some of them again and again
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full == "collections.OrderedDict":
-            return OrderedDict
+            return _ordered
         if full == "torch.Size":
-            return tuple
+            return _size
         if module == "torch" and _is_dtype(name):
             return _Name(name)
-        if self.stored is not None and module == "torch._utils" and name.startswith("_rebuild_tensor"):
-            return self.stored
+        if self.allowed is None and module == "torch._utils" and name in _REBUILT:
+            return _REBUILT[name]
         if self.allowed is not None and full not in self.allowed:
             raise IoError(
                 f"{self.path} names {full}, which no index of torch.distributed.checkpoint needs: torch would run it. "
@@ -109,10 +150,19 @@ class Inert(pickle.Unpickler):
                 errno=errno.EPERM,
                 key=full,
             )
-        return type("Record", (Record,), {"name": full})
+        if full not in self._records:
+            if len(self._records) == MOST_NAMES:
+                raise ValueError(f"it names more than {MOST_NAMES} classes")
+            self._records[full] = type("Record", (Record,), {"name": full, "spend": self._spend})
+        return self._records[full]
+
+    def _spend(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("it is made of more elements than it has bytes")
 
     def persistent_load(self, pid: Any) -> Any:
-        if self.stored is None:
+        if self.allowed is not None:
             raise pickle.UnpicklingError("an index refers to no storages")
         return pid
 
@@ -134,63 +184,107 @@ def _is_dtype(name: str) -> bool:
         return False
 
 
-def dcp_metadata(path: Path) -> Record:
-    """The index of a checkpoint of torch.distributed.checkpoint as records."""
-    with open(path, "rb") as stream:
-        found = _load(Inert(stream, path, ALLOWED), path)
+def dcp_metadata(data: bytes, path: Path) -> Record:
+    """The index of a checkpoint of torch.distributed.checkpoint, the bytes of `path`, as records."""
+    found = inert(data, path, ALLOWED)
     if not isinstance(found, Record) or not isinstance(found.state, dict) or "state_dict_metadata" not in found.state:
-        raise _damaged(path, "it holds no Metadata")
+        raise damaged(path, "it holds no Metadata")
     return found
 
 
-def torch_file(path: Path) -> Any:
-    """What torch.save wrote, with a `Stored` in the place of each tensor and records for everything else."""
+def inert(data: bytes, path: Path, allowed: frozenset[str] | None = None) -> Any:
+    """What a pickle of `path` says: a `Stored` in the place of each tensor, records for everything else."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            name = _data(archive)
-            with archive.open(name) as stream:
-                return _load(Inert(stream, path, None, _stored), path)
-    except (zipfile.BadZipFile, ValueError, OSError) as error:
-        raise _damaged(path, str(error)) from error
-
-
-def stored_tensor(path: Path, stored: Stored) -> Tensor:
-    """The tensor that stands for."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            data = bytearray(archive.read(f"{_data(archive).removesuffix('data.pkl')}data/{stored.storage}"))
-        whole = torch.frombuffer(data, dtype=stored.dtype) if data else torch.empty(0, dtype=stored.dtype)
-        return whole.as_strided(stored.size, stored.stride, stored.offset).clone()
-    except (zipfile.BadZipFile, ValueError, KeyError, OSError, RuntimeError) as error:
-        raise _damaged(path, str(error)) from error
-
-
-def _data(archive: zipfile.ZipFile) -> str:
-    names = [one for one in archive.namelist() if one.endswith("/data.pkl")]
-    if len(names) != 1:
-        raise ValueError("it is no file of torch.save")
-    return names[0]
-
-
-def _stored(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Stored:
-    """As torch._utils._rebuild_tensor_v2 is called."""
-    _, kind, key, *_ = storage
-    return Stored(DTYPES[kind.name.rpartition(".")[2]], str(key), int(offset), tuple(size), tuple(stride))
-
-
-def _load(unpickler: Inert, path: Path) -> Any:
-    try:
-        return unpickler.load()
+        end_of(data)
+        return Inert(data, path, allowed).load()
     except IoError:
         raise
     # A damaged pickle raises whatever the operation that it happens to become raises.
     except Exception as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
 
 
-def _damaged(path: Path, why: str) -> IoError:
+def damaged(path: Path, why: str) -> IoError:
+    """What is said of a file that cannot be what its writer wrote."""
     return IoError(
         f"{path} was truncated or edited, or is something else: {why}. Restore it from a copy, or load another one",
         path=str(path),
         errno=errno.EBADMSG,
     )
+
+
+def _ordered() -> OrderedDict[Any, Any]:
+    return OrderedDict()
+
+
+def _size(sizes: Any = ()) -> tuple[Any, ...]:
+    if len(sizes) > MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(sizes)} dimensions")
+    return tuple(sizes)
+
+
+def _stored(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Stored:
+    """As torch._utils._rebuild_tensor_v2 is called."""
+    _, kind, key, _, numel, *_ = storage
+    dtype = DTYPES[kind.name.rpartition(".")[2]]
+    return Stored(dtype, str(key), numel * dtype.itemsize, offset, _size(size), _size(stride))
+
+
+def _stored_as(storage: Any, offset: int, size: Any, stride: Any, *more: Any) -> Stored:
+    """As torch._utils._rebuild_tensor_v3 is called, for dtypes whose storages have no class of their own."""
+    _, _, key, _, nbytes, *_ = storage
+    return Stored(getattr(torch, more[2]), str(key), nbytes, offset, _size(size), _size(stride))
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+_REBUILT = {
+    "_rebuild_tensor": _stored,
+    "_rebuild_tensor_v2": _stored,
+    "_rebuild_tensor_v3": _stored_as,
+    "_rebuild_parameter": _parameter,
+    "_rebuild_parameter_with_state": _parameter,
+}
+
+
+def end_of(data: Any, begin: int = 0) -> int:
+    """Where the pickle in these bytes that begins there ends; ValueError where it asks for more than there can be.
+
+    >>> end_of(b"\\x80\\x02K\\x05.and more")
+    5
+    >>> end_of(b"\\x80\\x02Nr\\xff\\xff\\xff\\x0f.")
+    Traceback (most recent call last):
+    ...
+    ValueError: byte 3 puts something at place 268435455 of a memo, and 9 bytes cannot fill so many
+    """
+    at, size = begin, len(data)
+    while at < size:
+        if (run := PLAIN.match(data, at)) is not None:
+            at = run.end()
+            continue
+        if data[at] == STOP:
+            return at + 1
+        operation, first = data[at : at + 1], at + 1
+        if operation in COUNTED:
+            width = COUNTED[operation]
+            at = first + width + int.from_bytes(data[first : first + width], "little")
+        elif operation in LINES:
+            at = first
+            for _ in range(LINES[operation]):
+                at = data.find(b"\n", at) + 1 or size + 1
+        elif operation == LONG_BINPUT:
+            _refuse_beyond(int.from_bytes(data[first : first + 4], "little"), first - 1, size)
+            at = first + 4
+        elif operation == PUT:
+            at = data.find(b"\n", first) + 1 or size + 1
+            _refuse_beyond(int(data[first : at - 1]), first - 1, size)
+        else:
+            raise ValueError(f"byte {at} is no operation of a pickle")
+    raise ValueError(f"the pickle does not end within its {size - begin} bytes")
+
+
+def _refuse_beyond(place: int, at: int, size: int) -> None:
+    if not 0 <= place <= size:
+        raise ValueError(f"byte {at} puts something at place {place} of a memo, and {size} bytes cannot fill so many")

@@ -13,20 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import IoError, StateError, got
+from zerokern.io.advice import on_disk
 from zerokern.kernels import split
-from zerokern.saving.exported import headers_of, on_disk
+from zerokern.saving.exported import headers_of
 from zerokern.saving.formats import overflowed
+from zerokern.saving.held import Held
 from zerokern.saving.parameters import Span, aliases, named_tensors, spans, wrote
-from zerokern.saving.progress import Progress, refuse_unusable
-from zerokern.saving.ranks import Ranks
+from zerokern.saving.progress import Progress, refuse_no_progress
+from zerokern.saving.ranks import Ranks, open_alike
 from zerokern.saving.tensorfile import Entry
+from zerokern.saving.weights import FLOATS
 from zerokern.zero.homes import Home, home_of
 
 __all__ = ["Unmatched", "load_pretrained"]
 
 PIECE_NBYTES = 16 << 20  # read and converted at once
 LISTED = 50
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Unmatched(NamedTuple):
@@ -73,38 +75,50 @@ def load_pretrained(
       'bias' is (3,) in the file and (2,) in the model
     Nothing was changed...
     """
-    path, ranks = Path(folder_or_file), Ranks.of(group)
+    path, ranks = Path(folder_or_file), Ranks.of(group, "zk.load_pretrained")
     found: list[tuple[list[_Load], Unmatched]] = []
+    opened = Opened(path)
 
-    def compare() -> None:
+    def look() -> str:
         if not isinstance(model, nn.Module):
             raise TypeError(got("model", type(model).__name__, "an nn.Module"))
-        refuse_unusable(progress)
-        with on_disk(path, "cannot read"):
-            entries = _entries(path)
-            found.append(_compared(model, path, entries, _same if rename is None else rename, strict))
+        refuse_no_progress(progress)
+        return opened.look(ranks.size > 1)
 
-    ranks.each("compare the files with the model", compare)
-    loads, unmatched = found[0]
-    total = sum(load.span.numel * load.itemsize for load in loads)
-    with Progress("loading", total, progress if ranks.rank == 0 else False) as moved:
-        ranks.each("read", lambda: _read(model, loads, moved))
+    def compare() -> None:
+        found.append(_compared(model, opened, str if rename is None else rename, strict))
+
+    try:
+        open_alike(ranks, path, look)
+        ranks.each("compare the files with the model", compare)
+        loads, unmatched = found[0]
+        total = sum(load.span.numel * load.itemsize for load in loads)
+        with Progress("loading", total, progress if ranks.rank == 0 else False) as moved:
+            ranks.each("read", lambda: _read(model, loads, opened.held, moved))
+    finally:
+        opened.held.close()
     return unmatched
 
 
-def _same(name: str) -> str:
-    return name
+class Opened:
+    """The tensors of the files, which stay open: an export that replaces them meanwhile changes nothing here."""
 
+    def __init__(self, path: Path) -> None:
+        self.path, self.held = path, Held()
+        self.entries: dict[str, Entry] = {}
 
-def _entries(path: Path) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
-    for header in headers_of(path):
-        for name, entry in header.entries.items():
-            if name in found:
-                says = f"{name!r} is in {found[name].path} and in {entry.path}; files of different models lie mixed"
-                raise IoError(says, path=str(entry.path), key=name)
-            found[name] = entry
-    return found
+    def look(self, alike: bool) -> str:
+        """Opens them; says what other ranks must see too, if that is to be compared."""
+        self.held.close()
+        self.entries = {}
+        with on_disk(self.path, "cannot read"):
+            for header in headers_of(self.path, self.held):
+                for name, entry in header.entries.items():
+                    if name in self.entries:
+                        says = f"{name!r} is in {self.entries[name].path} and in {entry.path}"
+                        raise IoError(f"{says}; files of different models lie mixed", path=str(entry.path), key=name)
+                    self.entries[name] = entry
+            return f"files with the digest {self.held.likeness()}" if alike else ""
 
 
 @dataclass(frozen=True)
@@ -126,9 +140,10 @@ class _Load:
 
 
 def _compared(
-    model: nn.Module, path: Path, entries: Mapping[str, Entry], rename: Callable[[str], str], strict: bool
+    model: nn.Module, opened: Opened, rename: Callable[[str], str], strict: bool
 ) -> tuple[list[_Load], Unmatched]:
     """What is read into what; raises with all that does not fit."""
+    path, entries = opened.path, opened.entries
     there = spans(model)
     names: dict[str, list[str]] = {span.name: [span.name] for span in there}
     for other, first in aliases(model).items():
@@ -142,7 +157,7 @@ def _compared(
         used.update(present)
         if present:
             chosen[first] = entries[present[0]]
-            _refuse_untied(first, [entries[name] for name in present])
+            _refuse_untied(first, [entries[name] for name in present], opened.held)
         else:
             missing.append(first)
     unexpected = sorted(entries.keys() - used)
@@ -206,45 +221,46 @@ def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return ""
 
 
-def _refuse_untied(name: str, entries: Sequence[Entry]) -> None:
+def _refuse_untied(name: str, entries: Sequence[Entry], held: Held) -> None:
     """Names that are tied in the model and differ in the files: one of the values would be lost."""
     for other in entries[1:]:
-        if not _equal(entries[0], other):
+        if not _equal(entries[0], other, held):
             raise StateError(
                 f"{entries[0].name!r} and {other.name!r} are one tied weight, {name!r}, in the model, and differ in "
                 f"{other.path}; build the model untied (tie_word_embeddings=False), or rename= one of them away"
             )
 
 
-def _equal(one: Entry, other: Entry) -> bool:
+def _equal(one: Entry, other: Entry, held: Held) -> bool:
     if (one.code, one.shape) != (other.code, other.shape):
         return False
-    with open(one.path, "rb") as first, open(other.path, "rb") as second:
+    with on_disk(one.path, "cannot read"), held.open(one.path) as first, held.open(other.path) as second:
         for at in range(0, one.nbytes, PIECE_NBYTES):
             count = min(PIECE_NBYTES, one.nbytes - at)
-            left, right = (os.pread(f.fileno(), count, e.offset + at) for f, e in ((first, one), (second, other)))
+            left, right = (os.pread(fd, count, entry.offset + at) for fd, entry in ((first, one), (second, other)))
             if left != right:
                 return False
     return True
 
 
-def _read(model: nn.Module, loads: Sequence[_Load], progress: Progress) -> None:
+def _read(model: nn.Module, loads: Sequence[_Load], held: Held, progress: Progress) -> None:
     named = named_tensors(model)
     kept: list[tuple[Home, Tensor, Tensor]] = []
     try:
         with torch.no_grad():
             for path, group in groupby(loads, key=lambda load: load.entry.path):
-                with on_disk(path, "cannot read"), open(path, "rb", buffering=0) as file:
+                with on_disk(path, "cannot read"), held.open(path) as fd:
                     for load in group:
                         home = home_of(named[load.span.name])
                         lost = _room_for_lost(home, load)
-                        _read_one(file.fileno(), load, home, lost, progress)
+                        _read_one(fd, load, home, lost, progress)
                         if home is not None and lost is not None:
                             kept.append((home, named[load.span.name], lost))
     finally:
         wrote(model)
     for home, tensor, lost in kept:
-        _keep(home, tensor, lost)
+        home.look(tensor)
+        home.keep_initial(lost)  # the next optimizer begins with the exact values
 
 
 def _room_for_lost(home: Home | None, load: _Load) -> Tensor | None:
@@ -320,10 +336,3 @@ def _fill(fd: int, into: memoryview, load: _Load, begin: int) -> None:
             says = f"{path} ended within {name!r}: it was cut off while it was read, and a part of the model is loaded"
             raise IoError(f"{says} by now; fetch the file and load again", path=str(path), offset=offset, key=name)
         done += count
-
-
-def _keep(home: Home, tensor: Tensor, lost: Tensor) -> None:
-    """Let the next optimizer begin with the exact values: it must find nothing written since."""
-    torch.autograd.graph.increment_version(home.piece)
-    home.seen_version = tensor._version
-    home.keep_initial(lost)

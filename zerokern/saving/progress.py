@@ -12,7 +12,7 @@ from typing import Any
 from zerokern.core.errors import got
 from zerokern.memory.room import amount
 
-__all__ = ["Progress", "refuse_unusable"]
+__all__ = ["Progress", "refuse_no_progress"]
 
 SILENT_S = 2.0  # shorter work is over before anybody wonders
 PLAIN_INTERVAL_S = 10.0
@@ -34,7 +34,7 @@ class Progress:
     """
 
     def __init__(self, what: str, total: int, how: bool | Callable[[int, int], None] | None = None) -> None:
-        refuse_unusable(how)
+        refuse_no_progress(how)
         self.what, self.total, self.done = what, total, 0
         self._how = how
         self._lock = threading.Lock()
@@ -72,7 +72,7 @@ class Progress:
             self._bar.stop()
 
 
-def refuse_unusable(how: Any) -> None:
+def refuse_no_progress(how: Any) -> None:
     """TypeError where `how` is nothing that Progress takes; for all ranks to ask, of which one alone shows it."""
     if not (how is None or isinstance(how, bool) or callable(how)):
         raise TypeError(got("progress", how, "None, True, False or a function of (bytes done, bytes in all)"))

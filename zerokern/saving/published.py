@@ -7,16 +7,18 @@ import errno
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerokern.core.errors import IoError
-from zerokern.io.files import refused
+from zerokern.io.advice import refused
 from zerokern.io.lock import Holder
 from zerokern.memory.room import amount
+from zerokern.saving.held import Held
 from zerokern.saving.index import NAME, FileRow, Index
 
 __all__ = [
+    "DATA",
     "LOCK",
     "METADATA",
     "Published",
@@ -31,7 +33,7 @@ __all__ = [
 
 METADATA = ".metadata"  # torch's name for its own index
 SAVE_ID = r"\d{8}T\d{6}-[0-9a-f]{6}"
-DATA = re.compile(rf"({SAVE_ID})_\d+\.distcp")
+DATA = re.compile(rf"({SAVE_ID})_\d+\.distcp")  # a data file of ours
 NEW = re.compile(rf"{re.escape(NAME)}\.new|\.metadata\.({SAVE_ID})\.new")
 LOCK = "zerokern.lock"
 
@@ -60,16 +62,23 @@ class Published:
 
     folder: Path
     index: Index
+    held: Held | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Published:
-        """Reads the index and looks at the data files; the error says what is there, and what can be loaded instead."""
+    def open(cls, path: str | os.PathLike[str], *, hold: bool = False) -> Published:
+        """Reads the index and looks at the data files; the error says what is there, and what can be loaded instead.
+
+        `hold`: the files stay open, whatever is saved into the folder meanwhile, until `close`.
+        """
         folder = Path(path)
         index = _read(folder)
         while True:
-            broken = [says for says in (why_broken(folder, file) for file in index.files) if says]
+            held = Held() if hold else None
+            broken = [says for says in (why_broken(folder, file, held) for file in index.files) if says]
             if not broken:
-                return cls(folder, index)
+                return cls(folder, index, held)
+            if held is not None:
+                held.close()
             # A save may have replaced the checkpoint between the two looks: then there is another index now.
             newer = _read(folder)
             if newer.save_id == index.save_id:
@@ -79,6 +88,11 @@ class Published:
                     errno=errno.ENODATA,
                 )
             index = newer
+
+    def close(self) -> None:
+        """Lets go of files that were held."""
+        if self.held is not None:
+            self.held.close()
 
     def path(self, file: FileRow | int) -> Path:
         """Where one of its data files is."""
@@ -135,10 +149,11 @@ def _holder(folder: Path) -> Holder | None:
     return holder if holder.pid.isdigit() and holder.lives() else None
 
 
-def why_broken(folder: Path, file: FileRow) -> str:
-    """What is wrong with a data file as far as its length tells; "" where nothing is."""
+def why_broken(folder: Path, file: FileRow, held: Held | None = None) -> str:
+    """What is wrong with a data file as far as its length tells; "" where nothing is. `held` has it from here on."""
     try:
-        found = os.stat(folder / file.name).st_size
+        fd = None if held is None else held.fd(folder / file.name)
+        found = os.stat(folder / file.name if fd is None else fd).st_size
     except FileNotFoundError:
         return f"{file.name}, {amount(file.nbytes)}, is missing"
     if found == file.nbytes:

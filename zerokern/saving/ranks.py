@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from zerokern.core.errors import ZerokernError, got
+from zerokern.comm import Group, during, joined
+from zerokern.core.errors import StateError, ZerokernError, got
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "absolute", "digests", "open_alike", "refuse_differences", "refuse_unusable", "shown"]
 
 T = TypeVar("T")
+
+LISTED = 3
 
 _TEACH = (ZerokernError, ValueError, TypeError, OSError, KeyboardInterrupt)  # what says by itself what to do
 
@@ -27,17 +35,19 @@ class Ranks:
     (0, 1, ['done'])
     """
 
-    def __init__(self, pg: Any) -> None:
+    def __init__(self, pg: Any, call: str = "") -> None:
         self.pg = pg
+        self.call = call  # what they have been called together for, as the user knows it
+        self._group: Group | None = None
         self._wrapper = _DistWrapper(pg, pg is not None, 0)
         self.rank, self.size = self._wrapper.get_rank(), self._wrapper.get_world_size()
 
     @classmethod
-    def of(cls, group: Any) -> Ranks:
+    def of(cls, group: Any, call: str = "") -> Ranks:
         """The ranks of a ProcessGroup, of a 1-D DeviceMesh, or of the world where there is one."""
         there = dist.is_available() and dist.is_initialized()
         if group is None:
-            return cls(dist.group.WORLD if there else None)
+            return cls(dist.group.WORLD if there else None, call)
         if not there:
             advice = "Call torch.distributed.init_process_group first"
             raise ValueError(got("group", group, "None while torch.distributed is not initialised", advice))
@@ -52,11 +62,11 @@ class Ranks:
             raise TypeError(got("group", group, "a ProcessGroup, a 1-D DeviceMesh or None for the world"))
         if dist.get_rank(group) < 0:
             raise ValueError(got("group", group, f"a group that this rank, {dist.get_rank()}, is part of"))
-        return cls(group)
+        return cls(group, call)
 
     def each(self, what: str, work: Callable[[], T]) -> list[T]:
         """What `work` returns on each rank, to all of them; raises on all where it raises on one."""
-        return self.run(lambda own: self._wrapper.all_gather(what, own(work)))
+        return self.run(what, lambda own: self._wrapper.all_gather(what, own(work)))
 
     def same(self, call: str, given: Callable[[], dict[str, Any]]) -> None:
         """Raises on all ranks where one has been given something else than the first, or refuses what it was given.
@@ -75,13 +85,19 @@ class Ranks:
 
     def lead(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns on the first rank, which alone calls it."""
-        return self.run(lambda own: self._wrapper.broadcast(what, own(work)))
+        return self.run(what, lambda own: self._wrapper.broadcast(what, own(work)))
 
-    def run(self, work: Callable[[Callable[[Callable[[], Any]], Callable[[], Any]]], T]) -> T:
+    def run(self, what: str, work: Callable[[Callable[[Callable[[], Any]], Callable[[], Any]]], T]) -> T:
         """What `work` returns; what torch wraps into errors of its own leaves as what was raised.
 
-        `work` is given a function that makes a step's errors such that every rank can be told of them.
+        `work` is given a function that makes a step's errors such that every rank can be told of them. It begins once
+        all ranks have come here: torch's collectives name nobody who does not, and end the process where somebody
+        moves something else meanwhile.
         """
+        if self.size > 1:
+            with during(self.call):
+                self._group = self._group or joined(self.pg)
+                self._group.agree(what)
         kept: list[BaseException] = []
 
         def own(step: Callable[[], Any]) -> Callable[[], Any]:
@@ -99,6 +115,29 @@ class Ranks:
         except CheckpointException as wrapped:
             error = kept[0] if kept else _plainly(wrapped, self.rank, self.size)
         raise error from None
+
+
+def refuse_unusable(model: Any, **switches: Any) -> None:
+    """What no call of these takes: a model that is none, a switch that is neither on nor off.
+
+    >>> refuse_unusable(torch.nn.Linear(2, 2), rng=True)
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(got("model", model, "a torch.nn.Module"))
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(got(name, value, "True or False"))
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Where that is, wherever the program goes later.
+
+    >>> absolute("step3") == Path.cwd() / "step3"
+    True
+    """
+    if not os.fspath(path):
+        raise ValueError(got("path", path, "the name of a folder", "'.' is the one that the program is in"))
+    return Path(path).absolute()
 
 
 def _plainly(wrapped: CheckpointException, rank: int, size: int) -> BaseException:
@@ -130,3 +169,69 @@ def _portable(error: BaseException) -> BaseException:
     if isinstance(error, _TEACH) and type(error).__module__.partition(".")[0] in ("builtins", "zerokern"):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def shown(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What is compared, in words and by subject; parts of tensors count as what they are parts of.
+
+    >>> import torch
+    >>> shown({"model.w": torch.ones(2, 3)}, {"groups": [], "aliases": {"v": "w"}})
+    {'model': ['w torch.float32 (2, 3)'], 'opt': [], 'tied weights': ['v is w']}
+    """
+    names = {key.removeprefix("model."): one for key, one in items.items() if key.startswith("model.")}
+    return {
+        "model": [f"{name} {one.dtype} {tuple(one.shape)}" for name, one in names.items()],
+        "opt": [
+            f"{number} of optimizer {which}: {json.dumps(group, sort_keys=True)}"
+            for which, groups in enumerate(values["groups"])
+            for number, group in enumerate(groups)
+        ],
+        "tied weights": [f"{other} is {first}" for other, first in sorted(values["aliases"].items())],
+    }
+
+
+def digests(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
+    """By subject, the same on two ranks that have the same: what is sent where nothing is wrong."""
+    made = shown(items, values)
+    return {name: hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest() for name, rows in made.items()}
+
+
+def refuse_differences(
+    ranks: Ranks, each: Sequence[Mapping[str, str]], say: Callable[[], Mapping[str, list[str]]]
+) -> None:
+    """StateError on all ranks with what one has and the first has not; `each`: their `digests`, `say`: `shown`."""
+    found = next(((rank, name) for rank, mine in enumerate(each) for name in mine if mine[name] != each[0][name]), None)
+    if found is None:
+        return
+    rank, name = found
+    rows = ranks.each("what differs", lambda: list(say()[name]))
+    only = "; ".join(
+        f"rank {one} alone has {_some([row for row in rows[one] if row not in rows[other]])}"
+        for one, other in ((0, rank), (rank, 0))
+    )
+    raise StateError(
+        f"{name} differs between ranks 0 and {rank}: {only}. All ranks save one model and its optimizers together, as "
+        "one checkpoint; allowed: the same on all of them (group=... names the ranks of one model)"
+    )
+
+
+def open_alike(ranks: Ranks, path: Path, opening: Callable[[], str]) -> None:
+    """Opens on every rank what lies at `path`, until all have the same before them; `opening` says what that is.
+
+    StateError on all ranks where they have not: a folder of one name may be another one on another host.
+    """
+    before: list[str] = []
+    while len(set(each := ranks.each("open", opening))) > 1:
+        if each == before:  # else something was saved between two ranks' looks
+            rank = next(rank for rank, one in enumerate(each) if one != each[0])
+            raise StateError(
+                f"{path} is not the same on all ranks: rank 0 sees {each[0]}, rank {rank} sees {each[rank]}; nothing "
+                "was changed. All ranks load one checkpoint: choose a folder that every host mounts, or copy the same "
+                "one to each of them"
+            )
+        before = each
+
+
+def _some(rows: Sequence[str]) -> str:
+    more = len(rows) - LISTED
+    return (", ".join(rows[:LISTED]) + (f" and {more} more" if more > 0 else "")) if rows else "nothing"

@@ -1,4 +1,4 @@
-"""A data file of a checkpoint, read in any order: in long requests that overlap, and no block believed unchecked."""
+"""A data file of a checkpoint, read in any order: in requests that overlap, and no block believed unchecked."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from zerokern.core.errors import IoError
+from zerokern.io.advice import failed
 from zerokern.io.ticket import Ticket
+from zerokern.saving.held import Held
 from zerokern.saving.index import FileRow
-from zerokern.saving.staging import BLOCK, READ, SLOT, Staging, address_of, crc32c, failed
+from zerokern.saving.staging import BLOCK, READ, Staging, address_of, crc32c
 
 __all__ = ["FileReader", "Span", "Take"]
 
-PER_SLOT = SLOT // BLOCK
 RESTORE = "Restore the file from a copy, or load another checkpoint"
 
 Take = Callable[[Tensor, int], object]  # given bytes of a span, and where in the span they begin
@@ -30,7 +30,7 @@ Span = tuple[int, int, Take]  # offset and nbytes in the file
 
 @dataclass(frozen=True)
 class Arrived:
-    """Blocks of the file in memory: bytes from `begin` on, or why they are not there."""
+    """A block of the file in memory: bytes from `begin` on, or why they are not there."""
 
     begin: int
     bytes: Tensor
@@ -51,18 +51,23 @@ class FileReader:
     0 [1, 2, 3]
     """
 
-    def __init__(self, folder: Path, row: FileRow, *, staging: Staging | None = None) -> None:
+    def __init__(self, folder: Path, row: FileRow, *, staging: Staging | None = None, held: Held | None = None) -> None:
         self.path = folder / row.name
         self.row = row
         self._own = staging is None
         self._number = -1
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            lent = None if held is None else held.fd(self.path)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if lent is None else lent
         except OSError as error:
             raise failed("Opening", self.path, error, 0, row.nbytes) from error
+        self._lent = lent is not None
         self._staging = staging
         try:
-            self._sums = self._table()
+            sums = held.tables.get(self.path) if held is not None else None
+            self._sums = self._table() if sums is None else sums
+            if held is not None and self._lent:  # what is read past the page cache cannot be read at any offset later
+                held.tables[self.path] = self._sums
             self._staging = staging or Staging(folder)
             self._number = self._staging.enter(self._fd, self.path)
         except BaseException:
@@ -82,7 +87,7 @@ class FileReader:
                 )
         waiting = deque(ordered)
         under_way: list[Span] = []
-        for found in self._arrivals(_requests(ordered)):
+        for found in self._arrivals(_blocks(ordered)):
             if found.error is not None:
                 raise found.error
             end = found.begin + len(found.bytes)
@@ -96,10 +101,8 @@ class FileReader:
     def damage(
         self, begin_block: int = 0, end_block: int | None = None, progress: Callable[[int], object] | None = None
     ) -> Iterator[IoError]:
-        """The blocks that are not as written, or cannot be read. `progress` is told the bytes of each step."""
-        end_block = self.row.blocks if end_block is None else end_block
-        firsts = range(begin_block, end_block, PER_SLOT)
-        for found in self._arrivals((first, min(PER_SLOT, end_block - first)) for first in firsts):
+        """The blocks that are not as written, or cannot be read. `progress` is told the bytes of each."""
+        for found in self._arrivals(range(begin_block, self.row.blocks if end_block is None else end_block)):
             if found.error is not None:
                 yield found.error
             if progress is not None:
@@ -121,7 +124,7 @@ class FileReader:
         if staging is not None and self._own:
             staging.close()
         fd, self._fd = self._fd, -1
-        if fd >= 0:
+        if fd >= 0 and not self._lent:
             os.close(fd)
 
     def __enter__(self) -> FileReader:
@@ -148,48 +151,42 @@ class FileReader:
             sums.byteswap()
         return sums
 
-    def _arrivals(self, requests: Iterable[tuple[int, int]]) -> Iterator[Arrived]:
-        """Blocks (first, count) as they come, in their order; later ones are under way meanwhile."""
+    def _arrivals(self, blocks: Iterable[int]) -> Iterator[Arrived]:
+        """Blocks as they come, in their order; later ones are under way meanwhile."""
         staging = self._staging
         if staging is None:
             raise ValueError(f"{self.path} is closed: nothing can be read from it")
-        free = deque(range(len(staging.slots)))
-        pending: deque[tuple[int, int, int, Ticket]] = deque()
-        coming = iter(requests)
+        free = list(range(len(staging.slots)))
+        pending: deque[tuple[Arrived, int, Ticket]] = deque()
+        coming = iter(blocks)
         try:
             while True:
-                for first, count in islice(coming, len(free)):
-                    begin = first * BLOCK
-                    nbytes = min(count * BLOCK, self.row.table - begin)
-                    slot = free.popleft()
-                    pending.append((slot, begin, nbytes, staging.start(READ, slot, self._number, begin, nbytes)))
+                while free and (block := next(coming, None)) is not None:
+                    begin, slot = block * BLOCK, free.pop()
+                    nbytes = min(BLOCK, self.row.table - begin)
+                    found = Arrived(begin, staging.bytes[slot][:nbytes])
+                    pending.append((found, slot, staging.start(READ, slot, self._number, begin, nbytes)))
                 if not pending:
                     return
-                slot, begin, nbytes, ticket = pending.popleft()
-                yield from self._arrived(staging.bytes[slot][:nbytes], begin, ticket)
+                found, slot, ticket = pending.popleft()
+                yield self._checked(found, ticket)
                 free.append(slot)
         finally:
             staging.drain()  # nothing is written into a slot that somebody else may use next
 
-    def _arrived(self, found: Tensor, begin: int, ticket: Ticket) -> Iterator[Arrived]:
-        """What a request brought: all of it, or each of its blocks where one is damaged."""
+    def _checked(self, found: Arrived, ticket: Ticket) -> Arrived:
+        """What a request brought, or why it did not."""
         try:
             ticket.wait()
         except IoError as error:
-            yield Arrived(begin, found, failed("Reading", self.path, error))
-            return
-        address, first = found.data_ptr(), begin // BLOCK
-        lengths = [min(BLOCK, len(found) - at) for at in range(0, len(found), BLOCK)]
-        sums = [crc32c(address + i * BLOCK, nbytes) for i, nbytes in enumerate(lengths)]
-        if sums == self._sums[first : first + len(sums)].tolist():
-            yield Arrived(begin, found)
-            return
-        for i, nbytes in enumerate(lengths):
-            at, broken = i * BLOCK, None
-            if sums[i] != self._sums[first + i]:
-                says = f"is damaged in its {nbytes} bytes from offset {begin + at} on: their CRC32C is {sums[i]:08x}"
-                broken = self._broken(f"{says}, what was written had {self._sums[first + i]:08x}", begin + at, nbytes)
-            yield Arrived(begin + at, found[at : at + nbytes], broken)
+            return replace(found, error=failed("Reading", self.path, error))
+        nbytes, expected = len(found.bytes), self._sums[found.begin // BLOCK]
+        crc = crc32c(found.bytes.data_ptr(), nbytes)
+        if crc == expected:
+            return found
+        says = f"is damaged in its {nbytes} bytes from offset {found.begin} on: their CRC32C is {crc:08x}"
+        broken = self._broken(f"{says}, what was written had {expected:08x}", found.begin, nbytes)
+        return replace(found, error=broken)
 
     def _broken(self, says: str, offset: int, nbytes: int, number: int = errno.EBADMSG) -> IoError:
         return IoError(
@@ -197,20 +194,13 @@ class FileReader:
         )
 
 
-def _requests(spans: list[Span]) -> Iterator[tuple[int, int]]:
-    """The blocks (first, count) that the spans touch, each once, as many in one request as a slot holds."""
-    begin = end = 0
+def _blocks(spans: list[Span]) -> Iterator[int]:
+    """Those that the spans touch, each once."""
+    end = 0
     for offset, nbytes, _ in spans:
-        first, behind = offset // BLOCK, -(-(offset + nbytes) // BLOCK)
-        if first > end:
-            yield from _cut(begin, end)
-            begin = first
+        behind = -(-(offset + nbytes) // BLOCK)
+        yield from range(max(offset // BLOCK, end), behind)
         end = max(end, behind)
-    yield from _cut(begin, end)
-
-
-def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    return ((first, min(PER_SLOT, end - first)) for first in range(begin, end, PER_SLOT))
 
 
 def _pread(fd: int, nbytes: int, offset: int) -> bytes:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 
-__all__ = ["put_back", "row", "taken", "unlike"]
+__all__ = ["checked", "put_back", "row", "taken", "unlike"]
 
 
 def taken() -> bytes:
@@ -38,29 +38,52 @@ def taken() -> bytes:
     return json.dumps(states).encode()
 
 
-def put_back(kept: bytes) -> None:
-    """Each generator goes on from where it was; those that did not exist then are left alone."""
+def checked(kept: bytes) -> dict[str, Any]:
+    """The state of each generator, which one of its kind that nobody draws from has taken; refused where none would.
+
+    >>> list(checked(taken()))[:2]
+    ['python', 'torch']
+    """
     try:
         states = json.loads(kept)
         version, words, gauss = states["python"]
-        python, torchs = (version, tuple(words), gauss), _tensor(states["torch"])
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(gauss, (float, type(None))):
+            raise TypeError(f"{gauss!r} is no number that was drawn")
+        found: dict[str, Any] = {"python": (version, tuple(words), gauss), "torch": _tensor(states["torch"])}
+        random.Random().setstate(found["python"])
+        torch.Generator().set_state(found["torch"])
+        numpy = _numpy() if "numpy" in states else None
+        if numpy is not None:
+            name, keys, *rest = states["numpy"]
+            found["numpy"] = name, numpy.frombuffer(bytes.fromhex(keys), dtype="<u4").astype("u4"), *rest
+            numpy.random.RandomState().set_state(found["numpy"])
+        if "cuda" in states and torch.cuda.is_available():
+            found["cuda"] = _tensor(states["cuda"])
+            if torch.cuda.is_initialized():  # a load begins no context
+                torch.Generator(torch.device("cuda", torch.cuda.current_device())).set_state(found["cuda"])
+    except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
         raise StateError(f"the random state of the checkpoint cannot be read ({error}); load with rng=False") from error
-    random.setstate(python)
-    torch.set_rng_state(torchs)
+    return found
+
+
+def put_back(kept: bytes) -> None:
+    """Each generator goes on from where it was; those that did not exist then are left alone."""
+    states = checked(kept)
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
     if "numpy" in states:
-        _numpy_back(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+        _numpy().random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
 
 
-def _numpy_back(state: list[Any]) -> None:
+def _numpy() -> Any:
+    """None where there is no NumPy: nobody draws from it."""
     try:
         import numpy
-    except ModuleNotFoundError:  # who has no NumPy draws nothing from it
-        return
-    name, keys, *rest = state
-    numpy.random.set_state((name, numpy.frombuffer(bytes.fromhex(keys), dtype="<u4").astype("u4"), *rest))
+    except ModuleNotFoundError:
+        return None
+    return numpy
 
 
 def unlike(kept: bytes, rank: int) -> bytes:

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-import os
+import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
-from zerokern.core.errors import IoError, StateError
+from zerokern.core.errors import IoError, StateError, ZerokernError
 from zerokern.saving.index import Box, TensorRow, itemsize
+from zerokern.saving.landing import Landing, landings
 
-__all__ = ["Foreign", "ForeignReader", "Source", "dtype_name"]
+__all__ = ["Foreign", "Source", "Told", "dtype_name", "sound", "untold"]
 
-Told = Callable[[int], object]
+Told = Callable[[int], object]  # of bytes that have been moved since the last time
+
+
+def untold(nbytes: int) -> None:
+    """For nobody to know."""
+
+
+@contextmanager
+def sound(path: Path, *also: type[Exception]) -> Iterator[None]:
+    """For what is done with an index before a load changes anything.
+
+    One with a right checksum, or with none, may hold anything, and what no save writes raises whatever it raises.
+    """
+    caught: tuple[type[Exception], ...] = (LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError)
+    try:
+        yield
+    except ZerokernError:
+        raise
+    except (*caught, *also) as error:
+        raise IoError(
+            f"{path} says of its content what no save writes: {type(error).__name__}: {error}. Nothing was changed: "
+            "restore it from a copy, or load another checkpoint",
+            path=str(path),
+            errno=errno.EBADMSG,
+        ) from error
 
 
 class Source(ABC):
@@ -42,23 +58,32 @@ class Source(ABC):
     tensors: dict[str, TensorRow]
     values: dict[str, Any]
     numbered = False
+    summed = True  # whether all of its bytes have checksums; some writers leave them out
 
     @abstractmethod
-    def storage_reader(self, on_progress: Told | None = None) -> StorageReader:
-        """A reader for torch.distributed.checkpoint, which knows the tensors by our keys."""
+    def read(self, items: Mapping[str, Any], told: Told = untold) -> None:
+        """Fills these, as far as they are here: tensors and `Parts` by our keys. No other rank takes part."""
 
     @abstractmethod
-    def damage(self, rank: int = 0, world: int = 1, on_progress: Told | None = None) -> Iterator[IoError]:
+    def damage(self, rank: int = 0, world: int = 1, told: Told = untold) -> Iterator[IoError]:
         """All that is wrong with this rank's share of the bytes."""
+
+    @abstractmethod
+    def likeness(self) -> str:
+        """What two ranks have in common where they have opened the same checkpoint, in words for people."""
+
+    def close(self) -> None:
+        """Lets go of its files, where it holds any."""
+        return
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """How many bytes `damage` reads, on all ranks."""
 
-    def verify(self, rank: int = 0, world: int = 1, on_progress: Told | None = None) -> None:
+    def verify(self, rank: int = 0, world: int = 1, told: Told = untold) -> None:
         """Reads this rank's share of the bytes, and raises the first thing that is wrong with them."""
-        for error in self.damage(rank, world, on_progress):
+        for error in self.damage(rank, world, told):
             raise error
 
     def name_parameters(self, names: Sequence[Sequence[str]]) -> None:
@@ -93,15 +118,28 @@ class Foreign(Source):
         self.path = path
         self.tensors, self.values = {}, {}
         self.held: dict[str, Tensor] = {}  # small ones, which were read with the values that they stand among
-        self._last: tuple[str, tuple[int, ...], Tensor] | None = None
+        self._held_box: tuple[str, tuple[int, ...]] | None = None  # one of many elements is asked for part by part
+        self._found: Tensor | None = None
         self._first: dict[str, str] = {}  # the key that `_load` knows, of those that were given names
 
     @abstractmethod
     def _load(self, key: str, box: Box) -> Tensor:
         """The box of the tensor with this key, on the host."""
 
-    def storage_reader(self, on_progress: Told | None = None) -> StorageReader:
-        return ForeignReader(self, on_progress)
+    def read(self, items: Mapping[str, Any], told: Told = untold) -> None:
+        """Box by box: each is held until the next is read, in this call or another, and parts of it are copied."""
+        by_box: dict[tuple[str, tuple[int, ...]], list[Landing]] = {}
+        for one in landings(items, self.tensors):
+            by_box.setdefault((one.key, one.box.offsets), []).append(one)
+        for place, some in sorted(by_box.items(), key=lambda one: one[0] != self._held_box):
+            if place != self._held_box:
+                self._held_box, self._found = None, None  # before the next is read: two would be twice the memory
+                self._found = self.fetch(place[0], some[0].box)
+                self._held_box = place
+                told(self._found.nbytes)
+            assert self._found is not None
+            for one in some:
+                one.target.copy_(one.cut(self._found))
 
     @property
     def nbytes(self) -> int:
@@ -126,101 +164,20 @@ class Foreign(Source):
             )
         return found
 
-    def kept(self, key: str, offsets: tuple[int, ...]) -> Tensor | None:
-        """The box that was read last: one of many elements is asked for part by part, by one reader after another."""
-        return self._last[2] if self._last is not None and self._last[:2] == (key, offsets) else None
-
-    def keep(self, key: str, offsets: tuple[int, ...], found: Tensor | None) -> None:
-        """Keep this box, and no other; None: none at all."""
-        self._last = None if found is None else (key, offsets, found)
-
-    def damage(self, rank: int = 0, world: int = 1, on_progress: Told | None = None) -> Iterator[IoError]:
+    def damage(self, rank: int = 0, world: int = 1, told: Told = untold) -> Iterator[IoError]:
         boxes = [(key, box) for key, row in self.tensors.items() for box in row.boxes]
         for key, box in boxes[rank::world]:
             try:
                 self.fetch(key, box)
             except IoError as error:
                 yield error
-            if on_progress is not None:
-                on_progress(box.numel * itemsize(self.tensors[key].dtype))
+            told(box.numel * itemsize(self.tensors[key].dtype))
 
     def _renamed(self, keys: dict[str, str]) -> None:
         super()._renamed(keys)
-        self._last = None
+        self._held_box = self._found = None
         self._first |= {new: key for key, new in keys.items()}
         self.held = {keys.get(key, key): tensor for key, tensor in self.held.items()}
-
-
-class ForeignReader(StorageReader):
-    """Reads box by box; each is held until the next is read, of which this or another reader copies parts."""
-
-    def __init__(self, source: Foreign, on_progress: Told | None = None) -> None:
-        super().__init__()
-        self.source = source
-        self._told = on_progress or (lambda nbytes: None)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: the checkpoint is open."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The tensors in torch's words."""
-        rows: dict[str, Any] = {
-            key: TensorStorageMetadata(
-                TensorProperties(getattr(torch, row.dtype)),
-                torch.Size(row.shape),
-                [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in row.boxes],
-            )
-            for key, row in self.source.tensors.items()
-        }
-        return Metadata(rows, storage_meta=StorageMeta(checkpoint_id=str(self.source.path)))
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: what there is is known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The same."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The same."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Returns when every item of the plan is in its place."""
-        wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
-        for item in plan.items:
-            wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset or ())), []).append(item)
-        source = self.source
-        for (key, offset), items in sorted(wanted.items(), key=lambda one: source.kept(*one[0]) is None):
-            found = source.kept(key, offset)
-            if found is None:
-                source.keep(key, offset, None)  # before the next is read: two would be twice the memory
-                box = next(one for one in source.tensors[key].boxes if one.offsets == offset)
-                found = source.fetch(key, box)
-                source.keep(key, offset, found)
-                self._told(found.numel() * found.element_size())
-            for item in items:
-                self._copy(key, found, item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _copy(self, key: str, found: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            found = found.narrow(dim, start, length)
-        target = planner.resolve_tensor(item).detach()
-        if target.dtype is not found.dtype or target.shape != found.shape:
-            raise StateError(
-                f"{key} is {found.dtype} of {tuple(found.shape)} in {self.source.path}; what it is to be read into is "
-                f"{target.dtype} of {tuple(target.shape)}. Read it into room of its own dtype, and convert it there"
-            )
-        target.copy_(found)
-        planner.commit_tensor(item, target)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
-        return isinstance(checkpoint_id, str | os.PathLike)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import errno as errnos
-import os
 from pathlib import Path
 
 from torch import Tensor
 
 from zerokern.core import native
-from zerokern.core.errors import IoError
 from zerokern.io.engine import Engine, Faults, say_once
 from zerokern.io.files import go_direct
 from zerokern.io.probing import START, cached
 from zerokern.io.ticket import Ticket, Transfers
 from zerokern.memory import Arena, Lease
+from zerokern.saving.index import BLOCK_NBYTES
 
-__all__ = ["BLOCK", "SLOT", "SLOTS", "Staging", "address_of", "copy", "crc32c", "failed"]
+__all__ = ["BLOCK", "SLOTS", "Staging", "address_of", "copy", "crc32c"]
 
-BLOCK = 1 << 20  # bytes under one checksum
-SLOT = BLOCK  # bytes of one request
+BLOCK = BLOCK_NBYTES  # bytes under one checksum, and of one request
 # In flight: 8 MiB keep a disk busy and stay in the processor's cache, where they are copied and summed: 32 MiB took 1.3
 # times as long. They are all the memory that saving and loading take.
 SLOTS = 8
 
 READ, WRITE, PADDED = native.IO_READ, native.IO_WRITE, native.IO_PADDED
-ADVICE = {
-    errnos.ENOSPC: "The file system is full: free space, or choose another folder",
-    errnos.EDQUOT: "The quota is used up: free space, or choose another folder",
-    errnos.EFBIG: "Raise the limit on file lengths (`ulimit -f`)",
-    errnos.EROFS: "The file system is read-only: choose another folder",
-    errnos.EACCES: "This user may not: choose another folder, or change its mode",
-    errnos.EPERM: "This user may not: choose another folder, or change its mode",
-    errnos.ENOENT: "Something has removed it meanwhile",
-    errnos.ENODATA: "The file ends too early: something has truncated it",
-    errnos.EIO: "The device failed; the kernel's log says more",
-}
 
 
 class Staging:
@@ -62,8 +48,8 @@ class Staging:
         usual_depth, usual_block = (found.depth, found.block) if found is not None else START
         self.engine = Engine(engine, depth=depth or usual_depth, block=block or usual_block, faults=faults)
         try:
-            self.arena = Arena(slots * SLOT)
-            self.slots: list[Lease] = [self.arena.lease(SLOT, f"saving slot {i}") for i in range(slots)]
+            self.arena = Arena(slots * BLOCK)
+            self.slots: list[Lease] = [self.arena.lease(BLOCK, f"saving slot {i}") for i in range(slots)]
             self.bytes: list[Tensor] = [slot.tensor() for slot in self.slots]
             self.engine.register(self.arena)
             self.transfers = Transfers(self.engine, {})
@@ -126,19 +112,6 @@ def address_of(data: bytes) -> int:
 def crc32c(address: int, nbytes: int, before: int = 0) -> int:
     """Of bytes in memory, by the processor's own instruction where it has one; going on from those before."""
     return int(native.library().zk_crc32c(before, address, nbytes))
-
-
-def failed(what: str, path: Path, error: IoError | OSError, offset: int = 0, nbytes: int = 0) -> IoError:
-    """The error of a transfer or a system call, told of a checkpoint's file."""
-    number = error.errno or 0
-    if isinstance(error, IoError):
-        offset, nbytes = error.offset, error.nbytes
-    why = f"{os.strerror(number)} ({errnos.errorcode.get(number, number)})"
-    advice = f". {ADVICE[number]}" if number in ADVICE else ""
-    return IoError(
-        f"{what} {path} failed at offset {offset}, {nbytes} bytes: {why}{advice}",
-        path=str(path), offset=offset, nbytes=nbytes, errno=number,
-    )  # fmt: skip
 
 
 def copy(target: int, source: int, nbytes: int) -> None:

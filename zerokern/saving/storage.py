@@ -1,12 +1,11 @@
-"""Our files below torch.distributed.checkpoint: its planner says which box goes where, these two move the bytes."""
+"""Our files below torch.distributed.checkpoint: its planner says which rank writes which box, this moves the bytes."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import platform
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import Any
@@ -14,41 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zerokern.core.errors import IoError, StateError, got
+from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
-from zerokern.saving.files import FileReader, FileWriter
-from zerokern.saving.folder import Draft, Published
+from zerokern.saving.files import FileWriter, pieces
+from zerokern.saving.folder import Draft
 from zerokern.saving.index import Box, FileRow, Index, TensorRow
-from zerokern.saving.landing import Landing
-from zerokern.saving.pieces import pieces
-from zerokern.saving.staging import BLOCK, SLOT, Staging
+from zerokern.saving.source import Told, dtype_name, untold
+from zerokern.saving.staging import BLOCK
 from zerokern.saving.zipped import ALIGN, envelope
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["Writer"]
 
-STEP = 64 * SLOT  # bytes between two reports of progress
+STEP = 64 * BLOCK  # bytes between two reports of progress
 AROUND = 1024  # bytes that an envelope and the gap behind it take, at most
-
-Told = Callable[[int], object]  # of bytes that have been moved since the last time
 
 
 @dataclass(frozen=True)
@@ -67,11 +49,11 @@ class Writer(StorageWriter):
     Items are asked for one by one in the order of the plan, and each is written before the next is asked for.
     """
 
-    def __init__(self, draft: Draft, values: dict[str, Any], on_progress: Told | None = None) -> None:
+    def __init__(self, draft: Draft, values: dict[str, Any], told: Told = untold) -> None:
         super().__init__()
         self.draft = draft
         self.values = values
-        self._told = on_progress or (lambda nbytes: None)
+        self._told = told
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: the draft knows its folder."""
@@ -85,7 +67,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tells each rank its number, which names its file."""
-        return [_replaced(plan, rank) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Returns when all of it lasts on the disk. A rank that has nothing to write makes no file."""
@@ -120,7 +102,7 @@ class Writer(StorageWriter):
         writer.align(ALIGN)
         begin = writer.append(before)
         offset = writer.nbytes
-        for piece in pieces(tensor, SLOT):
+        for piece in pieces(tensor, BLOCK):
             for part in piece.split(STEP):
                 writer.append(part)
                 self._told(part.numel())
@@ -132,7 +114,7 @@ class Writer(StorageWriter):
         index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
         for key, found in metadata.state_dict_metadata.items():
             assert isinstance(found, TensorStorageMetadata)  # _resolved refuses all else
-            index.tensors[key] = TensorRow(_name(found.properties.dtype), tuple(found.size))
+            index.tensors[key] = TensorRow(dtype_name(found.properties.dtype), tuple(found.size))
         storage = {}
         for of_rank in results:
             for result in of_rank:
@@ -157,116 +139,6 @@ class Writer(StorageWriter):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 
-class Reader(StorageReader):
-    """Reads a published checkpoint, from staging slots straight into the tensors of a planner, each block checked."""
-
-    def __init__(self, published: Published, on_progress: Told | None = None) -> None:
-        super().__init__()
-        self.published = published
-        self.index = published.index
-        self._told = on_progress or (lambda nbytes: None)
-        self._metadata: Metadata | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: the checkpoint is open."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the index says, in torch's words; `.metadata` is not looked at."""
-        if self._metadata is None:
-            meta = StorageMeta(checkpoint_id=str(self.published.folder), save_id=self.index.save_id)
-            rows: dict[str, Any] = {key: _described(row) for key, row in self.index.tensors.items()}
-            self._metadata = Metadata(rows, storage_meta=meta)
-        return self._metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the index is known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The same."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The same."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Returns when every item of the plan is in its place."""
-        of_file: dict[int, list[Landing]] = {}
-        for item in plan.items:
-            landing = Landing(item, *self._source(item), planner, self._told)
-            if landing.left:
-                of_file.setdefault(landing.box.file, []).append(landing)
-            else:
-                landing.end()
-        if of_file:
-            with Staging(self.published.folder) as staging:
-                for number, landings in sorted(of_file.items()):
-                    self._read(number, landings, staging)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, number: int, landings: list[Landing], staging: Staging) -> None:
-        file = self.index.files[number]
-        try:
-            with FileReader(self.published.folder, file, staging=staging) as reader:
-                reader.read(span for landing in landings for span in landing.spans())
-        except IoError as error:
-            raise self._told_of(error, number) from error
-
-    def _source(self, item: ReadItem) -> tuple[Box, TensorRow]:
-        row = self.index.tensors[item.storage_index.fqn]
-        hint, offset = item.storage_index.index, tuple(item.storage_index.offset or ())
-        if hint is not None and hint < len(row.boxes) and row.boxes[hint].offsets == offset:
-            return row.boxes[hint], row
-        return next(box for box in row.boxes if box.offsets == offset and box.numel), row
-
-    def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Reads this rank's share of all blocks of all files, and raises what is wrong with the first damaged one."""
-        for error in self.damage(rank, world):
-            raise error
-
-    def damage(self, rank: int = 0, world: int = 1) -> Iterator[IoError]:
-        """All that is wrong with this rank's share of the blocks; each error names file, offset and keys."""
-        if not 0 <= rank < world:
-            raise ValueError(got("rank", rank, f"0 to {world - 1}"))
-        files = self.index.files
-        total = sum(file.blocks for file in files)
-        begin, end = total * rank // world, total * (rank + 1) // world
-        with Staging(self.published.folder) as staging:
-            before = 0
-            for number, file in enumerate(files):
-                first, behind = max(begin - before, 0), min(end - before, file.blocks)
-                before += file.blocks
-                if first >= behind:
-                    continue
-                try:
-                    with FileReader(self.published.folder, file, staging=staging) as reader:
-                        for error in reader.damage(first, behind, self._told):
-                            yield self._told_of(error, number)
-                except IoError as error:
-                    yield self._told_of(error, number)
-
-    def _told_of(self, error: IoError, number: int) -> IoError:
-        """The same error with the keys that it concerns."""
-        end = error.offset + max(error.nbytes, 1)
-        keys = [
-            key
-            for key, row in self.index.tensors.items()
-            if any(box.file == number and box.item[0] < end and sum(box.item) > error.offset for box in row.boxes)
-        ]
-        if not keys:
-            return error
-        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-        error.key = keys[0]
-        return again(f"{error}. There lie {', '.join(keys[:3])}{more}", error)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
-
 def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
     key = item.index.fqn
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
@@ -281,14 +153,10 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
     planned = item.tensor_data
     if tensor.shape != planned.chunk.sizes or tensor.dtype is not planned.properties.dtype:
         raise StateError(
-            f"{key} was described as {_name(planned.properties.dtype)} of {tuple(planned.chunk.sizes)} and is now "
-            f"{_name(tensor.dtype)} of {tuple(tensor.shape)}: it was exchanged while it was being saved"
+            f"{key} was described as {dtype_name(planned.properties.dtype)} of {tuple(planned.chunk.sizes)} and is now "
+            f"{dtype_name(tensor.dtype)} of {tuple(tensor.shape)}: it was exchanged while it was being saved"
         )
     return tensor
-
-
-def _replaced(plan: SavePlan, rank: int) -> SavePlan:
-    return SavePlan(plan.items, rank, plan.planner_data)
 
 
 def _sizes(item: WriteItem) -> tuple[int, ...]:
@@ -308,18 +176,9 @@ def _key_at(placed: list[tuple[WriteItem, int, tuple[int, int]]], offset: int, i
     return item.index.fqn
 
 
-def _described(row: TensorRow) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in row.boxes]
-    return TensorStorageMetadata(TensorProperties(getattr(torch, row.dtype)), torch.Size(row.shape), chunks)
-
-
 def _versions() -> dict[str, str]:
     try:
         ours = version("zerokern")
     except PackageNotFoundError:  # a source tree on the path
         ours = "0+source"
     return {"zerokern": ours, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

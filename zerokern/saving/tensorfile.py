@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zerokern.core.errors import IoError, got
+from zerokern.io.advice import on_disk
 
 __all__ = ["DTYPES", "INDEX", "SINGLE", "Entry", "Header", "code_of", "header", "read_header", "read_index"]
 
@@ -130,22 +131,22 @@ def header(
     return first, {name: len(first) + begin for name, begin in begins.items()}, len(first) + end
 
 
-def read_header(path: Path) -> Header:
-    """The header of a file, compared with the file; raises an IoError that says what is wrong with which tensor."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            first = file.read(32)
-            if len(first) < 8:
-                raise _bad(path, f"it has {size} B, and a header's length alone takes 8: truncated, or no such file")
-            length = int.from_bytes(first[:8], "little")
-            if length > MOST_HEADER or 8 + length > size:
-                raise _bad(path, _no_header(first, length, size))
-            file.seek(8)
-            text = file.read(length)
-    except OSError as error:
-        reason = f"{path} cannot be read: {error.strerror}"
-        raise IoError(reason, path=str(path), errno=error.errno or 0) from error
+def read_header(path: Path, fd: int | None = None) -> Header:
+    """The header of a file, compared with the file; raises an IoError that says what is wrong with which tensor.
+
+    `fd`: the file, where it is open already.
+    """
+    with on_disk(path, "cannot read"), open(path if fd is None else fd, "rb", closefd=fd is None) as file:
+        file.seek(0)
+        size = os.fstat(file.fileno()).st_size
+        first = file.read(32)
+        if len(first) < 8:
+            raise _bad(path, f"it has {size} B, and a header's length alone takes 8: truncated, or no such file")
+        length = int.from_bytes(first[:8], "little")
+        if length > MOST_HEADER or 8 + length > size:
+            raise _bad(path, _no_header(first, length, size))
+        file.seek(8)
+        text = file.read(length)
     described = _parsed(path, text)
     metadata = described.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -158,11 +159,8 @@ def read_header(path: Path) -> Header:
 
 def read_index(path: Path) -> dict[str, str]:
     """Which file of the folder holds which tensor, as a `model.safetensors.index.json` has it."""
-    try:
+    with on_disk(path, "cannot read"):
         text = path.read_bytes()
-    except OSError as error:
-        reason = f"{path} cannot be read: {error.strerror}"
-        raise IoError(reason, path=str(path), errno=error.errno or 0) from error
     found = _parsed(path, text).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise _bad(path, "it has no weight_map of tensors' names to files' names")

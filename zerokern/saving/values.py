@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerokern.core.errors import StateError
-from zerokern.zero.sharded import Sharded
+from zerokern.zero.kinds import is_divided
 
 __all__ = ["decode", "encode", "restore"]
 
@@ -101,7 +100,7 @@ class Encoder:
         return {DICTS[kind]: pairs}
 
     def _tensor(self, value: Tensor, where: str) -> str:
-        whole = type(value) in (Tensor, torch.nn.Parameter) or isinstance(value, DTensor | Sharded)
+        whole = type(value) in (Tensor, torch.nn.Parameter) or is_divided(value)
         if not whole or value.is_quantized or value.is_meta or value.layout != torch.strided:
             said = f"{type(value).__name__} ({value.layout}, on {value.device})"
             raise TypeError(

@@ -14,11 +14,14 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import _utils as rebuilding
+
+from zerokern.saving.pickled import STORAGES
 
 __all__ = ["ALIGN", "envelope"]
 
@@ -27,20 +30,7 @@ FOLDER = "archive"
 PROTOCOL = 2  # the one that torch.load(weights_only=True) reads
 LARGE = 0xFFFFFFFF  # from here on a 32-bit field of a zip says: see the 64-bit one
 PADDING = 0x4246  # id of the extra field that torch pads with
-NAMED = {  # dtypes whose storages torch pickles by a class of their own; the others lie in an untyped one
-    torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
-}
+NAMED = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 
 LOCAL = struct.Struct("<4sHHHHHIIIHH")
 CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -59,11 +49,16 @@ def envelope(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[bytes, bytes]:
     >>> len(before) % ALIGN
     0
     """
+    return _envelope(dtype, tuple(int(size) for size in sizes))  # a torch.Size would be pickled by its name
+
+
+@lru_cache(maxsize=1024)  # a model has few shapes, and many tensors
+def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
     parts = []
     entries = []
     at = 0
     for name, data in (
-        ("data.pkl", _pickled(dtype, tuple(sizes))),
+        ("data.pkl", _pickled(dtype, sizes)),
         ("byteorder", sys.byteorder.encode()),
         ("version", b"3\n"),
     ):
@@ -160,7 +155,6 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
-    """torch.Size is a tuple of another name, which would be pickled."""
     stream = io.BytesIO()
-    _Pickler(stream, PROTOCOL).dump(_Tensor(dtype, tuple(int(size) for size in sizes)))
+    _Pickler(stream, PROTOCOL).dump(_Tensor(dtype, sizes))
     return stream.getvalue()

@@ -52,7 +52,7 @@ class Executor:
         self._thread: threading.Thread | None = None
         self._process = 0
         self._steps = 0
-        self._known: tuple[Program, frozenset[Key], Reach] | None = None
+        self._known: tuple[Program, frozenset[Key], frozenset[str], Reach] | None = None
 
     @property
     def recorder(self) -> Recorder | None:
@@ -63,26 +63,33 @@ class Executor:
     def recorder(self, recorder: Recorder | None) -> None:
         self._worker.recorder = recorder
 
-    def submit(self, program: Program, actions: Mapping[Key, Action]) -> Run:
-        """Begins a program and returns at once; raises a failure that nobody has been told of."""
+    def submit(self, program: Program, actions: Mapping[Key, Action], *, ahead: Iterable[str] = ()) -> Run:
+        """Begins a program and returns at once; raises a failure that nobody has been told of.
+
+        `ahead`: verbs of the device lane whose ops are those of the next step. They are handed over with what they wait
+        for, `finish` leaves them to be performed, and if they have not been when the next program begins, never are.
+        """
         self.check_process()
         worker = self._worker
+        if worker.failure is not None and (worker.died or not worker.failure.told):
+            worker.failure.tell()
         if worker.closing:
             raise StateError("this executor is closed; make another one")
-        if worker.failure is not None and not worker.failure.told:
-            worker.failure.tell()
-        reach = self._reach(program, actions)
+        early = frozenset(ahead)
+        reach = self._reach(program, actions, early)
         if self._thread is None:
             self._start()
         run = Run(self, program, self._steps + 1)
         with worker.changed:
+            if worker.died and worker.failure is not None:
+                worker.failure.tell()
             worker.failure = None
-            for index, op in enumerate(program.ops):
-                key = (op.verb, op.what)
-                if key in actions:
-                    work = run.take(key, op, index, actions[key])
-                    for back, other in reach[key]:
-                        work.after += self._found(back, other, run)
+            worker.withdraw()
+            for key in reach:
+                index = program.index(*key)
+                work = run.take(key, program.ops[index], index, actions[key], ahead=key[0] in early)
+                for back, other in reach[key]:
+                    work.after += self._found(back, other, run)
             self._steps += 1
             worker.live.append(run.fate)
             worker.recent.appendleft(run.mine)
@@ -122,13 +129,13 @@ class Executor:
         atexit.register(leaving.at_exit)
         weakref.finalize(self, leaving.dropped).atexit = False
 
-    def _reach(self, program: Program, actions: Mapping[Key, Action]) -> Reach:
+    def _reach(self, program: Program, actions: Mapping[Key, Action], ahead: frozenset[str]) -> Reach:
         keys = frozenset(actions)
-        if self._known is None or self._known[0] is not program or self._known[1] != keys:
+        if self._known is None or self._known[0] is not program or self._known[1:3] != (keys, ahead):
             for verb, what in keys:
                 program.index(verb, what)
-            self._known = (program, keys, _reach(program, keys))
-        return self._known[2]
+            self._known = (program, keys, ahead, _reach(program, keys, ahead))
+        return self._known[3]
 
     def _found(self, back: int, key: Key, run: Run) -> Iterable[Work]:
         """The op of a run before. Where that was of another program without it, all that the worker had to do there."""
@@ -157,12 +164,16 @@ class Run:
         self._worker = executor._worker
         self._to_perform: dict[Key, Action] = {}
 
-    def take(self, key: Key, op: Op, index: int, action: Action) -> Work:
+    def take(self, key: Key, op: Op, index: int, action: Action, *, ahead: bool) -> Work:
         """One more op of it."""
         if op.lane == "device":
             self._to_perform[key] = action
-        work = self.mine[key] = Work(op, index, self.fate, None if op.lane == "device" else action)
+        work = self.mine[key] = Work(op, index, self.fate, None if op.lane == "device" else action, ahead=ahead)
         return work
+
+    def left(self) -> list[Key]:
+        """What is yet to be performed in this step."""
+        return [key for key in self._to_perform if not self.mine[key].waits]
 
     @property
     def failure(self) -> BaseException | None:
@@ -172,7 +183,8 @@ class Run:
     def done(self) -> bool:
         """Whether everything has ended, well or not; `finish` says which."""
         return self._ended() or all(
-            work.state == ENDED or (work.state == LAUNCHED and over(work.ticket)) for work in self.mine.values()
+            work.state == ENDED or (work.state == LAUNCHED and over(work.ticket)) or work.waits
+            for work in self.mine.values()
         )
 
     def wait(self, verb: str, what: str) -> None:
@@ -218,14 +230,18 @@ class Run:
             self._bring_before(work)
 
     def finish(self) -> None:
-        """Performs what is left to perform, in order, and waits until everything has ended; raises what failed."""
+        """Performs what is left to perform, in order, and waits until everything has ended; raises what failed.
+
+        But for what was handed over ahead: that is performed with the next step.
+        """
         if not self._ended():
             before = [fate.run() for fate in list(self._worker.live) if fate.step < self.fate.step]
             for run in [one for one in before if one is not None] + [self]:
-                for verb, what in list(run._to_perform):
+                for verb, what in run.left():
                     run.perform(verb, what)
-            for verb, what in self.mine:
-                self.wait(verb, what)
+            for (verb, what), work in self.mine.items():
+                if not work.waits:
+                    self.wait(verb, what)
         if self.fate.failed is not None:
             self.fate.failed.tell()
 
@@ -327,26 +343,33 @@ class _Leaving:
             self._thread.join(EXIT_S)
 
 
-def _reach(program: Program, keys: frozenset[Key]) -> Reach:
-    """What each op with an action comes after, through ops without one; the latest of each suffices, for lanes keep
-    their order over steps."""
+def _reach(program: Program, keys: frozenset[Key], ahead: frozenset[str]) -> Reach:
+    """What each op with an action comes after, and in which run before its own, through ops without an action; the
+    latest of each suffices, for lanes keep their order over steps. What is handed over `ahead` comes last."""
     reach: Reach = {}
-    for index, op in enumerate(program.ops):
+    for index in sorted(range(len(program.ops)), key=lambda index: program.ops[index].verb in ahead):
+        op = program.ops[index]
         if (op.verb, op.what) not in keys:
             continue
-        ahead = [(ref.back, ref.index) for ref in program.ops[index].after]
-        heapq.heapify(ahead)
+        if op.verb in ahead and op.lane != "device":
+            raise ValueError(got("ahead", op.verb, "verbs of the device lane", "Others are begun as soon as they can"))
+        todo = [(ref.back, ref.index) for ref in program.ops[index].after]
+        heapq.heapify(todo)
         seen: set[int] = set()
         found = reach[op.verb, op.what] = []
-        while ahead:
-            back, other = heapq.heappop(ahead)
+        while todo:
+            back, other = heapq.heappop(todo)
             if other in seen:
                 continue
             seen.add(other)
             before = program.ops[other]
             if (before.verb, before.what) in keys:
-                found.append((back, (before.verb, before.what)))
+                runs = back + (before.verb in ahead) - (op.verb in ahead)
+                if runs < 0:
+                    says = "is handed over a step before what it comes after"
+                    raise ValueError(f"{op.verb} {op.what} {says}, {before.verb} {before.what}")
+                found.append((runs, (before.verb, before.what)))
             elif before.lane != "device":
                 for ref in before.after:
-                    heapq.heappush(ahead, (back + ref.back, ref.index))
+                    heapq.heappush(todo, (back + ref.back, ref.index))
     return reach

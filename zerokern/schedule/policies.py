@@ -143,20 +143,29 @@ def _overlap(spans: Sequence[Span], at_once: bool) -> Program:
 
 
 def _delayed(spans: Sequence[Span], shadow: bool) -> Program:
-    """The update made of a step's gradients runs beside the next step's compute, at whose end it is published."""
-    published: list[Key] = [("Publish", span.name, 1) for span in spans]
-    stored = [(verb, name, 1) for verb, name, _ in map(_stored, spans)]
+    """The update made of a step's gradients runs beside the next step's compute, at whose end it is published.
+
+    What ranks show each other they gather then, and nothing runs beside it.
+    """
+    shown = {span.name: bool(span.gather_nbytes) and not span.gathered_again for span in spans}
+    seen: list[Key] = [("Gather" if shown[span.name] else "Publish", span.name, 1) for span in spans]
+    stored = [(_stored(span), span.name, 1) for span in spans]
     draft = _Draft("delayed")
-    draft.compute(spans, lambda place: published if place == 0 else [], fetched=True)
+    draft.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
+    published: list[Key] = []
     for span in spans:
-        draft.publish(span, [("Backward", spans[0].name, 0), *stored], span.param_nbytes if shadow else 0)
+        published += draft.publish(span, [("Backward", spans[0].name, 0), *stored], span.param_nbytes if shadow else 0)
+    for span in spans:
+        if shown[span.name]:
+            draft.gather(span, published)
     norm = draft.norm(spans, map(_fetched, spans))
     for span in reversed(spans):  # as the next gradients come: what they are fetched into is free sooner
         free: Key = ("Publish", span.name, 0)
         read: list[Key] = [("Store", span.name, 1)] if span.param_nbytes else []
         last = draft.step(span, [*norm, *read] if shadow else [*norm, free])
         last = draft.store(span, [*last, free]) or last
-        draft.gather(span, last)
+        if not shown[span.name]:
+            draft.gather(span, last)
     return draft.program()
 
 
@@ -169,9 +178,11 @@ def _fetched(span: Span) -> Key:
     return ("Fetch", span.name, 0) if span.grad_nbytes else _reduced(span)
 
 
-def _stored(span: Span) -> Key:
+def _stored(span: Span) -> str:
     """What updated parameters wait for `Publish` after."""
-    return ("Gather" if span.gather_nbytes else "Store" if span.param_nbytes else "Step", span.name, 0)
+    if span.gather_nbytes and span.gathered_again:
+        return "Gather"
+    return "Store" if span.param_nbytes else "Step"
 
 
 class _Draft:

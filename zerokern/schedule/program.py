@@ -16,7 +16,7 @@ __all__ = ["LANES", "VERBS", "Op", "Program", "Ref", "Span"]
 
 LANES = ("device", "net", "down", "cpu", "up")
 """compute stream | collectives | device to host | the CPU's worker | host to device"""
-VERBS = ("Forward", "Backward", "Reduce", "Fetch", "Norm", "Step", "Store", "Gather", "Publish")
+VERBS = ("Forward", "Backward", "Reduce", "Fetch", "Norm", "Step", "Store", "Gather", "Publish", "Release")
 
 
 class Ref(NamedTuple):
@@ -34,7 +34,10 @@ class Ref(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One thing that is done: `nbytes` are moved, `numel` elements updated, `flops` computed."""
+    """One thing that is done: `nbytes` are moved, `numel` elements updated, `flops` computed.
+
+    `turn`: what is done to one span more than once in a step is counted from 0.
+    """
 
     verb: str
     what: str
@@ -43,6 +46,7 @@ class Op(NamedTuple):
     nbytes: int = 0
     numel: int = 0
     flops: float = 0.0
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,39 @@ class Span:
     """gradients that ranks exchange, as each of them sends"""
     gather_nbytes: int = 0
     """updated parameters that ranks exchange, as each of them sends"""
+    gathered_again: bool = False
+    """forward and backward gather them; else it is done once, for all ranks to see what was updated"""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        numel: int,
+        *,
+        grad_nbytes: int,
+        param_nbytes: int,
+        state_nbytes: float,
+        own_master: bool = True,
+        fetched: bool = True,
+        stored: bool = True,
+        **others: float,
+    ) -> Span:
+        """What an update of so many elements moves: a gradient is read, state and parameters are read and written.
+
+        `own_master`: parameters are read; else they are rounded from a master, which is part of the state. `fetched`,
+        `stored`: gradients and parameters cross the link. `others`: fields of compute and of other ranks.
+
+        >>> exact = Span.of("a", 100, grad_nbytes=200, param_nbytes=200, state_nbytes=1000, stored=False)
+        >>> exact.step_nbytes, exact.grad_nbytes, exact.param_nbytes
+        (2600, 200, 0)
+        """
+        moved = round(grad_nbytes + (2 if own_master else 1) * param_nbytes + 2 * state_nbytes)
+        crossing = grad_nbytes if fetched else 0, param_nbytes if stored else 0
+        return cls(name, numel, *crossing, moved, **others)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field != "name" and value < 0:
+            if field not in ("name", "gathered_again") and value < 0:
                 raise ValueError(got(f"Span.{field}", value, "a number that is not negative"))
 
 
@@ -94,29 +127,31 @@ class Program:
 
     def __post_init__(self) -> None:
         if len(self._places) != len(self.ops):
-            twice = next(key for key in self._places if sum(op[:2] == key for op in self.ops) > 1)
-            raise ValueError(got("ops", " ".join(twice), "every verb once for every span", "Names of spans are unique"))
+            keys = [(op.verb, op.what, op.turn) for op in self.ops]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            allowed = "every verb once for every span and turn"
+            raise ValueError(got("ops", " ".join(twice[:2]), allowed, "Names of spans are unique"))
         for index, op in enumerate(self.ops):
             _check(index, op, len(self.ops))
 
     @cached_property
-    def _places(self) -> dict[tuple[str, str], int]:
-        return {(op.verb, op.what): index for index, op in enumerate(self.ops)}
+    def _places(self) -> dict[tuple[str, str, int], int]:
+        return {(op.verb, op.what, op.turn): index for index, op in enumerate(self.ops)}
 
     def index(self, verb: str, what: str) -> int:
-        """Where an op stands; KeyError names those that there are."""
+        """Where an op stands, the first time; KeyError names those that there are."""
         try:
-            return self._places[verb, what]
+            return self._places[verb, what, 0]
         except KeyError:
             there = ", ".join(op.what for op in self.ops if op.verb == verb) or "no such verb"
             raise KeyError(f"{verb} {what} is not in program {self.name!r}; {verb}: {there}") from None
 
     def has(self, verb: str, what: str) -> bool:
         """Whether such an op is part of the step."""
-        return (verb, what) in self._places
+        return (verb, what, 0) in self._places
 
     def __str__(self) -> str:
-        rows = [(str(i), op.lane, op.verb, op.what, _amount(op), _after(op.after)) for i, op in enumerate(self.ops)]
+        rows = [(str(i), op.lane, op.verb, _named(op), _amount(op), _after(op.after)) for i, op in enumerate(self.ops)]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
         lines = [self.name]
         for number, lane, verb, what, amount, after in rows:
@@ -134,6 +169,10 @@ def _check(index: int, op: Op, count: int) -> None:
         if ref.back < 0 or not 0 <= ref.index < (count if ref.back else index):
             allowed = f"an op of a step before (back >= 1, index < {count}) or one of this step before it (< {index})"
             raise ValueError(got(f"ops[{index}].after", str(ref), allowed, "Who walks the ops in order may not wait"))
+
+
+def _named(op: Op) -> str:
+    return f"{op.what} ({op.turn + 1})" if op.turn else op.what
 
 
 def _amount(op: Op) -> str:

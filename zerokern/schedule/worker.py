@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from zerokern.core import native
 from zerokern.core.errors import StateError, got
@@ -18,14 +18,19 @@ from zerokern.memory.staging import Ticket
 from zerokern.schedule.program import LANES, Op
 from zerokern.schedule.recorder import Entry, Recorder
 
-if TYPE_CHECKING:
-    from zerokern.schedule.executor import Run
-
 __all__ = ["ENDED", "LAUNCHED", "PENDING", "STARTED", "Action", "Failure", "Fate", "Work", "Worker", "over"]
 
 Action = Callable[[], "Ticket | None"]
 PENDING, STARTED, LAUNCHED, ENDED = range(4)
 DOZE_S = 200e-6
+
+
+class Performer(Protocol):
+    """A run, as the worker knows it: who does its device ops, and which of them are left."""
+
+    def left(self) -> list[tuple[str, str]]: ...
+
+    def perform(self, verb: str, what: str) -> None: ...
 
 
 class Failure:
@@ -53,16 +58,18 @@ class Fate:
     step 7 (overlap)
     """
 
-    def __init__(self, step: int, name: str, run: Run | None) -> None:
+    def __init__(self, step: int, name: str, run: Performer | None) -> None:
         self.step, self.name = step, name
-        self.run: Callable[[], Run | None] = (lambda: None) if run is None else weakref.ref(run)
+        self.run: Callable[[], Performer | None] = (lambda: None) if run is None else weakref.ref(run)
         self.left = 0  # ops that have not ended
         self.to_perform = 0  # of them, those that a user's thread has yet to begin
+        self.ahead = 0  # of these, those that it begins with the next step
         self.failed: Failure | None = None
 
     def over(self) -> bool:
         """Whether nothing of it will happen any more."""
-        return self.failed is not None or self.left == 0 or (self.left == self.to_perform and self.run() is None)
+        lost = self.left == self.to_perform and self.run() is None
+        return self.failed is not None or self.left == self.ahead or lost
 
     def __str__(self) -> str:
         return f"step {self.step} ({self.name})"
@@ -77,10 +84,10 @@ class Work:
     (None, True)
     """
 
-    __slots__ = ("action", "after", "entry", "fate", "op", "rank", "state", "ticket")
+    __slots__ = ("action", "after", "ahead", "entry", "fate", "op", "rank", "state", "ticket")
 
-    def __init__(self, op: Op, index: int, fate: Fate, action: Action | None = None) -> None:
-        self.op, self.fate, self.action = op, fate, action
+    def __init__(self, op: Op, index: int, fate: Fate, action: Action | None = None, *, ahead: bool = False) -> None:
+        self.op, self.fate, self.action, self.ahead = op, fate, action, ahead
         self.rank = (op.lane == "cpu", fate.step, index)  # launches first: they cost nothing and run beside the rest
         self.after: list[Work] = []
         self.state = PENDING
@@ -88,6 +95,12 @@ class Work:
         self.entry: Entry | None = None
         fate.left += 1
         fate.to_perform += op.lane == "device"
+        fate.ahead += ahead
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is left for the next step."""
+        return self.ahead and self.state == PENDING
 
     def __str__(self) -> str:
         return f"{self.op.verb} {self.op.what} of {self.fate}"
@@ -108,7 +121,7 @@ class Worker:
         self.live: list[Fate] = []  # not known to be over
         self.recent: deque[dict[tuple[str, str], Work]] = deque(maxlen=8)  # how far a Ref may reach back
         self.failure: Failure | None = None
-        self.closing = self.over = False
+        self.closing = self.over = self.died = False
         self._lanes: dict[str, deque[Work]] = {lane: deque() for lane in LANES if lane != "device"}
         self._launched: deque[Work] = deque()
         self._changes, self._parked_at = 0, -1
@@ -118,6 +131,15 @@ class Worker:
         with self.changed:
             self._changes += 1
             self.changed.notify_all()
+
+    def withdraw(self) -> None:
+        """What the last run left for this step was not wanted. Called with the lock held."""
+        for work in self.recent[0].values() if self.recent else ():
+            if work.waits:
+                work.state = ENDED
+                work.fate.left -= 1
+                work.fate.to_perform -= 1
+                work.fate.ahead -= 1
 
     def leave(self) -> None:
         """Tells the thread to go. The garbage collector calls it in any thread, whatever that holds: nobody waits."""
@@ -133,7 +155,14 @@ class Worker:
         return sorted((lane[0] for lane in list(self._lanes.values()) if lane), key=lambda work: work.rank)
 
     def serve(self) -> None:
-        """The thread's life. It computes with the native pool, so it keeps to the CPUs that this was given."""
+        """The thread's life. What ends it outside of any op fails all runs: nobody else would ever end them."""
+        try:
+            self._serve()
+        except BaseException as error:
+            self._die(error)
+
+    def _serve(self) -> None:
+        """It computes with the native pool, so it keeps to the CPUs that this was given."""
         cpus = native.cpus()
         if cpus:
             with contextlib.suppress(OSError):  # CPUs that the launcher has taken away since
@@ -160,9 +189,10 @@ class Worker:
         """Runs an action and keeps its ticket."""
         action, work.action, work.after = work.action, None, []
         work.state = STARTED
-        op, step, recorder = work.op, work.fate.step, self.recorder
+        op, step, recorder = work.op, work.fate.step + work.ahead, self.recorder
         if op.lane == "device":
             work.fate.to_perform -= 1
+            work.fate.ahead -= work.ahead
         begin = 0 if recorder is None else time.perf_counter_ns()
         ticket = None if action is None else action()
         if ticket is None:
@@ -284,11 +314,21 @@ class Worker:
             with contextlib.suppress(BaseException):  # the first failure is the one that is told
                 self.settle(work)
 
+    def _die(self, error: BaseException) -> None:
+        self._drain()
+        with self.changed:
+            self.closing = self.over = self.died = True
+            self.failure = Failure(error)
+            for fate in self.live:
+                fate.failed = fate.failed or self.failure
+            self.live = []
+            self.tell()
+
     def _close(self) -> None:
         self._drain()
         with self.changed:
             for fate in self.live:
-                if fate.left:
+                if fate.left > fate.ahead:
                     fate.failed = fate.failed or Failure(StateError(f"{fate} had not ended when its executor closed"))
             self.live = []
             self.over = True

@@ -17,7 +17,7 @@ from zerokern.zero.homes import home_of
 from zerokern.zero.mixed import DTYPES
 from zerokern.zero.units import Unit
 
-__all__ = ["bucket_bytes", "model", "same_on_all_ranks"]
+__all__ = ["bucket_bytes", "model", "no_writes_of_one_rank", "same_on_all_ranks"]
 
 
 def bucket_bytes(value: object) -> int:
@@ -37,6 +37,7 @@ def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -
         raise ValueError(f"{type(module).__name__} has no parameters; allowed: a module with something to shard")
     for name, param in params:
         _one(name, param, built)
+    _no_overlap(params)
     if built:
         return group.device
     devices = sorted({str(param.device) for _, param in params})
@@ -44,8 +45,19 @@ def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -
         raise ValueError(
             f"parameters are on {', '.join(devices)}; allowed: one device for the whole model. Move it before zk.shard"
         )
-    _no_overlap(params)
     return params[0][1].device
+
+
+def no_writes_of_one_rank(module: nn.Module, group: Group) -> None:
+    """Lookups that renormalize what they look up write to other rows on each rank."""
+    lookups = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    for name, one in lookups:
+        if one.max_norm is not None and one.weight.requires_grad and group.size > 1:
+            raise ValueError(
+                f"{name or 'the model'!r} has max_norm={one.max_norm}, so that its forward writes to the rows that it "
+                "looks up, which are others on each rank; allowed: on one rank, at stage 0 or frozen. Set "
+                "max_norm=None, and renormalize all rows after step(), within zk.gathered(embedding, write=True)"
+            )
 
 
 def _one(name: str, param: nn.Parameter, built: bool) -> None:
@@ -72,20 +84,24 @@ def _one(name: str, param: nn.Parameter, built: bool) -> None:
 
 def _no_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
     """Two parameters that share memory would no longer share it afterwards."""
-    spans = sorted(
-        (param.data_ptr(), param.nbytes, name) for name, param in params if param.nbytes and not param.is_meta
-    )
-    for (begin, nbytes, left), (after, _, right) in itertools.pairwise(spans):
-        if begin + nbytes > after:
+    spans = sorted((*_where(param), param.nbytes, name) for name, param in params if param.nbytes and not param.is_meta)
+    for (kind, begin, nbytes, left), (other, after, _, right) in itertools.pairwise(spans):
+        if kind == other and begin + nbytes > after:
             raise ValueError(
                 f"{left!r} and {right!r} share memory, but are two parameters; allowed: one nn.Parameter registered in "
                 "both places (a tied weight), or memory of their own"
             )
 
 
+def _where(param: Tensor) -> tuple[int, int]:
+    """An address; of memory that is emptied until its unit is built, its place within that."""
+    storage = param.untyped_storage()
+    return (0, param.data_ptr()) if storage.nbytes() else (storage._cdata, int(param.storage_offset()) * param.itemsize)
+
+
 def same_on_all_ranks(group: Group, settings: dict[str, Any], units: Sequence[Unit]) -> None:
     """Raise on every rank, saying what differs, unless all ranks shard the same model in the same way."""
-    if group.size == 1:
+    if group.alone:
         return
     rows = [
         (name, list(param.shape), str(param.dtype), "trained" if param.requires_grad else "frozen", unit.name)

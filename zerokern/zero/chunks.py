@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.zero.boxes import Cuboid, boxes
+from zerokern.memory.here import Cuboid, boxes
 
 if TYPE_CHECKING:
     from zerokern.zero.sharded import Sharded

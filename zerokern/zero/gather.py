@@ -7,58 +7,31 @@ units besides the root's are whole at a time, more only where units lie in each 
 
 from __future__ import annotations
 
-import logging
+import operator
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerokern.comm import Group, Handle
+from zerokern.comm import Group, Handle, during
+from zerokern.zero import guards, hooks
+from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import home_of
 from zerokern.zero.hooks import in_backward
-from zerokern.zero.params import BucketMemory
+from zerokern.zero.params import BucketMemory, Gathered, Tenant
+from zerokern.zero.reads import Reads, Resting
+from zerokern.zero.sharded import Sharded
+from zerokern.zero.trace import Trace
 from zerokern.zero.units import Owner, Unit
 
-__all__ = ["GatheredUnit", "Gatherer", "Trace"]
+__all__ = ["GatheredUnit", "Gatherer"]
 
-
-class Trace:
-    """The order of the units in a pass of one kind, as it was the last time."""
-
-    def __init__(self, kind: str, group: Group) -> None:
-        self.kind, self._group = kind, group
-        self._order: list[int] = []
-        self._at = 0
-        self._known = -1
-
-    def begin(self) -> None:
-        self._at = 0
-
-    def use(self, number: int) -> None:
-        """This unit is next, on this rank; raises if another rank is about to do something else."""
-        key = f"{self.kind} of unit {number}"
-        if self._order[self._at : self._at + 1] == [number]:
-            self._group.follow(key)
-        else:
-            self._group.agree(key)
-            self._order[self._at :] = [number]
-        self._at += 1
-
-    def next(self) -> int | None:
-        """The unit that comes after this one, if all goes as it did."""
-        return self._order[self._at] if self._at < len(self._order) else None
-
-    def comes_again(self, number: int) -> bool:
-        """Whether the unit is used again, if all goes as it did."""
-        return number in self._order[self._at :]
-
-    def end(self) -> None:
-        """A pass is over, and the order is known."""
-        self._known = self._at
-
-    def last(self, number: int) -> bool:
-        """Whether the pass, if all goes as it did, ends with this unit."""
-        return self._at == self._known == len(self._order) and self._order[-1:] == [number]
+_version_of = operator.attrgetter("_version")
+_is_trained = operator.attrgetter("requires_grad")
+_is_gathered = operator.attrgetter("gathered")
+_is_touched = operator.attrgetter("touched")
 
 
 class GatheredUnit:
@@ -68,20 +41,30 @@ class GatheredUnit:
         self, number: int, unit: Unit, memories: Sequence[BucketMemory], owners: dict[int, list[Owner]]
     ) -> None:
         self.number, self.name, self.memories = number, unit.name, memories
+        self.called = f"unit {self.name!r}" if self.name else "the root"
         self._module, self._modules = id(unit.module), {id(module) for module in unit.module.modules()}
         self.tenants = [tenant for memory in memories for tenant in memory.tenants]
-        self.places = [(owner, tenant) for tenant in self.tenants for owner in owners[id(tenant.param)]]
+        self._params = [tenant.param for tenant in self.tenants]
+        self._fulls = [tenant.full for tenant in self.tenants if tenant.full is not None]
+        pairs = zip(self._fulls, self.tenants, strict=True)
+        self._places = [(owner, one, full) for full, one in pairs for owner in owners[id(one.param)]]
+        self._comes_and_goes = [memory for memory in memories if memory.sharded]
         self.computing = 0  # forwards of this unit that are running
         self.pending = 0  # forwards whose backward has not begun
         self.began = -1  # the pass in which its backward last did
         self.outside = False  # used by others in this pass
+        self.lent = 0  # parameters that are whole in the user's objects, and need no gathering
+        self.apart = 0  # forwards that are running with nothing else
+        self.held: set[int] = set()  # units that something has been done with since they were last released
         self._is_in = False
-        modules = {id(owner.module): owner.module for owner, _ in self.places}
+        modules = {id(owner.module): owner.module for owner, *_ in self._places}
         self._rnns = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
-        homes = [home_of(tenant.param) for tenant in self.tenants]
-        self._pieces = [home.piece for home in homes if home is not None]
-        self._versions = [piece._version for piece in self._pieces]
+        self._pieces = [home.piece for tenant in self.tenants if (home := home_of(tenant.param)) is not None]
+        self._versions = list(map(_version_of, self._pieces))
         self._handles: list[Handle] = []
+        self._unwritten: list[int] | None = None  # versions of what is whole, while somebody may write to it
+        if not self.whole:
+            self._call_fulls(Resting)
         self.prepare: Callable[[], None] = _nothing  # returns once the shards are those of the last step
 
     def encloses(self, other: GatheredUnit) -> bool:
@@ -91,50 +74,121 @@ class GatheredUnit:
     @property
     def whole(self) -> bool:
         """Whether it is gathered, or on its way."""
-        return all(memory.gathered for memory in self.memories)
+        return all(map(_is_gathered, self._comes_and_goes))
+
+    @property
+    def all_lent(self) -> bool:
+        return self.lent == len(self.tenants)
 
     def launch(self) -> None:
+        self.held.add(self.number)
         self.prepare()
         self._notice_writes()
-        for memory in self.memories:
-            if not memory.gathered:
-                memory.allocate()
-                self._handles.append(memory.group.all_gather(memory.full, memory.shard))
+        if not self.whole:
+            kept = False
+            with during(self.called, of=self.called), hooks.outside_of_transforms():
+                for memory in self.memories:
+                    if not memory.gathered:
+                        kept |= memory.allocate()
+                        self._handles.append(memory.group.all_gather(memory.full, memory.shard))
+            if kept:  # whoever did may read it without a word
+                self.wait()
 
     def _notice_writes(self) -> None:
         """A graph that was made with other values must not go on with these: autograd compares versions."""
-        versions = [piece._version for piece in self._pieces]
-        if versions != self._versions:
-            self._versions = versions
-            torch.autograd.graph.increment_version([tenant.full for tenant in self.tenants if tenant.full is not None])
+        before, self._versions = self._versions, list(map(_version_of, self._pieces))
+        if self._versions != before:
+            pairs = zip(self._fulls, before, self._versions, strict=True)
+            torch.autograd.graph.increment_version([full for full, was, now in pairs if now != was])
+
+    def watch(self) -> None:
+        """From here on somebody has the whole parameters and may write to them."""
+        if self._unwritten is None:
+            self._unwritten = self._whole_versions()
+
+    def keep_writes(self) -> None:
+        """What was written to whole parameters since `watch` is to last: each rank keeps its span of what it wrote."""
+        before, self._unwritten = self._unwritten, None
+        if before is None:
+            return
+        now = self._whole_versions()
+        touched = list(map(_is_touched, self._fulls))
+        if now != before or any(touched):
+            with torch.no_grad():
+                for number, (tenant, piece) in enumerate(zip(self.tenants, self._pieces, strict=True)):
+                    if now[number] != before[number] or touched[number]:
+                        self._keep(tenant, piece, raised=now[number] != before[number])
+            self._versions = list(map(_version_of, self._pieces))
+
+    def _whole_versions(self) -> list[int]:
+        return list(map(_version_of, self._fulls))
+
+    @staticmethod
+    def _keep(tenant: Tenant, piece: Tensor, *, raised: bool) -> None:
+        home, full = home_of(tenant.param), tenant.full
+        assert home is not None and full is not None
+        written = home.here.cut(full)
+        if written.data_ptr() == piece.data_ptr():  # one rank: it is there already
+            if raised:
+                torch.autograd.graph.increment_version(piece)
+        elif not torch.equal(written, piece):
+            piece.copy_(written)
+
+    @property
+    def ready(self) -> bool:
+        return self.whole and not self._handles
 
     def wait(self) -> None:
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.wait()
+        if self._handles:
+            with hooks.outside_of_transforms():
+                while self._handles:
+                    self._handles.pop(0).wait()
+            self._call_fulls(Gathered)
 
     def release(self) -> None:
+        self.held.discard(self.number)
         self.wait()
         self.take_out()
-        for memory in self.memories:
+        self._unwritten = None
+        for full in self._fulls:
+            if full.touched:
+                full.touched = False
+        for memory in self._comes_and_goes:
             memory.release()
+        if self._comes_and_goes:
+            self._call_fulls(Resting)
+
+    def _call_fulls(self, name: type[Gathered]) -> None:
+        for full in self._fulls:
+            full.__class__ = name
 
     def put_in(self) -> None:
         """Let the modules compute with the whole parameters."""
         self._is_in = True
-        for owner, tenant in self.places:
-            full = tenant.full
-            assert full is not None
-            if full.requires_grad != tenant.param.requires_grad:
+        self.held.add(self.number)
+        with without_waiting():
+            frozen_alike = list(map(_is_trained, self._params)) == list(map(_is_trained, self._fulls))
+        for owner, tenant, full in self._places:
+            there = owner.module._parameters
+            found = there.get(owner.attribute)
+            if found is not tenant.param and found is not full:  # by functional_call, say: that is what is to compute
+                if found is not None and guards.is_trained(found) and torch.is_grad_enabled() and not in_backward():
+                    guards.refuse_stranger(tenant.name, found)
+                continue
+            if self.lent and not isinstance(tenant.param, Sharded):
+                continue
+            if not frozen_alike:
                 full.requires_grad_(tenant.param.requires_grad)
-            owner.module._parameters[owner.attribute] = full
+            there[owner.attribute] = full
         self._refresh_rnns()
 
     def take_out(self) -> None:
         if self._is_in:
             self._is_in = False
-            for owner, tenant in self.places:
-                owner.module._parameters[owner.attribute] = tenant.param
+            for owner, tenant, full in self._places:
+                there = owner.module._parameters
+                if there.get(owner.attribute) is full:
+                    there[owner.attribute] = tenant.param
             self._refresh_rnns()
 
     def _refresh_rnns(self) -> None:
@@ -152,58 +206,96 @@ class Gatherer:
         self.forward = Trace("forward", group)
         self.backward = Trace("backward", group)
         self._task = -1
-        self._makes_graph = False
         self.publishing: Callable[[], bool] = lambda: False
-        self._warned: set[int] = set()
+        sharded = [(unit, memory) for unit in units for memory in unit.memories if memory.sharded]
+        self.reads = Reads(
+            {memory.full.untyped_storage()._cdata: (memory, partial(self.reading, unit)) for unit, memory in sharded}
+        )
+        # forwards that are running, whether they tell of reads, and the number of the next node of the graph
+        self._running: list[tuple[GatheredUnit, bool, int]] = []
+        self._numbers: set[int] = set()
+        for unit in units:
+            unit.held = self._numbers
 
-    @property
-    def whole(self) -> list[GatheredUnit]:
-        return [unit for unit in self.units if unit.whole]
+    def _held(self) -> list[GatheredUnit]:
+        """The units that may be whole, or in their modules, or written to: in one order on all ranks."""
+        return [self.units[number] for number in sorted(self._numbers)]
 
     def begin(self) -> None:
         """A forward of the root begins: what an earlier one left whole is of no more use."""
-        if not in_backward():
+        self.keep_writes()
+        if not in_backward() and not self._all_lent():
             self.settle()
             self.forward.begin()
 
     def settle(self) -> None:
         """Nothing stays whole."""
-        for unit in self.units:
+        for unit in self._held():
             unit.outside = False
             unit.computing = 0
             unit.release()
 
+    def _all_lent(self) -> bool:
+        return all(unit.all_lent for unit in self.units)
+
     def before_forward(self, unit: GatheredUnit) -> None:
+        if unit.all_lent and (unit is not self.root or self._all_lent()):
+            unit.apart += 1
+            return
         unit.computing += 1
-        if not in_backward():  # else a forward that is repeated for its activations: its order is the backward's
-            self._fetch(unit, self.forward)
-        elif not unit.whole:
-            self._fetch(unit, self.backward)
+        if in_backward():  # a forward that is repeated for its activations: its order is the backward's
+            self.joins_backward()
+        if not (in_backward() and unit.ready):
+            self._fetch(unit, self.backward if in_backward() else self.forward)
         unit.put_in()
+        unit.keep_writes()  # by others, who use it from outside
+        unit.watch()
+        tells = torch.is_grad_enabled() and not self.group.alone and self.reads.begin()
+        self._running.append((unit, tells, hooks.next_node()))
+
+    def keep_writes(self) -> None:
+        """Whoever used parameters from outside of their modules may have written to them."""
+        for unit in self._held():
+            if unit.outside:
+                unit.keep_writes()
+                unit.watch()
+
+    def _ends(self, unit: GatheredUnit) -> int:
+        """A forward is over, and with it those within that broke off; returns the number of its first node."""
+        ended, first = None, 0
+        while ended is not unit and any(one is unit for one, *_ in self._running):
+            ended, tells, first = self._running.pop()
+            if tells:
+                self.reads.end()
+        return first
 
     def _fetch(self, unit: GatheredUnit, trace: Trace) -> None:
-        trace.use(unit.number)
-        unit.launch()
-        unit.wait()
-        if trace is self.backward and unit is not self.root:
+        goes_back = trace is self.backward and unit is not self.root and not self.group.alone
+        if goes_back:
+            self._flush_done(unit)  # before the others are waited for: they may wait for these
+        with during(trace.of(unit)):
+            trace.use(unit)
+            unit.launch()
+            unit.wait()
+        if goes_back:
+            self._flush_done(unit)
             self._release_done(unit)
-        following = trace.next()
-        if following is not None and not self.publishing():  # waiting for its update would keep this one back
+        if (following := trace.next()) is not None and not self.publishing():  # its update would keep this one back
             self.units[following].launch()
 
-    def after_forward(self, unit: GatheredUnit, outputs: Sequence[Tensor], opaque: bool) -> bool:
-        """Whether the outputs, those that require gradients, are to tell when the unit's backward begins.
-
-        `opaque`: there is a result, in which no tensors are found.
-        """
+    def after_forward(self, unit: GatheredUnit, result: Any) -> list[Tensor]:
+        """The outputs whose gradients are to tell when the unit's backward begins: those that it has computed."""
+        if unit.apart:
+            unit.apart -= 1
+            return []
+        first = self._ends(unit)
         unit.computing = max(0, unit.computing - 1)
+        unit.keep_writes()
         if unit.computing or in_backward():
-            return False
+            return []
         unit.take_out()
-        recorded = torch.is_grad_enabled() and bool(outputs)
-        if torch.is_grad_enabled() and opaque:
-            self._keep(unit)
-            return False
+        outputs = list(hooks.graph_tensors(result, first)) if torch.is_grad_enabled() else []
+        recorded = bool(outputs)
         if recorded:
             unit.pending += 1
         if unit is self.root:
@@ -212,62 +304,71 @@ class Gatherer:
             self.forward.end()
         elif not unit.outside and not (recorded and self.forward.last(unit.number)):
             unit.release()
-        return recorded
+        return outputs
 
-    def _keep(self, unit: GatheredUnit) -> None:
-        """No output says when its backward begins, and memory that backward reads must not go before."""
-        if unit.number not in self._warned:
-            self._warned.add(unit.number)
-            logging.getLogger("zerokern").warning(
-                "unit %r returns no tensors in a form that is understood (tensors, lists, tuples, dicts, dataclasses): "
-                "it stays whole until the next forward",
-                unit.name or "the root",
-            )
-
-    def joins_backward(self) -> bool:
-        """True for the first call of a pass."""
+    def joins_backward(self) -> None:
+        """Something happens in a pass, perhaps the first of it."""
         task = torch._C._current_graph_task_id()
-        first, self._task = task != self._task, task
-        if first:
+        if task != self._task:
+            self._task = task
             self.backward.begin()
-            self._makes_graph = torch.is_grad_enabled()
-        return first
+            hooks.at_end_of_backward(self.end_backward)
 
-    def before_backward(self, unit: GatheredUnit) -> bool:
-        """Gradients of a forward's outputs are there: its backward is next. True for the first of a pass."""
-        first = self.joins_backward()
+    def before_backward(self, unit: GatheredUnit) -> None:
+        """Gradients of a forward's outputs are there: its backward is next, if it has any."""
         unit.pending -= 1
+        self._begin_backward(unit)
+        unit.put_in()  # for forwards within it that are repeated for their activations
+
+    def reading(self, unit: GatheredUnit) -> None:
+        """What autograd saved of the unit's parameters is about to be read."""
+        if not in_backward():
+            self.use_outside(unit)
+        elif unit.began != torch._C._current_graph_task_id():
+            self._begin_backward(unit)
+        elif not unit.ready:
+            unit.outside = not unit.whole  # it seemed to be done with: once more would be too often
+            self._begin_backward(unit)
+
+    def _begin_backward(self, unit: GatheredUnit) -> None:
+        self.joins_backward()
         unit.began = self._task
         self._fetch(unit, self.backward)
-        unit.put_in()  # for forwards within it that are repeated for their activations
-        return first
+
+    def _done(self, unit: GatheredUnit) -> list[GatheredUnit]:
+        """Autograd goes back through the forward in order: units whose backward began before this one's are done."""
+        whole = (one for one in self._held() if one.whole and one is not unit and one is not self.root)
+        return [one for one in whole if not (one.encloses(unit) or one.outside or one.computing)]
+
+    def _flush_done(self, unit: GatheredUnit) -> None:
+        """Not while this one is at work on a forward that is repeated: gradients of theirs may be still to come."""
+        for other in self._done(unit) if not unit.computing else ():
+            if other.began == self._task and other.pending <= 0 and not self.backward.comes_again(other.number):
+                self._flush(other)
 
     def _release_done(self, unit: GatheredUnit) -> None:
-        """Autograd goes back through the forward in order: units whose backward began before this one's are done."""
-        if self.group.size == 1:
-            return
-        following = self.backward.next()
-        for other in self.units[1:]:
-            if other.whole and not other.encloses(unit) and not other.outside and not other.computing:
-                if other.number != following and not torch.is_grad_enabled():
-                    other.release()
-                if other.began == self._task and other.pending <= 0 and not self.backward.comes_again(other.number):
-                    self._flush(other)
+        for other in self._done(unit):
+            if other.number != self.backward.next():
+                other.release()
 
     def use_outside(self, unit: GatheredUnit) -> None:
         """A parameter of it is used outside of its modules: the unit stays whole until the end of the pass."""
         unit.outside = True
-        if not unit.whole:
-            (self.backward if in_backward() else self.forward).use(unit.number)
-        unit.launch()
-        unit.wait()
+        if in_backward():
+            self.joins_backward()
+        trace = self.backward if in_backward() else self.forward
+        with during(trace.of(unit)):
+            if not unit.whole:
+                trace.use(unit)
+            unit.launch()
+            unit.wait()
+        unit.watch()
 
     def end_backward(self) -> None:
-        """The pass is over. A graph that it made (create_graph) reads the same memory: then all stays for the next."""
+        """The pass is over."""
         for unit in self.units:
             unit.pending = 0
-        if not self._makes_graph:
-            self.settle()
+        self.settle()
 
 
 def _nothing() -> None:

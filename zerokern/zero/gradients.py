@@ -6,6 +6,7 @@ What gradients are added to is decided by what the user left in `.grad`: None be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +14,12 @@ from torch import Tensor
 from zerokern.comm import Handle
 from zerokern.core.errors import StateError
 from zerokern.kernels import Flattener
-from zerokern.zero.homes import Home, alias
-from zerokern.zero.params import BucketMemory, Tenant
+from zerokern.zero.awaited import without_waiting
+from zerokern.zero.homes import Home, alias, strides
+from zerokern.zero.kept import References, shares
+from zerokern.zero.params import BucketMemory, Tenant, whole_like
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.span_gradients import SpanGradient
 from zerokern.zero.stage import shards_gradients, shards_state
 
 __all__ = ["GradientBucket"]
@@ -31,21 +35,27 @@ class GradientBucket:
         self.tenants: list[Tenant] = memory.tenants
         self.replicated = not shards_state(stage)
         # one rank's shard is the bucket: the gradients are flattened where they stay
-        self.lends_buffer = shards_gradients(stage) and self.group.size > 1
+        self.lends_buffer = shards_gradients(stage) and not self.group.alone
         # on a device gradients are kept until one launch flattens them all; on a CPU each goes to its place at once, so
         # that the memory it came in, and the cache, serve the next
         self.keeps = memory.device.type != "cpu"
-        self.opened = False
+        self.opened = self.closed = self.launched = False
         self._kept: set[int] = set()
         self._adds = False
         self.arrived: dict[int, Tensor | None] = {}
         self.arrived_places: tuple[int, ...] = ()
+        self.beside: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
+        self.late: Tensor | None = None  # what arrived after the buffer had been sent: reduced at the end of the pass
+        self.late_places: set[int] = set()
         self.local: set[int] = set()  # places with gradients of passes under no_sync
         self.held: set[int] = set()  # places whose reduced span holds a reduced gradient
         self.buffer: Tensor | None = None
         self.reduced: Tensor | None = None
         self.shown: list[Tensor] = []
-        self.launched = False
+        self._references: References | None = None
+        # where each lies in a buffer, which begins its storage
+        self._spots = [(tenant.shape, strides(tenant.shape), tenant.place.offset) for tenant in self.tenants]
+        self._places = frozenset(range(len(self.tenants)))
         self._expected = len(self.tenants)
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
         self.listeners: list[Callable[[], None]] = []  # are told whenever a pass has reduced this bucket
@@ -60,47 +70,82 @@ class GradientBucket:
     def begin(self) -> None:
         """A pass begins."""
         self._expected = sum(tenant.param.requires_grad for tenant in self.tenants)
+        for tenant, home in zip(self.tenants, self.homes, strict=True):
+            if home.leaf is None or home.loan is not None or self.exposed:
+                home.adopt_hooks(home.piece if self.exposed else tenant.param)
 
     @property
     def complete(self) -> bool:
         """Whether every parameter that wanted a gradient when the pass began has one."""
         return self._expected <= len(self.arrived)
 
-    def take(self, place: int, grad: Tensor) -> None:
-        """A gradient of this pass, as autograd made it."""
+    def take(self, place: int, grad: Tensor, beside: bool) -> None:
+        """A gradient of this pass, as autograd made it; one from `beside` the usual leaf waits for the bucket's end.
+
+        It must not be what completes the bucket: it may have come on this rank alone, and all launch at one time.
+        """
         tenant = self.tenants[place]
+        if not tenant.param.requires_grad:  # frozen since the forward: autograd drops what arrives then
+            return
+        if grad.is_neg():
+            grad = grad.resolve_neg()
         if grad.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {tenant.name!r} is {grad.layout}; allowed: dense gradients (Embedding: sparse=False)"
+            )
+        if isinstance(grad, Sharded):
+            raise StateError(
+                f"a torch.autograd.Function was given {tenant.name!r}, and returned a gradient made of its part "
+                "on this rank alone; compute with the whole parameter: call the Function in the forward of the module "
+                "that holds it, or use stage 2 or less"
             )
         if grad.requires_grad:
             raise StateError(
                 f"the gradient of {tenant.name!r} was computed with create_graph=True, and its graph would be lost in "
                 "reducing it; take gradients of gradients by torch.autograd.grad, and of the sum a plain backward()"
             )
-        if self.launched:
-            raise StateError(
-                f"a gradient of {tenant.name!r} arrived after its bucket had been reduced: it is used in a way that "
-                "the order of the units does not show; put the modules that use it into one unit (units=)"
-            )
+        if self.closed:
+            self._take_late(place, grad)
+        elif beside:
+            self.beside.append((place, grad.detach()))
+        else:
+            self._take_in(place, grad)
+
+    def _take_in(self, place: int, grad: Tensor) -> None:
         if self.keeps:
-            self.arrived[place] = grad.detach()
-            return
-        self.arrived[place] = None
-        assert self.buffer is not None
-        span = self._span(self.buffer, place)
-        span.add_(grad.detach()) if place in self._kept else span.copy_(grad.detach())
+            before = self.arrived.get(place)
+            self.arrived[place] = grad.detach() if before is None else before + grad
+        else:
+            assert self.buffer is not None
+            span, again = self._span(self.buffer, place), place in self._kept or place in self.arrived
+            span.add_(grad) if again else span.copy_(grad)
+            self.arrived[place] = None
+
+    def _take_late(self, place: int, grad: Tensor) -> None:
+        """The order of the units did not show that more would come."""
+        into = self.buffer
+        if self.launched:
+            self.late_places.add(place)
+            if self.late is None:
+                self.late = self._zeros()
+            into = self.late
+        else:
+            self.local.add(place)
+            self.arrived_places += (place,)
+        assert into is not None
+        self._span(into, place).add_(grad)
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.bucket.padded_numel, dtype=self.dtype, device=self.memory.device)
 
     def live(self, place: int) -> bool:
         """Whether the user kept what `.grad` held, so that it is to be added to."""
         if self.exposed:
             return self.homes[place].piece.grad is not None
         grad = self.tenants[place].param.grad
-        if grad is None:
-            return False
-        if not self.shown or grad is not self.shown[place]:
+        if grad is not None and not self.shows(place, grad):
             self._adopt(place, grad)
-        return True
+        return grad is not None
 
     def _adopt(self, place: int, grad: Tensor) -> None:
         """A gradient that was set by hand: it counts as reduced already."""
@@ -108,25 +153,63 @@ class GradientBucket:
         span = home.local_gradient(param)
         assert span is not None and grad is not None
         self._show()
-        into = self.reduced_span(place)
-        into.copy_(span.reshape(-1) if self.replicated else span)
+        self.reduced_span(place).copy_(span.reshape(-1) if self.replicated else span)
         param.grad = self.shown[place]
         self.held.add(place)
+
+    def shows(self, place: int, grad: Tensor) -> bool:
+        """Whether this is the gradient that was put where the user looks for it."""
+        return bool(self.shown) and self._own(place) is grad
+
+    def _own(self, place: int) -> Tensor:
+        """What shows a gradient; anew where it was given other memory (`.data =`), which nothing is reduced into."""
+        shown, tenant = self.shown[place], self.tenants[place]
+        if self.reduced is not None and not isinstance(shown, Sharded) and not shares(shown, self.reduced):
+            self.shown[place] = alias(self.reduced, tenant.place.offset, tenant.shape)
+        return self.shown[place]
 
     def reduced_span(self, place: int) -> Tensor:
         """This rank's part of what is reduced of a parameter, as `.grad` shows it."""
         shown = self.shown[place]
         return shown.local if isinstance(shown, Sharded) else shown.view(-1)
 
+    def spare_what_is_kept(self) -> None:
+        """A gradient that `.grad` shows no more, but somebody has kept, stays as it is: the next goes elsewhere."""
+        if self.reduced is None:
+            return
+        finders = [home.piece for home in self.homes] if self.exposed else [tenant.param for tenant in self.tenants]
+        with without_waiting():
+            seen = [param.grad for param in finders]
+        live = {place for place, grad in enumerate(seen) if grad is not None and self._displays(place, grad)}
+        dropped = [shown for place, shown in enumerate(self.shown) if place not in live] if live else list(self.shown)
+        views = len(live) if self.exposed and self.replicated else 0
+        assert self._references is not None
+        if not self._references.has_more(self.reduced, dropped, views):
+            return
+        if self.in_place:
+            assert self.buffer is not None
+            self.buffer = self.buffer.clone()
+            self.reduced = self._room()
+        else:
+            self.reduced = self.reduced.clone()
+        self._make_shown()
+        for place in live:
+            self._give(place)
+
+    def _displays(self, place: int, grad: Tensor) -> bool:
+        """Whether the user still finds there what is shown."""
+        return self.exposed or grad is self.shown[place]
+
     def open(self, buffer: Tensor) -> None:
         """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
         self._guard()
         self._guards.clear()
         self.buffer = buffer
-        lives = {place for place in range(len(self.tenants)) if self.live(place)}
+        with without_waiting():  # whoever waits for gradients waits for `_guard`
+            lives = set(filter(self.live, self._places))
         self.local &= lives
         self.held &= lives
-        in_buffer = self.replicated or self.group.size == 1
+        in_buffer = self.replicated or self.group.alone
         if self.held and self.in_place and not in_buffer:
             self._move_out()
         self._kept = lives if in_buffer else set(self.local)
@@ -134,16 +217,19 @@ class GradientBucket:
         self.opened = True
 
     def close(self, *, reduces: bool) -> bool:
-        """No more will arrive: zeros where nothing did and nothing was left. Whether to add to `reduced`."""
+        """No more is to arrive: zeros where nothing did and nothing was left. Whether to add to `reduced`."""
         assert self.buffer is not None
+        for place, grad in self.beside:
+            self._take_in(place, grad)
+        self.beside.clear()
+        self.closed = True
         waiting = {place: grad for place, grad in self.arrived.items() if grad is not None}
         self._flatten({place: grad for place, grad in waiting.items() if place not in self._kept}, self.buffer)
         for place, grad in waiting.items():
             if place in self._kept:
                 self._span(self.buffer, place).add_(grad)
-        for place in range(len(self.tenants)):
-            if place not in self.arrived and place not in self._kept:
-                self._span(self.buffer, place).zero_()
+        for place in self._places - self.arrived.keys() - self._kept:
+            self._span(self.buffer, place).zero_()
         if self._adds or not reduces:
             self._begin_anew()
         if not reduces:
@@ -153,10 +239,8 @@ class GradientBucket:
     def _begin_anew(self) -> None:
         """Zero what nothing is to be added to, where something else is, or where it is to be shown unreduced."""
         self._show()
-        if not self.in_place:
-            for place in range(len(self.tenants)):
-                if place not in self.held:
-                    self.reduced_span(place).zero_()
+        for place in () if self.in_place else self._places - self.held:
+            self.reduced_span(place).zero_()
 
     def _flatten(self, grads: dict[int, Tensor], buffer: Tensor) -> None:
         if not grads:
@@ -171,17 +255,12 @@ class GradientBucket:
         flattener.flatten(tensors, buffer)
 
     def _span(self, buffer: Tensor, place: int) -> Tensor:
-        tenant = self.tenants[place]
-        return buffer[tenant.place.offset : tenant.place.offset + tenant.place.numel].view(tenant.shape)
+        return buffer.as_strided(*self._spots[place])
 
     @property
     def in_place(self) -> bool:
         """Whether the reduced shard lies in the buffer."""
-        return self.reduced is not None and self.buffer is not None and self._shares(self.reduced, self.buffer)
-
-    @staticmethod
-    def _shares(left: Tensor, right: Tensor) -> bool:
-        return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        return self.reduced is not None and self.buffer is not None and shares(self.reduced, self.buffer)
 
     def _move_out(self) -> None:
         """The buffer is about to be written, and what was reduced into it is to be added to."""
@@ -196,14 +275,26 @@ class GradientBucket:
         self.launched = True
         self.local.clear()
         self._show()
-        if self.group.size == 1:
+        if self.group.alone:
             return None
-        mean = 1.0 / self.group.size
         if self.replicated:
-            buffer.mul_(mean)
-            return self.group.all_reduce(buffer, scratch=scratch)
+            return self.group.all_reduce(buffer, "mean", scratch=scratch)
         assert self.reduced is not None
-        return self.group.reduce_scatter(buffer, self.reduced, scale=mean, add=add, scratch=scratch)
+        scale = 1.0 / self.group.size
+        return self.group.reduce_scatter(buffer, self.reduced, scale=scale, add=add, scratch=scratch)
+
+    def reduce_late(self, scratch: Tensor | None) -> None:
+        """Add what arrived late, on any rank, to what is reduced."""
+        late = self._zeros() if self.late is None else self.late
+        self._guard()
+        assert self.reduced is not None
+        if self.replicated or self.group.alone:
+            self.group.all_reduce(late, "mean", scratch=scratch).wait()
+            self.reduced.add_(late)
+        else:
+            scale = 1.0 / self.group.size
+            self.group.reduce_scatter(late, self.reduced, scale=scale, add=True, scratch=scratch).wait()
+        self.tell()
 
     def _show(self) -> None:
         if self.reduced is None:
@@ -211,7 +302,7 @@ class GradientBucket:
             self._make_shown()
 
     def _room(self) -> Tensor:
-        if self.replicated or self.group.size == 1:
+        if self.replicated or self.group.alone:
             return self.whole_buffer()
         if self.lends_buffer:
             return torch.zeros(self.bucket.shard_numel, dtype=self.dtype, device=self.memory.device)
@@ -220,7 +311,7 @@ class GradientBucket:
     def whole_buffer(self) -> Tensor:
         """A buffer of this bucket's own, for as long as it is needed."""
         if self.buffer is None:
-            self.buffer = torch.zeros(self.bucket.padded_numel, dtype=self.dtype, device=self.memory.device)
+            self.buffer = self._zeros()
         return self.buffer
 
     def _make_shown(self) -> None:
@@ -235,7 +326,10 @@ class GradientBucket:
             local = alias(self.reduced, 0 if piece is None else piece.offset, (home.numel,))
             named = Sharded(local, home.shape, home.start, name=home.name, kind="gradient", group=self.group)
             named.settle = self.settle
+            named.whole = partial(whole_like, self.group, self.bucket.shard_numel, tenant.place)
             self.shown.append(named)
+            del named, local
+        self._references = References(self.reduced, list(self.shown))
 
     def tell(self) -> None:
         """What is reduced is there: for the caller, or, on a device, for its current stream."""
@@ -270,16 +364,24 @@ class GradientBucket:
                 self.held.add(place)
 
     def _give(self, place: int) -> None:
-        home = self.homes[place]
         if self.exposed:
-            shown = self.shown[place]
-            home.piece.grad = shown.local if isinstance(shown, Sharded) else shown.view(-1)
+            home, group = self.homes[place], None if self.replicated else self.group
+            home.piece.grad = SpanGradient.of(self.reduced_span(place), home.name, group)
         else:
-            self.tenants[place].param.grad = self.shown[place]
+            self.tenants[place].param.grad = self._own(place)
+
+    def call_hooks(self, places: Iterable[int]) -> None:
+        """Hooks on the accumulation of these gradients, which are reduced."""
+        for place in places:
+            home = self.homes[place]
+            if home.after_reduction:
+                param = home.piece if self.exposed else self.tenants[place].param
+                for call in [call for found in home.after_reduction for call in found.values()]:
+                    call(param)
 
     def refuse_unreduced(self) -> None:
         """A step on gradients that other ranks know nothing of would let the ranks drift apart."""
-        if self.local and not self.replicated and self.group.size > 1:
+        if self.local and not self.replicated and not self.group.alone:
             names = ", ".join(repr(self.tenants[place].name) for place in sorted(self.local)[:3])
             raise StateError(
                 f"gradients of {names} were accumulated under zk.no_sync and never reduced; run the last backward "
@@ -289,7 +391,9 @@ class GradientBucket:
     def reset(self) -> None:
         """Forget a pass, or be ready for the next one."""
         self.arrived.clear()
+        self.beside.clear()
         self.arrived_places = ()
-        self.launched = self.opened = False
+        self.launched = self.opened = self.closed = False
+        self.late, self.late_places = None, set()
         if self.lends_buffer and not self.local:
             self.buffer = None

@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import operator
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zerokern.core.errors import ShardError, StateError
 from zerokern.zero import hooks
-from zerokern.zero.homes import Home, home_of
+from zerokern.zero.awaited import without_waiting
+from zerokern.zero.homes import Home, give_home, home_of
+from zerokern.zero.kinds import Residence, shardings_of
+from zerokern.zero.params import Gathered
+from zerokern.zero.stage import shards_parameters
 
 if TYPE_CHECKING:
     from zerokern.zero.sharding import Sharding
 
-__all__ = ["install", "refuse_changes"]
+__all__ = ["Watch", "install", "is_trained", "refuse_lent", "refuse_stranger"]
+
+# torch's optimizers whose update of an element depends on others
+MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
+
+_pointer_of = torch.Tensor.data_ptr
+_version_of = operator.attrgetter("_version")
+_is_trained = operator.attrgetter("requires_grad")
 
 
 @functools.cache
 def install() -> None:
     """Once for the process, when the first model is sharded."""
     hooks.on_optimizer_steps(before=_before, after=_after)
+    hooks.on_registration(_known_to_the_user)
+
+
+def _known_to_the_user(param: torch.Tensor) -> torch.Tensor | None:
+    """A module that keeps another's parameter in its forward keeps the one that lasts, not what stands for it there."""
+    return param.resting_for if isinstance(param, Gathered) else None
 
 
 def _homes(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Home]]:
@@ -35,6 +58,13 @@ def _before(optimizer: torch.optim.Optimizer) -> None:
     homes = _homes(optimizer)
     for param, home in homes:
         if param is home.piece:
+            if isinstance(optimizer, MIXING):
+                kind = type(optimizer).__name__
+                raise StateError(
+                    f"{kind} mixes elements, of a parameter or of all, and got {home.name!r} by zk.shards(model), "
+                    "of which each rank has a flat part alone; allowed: optimizers that take each element by itself. "
+                    f"For {kind} use stage 0 and model.parameters()"
+                )
             home.local_gradient(param)
         elif not home.sharding.replicated:
             raise StateError(
@@ -42,58 +72,166 @@ def _before(optimizer: torch.optim.Optimizer) -> None:
                 "it would update parts of it that are not this rank's. Use zk.AdamW (or Adam, Lion, Adagrad, SGD) on "
                 f"model.parameters(), or give {type(optimizer).__name__} the parameters zk.shards(model)"
             )
-    for sharding in {id(home.sharding): home.sharding for _, home in homes}.values():
+    refuse_lent(home for _, home in homes)
+    for sharding in shardings_of(home for _, home in homes):
         sharding.settle()
 
 
+def refuse_lent(homes: Iterable[Residence | None]) -> None:
+    """A step within zk.gathered would not be seen there, and be overwritten at its end."""
+    for home in homes:
+        if home is not None and home.loan is not None:
+            raise StateError(
+                f"{home.name!r} is whole within zk.gathered, where a step would not be seen, and be lost with "
+                "write=True; call step() after the context has ended"
+            )
+
+
 def _after(optimizer: torch.optim.Optimizer) -> None:
-    written: dict[int, Sharding] = {}
     if not getattr(optimizer, "_zk_shards", False):
-        for param, home in _homes(optimizer):
-            if param is home.piece:
-                written[id(home.sharding)] = home.sharding
-    for sharding in written.values():
-        sharding.publish()
+        for sharding in shardings_of(home for param, home in _homes(optimizer) if param is home.piece):
+            sharding.publish()
 
 
-def refuse_changes(sharding: Sharding) -> None:
-    """Parameters that were added, exchanged, moved or unfrozen since the model was sharded."""
-    known = sharding.tenants
-    there = set()
-    for name, module in sharding.module.named_modules():
-        for attribute, param in module._parameters.items():
-            tenant = known.get(id(param))
-            if tenant is not None:
-                there.add(tenant.name)
-            elif param is not None and param.requires_grad:
-                _refuse_stranger(f"{name}.{attribute}" if name else attribute, param)
-    lost = [tenant.name for tenant in known.values() if tenant.name not in there]
-    if lost:
+class Watch:
+    """Whether a model still consists of what zk.shard divided, and gradients still come to it: asked at every forward.
+
+    All of it is compared by loops that are not Python's; only what differs is looked at.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = weakref.ref(sharding)
+        self._tables: list[dict[str, Any]] = []
+        self._found: list[Any] = []
+        tenants = [tenant for memory in sharding.memories for tenant in memory.tenants]
+        frozen = [tenant for memory in sharding.memories if not memory.bucket.trainable for tenant in memory.tenants]
+        self._frozen = [tenant.param for tenant in frozen]
+        # at stage 3 bodies are exchanged all the time, and gradients come through the gathered ones
+        self._plain = [] if shards_parameters(sharding.stage) else tenants
+        self._params = [tenant.param for tenant in self._plain]
+        homes = {home.name: home for home in sharding.homes}
+        self._homes = [homes[tenant.name] for tenant in self._plain]
+        self._addresses = list(map(_pointer_of, self._params))
+        self._versions = list(map(_version_of, self._params))
+        if self._params:
+            for module in sharding.module.modules():
+                hooks.after_loading(module, partial(_attend, weakref.ref(self)))
+
+    @property
+    def sharding(self) -> Sharding:
+        sharding = self._sharding()
+        assert sharding is not None
+        return sharding
+
+    def look(self) -> None:
+        """Parameters that were added, exchanged, moved or unfrozen are refused; what only left our hands comes back."""
+        found = list(chain.from_iterable(map(dict.values, self._tables)))
+        if not self._tables or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
+            self._walk()
+        if any(map(_is_trained, self._frozen)):
+            self._refuse_unfrozen()
+        with without_waiting():
+            self.attend()
+
+    def _walk(self) -> None:
+        """What takes a parameter's place and is none (functional_call puts plain tensors there) is to compute."""
+        known = self.sharding.tenants
+        there = set()
+        for name, module in self.sharding.module.named_modules():
+            for attribute, param in module._parameters.items():
+                tenant = known.get(id(param))
+                if tenant is not None:
+                    there.add(tenant.name)
+                elif is_trained(param):
+                    refuse_stranger(f"{name}.{attribute}" if name else attribute, param)
+        missing = {tenant.name: tenant.param for tenant in known.values() if tenant.name not in there}
+        lost = [name for name, param in missing.items() if not self.sharding.has_substitute(param)]
+        if lost:
+            raise ShardError(
+                f"{lost[0]!r} is no longer a parameter of the model, and is still in a bucket of zk.shard; build the "
+                "model as it is to be, then shard it (to compute with other values for a while, give functional_call "
+                "plain tensors)"
+            )
+        if missing:
+            return
+        modules = list(self.sharding.module.modules())
+        self._tables = [table for module in modules for table in (module._parameters, module._modules)]
+        self._found = list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _refuse_unfrozen(self) -> None:
+        tenants = [tenant for memory in self.sharding.memories for tenant in memory.tenants]
+        known = set(map(id, self._frozen))
+        name = next(one.name for one in tenants if id(one.param) in known and one.param.requires_grad)
         raise ShardError(
-            f"{lost[0]!r} is no longer a parameter of the model, and is still in a bucket of zk.shard; build the "
-            "model as it is to be, then shard it"
-        )
-    for memory in sharding.memories:
-        for tenant in memory.tenants:
-            if tenant.param.requires_grad and not memory.bucket.trainable:
-                raise ShardError(
-                    f"{tenant.name!r} was frozen when the model was sharded, and has no place for gradients; "
-                    "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
-                )
-    if not sharding.addresses:
-        return
-    tenants = [tenant for memory in sharding.memories for tenant in memory.tenants]
-    if [tenant.param.data_ptr() for tenant in tenants] != sharding.addresses:
-        pairs = zip(tenants, sharding.addresses, strict=True)
-        moved = next(tenant.name for tenant, address in pairs if tenant.param.data_ptr() != address)
-        raise ShardError(
-            f"the memory of {moved!r} was exchanged after zk.shard (by .data, .to(), .half() or resize_); allowed: "
-            "writing into it (copy_, load_state_dict). Move and convert a model before it is sharded"
+            f"{name!r} was frozen when the model was sharded, and has no place for gradients; "
+            "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
         )
 
+    def attend(self) -> None:
+        """Parameters are where they were; what was exchanged over the same memory (`set_`) is ours again."""
+        if list(map(_pointer_of, self._params)) != self._addresses:
+            pairs = zip(self._plain, self._addresses, strict=True)
+            moved = next(tenant.name for tenant, address in pairs if tenant.param.data_ptr() != address)
+            raise ShardError(
+                f"the memory of {moved!r} was exchanged after zk.shard (by .data, set_, .to(), .half() or resize_, or "
+                "by a parametrization that computes its original); allowed: writing into it (copy_, load_state_dict). "
+                "Move, convert and parametrize a model before it is sharded"
+            )
+        versions = list(map(_version_of, self._params))
+        whose = list(map(home_of, self._params))
+        if versions == self._versions and whose == self._homes:
+            return
+        for place, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
+            if versions[place] != self._versions[place] or whose[place] is not home:
+                self._take_back(param, home)
+        self._versions = versions
 
-def _refuse_stranger(name: str, param: nn.Parameter) -> None:
+    def _take_back(self, param: nn.Parameter, home: Home) -> None:
+        give_home(param, home)
+        node = self.sharding.nodes.get(home.name)
+        if node is None or (param.requires_grad and hooks.accumulates(node, param)):
+            return
+        dtype, trained = home.piece.grad_dtype, param.requires_grad
+        param.requires_grad_()
+        if param.grad_dtype != dtype:
+            param.grad_dtype = dtype
+        self.sharding.nodes[home.name] = home.intercept(param)
+        param.requires_grad_(trained)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """The versions that rise within are no sign of anything."""
+        before = list(map(_version_of, self._params))
+        yield
+        after = map(_version_of, self._params)
+        pairs = zip(self._versions, before, after, strict=True)
+        self._versions = [now if known == was else known for known, was, now in pairs]
+
+    def refuse_lost(self, home: Home, param: Tensor) -> None:
+        """A plain gradient was set by hand, and counts as reduced, unless autograd left it there behind our back."""
+        node = self.sharding.nodes.get(home.name)
+        if node is not None and param.requires_grad and param is not home.piece and not hooks.accumulates(node, param):
+            raise StateError(
+                f"the gradient of {home.name!r} is this rank's alone: the parameter was exchanged (by set_, a "
+                "parametrization or a load that swaps) and no forward of the whole model ran since. Call zero_grad(), "
+                "and run the forward through the module that was given to zk.shard"
+            )
+
+
+def _attend(watch: weakref.ref[Watch]) -> None:
+    there = watch()
+    if there is not None:
+        there.attend()
+
+
+def is_trained(param: Tensor | None) -> bool:
+    """Whether this is a parameter that would be trained; functional_call's plain tensors are their owners' affair."""
+    return isinstance(param, nn.Parameter) and param.requires_grad
+
+
+def refuse_stranger(name: str, param: Tensor) -> None:
     raise ShardError(
-        f"{name!r}, of shape {tuple(param.shape)}, is no parameter that the model had when it was sharded; write into "
-        "the parameters that are there (zk.gathered(..., write=True)), or build the model anew and shard that"
+        f"{name!r}, of shape {tuple(param.shape)}, is no parameter that the model had when it was sharded, and would "
+        "be trained on this rank alone; write into the parameters that are there (zk.gathered(..., write=True)), or "
+        "build the model anew and shard that. To compute with other values, give functional_call detached tensors"
     )

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zerokern.core.errors import StateError
+from zerokern.core.errors import ShardError, StateError
 from zerokern.kernels import join
+from zerokern.memory.here import Here
 from zerokern.zero import hooks
+from zerokern.zero.kinds import Residence, Spanned, here_of
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.stage import shards_parameters
 
 if TYPE_CHECKING:
     from zerokern.zero.gradients import GradientBucket
     from zerokern.zero.sharding import Sharding
+    from zerokern.zero.whole import Loan
 
-__all__ = ["Home", "alias", "give_home", "home_of"]
+__all__ = ["Home", "alias", "give_home", "here_of_state", "home_of"]
 
 
 def give_home(param: Tensor, home: Home) -> None:
@@ -40,42 +46,60 @@ def alias(memory: Tensor, offset: int, shape: torch.Size | tuple[int, ...]) -> T
     Views of one bucket share a counter: a write to one parameter would read as a write to all of them.
     """
     fresh = torch.tensor([], dtype=memory.dtype, device=memory.device)
-    return fresh.set_(memory.untyped_storage(), int(memory.storage_offset()) + offset, shape, _strides(shape))
+    return fresh.set_(memory.untyped_storage(), int(memory.storage_offset()) + offset, shape, strides(shape))
 
 
-def _strides(shape: torch.Size | tuple[int, ...]) -> list[int]:
-    strides, step = [], 1
+def strides(shape: torch.Size | tuple[int, ...]) -> list[int]:
+    """Those of a tensor whose elements follow each other.
+
+    >>> strides((2, 3, 4))
+    [12, 4, 1]
+    """
+    found, step = [], 1
     for size in reversed(shape):
-        strides.append(step)
+        found.append(step)
         step *= max(size, 1)
-    return strides[::-1]
+    return found[::-1]
 
 
-class Home:
-    """Elements [start, start + numel) of a parameter are this rank's: `piece`, a view of its shard of the bucket."""
+def here_of_state(param: Tensor) -> Here:
+    """Which elements of a parameter's state are here: zk.shard divides it where the parameter itself is whole.
+
+    >>> here_of_state(torch.nn.Parameter(torch.ones(2, 3))).runs()
+    [(0, 6, 0)]
+    """
+    home = home_of(param)
+    return here_of(param) if home is None else home.here
+
+
+class Home(Residence):
+    """Of a parameter that zk.shard divides, or replicates: its piece is a view of this rank's shard of the bucket."""
 
     def __init__(
         self, name: str, param: nn.Parameter, start: int, piece: Tensor, sharding: Sharding, initial: Tensor | None
     ) -> None:
-        self.name = name
-        self.shape = param.shape
-        self.start = start
-        self.numel = piece.numel()
-        self.piece = nn.Parameter(piece, requires_grad=param.requires_grad)
+        here = Here.span(param.shape, start, piece.numel())
+        if not sharding.replicated:
+            here = Spanned(here.shape, here.offsets, here.sizes, start, here.numel, sharding.group)
+        super().__init__(name, here, piece, param.requires_grad)
         # the sharding keeps autograd's nodes, and these refer to the parameter where no collector sees it: a strong
         # reference from here would keep the model for ever. The module's hooks keep the sharding
         self._sharding = weakref.ref(sharding)
         self.seen_version = 0
         self.gradients: GradientBucket | None = None  # None: the parameter was frozen when it was sharded
         self.place = 0  # among the parameters of its gradient bucket
+        self.loan: Loan | None = None  # while it is whole in the user's object (stage 3)
+        self.leaf: Tensor | None = None  # stage 3: what modules compute with, which autograd meets
+        self.after_reduction: list[dict[int, Callable[[Tensor], None]]] = []  # hooks by handle, as torch keeps them
+        self.adopt_hooks(param)
         self._initial: Tensor | None = None
         self._initial_version = 0
         self.keep_initial(initial)
         give_home(self.piece, self)
-        self.piece.zk_name = name  # type: ignore[attr-defined]
 
-    def __repr__(self) -> str:
-        return f"Home({self.name!r}, elements {self.start}:{self.start + self.numel} of {tuple(self.shape)})"
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a parameter, or what is pickled of it, is nobody's."""
+        return type(None), ()
 
     @property
     def sharding(self) -> Sharding:
@@ -87,19 +111,50 @@ class Home:
             )
         return sharding
 
-    def intercept(self, leaf: Tensor) -> object:
-        """The sharding is handed the gradients of the leaf that modules compute with, while the result is held."""
-        return hooks.before_accumulation(leaf, self._hand_over)
+    def intercept(self, leaf: Tensor, *, beside: bool = False) -> object:
+        """The sharding is handed the gradients of a leaf while the result, or a graph, is held.
 
-    def _hand_over(self, grad: Tensor) -> None:
-        assert self.gradients is not None
-        self.sharding.arrived(self.gradients, self.place, grad)
+        Of the leaf that modules compute with, or of one `beside` that: then two of them may arrive in one pass.
+        """
+        return hooks.before_accumulation(leaf, partial(self._hand_over, beside=beside))
+
+    def _hand_over(self, grad: Tensor, beside: bool) -> None:
+        if self.gradients is None:
+            raise ShardError(
+                f"{self.name!r} was frozen when the model was sharded, and has no place for gradients; "
+                "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
+            )
+        self.sharding.arrived(self.gradients, self.place, grad, beside)
+
+    def adopt_hooks(self, param: Tensor) -> None:
+        """Hooks on the accumulation of a gradient are called when it has been reduced."""
+        found = hooks.take_hooks(param)
+        if found is not None:
+            self.after_reduction.append(found)
+
+    def call_after_reduction(self, call: Callable[[Tensor], None]) -> Any:
+        """What to call when the gradient has been reduced; the result's `remove()` ends that."""
+        return hooks.keep_hook(self.after_reduction, call)
+
+    @property
+    def whole(self) -> Tensor | None:
+        if self.gradients is None or shards_parameters(self.sharding.stage):
+            return None
+        return self.gradients.tenants[self.place].param
+
+    def look(self, param: Tensor) -> None:
+        if self.loan is not None:  # another body, whose versions count from 0
+            return
+        version = param._version
+        if version != self.seen_version:
+            torch.autograd.graph.increment_version(self.piece)
+            self.seen_version = version
+
+    def stays(self, param: Tensor) -> bool:
+        return home_of(param) is self
 
     def local_gradient(self, param: Tensor) -> Tensor | None:
-        """This rank's span of the parameter's gradient, 1-D; None where it has none.
-
-        A plain gradient of the whole shape, set by hand, counts as reduced already.
-        """
+        """As everywhere; a plain gradient of the whole shape, set by hand, counts as reduced already."""
         grad = param.grad
         if grad is None:
             return None
@@ -109,14 +164,20 @@ class Home:
             return grad
         if isinstance(grad, Sharded):
             return grad.local
+        if self.gradients is not None and not self.gradients.shows(self.place, grad):
+            self.sharding.watch.refuse_lost(self, param)
         if grad.shape != self.shape:
             raise StateError(
                 f"the gradient of {self.name!r} has shape {tuple(grad.shape)}; allowed: {tuple(self.shape)}"
             )
-        return grad.detach().reshape(-1)[self.start : self.start + self.numel]
+        return self.here.cut(grad)
+
+    def initial(self, param: Tensor) -> Tensor | None:
+        """What the parameter's dtype rounded away, as long as nobody has taken it, or written since."""
+        known = (self.piece._version, param._version) == (self._initial_version, self.seen_version)
+        return self._initial if known else None
 
     def take_initial(self) -> Tensor | None:
-        """The fp32 values that this rank's span began with, where its dtype rounded them. Handed over once."""
         initial, self._initial = self._initial, None
         if initial is None or self.piece._version != self._initial_version:  # written since: those values are gone
             return None

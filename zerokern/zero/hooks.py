@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "accumulates",
     "after_accumulation",
-    "around_state_dicts",
+    "after_loading",
     "at_end_of_backward",
     "before_accumulation",
     "graph_tensors",
-    "has_tensors",
+    "hear_saved",
+    "hear_saved_no_more",
+    "hears_of_saved",
+    "hears_saved",
     "in_backward",
+    "keep_hook",
+    "made_anew",
+    "next_node",
+    "on_gradient",
     "on_optimizer_steps",
+    "on_registration",
+    "outside_of_transforms",
+    "share_hooks",
+    "take_hooks",
     "when_gradient_is_there",
     "wrap_forward",
 ]
@@ -34,10 +53,7 @@ def before_accumulation(param: Tensor, receive: Callable[[Tensor], None]) -> obj
     The node that would accumulate asks its pre-hooks first, after the hooks of the tensor itself; None in place of the
     gradient leaves it with nothing to do. The node lives as long as somebody holds it.
     """
-    with torch.enable_grad():
-        view = param.expand_as(param)
-    assert view.grad_fn is not None
-    node: Any = view.grad_fn.next_functions[0][0]
+    node: Any = _node_of(param)
 
     def intercept(grads: tuple[Tensor | None, ...]) -> tuple[None]:
         if grads[0] is not None:
@@ -48,15 +64,77 @@ def before_accumulation(param: Tensor, receive: Callable[[Tensor], None]) -> obj
     return node
 
 
+def accumulates(node: object, param: Tensor) -> bool:
+    """Whether gradients of the leaf still go through the node: `set_` and an exchange of bodies renew it."""
+    return _node_of(param) is node
+
+
+def _node_of(leaf: Tensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():  # of the leaf itself, whatever it stands for
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
 def after_accumulation(param: Tensor, call: Callable[[Tensor], None]) -> Any:
     """Call with the parameter whenever its `.grad` has been accumulated into; the result's `remove()` ends that."""
     return param.register_post_accumulate_grad_hook(call)
 
 
-def around_state_dicts(module: nn.Module, call: Callable[[], None]) -> None:
-    """Call before the module's state_dict is made, and before one is loaded."""
-    module.register_state_dict_pre_hook(lambda *_: call())
-    module.register_load_state_dict_pre_hook(lambda *_: call())
+class _Own:
+    """A module's hook that stays with it: a copy of the module, or what is pickled of it, has one that does nothing."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    @torch._disable_dynamo
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _of_a_copy, ()
+
+
+def _of_a_copy() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def take_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]] | None:
+    """Take over what is to be called after accumulation, by handle, from the node that has nothing to do."""
+    found = param._post_accumulate_grad_hooks
+    if found is not None:
+        param._post_accumulate_grad_hooks = OrderedDict()  # this is what the node knows from here on: None is not heard
+        param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    return found
+
+
+def on_gradient(leaf: Tensor, call: Callable[[Tensor], Tensor | None]) -> Any:
+    """Call with the leaf's gradient, before it is handed over; what it returns takes the gradient's place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaf.register_hook(call)
+
+
+def keep_hook(found: list[dict[int, Callable[[Tensor], None]]], call: Callable[[Tensor], None]) -> Any:
+    """Beside hooks that were taken over; the result's `remove()` takes it out again."""
+    if not found:
+        found.append(OrderedDict())
+    handle = RemovableHandle(found[-1])
+    found[-1][handle.id] = call
+    return handle
+
+
+def share_hooks(param: Tensor, leaf: Tensor) -> None:
+    """Another leaf is what autograd meets: hooks on the gradient of one are called for it, until they are removed."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if param._backward_hooks is not None:
+            leaf._backward_hooks = param._backward_hooks
+
+
+def after_loading(module: nn.Module, call: Callable[[], None]) -> None:
+    """Call after a state_dict has been loaded into the module, or into one around it."""
+    module.register_load_state_dict_post_hook(_Own(lambda *_: call()))
 
 
 def in_backward() -> bool:
@@ -78,6 +156,31 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def outside_of_transforms() -> AbstractContextManager:
+    """What is done within is none of what torch.func differentiates or maps over."""
+    return torch._C._DisableFuncTorch()
+
+
+def hears_of_saved() -> bool:
+    """Whether hooks may be told now of what autograd saves: functional transforms do not allow it."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
+def hears_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks that are told at present of what autograd saves, in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def hear_saved(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """Autograd keeps `pack(tensor)` for what it saves, until `hear_saved_no_more`, and reads `unpack(packed)`."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def hear_saved_no_more() -> None:
+    """Ends the last `hear_saved` of this thread."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
 def wrap_forward(module: nn.Module, before: Before, after: After) -> None:
     """Call `before(args, kwargs)` first of all and `after(result)` last, also when the forward raised (then of None).
 
@@ -94,8 +197,8 @@ def wrap_forward(module: nn.Module, before: Before, after: After) -> None:
     def post(_: nn.Module, args: Args, kwargs: Kwargs, result: Any) -> Any:
         return after(result)
 
-    module.register_forward_pre_hook(torch._dynamo.disable(pre), prepend=True, with_kwargs=True)
-    module.register_forward_hook(torch._dynamo.disable(post), with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(_Own(pre), prepend=True, with_kwargs=True)
+    module.register_forward_hook(_Own(post), with_kwargs=True, always_call=True)
 
 
 def _around(call: Callable[..., Any], before: Before, after: After) -> Callable[..., Any]:
@@ -111,38 +214,50 @@ def _around(call: Callable[..., Any], before: Before, after: After) -> Callable[
     return wrapped
 
 
-def has_tensors(value: Any) -> bool:
-    """Whether a forward's result is of a form in which tensors are found."""
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, Mapping):
-        return any(map(has_tensors, value.values()))
-    if isinstance(value, list | tuple | set):
-        return any(map(has_tensors, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(has_tensors(getattr(value, one.name, None)) for one in dataclasses.fields(value))
-    return False
+def next_node() -> int:
+    """The number that the next node of this thread's graph will have."""
+    return torch._C._autograd._get_sequence_nr()
 
 
-def graph_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a forward's result that a gradient can come through.
+def graph_tensors(value: Any, first: int = 0) -> Iterator[Tensor]:
+    """The tensors in a forward's result that a gradient can come through, and that no node before `first` made.
 
     >>> x = torch.ones(1, requires_grad=True)
-    >>> len(list(graph_tensors({"a": [x, 2 * x], "b": (torch.ones(1), "text")})))
+    >>> y, first, z = 2 * x, next_node(), 3 * x
+    >>> len(list(graph_tensors({"a": [x, y], "b": (torch.ones(1), z, "text")})))
     2
+    >>> [one is z for one in graph_tensors([y, z], first)]
+    [True]
     """
     if isinstance(value, Tensor):
-        if value.requires_grad:
+        if value.grad_fn is not None and value.grad_fn._sequence_nr() >= first:
             yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from graph_tensors(item)
+            yield from graph_tensors(item, first)
     elif isinstance(value, list | tuple | set):
         for item in value:
-            yield from graph_tensors(item)
+            yield from graph_tensors(item, first)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for one in dataclasses.fields(value):
-            yield from graph_tensors(getattr(value, one.name, None))
+            yield from graph_tensors(getattr(value, one.name, None), first)
+
+
+def made_anew(module: nn.Module) -> list[str]:
+    """The attributes that hooks of torch's own set before each forward.
+
+    >>> made_anew(nn.utils.weight_norm(nn.Linear(2, 2)))
+    ['weight']
+    """
+    found = module._forward_pre_hooks.values()
+    pruned = [hook._tensor_name for hook in found if isinstance(hook, BasePruningMethod)]
+    return pruned + [hook.name for hook in found if isinstance(hook, WeightNorm | SpectralNorm)]
+
+
+def on_registration(exchange: Callable[[Tensor], Tensor | None]) -> None:
+    """Ask, whenever any module is given a parameter, what it is to be given instead; None: nothing else."""
+    ask: Any = lambda module, name, param: exchange(param)  # noqa: E731  torch's types say that it answers nothing
+    register_module_parameter_registration_hook(ask)
 
 
 def on_optimizer_steps(

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["BLOCK", "Bucket", "Member", "Piece", "partition"]
+from zerokern.core.units import BLOCK
 
-BLOCK = 128
+__all__ = ["Bucket", "Member", "Piece", "partition"]
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from zerokern.comm import Handle
+from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
+from zerokern.zero.awaited import arrived, awaited, without_waiting
+from zerokern.zero.data_writes import written
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.homes import home_of
 from zerokern.zero.params import BucketMemory
-from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Unit
 
 __all__ = ["Publication", "Publisher"]
@@ -35,7 +37,10 @@ class Publication:
     def __init__(self, memories: Sequence[BucketMemory], ready: Callable[[int], None]) -> None:
         self._memories, self._ready = list(memories), ready
         self._next = 0
-        self._versions = [[tenant.param._version for tenant in memory.tenants] for memory in self._memories]
+        self._params = [[tenant.param for tenant in memory.tenants] for memory in self._memories]
+        self._versions = [[param._version for param in params] for params in self._params]
+        for params in self._params:
+            awaited(params)
 
     @property
     def complete(self) -> bool:
@@ -46,15 +51,23 @@ class Publication:
         while self._next <= min(last, len(self._memories) - 1):
             memory = self._memories[self._next]
             self._ready(self._next)
-            self._refuse_writes(memory)
+            with without_waiting():
+                self._refuse_writes(memory)
+            arrived(self._params[self._next])
             self._next += 1
 
     def finish(self) -> None:
         self.upto(len(self._memories))
 
+    def end(self) -> None:
+        """Nobody need wait any more, whatever has become of it."""
+        for params in self._params[self._next :]:
+            arrived(params)
+
     def _refuse_writes(self, memory: BucketMemory) -> None:
+        by_data = set(map(id, written(tenant.param for tenant in memory.tenants)))
         for tenant, version in zip(memory.tenants, self._versions[self._next], strict=True):
-            if tenant.param._version != version:
+            if tenant.param._version != version or id(tenant.param) in by_data:
                 for number in range(self._next, len(self._memories)):
                     self._ready(number)  # nothing is written any more when this is heard of
                 raise StateError(_WRITTEN.format(name=tenant.name))
@@ -69,11 +82,16 @@ class Publisher:
     def __init__(self, units: Sequence[Unit], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
         self._units = units
         self._memories = [memory for memory in memories if memory.bucket.trainable]
-        self.gathers = gathers and any(memory.group.size > 1 for memory in memories)
+        self.gathers = gathers and any(not memory.group.alone for memory in memories)
         self.gatherer: Gatherer | None = None
         self.gradient_buckets: Sequence[GradientBucket] = ()
         self._publication: Publication | None = None
         self._hooked = False
+        tenants = [tenant for memory in self._memories for tenant in memory.tenants]
+        self._read = [one.param if one.full is None else one.full for one in tenants]
+        homes = [home_of(one) for one in self._read]
+        self._pieces = [home.piece for home in homes if home is not None]
+        self._announced = [piece._version for piece in self._pieces]
         self._failed: Callable[[], None] = _nothing
         numbers = [number for number, unit in enumerate(units) for _ in unit.params]
         self._last_of = [-1] * len(units)  # of the buckets that are trained, the last that a unit has parameters in
@@ -82,24 +100,32 @@ class Publisher:
                 self._last_of[numbers[spot.param]] = number
 
     def announce(self) -> None:
-        """Graphs that read the parameters' old values must not be used any more: autograd compares versions."""
-        tenants = [tenant for memory in self._memories for tenant in memory.tenants]
-        torch.autograd.graph.increment_version([one.param if one.full is None else one.full for one in tenants])
+        """Graphs that read old values of what was updated must not be used any more: autograd compares versions."""
+        versions = [piece._version for piece in self._pieces]
+        known, self._announced = self._announced, versions
+        updated = [one for one, was, now in zip(self._read, known, versions, strict=True) if was != now]
+        torch.autograd.graph.increment_version(updated)
 
     def gather_all(self) -> None:
         if self.gathers:
-            for handle in [memory.group.all_gather(memory.full) for memory in self._memories]:
+            for handle in [self._spread(number) for number in range(len(self._memories))]:
                 handle.wait()
+
+    def _spread(self, number: int) -> Handle:
+        memory = self._memories[number]
+        with during("", of=f"updated parameters from {memory.called} on"):
+            return memory.group.all_gather(memory.full)
 
     def gather(self, number: int) -> Handle:
         """Send this rank's span of a bucket to all: from any thread, all ranks in one order."""
         memory = self._memories[number]
-        return memory.group.publish(memory.full)
+        with during("an update", of=f"updated parameters from {memory.called} on"):
+            return memory.group.publish(memory.full)
 
     def sent_nbytes(self, number: int) -> int:
-        """What `gather` sends from here."""
+        """What `gather` sends from here; never nothing, by which a program would tell that there is no gather."""
         memory = self._memories[number]
-        return memory.nbytes // memory.group.size * (memory.group.size - 1)
+        return max(1, memory.nbytes // memory.group.size * (memory.group.size - 1))
 
     def prepare(self) -> None:
         """An update is about to be under way, of which `begin` tells: no other thread publishes in this group."""
@@ -121,11 +147,9 @@ class Publisher:
 
     def _hook(self) -> None:
         """Once an optimizer leaves updates under way: who needs parameters waits for them."""
-        settle = partial(_finish, weakref.ref(self))
+        settle = self.settle
         for bucket in self.gradient_buckets:
             bucket.settles(settle)
-        for module in self._units[0].module.modules():
-            hooks.around_state_dicts(module, self.finish)
         if self.gatherer is None:
             for number, unit in enumerate(self._units[1:], 1):
                 hooks.wrap_forward(unit.module, partial(self._before_forward, number), _unchanged)
@@ -133,9 +157,6 @@ class Publisher:
         self.gatherer.publishing = self._unfinished
         for number, gathered in enumerate(self.gatherer.units):
             gathered.prepare = partial(self.upto, number)
-            for tenant in gathered.tenants:
-                if isinstance(tenant.param, Sharded):
-                    tenant.param.settle = settle
 
     def _before_forward(self, number: int, args: tuple, kwargs: dict[str, Any]) -> None:
         self.upto(number)
@@ -147,13 +168,26 @@ class Publisher:
         """Returns once a unit's parameters are those of the last step on this rank."""
         self._wait(lambda publication: publication.upto(self._last_of[unit]))
 
+    @property
+    def settle(self) -> Callable[[], None]:
+        """`finish`, for tensors, which must not keep their model."""
+        return partial(_finish, weakref.ref(self))
+
+    def arrive(self, number: int) -> None:
+        """Returns once the trained bucket of this number is that of the last step on this rank."""
+        self._wait(lambda publication: publication.upto(number))
+
     def finish(self) -> None:
-        """Returns once all parameters are those of the last step on this rank."""
+        """Returns once all parameters are those of the last step on this rank, and what was written to them since."""
+        if self.gatherer is not None:
+            self.gatherer.keep_writes()
         self._wait(Publication.finish)
         self._retire()
 
     def _retire(self) -> None:
         """Nothing of this step is left, nor of the optimizer that made it."""
+        if self._publication is not None:
+            self._publication.end()
         self._publication, self._failed = None, _nothing
         for memory in self._memories:
             memory.group.publishing.discard(self)
@@ -163,7 +197,11 @@ class Publisher:
         if publication is None:
             return
         try:
-            wait(publication)
+            if publication.complete or not self.gathers:
+                wait(publication)
+            else:
+                with self._memories[0].group.awaiting_update():
+                    wait(publication)
         except Exception:  # told once; what can still be done is to load a checkpoint
             failed = self._failed
             self._retire()

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from zerokern.comm import Group, Handle
+from zerokern.comm import Group, Handle, during
 from zerokern.core.errors import StateError
+from zerokern.core.units import BUFFERS
 from zerokern.zero import hooks
+from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
 
-__all__ = ["BUFFERS", "Reduction"]
+__all__ = ["Reduction"]
 
-BUFFERS = 2  # one is filled while the other is on its way
+BACKWARD = "a backward pass"
+ARRIVED, LATE = 1, 2  # of a parameter's gradient, in one pass: in time to be reduced with its bucket, or after that
 
 
 class Reduction:
@@ -32,8 +36,8 @@ class Reduction:
         self.active = False
         self._task = -1
         self._order = list(reversed(range(len(buckets))))
-        self._learns_order = group.size > 1
-        self._completed: list[int] = []
+        self._learns_order = not group.alone
+        self._completed: dict[int, None] = {}  # in the order in which they became complete
         self._next = 0
         self._outstanding: deque[tuple[GradientBucket, Handle]] = deque()
         self._free: list[Tensor] = []
@@ -46,14 +50,14 @@ class Reduction:
         """The shared buffers, wherever they are."""
         return [*self._free, *self._lent.values()]
 
-    def arrived(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
-        """Called by autograd, once for each parameter and pass."""
+    def arrived(self, bucket: GradientBucket, place: int, grad: Tensor, beside: bool) -> None:
+        """Called by autograd, once for each parameter and pass; more often for leaves `beside` the usual one."""
         task = torch._C._current_graph_task_id()
         if not self.active or task != self._task:
             self._begin(task)
-        if not bucket.keeps and not bucket.opened:
+        if not bucket.keeps and not bucket.opened and not beside:
             self._open(bucket)
-        bucket.take(place, grad)
+        bucket.take(place, grad, beside)
         if bucket.complete:
             self._complete(bucket)
 
@@ -67,8 +71,9 @@ class Reduction:
         self.active, self._task = True, task
         self._next = 0
         self._completed.clear()
-        for bucket in self.buckets:
-            bucket.begin()
+        with without_waiting():  # what is asked here of parameters are no values
+            for bucket in self.buckets:
+                bucket.begin()
         hooks.at_end_of_backward(self._finish)
 
     def flush(self, buckets: Sequence[GradientBucket]) -> None:
@@ -81,13 +86,14 @@ class Reduction:
         number = bucket.number
         if number in self._completed:
             return
-        self._completed.append(number)
+        self._completed[number] = None
         while self._next < len(self._order) and self._order[self._next] in self._completed:
             self._launch(self.buckets[self._order[self._next]])
             self._next += 1
 
     def _open(self, bucket: GradientBucket) -> None:
         """Find a buffer for what arrives."""
+        bucket.spare_what_is_kept()
         if bucket.buffer is not None:
             bucket.open(bucket.buffer)
         elif self.synchronizes and bucket.lends_buffer:
@@ -108,7 +114,9 @@ class Reduction:
             return
         while self._outstanding and self._needs_scratch:
             self._wait_for_oldest()
-        handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
+        more = ", added to those of an earlier pass" if bucket.held else ""
+        with during(BACKWARD, of=f"gradients from {bucket.memory.called} on{more}"):
+            handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
         if handle is None:
             bucket.tell()
         else:
@@ -116,7 +124,7 @@ class Reduction:
 
     @property
     def _needs_scratch(self) -> bool:
-        return self.group.device.type == "cpu" and self.group.size > 1
+        return self.group.device.type == "cpu" and not self.group.alone
 
     def _scratch_for(self, bucket: GradientBucket) -> Tensor | None:
         """What the other ranks' spans are received into, where the transport does not add up itself: one for all."""
@@ -140,7 +148,8 @@ class Reduction:
 
     def _wait_for_oldest(self) -> None:
         bucket, handle = self._outstanding.popleft()
-        handle.wait()
+        with during(BACKWARD):
+            handle.wait()
         self._take_back(bucket)
         bucket.tell()
 
@@ -154,35 +163,47 @@ class Reduction:
         """The end of the pass: what is left is reduced, and gradients are shown where any rank had one."""
         for number in self._order:
             self._complete(self.buckets[number])
-        used = [torch.zeros(len(bucket.tenants), dtype=torch.uint8) for bucket in self.buckets]
-        for mine, bucket in zip(used, self.buckets, strict=True):
-            mine[torch.tensor(bucket.arrived_places, dtype=torch.int64)] = 1
-        places = self._agreed(used) if self.synchronizes else [mine.nonzero().flatten().tolist() for mine in used]
+        marks = bytearray().join(map(_marks, self.buckets))
+        if self.synchronizes and not self.group.alone:
+            marks = self._agreed(marks)
         while self._outstanding:
             self._wait_for_oldest()
-        for bucket, some in zip(self.buckets, places, strict=True):
-            bucket.give(some, reduced=self.synchronizes)
+        given: list[list[int]] = []
+        for bucket, end in zip(self.buckets, accumulate(len(one.tenants) for one in self.buckets), strict=True):
+            mine = marks[end - len(bucket.tenants) : end]
+            if LATE in mine:
+                bucket.reduce_late(self._scratch_for(bucket))
+            given.append([place for place, mark in enumerate(mine) if mark])
+        with without_waiting():
+            for bucket, places in zip(self.buckets, given, strict=True):
+                bucket.give(places, reduced=self.synchronizes)
         if self._learns_order and self.synchronizes:
             self._learn_order()
         self._reset()
+        for bucket, places in zip(self.buckets, given, strict=True) if self.synchronizes else ():
+            bucket.call_hooks(places)
 
-    def _agreed(self, used: list[Tensor]) -> list[list[int]]:
-        """Places that had a gradient on some rank. All ask; on a device only those that lack something wait for it."""
-        whole = torch.cat(used)
-        if self.group.size > 1:
-            complete = bool(whole.all())
-            # made there, where nothing is missing: a copy from the host would wait for the device
-            there = torch.ones_like(whole, device=self.group.device) if complete else whole.to(self.group.device)
+    def _agreed(self, marks: bytearray) -> bytearray:
+        """What arrived of each parameter on any rank. All ask; on a device only those that lack something wait."""
+        on_host = self.group.device.type == "cpu"
+        late, usual = LATE in marks, marks.count(ARRIVED) == len(marks)
+        if not on_host:  # where some do not wait for what the others say, all must say the same of this
+            self.group.agree("late gradients") if late else self.group.follow("no late gradients")
+        whole = torch.frombuffer(marks, dtype=torch.uint8)
+        # made there, where nothing is missing: a copy from the host would wait for the device
+        there = torch.ones_like(whole, device=self.group.device) if usual else whole.to(self.group.device)
+        with during(BACKWARD, of="which gradients there are"):
+            self.group.follow(BACKWARD)
             handle = self.group.all_reduce(there, "max")
-            if complete and self.group.device.type != "cpu":
-                return [list(range(len(mine))) for mine in used]
-            handle.wait()
-            whole = there.cpu()
-        return [part.nonzero().flatten().tolist() for part in whole.split([len(mine) for mine in used])]
+            if on_host or not usual:
+                handle.wait()
+                return bytearray(there.tolist())
+        return marks
 
     def _learn_order(self) -> None:
-        order = torch.tensor(self._completed, dtype=torch.int64, device=self.group.device)
-        self.group.broadcast(order).wait()
+        order = torch.tensor(list(self._completed), dtype=torch.int64, device=self.group.device)
+        with during(BACKWARD, of="the order of buckets"):
+            self.group.broadcast(order).wait()
         self._order, self._learns_order = order.tolist(), False
 
     def abandon(self) -> None:
@@ -197,3 +218,13 @@ class Reduction:
             self._take_back(bucket)
             bucket.reset()
         self.active = False
+
+
+def _marks(bucket: GradientBucket) -> bytearray:
+    """What arrived of a bucket in this pass, by place."""
+    found = bytearray(len(bucket.tenants))
+    for place in bucket.arrived_places:
+        found[place] = ARRIVED
+    for place in bucket.late_places:
+        found[place] = LATE
+    return found

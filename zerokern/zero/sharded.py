@@ -10,11 +10,12 @@ import torch
 
 from zerokern.core.errors import got
 
+from . import hooks
 from .chunks import chunk_list, held, part_of, write_items
 from .sharded_ops import rule_for
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
-__all__ = ["Sharded", "ShardedUseError"]
+__all__ = ["GET_DATA", "Sharded", "ShardedUseError"]
 
 KINDS = ("parameter", "gradient", "state")
 
@@ -47,6 +48,9 @@ class Sharded(torch.Tensor):
     #: says that a forward is running, where even element-wise results have to meet full tensors
     in_forward: Callable[[], bool] | None = None
     settle: Callable[[], None] | None = None  # returns once no update of it is under way
+    #: all elements of it, or of another tensor that is sharded alike, from all ranks
+    whole: Callable[[Sharded], torch.Tensor] | None = None
+    original: Sharded | None = None  # what it was detached of
 
     @staticmethod
     def __new__(
@@ -103,9 +107,11 @@ class Sharded(torch.Tensor):
         >>> Sharded(torch.zeros(2), torch.Size([2, 3]), 4, kind="state").like(torch.ones(2))
         Sharded(state, shape (2, 3), elements 4:6 of 6 here, torch.float32)
         """
-        return Sharded(
+        made = Sharded(
             local, self.shape, self.start, name=self.name, kind=self.kind, group=self.group, dtype=dtype or local.dtype
         )
+        made.whole, made.in_forward = self.whole, self.in_forward
+        return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = f" {self.name!r}" if self.name else ""
@@ -113,8 +119,30 @@ class Sharded(torch.Tensor):
         kept = f" (kept as {self.local.dtype})" if self.local.dtype != self.dtype else ""
         return f"Sharded({self.kind}{name}, shape {tuple(self.shape)}, {here}, {self.dtype}{kept})"
 
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        refuse("copy.deepcopy", self, "copy")
+    def register_hook(self, hook: Callable) -> Any:
+        """As torch's, of a parameter: the hook sees, and may change, this rank's gradient before it is reduced."""
+        if self._leaf is None:
+            refuse("Tensor.register_hook", self, "hook")
+        return hooks.on_gradient(self._leaf, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
+        """As torch's, of a parameter: the hook is called with it when its reduced gradient is there."""
+        if self._leaf is None:
+            refuse("Tensor.register_post_accumulate_grad_hook", self, "hook")
+        return self._zk_home.call_after_reduction(hook)  # type: ignore[attr-defined]
+
+    @property
+    def _leaf(self) -> torch.Tensor | None:
+        return getattr(getattr(self, "_zk_home", None), "leaf", None)
+
+    def __deepcopy__(self, memo: dict) -> Sharded:
+        """Of what a state_dict holds; a module that is copied would be of no use with its parameters' parts."""
+        if isinstance(self, torch.nn.Parameter):
+            refuse("copy.deepcopy", self, "copy")
+        if self.settle is not None:
+            self.settle()
+        memo[id(self)] = copied = self.like(self.local.clone(), self.dtype)
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse("pickling (torch.save, copy.copy, multiprocessing)", self, "save")
@@ -144,27 +172,40 @@ class Sharded(torch.Tensor):
         given = dict(kwargs or {})
         found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
         op, topic = BELOW_DISPATCH.get(func, ("", ""))
-        if topic not in ("", "values"):
+        if topic not in ("", "values", "autograd"):
             refuse(op, found[0], topic)
         for one in found:
             if one.settle is not None:
                 one.settle()
-        users = [] if writes(func, args, given) else [one for one in found if one.use is not None]
+        users = [one for one in found if one.use is not None]
+        written = writes(func, args, given)
+        if written and not any(one.in_forward is not None and one.in_forward() for one in users):
+            users = []
         if any(wants_full(func, one) for one in users):
-            result = ask(users, func, args, given)
+            result = ask(users, func, *made_whole((args, given)))
             if result is not NotImplemented:
                 return result
             users = []
+        elif not users and not written and is_traced((args, given)):
+            args, given = made_whole((args, given))
         try:
             if topic:
                 refuse(op, found[0], topic)
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **given)
+                result = func(*args, **given)
         except ShardedUseError:
+            # a plain tensor that is written to takes all (SAM's `p.add_(p.grad)` below stage 3), and so does a forward
+            running = any(one.in_forward is not None and one.in_forward() for one in found)
+            if not written and (running or targets(func, args, given)):
+                args, given = made_whole((args, given))
             result = ask(users, func, args, given)
-            if result is NotImplemented:
+            if result is not NotImplemented:
+                return result
+            if any(isinstance(one, Sharded) for one in leaves((args, given))):
                 raise
-            return result
+            return func(*args, **given)
+        # torch's operators do not let a TypeError through
+        return ask(users, func, args, given) if result is NotImplemented else result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -186,11 +227,16 @@ def leaves(arguments: Any) -> Iterable[Any]:
 
 def writes(func: Callable, args: tuple, kwargs: dict) -> bool:
     """Whether the call writes into a sharded tensor: done on a gathered copy, what it writes would be lost."""
+    return any(isinstance(one, Sharded) for one in targets(func, args, kwargs))
+
+
+def targets(func: Callable, args: tuple, kwargs: dict) -> list[Any]:
+    """What the call writes to."""
     name = getattr(func, "__name__", "")
-    targets = [kwargs["out"]] if "out" in kwargs else []
+    found = [kwargs["out"]] if "out" in kwargs else []
     if name in WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
-        targets += [args[0]] if args else list(kwargs.values())[:1]
-    return any(isinstance(one, Sharded) for one in leaves(targets))
+        found += [args[0]] if args else list(kwargs.values())[:1]
+    return list(leaves(found))
 
 
 def wants_full(func: Callable, one: Sharded) -> bool:
@@ -198,6 +244,23 @@ def wants_full(func: Callable, one: Sharded) -> bool:
     if one.in_forward is not None and one.in_forward():
         return True
     return one.requires_grad and torch.is_grad_enabled() and func not in UNTRACED
+
+
+def is_traced(arguments: Any) -> bool:
+    """Whether autograd records the call because of a plain tensor in it."""
+    plain = (one for one in leaves(arguments) if isinstance(one, torch.Tensor) and not isinstance(one, Sharded))
+    return torch.is_grad_enabled() and any(one.requires_grad for one in plain)
+
+
+def made_whole(value: Any) -> Any:
+    """What stands beside parameters, averages and gradients of them, with all elements."""
+    if isinstance(value, Sharded):
+        return value.whole(value) if value.use is None and value.whole is not None else value
+    if isinstance(value, dict):
+        return {key: made_whole(item) for key, item in value.items()}
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return type(value)(map(made_whole, value))
+    return value
 
 
 def ask(users: list[Sharded], func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -213,6 +276,11 @@ def rebind(target: torch.Tensor, value: torch.Tensor) -> None:
     """``target.data = value``: nothing to do where that is so already (``model.to`` with nothing to move)."""
     if isinstance(target, Sharded):
         if isinstance(value, Sharded) and value.local is target.local:
+            return
+        alike = (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)
+        if alike and target.in_forward is not None and target.in_forward():  # momentum encoders are written so
+            with torch.no_grad():
+                target.copy_(value)
             return
         refuse("`.data = tensor`", target, "rebind")
     refuse("`.data = sharded tensor`", value, "rebind")
@@ -251,16 +319,14 @@ for binary in "add sub mul matmul truediv floordiv mod pow and or xor lshift rsh
 for comparison in "__eq__ __ne__ __lt__ __le__ __gt__ __ge__".split():
     setattr(Sharded, comparison, operator(comparison))
 
-SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+GET_DATA, SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 METADATA = getters("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__") | methods(
     "size dim ndimension numel nelement stride storage_offset element_size get_device __len__ __hash__ "
     "is_floating_point is_complex is_signed is_contiguous is_conj is_neg is_inference is_same_size is_set_to is_shared "
     "requires_grad_ retain_grad detach_ contiguous __format__ __dir__ has_names"
 )
 METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
-UNTRACED = {torch.Tensor.data.__get__} | methods(  # type: ignore[attr-defined]
-    "detach clone new_empty new_zeros new_ones new_full new_tensor new_empty_strided"
-)
+UNTRACED = {GET_DATA} | methods("detach clone new_empty new_zeros new_ones new_full new_tensor new_empty_strided")
 UNTRACED |= {torch.clone, torch.detach, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like}
 WRITING_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "

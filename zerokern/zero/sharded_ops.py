@@ -12,6 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from zerokern.comm import during
+
+from .hooks import in_backward
 from .sharded_refusals import advice_for, refuse
 
 __all__ = ["rule_for"]
@@ -66,7 +69,8 @@ def elementwise(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     for one in (*args, *kwargs.values()):
         if isinstance(one, torch.Tensor):
             check_beside(func, first, one, cls)
-    result = func(*(bare(one, cls) for one in args), **{key: bare(one, cls) for key, one in kwargs.items()})
+    spans = functools.partial(span, first, cls)
+    result = func(*map(spans, args), **{key: spans(one) for key, one in kwargs.items()})
     if written:
         wrote(one.local for one in written)
         return written[0] if len(written) == 1 else tuple(written)
@@ -85,8 +89,8 @@ def each(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             refuse_written(func, sharded[0], written[at])
         for one in column if sharded else ():
             check_beside(func, sharded[0], one, cls)
-    spans_of = functools.partial(bare_list, cls=cls)
-    result = func(*(spans_of(one) for one in args), **{key: spans_of(one) for key, one in kwargs.items()})
+    spans = functools.partial(span_list, columns, cls)
+    result = func(*map(spans, args), **{key: spans(one) for key, one in kwargs.items()})
     wrote(one.local for one in written if isinstance(one, cls))
     if result is None:
         return None
@@ -118,7 +122,11 @@ def copied_each(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
 def same_body(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Over the same ``local``: the same object, since an alias of it made here would have its own version counter."""
     one = args[0]
-    return one.like(one.local, one.dtype)
+    same = one.like(one.local, one.dtype)
+    if in_backward():  # as a Function is given again what it has saved
+        same.use, same.in_forward, same.settle = one.use, one.in_forward, one.settle
+        same.original = one if one.original is None else one.original
+    return same
 
 
 def same_shape(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -168,7 +176,8 @@ def unscaled(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
     groups = {id(one.group): one.group for one in sharded}
     for group in groups.values():
         if group is not None:
-            group.all_reduce(found, "max").wait()
+            with during("GradScaler.unscale_", of="GradScaler.unscale_"):
+                group.all_reduce(found, "max").wait()
 
 
 def refused(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -185,8 +194,17 @@ def bare(one: Any, cls: Any) -> Any:
     return one.local if isinstance(one, cls) else one
 
 
-def bare_list(many: Any, cls: Any) -> Any:
-    return [bare(one, cls) for one in many] if isinstance(many, (list, tuple)) else many
+def span(first: Any, cls: Any, one: Any) -> Any:
+    """This rank's elements: of what is sharded alike, or of a plain tensor of the whole shape."""
+    if isinstance(one, cls):
+        return one.local
+    return first.span_of(one) if isinstance(one, torch.Tensor) and one.ndim else one
+
+
+def span_list(columns: list[list[Any]], cls: Any, many: Any) -> Any:
+    if not is_tensors(many):
+        return many
+    return [span(found[0], cls, one) if found else one for one, found in zip(many, columns, strict=True)]
 
 
 def is_tensors(one: Any) -> bool:
@@ -194,11 +212,15 @@ def is_tensors(one: Any) -> bool:
 
 
 def check_beside(func: Any, first: Any, one: torch.Tensor, cls: Any) -> None:
-    """Beside a sharded tensor stand tensors sharded alike, and 0-dim ones where they cannot change the dtype."""
+    """Beside a sharded tensor stand tensors sharded alike, whole ones of its shape, of which this rank's span counts,
+    and 0-dim ones that leave its dtype."""
     if isinstance(one, cls):
         if not first.is_same_layout(one):
             refuse(label(func), first, "alike", f", beside {one!r}")
-    elif one.ndim or (not first.ndim and one.dtype != first.dtype):
+    elif one.ndim:
+        if one.shape != first.shape or one.device != first.device:
+            refuse(label(func), first, "alike", f", beside a plain {one.dtype} tensor of shape {tuple(one.shape)}")
+    elif not first.ndim and one.dtype != first.dtype:
         refuse(label(func), first, "alike", f", beside a plain {one.dtype} tensor of shape {tuple(one.shape)}")
 
 

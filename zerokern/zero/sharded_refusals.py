@@ -57,8 +57,8 @@ TOPICS = {
     "whole": (NEEDS, "{whole}; element-wise ops with numbers and tensors sharded alike need no other rank."),
     "alike": (
         "got a tensor that is not sharded alike",
-        "Allowed beside it: numbers, 0-dim tensors, tensors with the same elements of the same shape here, and in "
-        "copy_ a full tensor. {whole}.",
+        "Allowed beside it: numbers, 0-dim tensors, full tensors of its shape, tensors with the same elements here. "
+        "{whole}.",
     ),
     "norm": (NEEDS, "zk.clip_grad_norm_(model, max_norm) clips and returns the norm over all ranks. {whole}."),
     "random": ("would draw other numbers on each rank", "Draw before zk.shard, or: {whole}."),
@@ -72,8 +72,10 @@ TOPICS = {
     "copy": ("would copy one rank's part", "Copy the model before zk.shard, or: {whole}."),
     "save": (
         "would hold one rank's part",
-        "Save model.state_dict() within `with zk.gathered(model):`; `.local`, `.start`, `.shape` describe this part.",
+        "zk.save(path, model, opt) saves all parts, and model.state_dict() within `with zk.gathered(model):` is whole; "
+        "`.local`, `.start`, `.shape` describe this part.",
     ),
+    "owner": ("would hold one rank's part", "Copy opt.state_dict(); zk.save(path, model, opt) saves all parts."),
     "rebind": (
         "would give it other memory",
         "Write in place, with `p.data.copy_(tensor)`; change device or dtype before zk.shard.",

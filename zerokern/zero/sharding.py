@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group
+from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed
+from zerokern.memory.pool import DevicePool
+from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
+from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gather import GatheredUnit, Gatherer
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.homes import Home
@@ -24,7 +28,7 @@ from zerokern.zero.partition import partition
 from zerokern.zero.placing import place
 from zerokern.zero.publishing import Publisher
 from zerokern.zero.reduction import Reduction
-from zerokern.zero.sharded import Sharded
+from zerokern.zero.sharded import GET_DATA, Sharded, leaves
 from zerokern.zero.stage import shards_parameters, shards_state
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
 
@@ -48,12 +52,17 @@ class Sharding:
         materialize: Callable[[Unit], None] | None = None,
     ) -> None:
         self.module, self.stage, self.group = module, stage, group
+        self.everyone = group  # those with copies too
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
         self._fold: float | Tensor = 1.0
-        self.nodes: list[object] = []  # what autograd asks before it accumulates; it lives as long as it is here
+        self.nodes: dict[str, object] = {}  # what autograd asks before it accumulates; it lives as long as it is here
+        self._stream = stream_number(group.device)  # which they were made on
+        self.more_nodes: list[object] = []
         found = units_of(module, units)
         device = checks.model(module, found, group, built=materialize is not None)
+        if not self.replicated:
+            checks.no_writes_of_one_rank(module, group)
         settings = {
             "stage": stage,
             "bucket_bytes": checks.bucket_bytes(bucket_bytes),
@@ -66,6 +75,7 @@ class Sharding:
             self._take_in(found, device, bucket_bytes, materialize)
         self._hook_gradients()
         self._hook_forwards(found)
+        self.watch = guards.Watch(self)
         guards.install()
 
     def _take_in(
@@ -84,6 +94,7 @@ class Sharding:
         homes: dict[int, Home] = {}
         owners = owners_of(self.module)
         self._owners: dict[int, list] = {}
+        pool = DevicePool(device)
         prepared: set[int] = set()
         for bucket in buckets:
             present = {id(named[spot.param][2]) for spot in bucket.places} - prepared
@@ -91,7 +102,7 @@ class Sharding:
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
                 if materialize is not None and id(unit) in present:
                     materialize(unit)
-            memory = BucketMemory(bucket, self.group, sharded=shards_parameters(self.stage), device=device)
+            memory = BucketMemory(bucket, self.group, sharded=shards_parameters(self.stage), pool=pool)
             tenants = [
                 Tenant(named[spot.param][0], named[spot.param][1], named[spot.param][1].shape, spot)
                 for spot in bucket.places
@@ -106,14 +117,13 @@ class Sharding:
         tenants = [tenant for memory in self.memories for tenant in memory.tenants]
         self.tenants = {id(tenant.param): tenant for tenant in tenants}
         self.tenants.update({id(tenant.full): tenant for tenant in tenants if tenant.full is not None})
-        self.addresses = [] if shards_parameters(self.stage) else [tenant.param.data_ptr() for tenant in tenants]
         in_parts = not self.replicated and not shards_parameters(self.stage)
         self.publisher = Publisher(units, self.memories, gathers=in_parts)
 
     def _broadcast_buffers(self) -> None:
         """Buffers begin with rank 0's values too; as bytes, whatever they are made of."""
         for buffer in self.module.buffers():
-            if self.group.size > 1 and not buffer.is_meta and buffer.numel():
+            if not self.group.alone and not buffer.is_meta and buffer.numel():
                 flat = buffer.detach().to(self.group.device).reshape(-1).contiguous().view(torch.uint8)
                 self.group.broadcast(flat).wait()
                 buffer.copy_(flat.view(buffer.dtype).view(buffer.shape))
@@ -133,14 +143,15 @@ class Sharding:
                 home.place = number
                 if dtype != memory.dtype:
                     home.piece.grad_dtype = tenant.param.grad_dtype = dtype
+        warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.publisher.gradient_buckets = self.gradient_buckets
         self.reduction = Reduction(self.gradient_buckets, self.group)
 
-    def arrived(self, bucket: GradientBucket, number: int, grad: Tensor) -> None:
+    def arrived(self, bucket: GradientBucket, number: int, grad: Tensor, beside: bool) -> None:
         """Autograd has a gradient."""
         if not isinstance(self._fold, float) or self._fold != 1.0:
             self.settle()
-        self.reduction.arrived(bucket, number, grad)
+        self.reduction.arrived(bucket, number, grad, beside)
 
     def _hook_forwards(self, units: Sequence[Unit]) -> None:
         self.gatherer: Gatherer | None = None
@@ -150,7 +161,7 @@ class Sharding:
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
                 whole.append(GatheredUnit(number, unit, memories, self._owners))
             self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, self._flush)
-            if self.group.device.type == "cpu" and self.group.size > 1:
+            if self.group.device.type == "cpu" and not self.group.alone:
                 largest = max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
                 keep_freed(KEPT_UNITS * largest)
             for number, gathered in enumerate(whole):
@@ -159,18 +170,26 @@ class Sharding:
                     assert isinstance(body, Sharded)
                     body.use = partial(_use, weakref.ref(self), number)
                     body.in_forward = partial(_in_forward, weakref.ref(self))
+                    body.settle = self.publisher.settle
         hooks.wrap_forward(self.module, self._before_root, self._after_root)
+        self._buckets_of = [[one for one in self.gradient_buckets if one.memory in unit.memories] for unit in whole]
         for unit, gathered in zip(units[1:], whole[1:], strict=False):
             hooks.wrap_forward(unit.module, partial(self._before_unit, gathered), partial(self._after_unit, gathered))
 
+    def has_substitute(self, param: nn.Parameter) -> bool:
+        """Whether something that is no parameter stands in one of its places."""
+        found = [owner.module._parameters.get(owner.attribute) for owner in self._owners[id(param)]]
+        return any(one is not None and not isinstance(one, nn.Parameter) for one in found)
+
     def _flush(self, unit: GatheredUnit) -> None:
-        self.reduction.flush([one for one in self.gradient_buckets if one.memory in unit.memories])
+        self.reduction.flush(self._buckets_of[unit.number])
 
     def _before_root(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if torch._C._current_graph_task_id() == -1:
             self.reduction.abandon()
             if torch.is_grad_enabled():
-                guards.refuse_changes(self)
+                self._follow_stream()
+                self.watch.look()
         if self.gatherer is not None:
             self.gatherer.begin()
             self.gatherer.before_forward(self.gatherer.root)
@@ -178,6 +197,22 @@ class Sharding:
         if dtype is None or not self.policy.cast_forward_inputs:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+    def _follow_stream(self) -> None:
+        """A node accumulates on the stream that it was made on: on another, torch would wait for it, and warn."""
+        number = stream_number(self.group.device)
+        if number == self._stream:
+            return
+        self._stream = number
+        for tenant, home in self._trained():
+            leaf = tenant.param if tenant.full is None else tenant.full
+            if leaf.requires_grad:
+                self.nodes.pop(home.name, None)
+                self.nodes[home.name] = home.intercept(leaf)
+
+    def _trained(self) -> Iterator[tuple[Tenant, Home]]:
+        for bucket in self.gradient_buckets:
+            yield from zip(bucket.tenants, bucket.homes, strict=True)
 
     def _after_root(self, result: Any) -> Any:
         if result is not None and not hooks.in_backward():
@@ -194,12 +229,6 @@ class Sharding:
 
     def _after_unit(self, unit: GatheredUnit, result: Any) -> None:
         assert self.gatherer is not None
-        outputs = list(hooks.graph_tensors(result)) if torch.is_grad_enabled() else []
-        opaque = result is not None and not outputs and not hooks.has_tensors(result)
-        if self.gatherer.after_forward(unit, outputs, opaque):
-            self._tell_backward(unit, outputs)
-
-    def _tell_backward(self, unit: GatheredUnit, outputs: Sequence[Tensor]) -> None:
         told = -1
 
         def begins() -> None:
@@ -208,34 +237,31 @@ class Sharding:
             if task != told:  # the first of the outputs, in each pass through this graph
                 told = task
                 assert self.gatherer is not None
-                if self.gatherer.before_backward(unit):
-                    hooks.at_end_of_backward(self.gatherer.end_backward)
+                self.gatherer.before_backward(unit)
 
-        for output in outputs:
+        for output in self.gatherer.after_forward(unit, result):
             hooks.when_gradient_is_there(output, begins)
 
     def use_outside(self, unit: GatheredUnit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
         assert self.gatherer is not None
+        if torch.is_grad_enabled() and any(map(_is_leaf_of_its_own, leaves((args, kwargs)))):
+            return NotImplemented
+        if func is torch.autograd.grad:  # looks at the graph, and not at values
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*_exchanged(args, self.tenants), **_exchanged(kwargs, self.tenants))
         given = _ids((args, kwargs))
         for one in self.gatherer.units:
-            if any(id(tenant.param) in given for tenant in one.tenants):
+            if any(id(tenant.param) in given and isinstance(tenant.param, Sharded) for tenant in one.tenants):
                 self.gatherer.use_outside(one)
-        result = func(*_exchanged(args, self.tenants), **_exchanged(kwargs, self.tenants))
-        outputs = list(hooks.graph_tensors(result))
-        if outputs and torch.is_grad_enabled():
-            self._tell_outside(unit, outputs)
-        return result
-
-    def _tell_outside(self, unit: GatheredUnit, outputs: Sequence[Tensor]) -> None:
-        def begins() -> None:
-            assert self.gatherer is not None
-            if self.gatherer.joins_backward():
-                hooks.at_end_of_backward(self.gatherer.end_backward)
-            self.gatherer.use_outside(unit)
-
-        for output in outputs:
-            hooks.when_gradient_is_there(output, begins)
+        if func == GET_DATA and (full := self.tenants[id(_original(args[0]))].full) is not None:
+            full.touched = True
+        hearing = torch.is_grad_enabled() and self.gatherer.reads.begin()
+        try:
+            return func(*_exchanged(args, self.tenants), **_exchanged(kwargs, self.tenants))
+        finally:
+            if hearing:
+                self.gatherer.reads.end()
 
     def publish(self) -> None:
         """Let all ranks see what an optimizer has written into the pieces. Every rank calls it."""
@@ -256,12 +282,16 @@ class Sharding:
     def _announce(self) -> None:
         if self.gatherer is not None:
             self.gatherer.settle()
-        foreign = [home.seen_version != param._version for home, param in zip(self.homes, self.zero_order, strict=True)]
-        self.publisher.announce()
-        if not shards_parameters(self.stage):
-            for home, param, written in zip(self.homes, self.zero_order, foreign, strict=True):
-                if not written:  # else the optimizer that owns it has yet to notice
-                    home.seen_version = param._version
+        if shards_parameters(self.stage):  # pieces are written, and what is shown of them has no version of its own
+            self.publisher.announce()
+            return
+        pairs = list(zip(self.homes, self.zero_order, strict=True))
+        with without_waiting():
+            ours = [pair for pair in pairs if pair[0].seen_version == pair[1]._version]
+            with self.watch.following():
+                self.publisher.announce()
+            for home, param in ours:  # the optimizer that owns what was written by others has yet to notice
+                home.seen_version = param._version
 
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""
@@ -324,16 +354,31 @@ def _in_forward(sharding: weakref.ref[Sharding]) -> bool:
 
 def _ids(value: Any) -> set[int]:
     if isinstance(value, Tensor):
-        return {id(value)}
+        return {id(_original(value))}
     if isinstance(value, dict):
         return set().union(*map(_ids, value.values())) if value else set()
     return set().union(*map(_ids, value)) if isinstance(value, list | tuple) and value else set()
 
 
+def _is_leaf_of_its_own(value: Any) -> bool:
+    """`p.detach().requires_grad_()`, whose gradients are none of the parameter's."""
+    return isinstance(value, Sharded) and value.original is not None and value.requires_grad
+
+
+def _original(value: Tensor) -> Tensor:
+    return value if getattr(value, "original", None) is None else value.original  # type: ignore[attr-defined]
+
+
 def _exchanged(value: Any, tenants: dict[int, Tenant]) -> Any:
     if isinstance(value, Tensor):
-        tenant = tenants.get(id(value))
-        return value if tenant is None else tenant.full
+        original = _original(value)
+        if not isinstance(original, Sharded):
+            return value
+        tenant = tenants.get(id(original))
+        if tenant is None or tenant.full is None:
+            return value
+        # as a Function is given again what it has saved
+        return tenant.full if value is original else tenant.full.detach()
     if isinstance(value, dict):
         return {key: _exchanged(item, tenants) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

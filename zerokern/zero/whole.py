@@ -8,64 +8,141 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from zerokern.comm import during
+from zerokern.core.errors import ShardError
+from zerokern.zero import hooks
+from zerokern.zero.gather import GatheredUnit
 from zerokern.zero.homes import alias, home_of
+from zerokern.zero.kinds import shardings_of
 from zerokern.zero.params import BucketMemory, Tenant
-from zerokern.zero.placing import exchange_bodies
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["whole"]
+
+_OF_THE_SHARDED = Sharded.__annotations__.keys() | {"_is_param"}
+
+
+class Loan:
+    """A parameter that is whole for a while. Graphs made with it may outlive that: their gradients are reduced."""
+
+    def __init__(self, unit: GatheredUnit, tenant: Tenant, values: Tensor) -> None:
+        home = home_of(tenant.param)
+        assert home is not None
+        self._unit, self._tenant, self._home = unit, tenant, home
+        self.kept = False
+        self._body = nn.Parameter(values, requires_grad=False)
+        self._body.__dict__.update(_of_the_user(tenant.param))
+        self._node: object = None
+        if values.is_floating_point():
+            self._body.grad_dtype = tenant.param.grad_dtype
+            self._node = home.intercept(self._body.requires_grad_(), beside=True)
+            if home.leaf is not None:
+                hooks.share_hooks(home.leaf, self._body)
+        self._body.requires_grad_(tenant.param.requires_grad)
+        self._body.grad = tenant.param.grad
+        self._was = _kind(self._body)
+
+    def begin(self) -> None:
+        _exchange(self._tenant.param, self._body)
+        self._unit.lent += 1
+        self._home.loan = self
+
+    def end(self) -> None:
+        """The parameter is what it was, with what was done to it: gradients, attributes, whether it is trained."""
+        param, body = self._tenant.param, self._body
+        self._unit.lent -= 1
+        self._home.loan = None
+        _exchange(param, body)
+        param.__dict__.update(_of_the_user(body))
+        if param.requires_grad != body.requires_grad:
+            param.requires_grad_(body.requires_grad)
+        if not self._changed:
+            param.grad = body.grad
+            if self.kept:
+                self._keep()
+
+    @property
+    def _changed(self) -> bool:
+        return _kind(self._body) != self._was
+
+    def _keep(self) -> None:
+        """This rank's span of what was written."""
+        home = self._home
+        with torch.no_grad():
+            home.piece.copy_(home.here.cut(self._body))
+
+    def check(self) -> None:
+        if self._changed:
+            raise ShardError(
+                f"{self._home.name!r} was {_in_words(self._was)} and became {_in_words(_kind(self._body))} within "
+                "zk.gathered; allowed: writing values into it. Convert, move and resize a model before it is sharded"
+            )
 
 
 @contextmanager
 def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
     """Sharded parameters among `params` have their full values within; `write` keeps this rank's span of them."""
-    shardings = {id(home.sharding): home.sharding for home in map(home_of, params) if home is not None}
-    for sharding in shardings.values():
+    shardings = shardings_of(map(home_of, params))
+    for sharding in shardings:
         sharding.publisher.finish()
     asked = {id(param) for param in params if isinstance(param, Sharded)}
-    bodies = [
-        pair
-        for sharding in shardings.values()
-        for memory in sharding.memories
-        for pair in _gather(memory, [tenant for tenant in memory.tenants if id(tenant.param) in asked])
+    loans = [
+        loan
+        for sharding in shardings
+        if sharding.gatherer is not None
+        for unit in sharding.gatherer.units
+        for memory in unit.memories
+        for loan in _lend(unit, memory, [tenant for tenant in memory.tenants if id(tenant.param) in asked])
     ]
-    exchanged: list[tuple[Tenant, nn.Parameter]] = []
+    begun: list[Loan] = []
     try:
-        for tenant, body in bodies:
-            exchange_bodies(tenant.param, body, tenant.name)
-            exchanged.append((tenant, body))
+        for loan in loans:
+            loan.begin()
+            begun.append(loan)
         yield
+        if write:
+            _keep(params)
     finally:
-        for tenant, body in exchanged:
-            exchange_bodies(tenant.param, body, tenant.name)
-            if body.grad is None or isinstance(body.grad, Sharded):
-                tenant.param.grad = body.grad
-    if write:
-        _keep(params, bodies)
+        for loan in begun:
+            loan.end()
+    for loan in loans:
+        loan.check()
 
 
-def _gather(memory: BucketMemory, tenants: Sequence[Tenant]) -> list[tuple[Tenant, nn.Parameter]]:
+def _lend(unit: GatheredUnit, memory: BucketMemory, tenants: Sequence[Tenant]) -> list[Loan]:
     """Full values in memory of their own, which lives for as long as anything refers to it."""
     if not tenants:
         return []
     full = torch.empty(memory.bucket.padded_numel, dtype=memory.dtype, device=memory.device)
-    memory.group.all_gather(full, memory.shard).wait()
-    return [(tenant, _body(tenant, alias(full, tenant.place.offset, tenant.shape))) for tenant in tenants]
+    with during("zk.gathered", of=f"zk.gathered, from {memory.called} on"):
+        memory.group.all_gather(full, memory.shard).wait()
+    return [Loan(unit, tenant, alias(full, tenant.place.offset, tenant.shape)) for tenant in tenants]
 
 
-def _body(tenant: Tenant, values: Tensor) -> nn.Parameter:
-    body = nn.Parameter(values, requires_grad=tenant.param.requires_grad)
-    body.__dict__.update(tenant.param.__dict__)
-    body.grad_dtype = tenant.param.grad_dtype
-    body.grad = tenant.param.grad
-    return body
+def _keep(params: Sequence[nn.Parameter]) -> None:
+    """What was written is to last: here, or when the context ends that made a parameter whole."""
+    homes = [home_of(param) for param in params]
+    for home in homes:
+        if home is not None and home.loan is not None:
+            home.loan.kept = True
+    there = [param for param, home in zip(params, homes, strict=True) if home is None or home.loan is None]
+    torch.autograd.graph.increment_version([param for param in there if not isinstance(param, Sharded)])
 
 
-def _keep(params: Sequence[nn.Parameter], bodies: Sequence[tuple[Tenant, nn.Parameter]]) -> None:
-    with torch.no_grad():
-        for tenant, body in bodies:
-            home = home_of(tenant.param)
-            assert home is not None
-            home.piece.copy_(body.reshape(-1)[home.start : home.start + home.numel])
-    there = [param for param in params if not isinstance(param, Sharded)]
-    torch.autograd.graph.increment_version(there)
+def _of_the_user(param: Tensor) -> dict[str, object]:
+    return {key: value for key, value in param.__dict__.items() if key not in _OF_THE_SHARDED}
+
+
+def _kind(body: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return body.shape, body.dtype, body.device
+
+
+def _in_words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    return f"{kind[1]} of shape {tuple(kind[0])} on {kind[2]}"
+
+
+def _exchange(left: Tensor, right: Tensor) -> None:
+    """As `torch.utils.swap_tensors`, which refuses what graphs refer to; here they are to keep the body they met."""
+    left.__class__, right.__class__ = right.__class__, left.__class__
+    left.__dict__, right.__dict__ = right.__dict__, left.__dict__
+    torch._C._swap_tensor_impl(left, right)

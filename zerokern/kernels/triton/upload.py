@@ -2,21 +2,70 @@
 
 The copy reads pinned memory of torch's caching host allocator, which gives such memory out again only when the stream
 has passed the copy. A CUDA graph reads it at every replay: what is staged in a capture lives as long as the words do.
+In a capture the driver may refuse to pin memory, and older torch then breaks it off. So each upload outside of
+one sets memory aside for its like in a capture, as torch's own cache does for each process.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from zerokern.kernels.triton.backend import capturing, launching
 
-__all__ = ["refresh", "staged", "upload"]
+__all__ = ["SetAside", "refresh", "staged", "upload"]
 
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
 _STAGED = "_staged"  # of a tensor made in a capture: the pinned memory that its words come from
+_MOST = 64  # spans of one size that are set aside: more than the steps of any optimizer send
+
+
+class SetAside:
+    """Pinned memory for captures to come, in spans of powers of two.
+
+    >>> spans = SetAside(pin=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+    >>> spans.keep(100); spans.keep(100); spans.take(90).numel(), spans.take(128).numel()
+    (128, 128)
+    >>> spans.refill(); spans.take(70).numel()
+    128
+    """
+
+    def __init__(self, pin: Callable[[int], Tensor]) -> None:
+        self._pin = pin
+        self._spans: dict[int, list[Tensor]] = defaultdict(list)
+        self._taken: list[int] = []
+
+    def keep(self, nbytes: int) -> None:
+        """One more span; called outside of captures."""
+        size = _size(nbytes)
+        if len(self._spans[size]) < _MOST:
+            self._spans[size].append(self._pin(size))
+
+    def take(self, nbytes: int) -> Tensor:
+        """A span for a capture; where none is left the driver is asked after all."""
+        size = _size(nbytes)
+        self._taken.append(size)
+        return self._spans[size].pop() if self._spans[size] else self._pin(size)
+
+    def refill(self) -> None:
+        """What captures took is there again for the next; called outside of them."""
+        while self._taken:
+            self.keep(self._taken.pop())
+
+
+def _size(nbytes: int) -> int:
+    return 1 << max(6, (nbytes - 1).bit_length())
+
+
+def _pin(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+_SET_ASIDE = SetAside(_pin)
 
 
 def staged(values: Tensor | array[int] | array[float]) -> Tensor:
@@ -42,11 +91,18 @@ def upload(values: Tensor | array[int] | array[float], device: torch.device) -> 
     if device.type != "cuda":
         return words.clone().to(device)
     with launching(device):
-        pinned = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words)
-        made = pinned.to(device, non_blocking=True)
         if capturing(device):
+            pinned = _SET_ASIDE.take(words.nbytes)[: words.nbytes].view(words.dtype).view(words.shape).copy_(words)
+            made = pinned.to(device, non_blocking=True)
             setattr(made, _STAGED, pinned)
-    return made
+            return made
+        _SET_ASIDE.refill()
+        _SET_ASIDE.keep(words.nbytes)
+        return _pinned(words).to(device, non_blocking=True)
+
+
+def _pinned(words: Tensor) -> Tensor:
+    return torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words)
 
 
 def refresh(words: Tensor, values: array[int]) -> None:
@@ -58,5 +114,6 @@ def refresh(words: Tensor, values: array[int]) -> None:
     """
     fresh = staged(values)
     if words.device.type == "cuda":
-        fresh = torch.empty(fresh.shape, dtype=fresh.dtype, device="cpu", pin_memory=True).copy_(fresh)
+        _SET_ASIDE.refill()
+        fresh = _pinned(fresh)
     words.copy_(fresh, non_blocking=True)

@@ -1,0 +1,85 @@
+"""`zerokern bench zero`: whole training steps on several ranks, against DDP, FSDP2 and DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from zerokern import arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import ModuleType
+
+    from rich.console import Console
+
+PEERS = ("ddp", "zero1", "fsdp2", "fsdp2-ours", "deepspeed")
+MODELS = ("tiny", "25M", "100M")
+DTYPES = ("fp32", "bf16")
+DEFAULTS: dict[str, Any] = {"ranks": (2,), "model": ("25M",), "dtype": ("fp32",), "batch": 0}
+SMOKE: dict[str, Any] = {"ranks": (2,), "model": ("tiny",), "dtype": ("fp32",), "batch": 4}
+MOST_RANKS = 64
+
+parse_ranks = arguments.numbers("ranks", f"numbers from 2 to {MOST_RANKS}, such as 2,4", least=2, most=MOST_RANKS)
+parse_batch = arguments.number("batch", "a number of sequences per rank, from 1 on")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of benchmarks with ranks."""
+    models, dtypes = arguments.names("model", MODELS), arguments.names("dtype", DTYPES)
+    parser.add_argument("--ranks", type=parse_ranks, metavar="N,N", help="zero: processes that train together (2)")
+    parser.add_argument("--model", type=models, metavar="NAMES", help=f"zero: {','.join(MODELS)} (25M)")
+    parser.add_argument("--dtype", type=dtypes, metavar="NAMES", help=f"zero: {','.join(DTYPES)} (fp32)")
+    parser.add_argument(
+        "--batch", type=parse_batch, help="zero: sequences per rank (so that DDP communicates 25 to 30 %% of its step)"
+    )
+
+
+def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[dict[str, Any], ModuleType]:
+    """Runs the contests one after the other and prints each; returns the JSON of them all, and what draws it."""
+    from . import asked, plot, report, turns
+    from .job import Job
+    from .measure import measure
+
+    usual, peers = chosen(args, DEFAULTS, SMOKE), PEERS if args.vs is None else args.vs
+    jobs = [
+        Job(model, dtype, ranks, usual["batch"], args.threads or 1, peers)
+        for ranks in usual["ranks"]
+        for model in usual["model"]
+        for dtype in usual["dtype"]
+    ]
+    outcomes = contests(args, jobs, turns.usual_effort, console, measure, report)
+    for line in [] if args.smoke else asked.verdict_lines(asked.verdicts(outcomes)):
+        console.print(line, markup=False)
+    return report.document(outcomes, command), plot
+
+
+def chosen(args: argparse.Namespace, defaults: dict[str, Any], smoke: dict[str, Any]) -> dict[str, Any]:
+    """What was asked for, and what is usual where nothing was."""
+    usual = smoke if args.smoke else defaults
+    return {name: usual[name] if getattr(args, name) is None else getattr(args, name) for name in usual}
+
+
+def contests(
+    args: argparse.Namespace,
+    jobs: Iterable[Any],
+    usual_effort: Callable[[int], Any],
+    console: Console,
+    measure: Callable[..., Any],
+    report: ModuleType,
+) -> list[Any]:
+    """The outcome of each job, printed as soon as it is there."""
+    from zerokern.examples.progress import Rounds
+
+    from .turns import SMOKE as few
+
+    outcomes = []
+    for job in jobs:
+        effort = few if args.smoke else usual_effort(job.numel)
+        effort = dataclasses.replace(effort, rounds=args.pairs) if args.pairs else effort
+        with Rounds(console) as rounds:
+            outcomes.append(measure(job, effort, rounds.say, rounds.at))
+        for line in (f"\n{report.headline(outcomes[-1])}\n", *report.outcome_lines(outcomes[-1]), ""):
+            console.print(line, markup=False)
+    return outcomes

@@ -1,0 +1,43 @@
+"""What an act of the demo trains, as its processes are told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from ..model import Shape
+
+WARMUP_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Act:
+    """A model, its batches and its optimizers; under a memory `cap` where there is one, on `world` processes."""
+
+    shape: Shape
+    contenders: tuple[str, ...]
+    rows: int
+    steps: int
+    lr: float
+    seconds: float
+    cap: int = 0
+    ring_nbytes: int = 32 << 20  # of host memory, where state rests on disk
+    world: int = 1
+    stage: int = 0
+    warmup: float = 0.0  # steps; a tenth of all where it is 0
+
+    def lr_at(self, number: int) -> float:
+        """Of the step with this number, from 1 on.
+
+        >>> Act(Shape(1, 64, 8), (), rows=1, steps=20, lr=0.5, seconds=1.0).lr_at(1)
+        0.25
+        """
+        return self.lr * min(1.0, number / (self.warmup or WARMUP_SHARE * self.steps))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: str) -> Act:
+        told = json.loads(text)
+        return cls(**told | {"shape": Shape(**told["shape"]), "contenders": tuple(told["contenders"])})

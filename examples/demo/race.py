@@ -1,0 +1,149 @@
+"""Second act: one model, trained by each optimizer in turn, step by step, from the same weights on the same batches."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..contenders import CONTENDERS, Contender, state_nbytes
+from ..model import GPT, Shape
+from ..text import Batches, read_text
+from .act import Act
+from .view import View, megabytes
+
+UNTIMED_STEPS = 3
+SMOOTHED_STEPS = 20
+HELD_OUT_BATCHES = 8
+
+
+FULL = Act(Shape(6, 384, 64), ("torch", "exact-fp32", "int8-fp32"), rows=6, steps=100, lr=5e-4, seconds=65.0)
+QUICK = Act(Shape(2, 128, 64), ("torch", "exact-fp32", "int8-fp32"), rows=4, steps=20, lr=1e-3, seconds=6.0)
+
+
+@dataclass
+class Lane:
+    """One contender's model, optimizer and measurements."""
+
+    contender: Contender
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    optimizer_seconds: list[float] = field(default_factory=list)
+    held_out: float = float("nan")
+
+    def step(self, tokens: Tensor, targets: Tensor, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        start = time.perf_counter()
+        loss = self.model(tokens, targets)
+        loss.backward()
+        optimizer_start = time.perf_counter()
+        self.contender.step(self.optimizer)
+        end = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        self.step_seconds.append(end - start)
+        self.optimizer_seconds.append(end - optimizer_start)
+
+    @property
+    def loss(self) -> float:
+        return statistics.fmean(self.losses[-SMOOTHED_STEPS:])
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def state_nbytes(self) -> int:
+        return sum(state_nbytes(self.optimizer).values())
+
+
+def build(name: str, shape: Shape, lr: float, seed: int) -> Lane:
+    """A lane whose weights depend on the seed alone."""
+    contender = CONTENDERS[name]
+    torch.manual_seed(seed)
+    model = GPT(shape).to(contender.dtype)
+    return Lane(contender, model, contender.optimizer(model.parameters(), lr))
+
+
+def held_out_loss(model: GPT, batches: Batches, count: int) -> float:
+    with torch.no_grad():
+        return statistics.fmean(model(*batches.next()).item() for _ in range(count))
+
+
+def ratio(theirs: list[float], ours: list[float]) -> float:
+    """Median of the paired ratios; above 1 is ahead."""
+    pairs = zip(theirs, ours, strict=True)
+    return statistics.median([a / b for a, b in pairs][UNTIMED_STEPS:] or [float("nan")])
+
+
+def table_rows(lanes: list[Lane]) -> list[list[str]]:
+    reference = lanes[0]
+
+    def milliseconds(seconds: list[float]) -> str:
+        return f"{statistics.median(seconds[UNTIMED_STEPS:] or seconds) * 1e3:,.1f} ms"
+
+    def row(lane: Lane) -> list[str]:
+        return [
+            lane.contender.label,
+            f"{lane.loss:.4f}",
+            f"{lane.held_out:.4f}",
+            milliseconds(lane.step_seconds),
+            f"{ratio(reference.step_seconds, lane.step_seconds):.2f}x",
+            milliseconds(lane.optimizer_seconds),
+            f"{ratio(reference.optimizer_seconds, lane.optimizer_seconds):.2f}x",
+            megabytes(lane.state_nbytes),
+            f"{reference.state_nbytes / lane.state_nbytes:.2f}x",
+            lane.contender.lossy or "nothing",
+        ]
+
+    return [row(lane) for lane in lanes]
+
+
+HEADER = ("", "loss", "held out", "whole step", "ratio", "optimizer", "ratio", "state", "ratio", "lossy")
+
+
+def explain(lanes: list[Lane], view: View) -> None:
+    reference = lanes[0]
+    for lane in lanes[1:]:
+        gaps = [abs(a - b) for a, b in zip(reference.losses, lane.losses, strict=True)]
+        view.say(f"Largest difference of one step's loss to torch's: {lane.contender.label} {max(gaps):.1e}")
+    view.say(
+        f"loss: mean of the last {SMOOTHED_STEPS} steps; optimizer: global norm, clip and update; above 1x is ahead."
+    )
+
+
+def train(act: Act, lanes: list[Lane], batches: Batches, view: View) -> None:
+    start = time.perf_counter()
+    with view.rounds() as rounds:
+        for number in range(act.steps):
+            batch = batches.next()
+            turn = number % len(lanes)
+            for lane in lanes[turn:] + lanes[:turn]:
+                lane.step(*batch, act.lr_at(number + 1))
+            losses = " / ".join(f"{lane.losses[-1]:.3f}" for lane in lanes)
+            rounds.at(f"  in turn, loss {losses}", number + 1, act.steps)
+            if time.perf_counter() - start > act.seconds:
+                view.say(f"  stopped at step {number + 1}: {act.seconds:.0f} s are over")
+                return
+
+
+def perform(act: Act, view: View) -> list[Lane]:
+    """Runs the act and prints its table."""
+    names = ", ".join(CONTENDERS[name].label for name in act.contenders)
+    view.title(f"Act 2: a GPT of {act.shape.numel / 1e6:.1f}M fp32 parameters; in turn: {names}")
+    lanes = [build(name, act.shape, act.lr, seed=0) for name in act.contenders]
+    train(act, lanes, Batches(read_text(), act.rows, act.shape.context, seed=0), view)
+    unseen = read_text(held_out=True)
+    for lane in lanes:
+        batches = Batches(unseen, act.rows, act.shape.context, seed=1)
+        lane.held_out = held_out_loss(lane.model, batches, HELD_OUT_BATCHES)
+    view.say()
+    view.table(HEADER, table_rows(lanes))
+    explain(lanes, view)
+    return lanes

@@ -1,0 +1,57 @@
+"""Programs in processes of their own that start at once: forked from the server of `ranks`, with torch imported.
+
+What such a process cannot be is one that has not imported torch yet, or one that ends as Python ends: it has no exit
+handlers. For those there is a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from ranks import server_context
+
+
+def run_forked(
+    program: str, *arguments: object, env: Mapping[str, str] | None = None, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """What `python -c program arguments...` does and says, without the seconds that its imports take."""
+    words = ["-c", *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder) / name for name in ("out", "err")]
+        process = server_context().Process(
+            target=_live, args=(program, words, dict(os.environ if env is None else env), list(map(str, said)))
+        )
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout, *(one.read_bytes() for one in said))
+        out, err = (one.read_text() for one in said)
+        return subprocess.CompletedProcess(words, process.exitcode, out, err)
+
+
+def _live(program: str, words: list[str], env: dict[str, str], said: list[str]) -> None:
+    for path, number in zip(said, (1, 2), strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv, code = words, 0
+    try:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

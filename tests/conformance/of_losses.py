@@ -1,0 +1,305 @@
+"""Losses and penalties: of outputs, of inputs' gradients, of the parameters themselves; several passes; torch.func."""
+
+from __future__ import annotations
+
+import module_cases as cases
+import torch
+import torch.nn.functional as F
+from programs import Run, program
+from torch import Tensor, nn
+from zero_cases import Net
+
+import zerokern as zk
+
+
+@program(exact=False)
+def two_backward_passes_through_one_graph(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters(), zk.SGD)
+    for step in range(3):
+        loss = run.mse(model, step)
+        run.backward(loss, retain_graph=True)
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def two_forwards_and_a_lost_one(run: Run) -> None:
+    run.train(run.shard(Net), loss=lambda model, step: cases.two_losses(model, step, run.world))
+
+
+@program()
+def gradients_of_inputs(run: Run) -> None:
+    run.train(run.shard(Net), loss=lambda model, step: cases.penalized(model, step, run.world))
+
+
+@program()
+def a_gradient_penalty(run: Run) -> None:
+    run.train(run.shard(Net), loss=lambda model, step: cases.doubly_penalized(model, step, run.world))
+
+
+@program()
+def wasserstein_with_a_penalty_and_several_forwards(run: Run) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        real, made = run.data(step)[0], run.data(step + 30)[0]
+        between = (0.3 * real + 0.7 * made).requires_grad_()
+        (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+        return model(made).mean() - model(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+    run.train(run.shard(Net), loss=loss)
+
+
+@program()
+def an_adversarial_step_on_the_input(run: Run) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x, y = run.data(step)
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(F.mse_loss(model(x), y), x)
+        return F.mse_loss(model(x.detach() + 0.1 * slope.sign()), y)
+
+    run.train(run.shard(Net), loss=loss)
+
+
+def squares(params: object) -> Tensor:
+    return sum(param.square().sum() for param in params)  # type: ignore[attr-defined]
+
+
+@program()
+def weight_decay_in_the_loss_after_the_forward(run: Run) -> None:
+    run.train(run.shard(Net), loss=lambda model, step: run.mse(model, step) + 1e-2 * squares(model.parameters()))
+
+
+@program()
+def weight_decay_in_the_loss_before_the_forward(run: Run) -> None:
+    run.train(run.shard(Net), loss=lambda model, step: 1e-2 * squares(model.parameters()) + run.mse(model, step))
+
+
+@program()
+def a_penalty_on_a_part_of_a_unit_before_the_forward(run: Run) -> None:
+    run.train(
+        run.shard(Net),
+        loss=lambda model, step: model.blocks[1].up.weight.abs().mean() + run.mse(model, step),
+    )
+
+
+@program()
+def a_penalty_on_a_part_of_a_unit_after_the_forward(run: Run) -> None:
+    run.train(
+        run.shard(Net),
+        loss=lambda model, step: run.mse(model, step) + model.blocks[1].up.weight.abs().mean(),
+    )
+
+
+@program()
+def a_penalty_alone(run: Run) -> None:
+    run.train(run.shard(Net), loss=lambda model, step: squares(model.blocks[0].parameters()))
+
+
+@program(exact=False)
+def a_penalty_with_a_pass_of_its_own(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters(), zk.SGD)
+    for step in range(3):
+        run.backward(run.mse(model, step))
+        run.backward(1e-2 * squares(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program(exact=False)  # the order of sums of a product with itself depends on addresses
+def an_orthogonality_penalty(run: Run) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        weight = model.blocks[0].down.weight
+        return run.mse(model, step) + (weight @ weight.t() - torch.eye(len(weight))).square().mean()
+
+    model = run.shard(Net)
+    run.train(model, loss=loss, optimizer=run.optimizer(model.parameters(), zk.SGD))
+
+
+def kept(run: Run, model: nn.Module) -> list[Tensor]:
+    with run.gathered(model):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@program()
+def fedprox(run: Run) -> None:
+    """The squared distance to where training began."""
+    model = run.shard(Net)
+    old = kept(run, model)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        far = sum((p - before).square().sum() for p, before in zip(model.parameters(), old, strict=True))
+        return run.mse(model, step) + 0.05 * far
+
+    run.train(model, loss=loss)
+
+
+@program()
+def elastic_weight_consolidation(run: Run) -> None:
+    model = run.shard(Net)
+    old = kept(run, model)
+    fisher = [1 + value.abs() for value in old]
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        rows = zip(fisher, model.parameters(), old, strict=True)
+        return run.mse(model, step) + sum((weight * (p - before) ** 2).sum() for weight, p, before in rows)
+
+    run.train(model, loss=loss)
+
+
+@program()
+def a_distance_to_the_start_of_one_layer(run: Run) -> None:
+    model = run.shard(Net)
+    with run.gathered(model):
+        old = model.leave.weight.detach().clone()
+    run.train(model, loss=lambda model, step: run.mse(model, step) + F.mse_loss(model.leave.weight, old))
+
+
+@program()
+def distillation(run: Run) -> None:
+    teacher = run.make(lambda: Net().requires_grad_(False))
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x, y = run.data(step)
+        soft = F.kl_div(model(x).log_softmax(-1), teacher(x).softmax(-1), reduction="batchmean")
+        return soft + F.mse_loss(model(x), y)
+
+    run.train(run.shard(Net), loss=loss)
+
+
+@program()
+def distillation_from_a_sharded_teacher(run: Run) -> None:
+    teacher = run.shard(lambda: Net().requires_grad_(False))
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x, _ = run.data(step)
+        with torch.no_grad():
+            target = teacher(x)
+        return F.mse_loss(model(x), target)
+
+    run.train(run.shard(Net), loss=loss)
+
+
+@program()
+def contrastive_pairs(run: Run) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        a = F.normalize(model(run.data(step)[0]), dim=1)
+        b = F.normalize(model(run.data(step)[0] + 0.1), dim=1)
+        return F.cross_entropy(a @ b.t() / 0.2, torch.arange(len(a)))
+
+    run.train(run.shard(Net), loss=loss)
+
+
+@program()
+def triplets(run: Run) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return F.triplet_margin_loss(*(model(run.data(step + 20 * turn)[0]) for turn in range(3)))
+
+    run.train(run.shard(Net), loss=loss)
+
+
+@program()
+def label_smoothing_and_ignored_rows(run: Run) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x, _ = run.data(step)
+        return F.cross_entropy(model(x), torch.tensor([0, 2, -100, 1]), label_smoothing=0.1)
+
+    run.train(run.shard(Net), loss=loss)
+
+
+@program()
+def uncertainty_weights_beside_the_model(run: Run) -> None:
+    """Several losses, weighted by parameters of a module of their own."""
+    model, weights = run.shard(Net), run.shard(lambda: nn.ParameterList([torch.zeros(()), torch.ones(())]))
+    optimizer = run.optimizer([*model.parameters(), *weights.parameters()])
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x, y = run.data(step)
+        out = model(x)
+        losses = F.mse_loss(out, y), F.l1_loss(out, y)
+        return sum(one * (-weight).exp() + weight for one, weight in zip(losses, weights, strict=True))
+
+    run.train(model, loss=loss, optimizer=optimizer)
+
+
+@program()
+def a_loss_of_some_outputs_on_some_ranks(run: Run) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x, y = run.data(step)
+        out = model(x)
+        return F.mse_loss(out[:, :2], y[:, :2]) if (step + run.rank) % 2 else out.square().mean()
+
+    run.train(run.shard(Net), loss=loss)
+
+
+@program()
+def a_loss_of_zero(run: Run) -> None:
+    run.train(run.shard(Net), loss=lambda model, step: run.mse(model, step) * (step % 2))
+
+
+@program()
+def gradients_of_all_parameters_by_autograd_grad(run: Run) -> None:
+    """They are local: what is averaged is what backward leaves."""
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(3):
+        params = list(model.parameters())
+        grads = torch.autograd.grad(run.mse(model, step), params)
+        run.see(*(grad.norm() for grad in grads))
+        run.backward(run.mse(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def first_order_meta_learning(run: Run) -> None:
+    """An inner step on copies, by functional_call; the outer gradient is that of the copies."""
+    model = run.shard(Net)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x, y = run.data(step)
+        fast = {name: param * 0.9 for name, param in model.named_parameters()}
+        return F.mse_loss(torch.func.functional_call(model, fast, (x,)), y)
+
+    run.train(model, loss=loss)
+
+
+@program()
+def a_jacobian_of_the_input(run: Run) -> None:
+    model = run.shard(Net)
+    run.see(torch.func.jacrev(model)(run.data(5)[0]))
+    run.train(model)
+
+
+@program()
+def a_vectorized_forward(run: Run) -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x, y = run.data(step)
+        return F.mse_loss(torch.func.vmap(model)(x), y)
+
+    run.train(run.shard(Net), loss=loss)
+
+
+@program(exact=False)
+def losses_passed_back_one_by_one(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters(), zk.SGD)
+    for step in range(3):
+        x, y = run.data(step)
+        out = model(x)
+        for number in range(3):
+            run.backward(F.mse_loss(out[:, number], y[:, number]), retain_graph=number < 2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def backward_from_a_gradient_of_the_output(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(3):
+        x, y = run.data(step)
+        run.backward(model(x), gradient=y)
+        optimizer.step()
+        optimizer.zero_grad()

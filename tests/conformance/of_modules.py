@@ -1,0 +1,237 @@
+"""What models are made of: containers, sharing, layers of torch.nn, blocks that are left out or run twice."""
+
+from __future__ import annotations
+
+import module_cases as cases
+import torch
+import torch.nn.functional as F
+from programs import Run, program
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, weight_norm
+from zero_cases import IN, OUT, WIDTH, Net
+
+WORDS = cases.WORDS
+
+
+@program()
+def plain(run: Run) -> None:
+    run.train(run.shard(Net))
+
+
+@program()
+def tied(run: Run) -> None:
+    run.train(run.shard(cases.Tied), loss=lambda model, step: cases.next_word(model, step, run.world))
+
+
+@program()
+def tied_across_units(run: Run) -> None:
+    run.train(run.shard(cases.tied_across))
+
+
+@program()
+def frozen_in_part(run: Run) -> None:
+    run.train(run.shard(cases.frozen))
+
+
+@program()
+def unused_everywhere(run: Run) -> None:
+    run.train(run.shard(cases.Unused))
+
+
+@program()
+def experts_chosen_by_some_ranks(run: Run) -> None:
+    run.train(run.shard(cases.Mixture), 4, lambda model, step: cases.routed(model, step, run.world))
+
+
+@program()
+def weights_used_outside_of_their_module(run: Run) -> None:
+    run.train(run.shard(cases.External))
+
+
+@program()
+def blocks_run_repeatedly(run: Run) -> None:
+    run.train(run.shard(cases.Repeated))
+
+
+@program()
+def nested_units(run: Run) -> None:
+    run.train(run.shard(cases.Nested))
+
+
+@program()
+def lora_on_a_frozen_base(run: Run) -> None:
+    run.train(run.shard(cases.lora))
+
+
+@program()
+def units_in_another_order(run: Run) -> None:
+    run.train(run.shard(cases.Reordered), 4, lambda model, step: cases.in_another_order(model, step, run.world))
+
+
+@program()
+def structured_outputs(run: Run) -> None:
+    run.train(run.shard(cases.Structured), loss=lambda model, step: cases.structured(model, step, run.world))
+
+
+@program()
+def odd_parameters(run: Run) -> None:
+    run.train(run.shard(cases.Odd))
+
+
+@program()
+def torchs_transformer(run: Run) -> None:
+    run.train(run.shard(cases.transformer))
+
+
+@program()
+def weight_norm_by_parametrization(run: Run) -> None:
+    run.train(run.shard(cases.weight_normed))
+
+
+@program()
+def old_weight_norm(run: Run) -> None:
+    def make() -> nn.Module:
+        net = Net()
+        for block in net.blocks:
+            weight_norm(block.up)
+        return net
+
+    run.train(run.shard(make))
+
+
+@program()
+def units_whose_weights_hooks_make_anew(run: Run) -> None:
+    def make() -> nn.Module:
+        net = Net()
+        net.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        weight_norm(net.blocks[0])
+        prune.l1_unstructured(net.blocks[1], "weight", amount=0.3)
+        return net
+
+    run.train(run.shard(make))
+
+
+@program()
+def orthogonal_parametrization(run: Run) -> None:
+    def make() -> nn.Module:
+        net = Net()
+        parametrizations.orthogonal(net.blocks[0].up)
+        return net
+
+    run.train(run.shard(make))
+
+
+@program()
+def recurrent_layers(run: Run) -> None:
+    run.train(run.shard(cases.Recurrent))
+
+
+@program()
+def expanded_gradients(run: Run) -> None:
+    run.train(run.shard(cases.Summed))
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.LSTMCell(IN, WIDTH), nn.GRUCell(IN, WIDTH)])
+        self.leave = nn.Linear(2 * WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = g = x.new_zeros(len(x), WIDTH)
+        for turn in range(3):
+            h, c = self.cells[0](x * turn, (h, c))
+            g = self.cells[1](x - turn, g)
+        return self.leave(torch.cat([h, g], 1))
+
+
+@program()
+def recurrent_cells_unrolled(run: Run) -> None:
+    run.train(run.shard(Cells))
+
+
+class Picture(nn.Module):
+    """Convolutions down and up again, with what was skipped added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.Conv2d(4, 6, 3, stride=2, padding=1)])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(6, 4, 2, stride=2), nn.ConvTranspose2d(8, 1, 2, stride=2)])
+        self.norm = nn.GroupNorm(2, 4)
+        self.leave = nn.Linear(64, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 58)).view(-1, 1, 8, 8)
+        a = F.relu(self.norm(self.down[0](x)))
+        b = F.relu(self.down[1](a))
+        y = self.up[1](torch.cat([a, self.up[0](b)], 1))
+        return self.leave(y.flatten(1))
+
+
+@program()
+def a_u_net(run: Run) -> None:
+    run.train(run.shard(Picture))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(IN, WIDTH)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH), nn.RMSNorm(WIDTH)])
+        self.leave = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for norm in self.norms:
+            x = norm(x)
+        return self.leave(x)
+
+
+@program()
+def norms_with_running_buffers(run: Run) -> None:
+    model = run.shard(Normed)
+    run.train(model)
+    run.see(*model.buffers())
+    model.eval()
+    with torch.no_grad():
+        run.see(model(run.data(9)[0]))
+
+
+class Bags(nn.Module):
+    def __init__(self, **settings: object) -> None:
+        super().__init__()
+        self.words = nn.ModuleList([nn.Embedding(WORDS, WIDTH, padding_idx=0, **settings), nn.EmbeddingBag(WORDS, 5)])
+        self.leave = nn.Linear(WIDTH + 5, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = (x.abs() * 5).long() % WORDS
+        return self.leave(torch.cat([self.words[0](number).sum(1), self.words[1](number)], 1))
+
+
+@program()
+def embeddings_and_bags(run: Run) -> None:
+    run.train(run.shard(Bags))
+
+
+@program()
+def embedding_with_gradients_scaled_by_frequency(run: Run) -> None:
+    run.train(run.shard(lambda: Bags(scale_grad_by_freq=True)))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(1, 8)
+        self.layers = nn.ModuleList([nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2)])
+        self.mix, self.leave = nn.Bilinear(8, 8, 5), nn.Linear(5, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x[..., None])
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return self.leave(self.mix(x.mean(1), x[:, 0]))
+
+
+@program()
+def multihead_attention_and_bilinear(run: Run) -> None:
+    run.train(run.shard(Attending))

@@ -1,0 +1,372 @@
+"""Optimizers, groups, schedules, clipping, and what is done to gradients between backward and step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from typing import Any
+
+import torch
+from programs import Run, program
+from torch import nn
+from zero_cases import Net
+
+import zerokern as zk
+
+
+def with_optimizer(run: Run, kind: type, **settings: Any) -> None:
+    model = run.shard(Net)
+    run.train(model, 4, optimizer=run.optimizer(model.parameters(), kind, **settings))
+
+
+@program()
+def adamw(run: Run) -> None:
+    with_optimizer(run, zk.AdamW, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
+
+
+@program()
+def adam_with_l2(run: Run) -> None:
+    with_optimizer(run, zk.Adam, weight_decay=0.1)
+
+
+@program()
+def lion(run: Run) -> None:
+    with_optimizer(run, zk.Lion, lr=1e-3, weight_decay=0.1)
+
+
+@program()
+def adagrad(run: Run) -> None:
+    with_optimizer(run, zk.Adagrad)
+
+
+@program()
+def sgd_with_nesterov(run: Run) -> None:
+    with_optimizer(run, zk.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+@program()
+def sgd_without_momentum(run: Run) -> None:
+    with_optimizer(run, zk.SGD, lr=0.05, momentum=0.0)
+
+
+@program()
+def state_in_bfloat16(run: Run) -> None:
+    with_optimizer(run, zk.AdamW, state_format="bf16")
+
+
+@program()
+def state_in_eight_bits(run: Run) -> None:
+    with_optimizer(run, zk.AdamW, state_format="int8")
+
+
+def decayed(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    matrices, rest = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
+    return [{"params": matrices, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
+
+
+@program()
+def groups_with_and_without_decay(run: Run) -> None:
+    model = run.shard(Net)
+    run.train(model, 4, optimizer=run.optimizer(decayed(model)))
+
+
+@program()
+def a_rate_for_each_layer(run: Run) -> None:
+    model = run.shard(Net)
+    groups = [{"params": list(block.parameters()), "lr": 1e-2 * 0.7**at} for at, block in enumerate(model.blocks)]
+    rest = [*model.enter.parameters(), *model.leave.parameters()]
+    run.train(model, 4, optimizer=run.optimizer([*groups, {"params": rest}]))
+
+
+@program()
+def a_group_added_later(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer([*model.enter.parameters(), *model.blocks.parameters()])
+    run.train(model, 2, optimizer=optimizer)
+    optimizer.add_param_group({"params": list(model.leave.parameters()), "lr": 5e-3})
+    model.zero_grad()
+    run.train(model, 3, optimizer=optimizer)
+
+
+@program()
+def one_cycle(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8)
+    for step in range(6):
+        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
+        schedule.step()
+    run.see(schedule.get_last_lr()[0])
+
+
+@program()
+def warmup_and_cosine(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(decayed(model))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(step / 2, 0.5 + 0.5 * math.cos(step / 3)) + 0.01
+    )
+    for step in range(5):
+        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
+        schedule.step()
+
+
+@program()
+def a_rate_changed_between_backward_and_step(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(4):
+        run.backward(run.mse(model, step))
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def clipped_within_the_update(run: Run) -> None:
+    with_optimizer(run, zk.AdamW, max_grad_norm=0.3)
+
+
+@program(exact=False)
+def clipped_by_zk_clip_grad_norm(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters(), zk.SGD)
+    for step in range(4):
+        run.backward(run.mse(model, step))
+        run.see(round(float(zk.clip_grad_norm_(model, 0.3)), 4))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def norms_of_gradients_logged(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters(), max_grad_norm=1e9)
+    for step in range(3):
+        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
+        run.see(round(float(optimizer.grad_norm), 5))
+
+
+@program()
+def gradients_kept_as_zeros(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(4):
+        run.backward(run.mse(model, step))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@program()
+def gradients_cleared_before_backward(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(4):
+        model.zero_grad()
+        run.backward(run.mse(model, step))
+        optimizer.step()
+
+
+@program()
+def gradients_scaled_by_hand(run: Run) -> None:
+    """A loss scale of a power of two leaves the bits as they are."""
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(4):
+        run.backward(run.mse(model, step) * 1024)
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(1 / 1024)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def some_gradients_thrown_away(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(4):
+        run.backward(run.mse(model, step))
+        for param in model.blocks[step % 3].parameters():
+            param.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def gradients_of_two_losses_kept_and_combined(run: Run) -> None:
+    """Gradient surgery: each loss has its pass, and the optimizer gets what is made of both."""
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(3):
+        both = []
+        for way in range(2):
+            run.backward(run.mse(model, 2 * step + way))
+            both.append([param.grad for param in model.parameters()])
+            optimizer.zero_grad()
+        for param, one, other in zip(model.parameters(), *both, strict=True):
+            param.grad = 0.5 * one + 2 * other
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def gradients_of_the_last_step_kept_as_views(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    last: list[torch.Tensor] = []
+    for step in range(4):
+        run.backward(run.mse(model, step))
+        now = [param.grad.detach() for param in model.parameters()]
+        for one, before in zip(now, last):  # noqa: B905  there are none in the first step
+            one.add_(before, alpha=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        last = now
+
+
+@program()
+def a_step_that_is_left_out(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(5):
+        run.backward(run.mse(model, step))
+        if step != 2:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def a_batch_that_no_rank_has(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(5):
+        if step % 2:
+            run.backward(run.mse(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def two_steps_of_one_gradient(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(3):
+        run.backward(run.mse(model, step))
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program()
+def two_optimizers_for_two_halves(run: Run) -> None:
+    model = run.shard(Net)
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    rest = [param for param in model.parameters() if param.ndim != 2]
+    optimizers = [run.optimizer(matrices, zk.SGD), run.optimizer(rest)]
+    for step in range(4):
+        run.backward(run.mse(model, step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program()
+def a_new_optimizer_half_way(run: Run) -> None:
+    model = run.shard(Net)
+    run.train(model, 2, optimizer=run.optimizer(model.parameters(), zk.SGD))
+    run.optimizers[-1].flush()
+    run.train(model, 2)
+
+
+@program()
+def an_optimizer_in_backward(run: Run) -> None:
+    """Each parameter steps as soon as its gradient is reduced."""
+    model = run.shard(Net)
+    own = {id(p): run.optimizer([p], zk.SGD) for p in model.parameters()}
+
+    def step(param: nn.Parameter) -> None:
+        own[id(param)].step()
+        own[id(param)].zero_grad()
+
+    for param in model.parameters():
+        run.when_reduced(param, step)
+    for number in range(3):
+        run.backward(run.mse(model, number))
+
+
+@program()
+def gradients_changed_when_they_are_reduced(run: Run) -> None:
+    model = run.shard(Net)
+    seen: dict[str, object] = {}
+
+    def halve(name: str, param: nn.Parameter) -> None:
+        seen[name] = tuple(param.grad.shape)
+        param.grad.mul_(0.5)
+
+    for name, param in model.named_parameters():
+        run.when_reduced(param, functools.partial(halve, name))
+    run.train(model)
+    run.see(sorted(seen.items()))
+
+
+@program()
+def a_state_that_is_saved_and_loaded(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    run.train(model, 2, optimizer=optimizer)
+    optimizer.flush()
+    optimizer.load_state_dict(optimizer.state_dict())
+    run.train(model, 2, optimizer=optimizer)
+
+
+@program()
+def back_to_where_it_was_by_copied_states(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    run.train(model, 2, optimizer=optimizer)
+    optimizer.flush()
+    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    run.train(model, 2, optimizer=optimizer)
+    optimizer.flush()
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    run.train(model, 2, optimizer=optimizer)
+
+
+@program()
+def frozen_and_thawed_by_turns(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(6):
+        model.blocks[0].requires_grad_(step % 2 == 0)
+        run.backward(run.mse(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.blocks[0].requires_grad_(True)
+
+
+@program()
+def frozen_between_forward_and_backward(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(4):
+        loss = run.mse(model, step)
+        model.blocks[0].requires_grad_(step % 2 == 1)
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.blocks[0].requires_grad_(True)
+
+
+@program(refused=(zk.ZerokernError, ("frozen", "requires_grad=True")))
+def thawed_after_it_was_sharded_frozen(run: Run) -> None:
+    model = run.make(Net)
+    model.blocks[0].requires_grad_(False)
+    model = run.shard(model)
+    run.train(model, 2)
+    run.optimizers[-1].flush()
+    model.blocks[0].requires_grad_(True)
+    run.train(model, 2)

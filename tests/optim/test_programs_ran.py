@@ -1,0 +1,155 @@
+"""The program that the simulator times is the one that ran, op by op and edge by edge: the recorder says what ran."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from offload_cases import SCHEDULES, Row, on_device, optimizer_of, train
+from optim_cases import MAKERS
+from worlds import World, alone, on_threads
+
+from zerokern.examples.played import PlayedTraining
+from zerokern.optim import parts
+from zerokern.optim.hosted import Host
+from zerokern.schedule import Machine, Op, Program, simulate
+from zerokern.schedule.executor import Executor
+from zerokern.schedule.played import PlayedDevice
+from zerokern.schedule.recorder import Event, Recorder
+
+EVEN = Machine("even", flops_s=1, device_gb_s=1, down_gb_s=1, up_gb_s=1, host_gb_s=1, net_gb_s=1)
+COMPUTE = {"Forward", "Backward"}  # the model's own
+STEPS = 5
+SLOW_S = 0.002
+SLOW = {where: {"stretch": {where: SLOW_S}} for where in ("compute", "down", "up")}
+
+
+@dataclass
+class Submitted:
+    program: Program
+    actions: frozenset[tuple[str, str]]
+    ahead: frozenset[str]
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Recorder], list[Submitted]]:
+    """What has been submitted to the executor that has this recorder. Every parameter is a part."""
+    found: dict[int, list[Submitted]] = {}
+    submit = Executor.submit
+
+    def told(self: Executor, program: Program, actions: Any, *, ahead: Sequence[str] = ()) -> Any:
+        found.setdefault(id(self.recorder), []).append(Submitted(program, frozenset(actions), frozenset(ahead)))
+        return submit(self, program, actions, ahead=ahead)
+
+    monkeypatch.setattr(Executor, "submit", told)
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 1)
+    return lambda recorder: found.get(id(recorder), [])
+
+
+def the_same_ops(events: Sequence[Event], runs: Sequence[Submitted]) -> None:
+    """Each step did what its program says, but for compute, and the simulator times all of that."""
+    assert runs
+    for number, run in enumerate(runs, 1):
+        told = {(op.lane, op.verb, op.what, op.nbytes) for op in run.program.ops}
+        assert {event[1:4] + event[6:] for event in simulate(run.program, EVEN, steps=1).events} == told
+        assert {verb for _, verb, _, _ in told} - {verb for verb, _ in run.actions} <= COMPUTE
+        before = runs[number - 2] if number > 1 else None
+        expected = [op for op in run.program.ops if op.verb not in {*COMPUTE, *run.ahead}]
+        if before is not None:
+            expected += [op for op in before.program.ops if op.verb in before.ahead]
+        ran = [event for event in events if event.step == number and event.verb not in COMPUTE]
+        assert sorted(event[1:4] + event[6:] for event in ran) == sorted(
+            (op.lane, op.verb, op.what, op.nbytes) for op in expected
+        )
+
+
+def every_edge_held(events: Sequence[Event], runs: Sequence[Submitted], steps: range) -> None:
+    """No op began before what it comes after had ended, whoever did the one and the other.
+
+    A Publish that moves nothing is a wait in the device's stream: what comes after it comes after what it waits for.
+    """
+    seen = {(event.step, event.verb, event.what): event for event in events}
+    checked = set()
+
+    def before(number: int, op: Op) -> Iterator[tuple[int, Op]]:
+        for ref in op.after:
+            other = runs[number - 1].program.ops[ref.index]
+            if number - ref.back in steps:
+                yield number - ref.back, other
+                if other.verb == "Publish" and not other.nbytes:
+                    yield from before(number - ref.back, other)
+
+    for number in steps:
+        for op in runs[number - 1].program.ops:
+            if op.verb == "Publish" and not op.nbytes:
+                continue
+            for step, other in before(number, op):
+                ended, begun = seen[step, other.verb, other.what].end_ns, seen[number, op.verb, op.what].begin_ns
+                assert ended <= begun, f"{op.verb} {op.what} of {number} before {other.verb} {other.what} of {step}"
+                checked.add((op.verb, other.verb))
+    assert {("Forward", "Publish"), ("Norm", "Fetch"), ("Step", "Norm"), ("Store", "Step")} <= checked
+    assert not runs[0].ahead or {("Publish", "Store"), ("Store", "Publish"), ("Step", "Store")} <= checked
+
+
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed"])
+def test_every_op_and_edge_on_a_device(
+    schedule: str, slow: str, submitted: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []  # when a Step had read its gradients: it then lets the next ones come, and ends
+    consumed = Host.consumed
+
+    def told(self: Host, *arguments: Any, **named: Any) -> None:
+        read.append(time.perf_counter_ns())
+        consumed(self, *arguments, **named)
+
+    monkeypatch.setattr(Host, "consumed", told)
+    device, recorder = PlayedDevice(poison=True, **SLOW[slow]), Recorder()
+    training = PlayedTraining(device, (3000, 700, 5000), forward_seconds=1e-4, backward_seconds=1e-4, recorder=recorder)
+    optimizer = MAKERS["adamw"](training.parameters, tier="cpu", schedule=SCHEDULES[schedule], max_grad_norm=1.0)
+    optimizer._recorder = recorder
+    training.train(optimizer, STEPS + 1)
+    optimizer.flush()
+    training.synchronize()
+    device.close()
+    names = {str(unit): f"parameters {unit} to {unit}" for unit in range(3)}
+    events = [event._replace(what=names.get(event.what, event.what)) for event in recorder.events]
+    steps = [event for event in events if event.verb == "Step"]
+    events = [event for event in events if event.verb != "Step"]
+    events += [event._replace(end_ns=at) for event, at in zip(steps, read, strict=True)]
+    runs = submitted(recorder)
+    the_same_ops([event for event in events if event.step <= STEPS], runs[:STEPS])
+    every_edge_held(events, runs, range(2, STEPS + 1))
+
+
+def ran(world: World, row: Row, schedule: str, submitted: Callable, device: PlayedDevice | None) -> None:
+    model, recorder = row.model(world), Recorder()
+    if device is not None:
+        on_device(device, row, model)
+    optimizer = optimizer_of(row, model, tier="cpu", schedule=SCHEDULES[schedule])
+    optimizer._recorder = recorder
+    wait = (lambda step: None) if device is None else (lambda step: device.synchronize())
+    train(world, row, model, optimizer, between=wait)
+    optimizer.flush()
+    runs = submitted(recorder)
+    the_same_ops([event for event in recorder.events if event.step < len(runs)], runs[:-1])
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed", "delayed after 2"])
+def test_every_op_on_a_device_at_every_stage(schedule: str, stage: int, submitted: Callable) -> None:
+    device = PlayedDevice()
+    alone(ran, Row(f"stage {stage}", "bf16", "often", steps=STEPS), schedule, submitted, device)
+    device.close()
+
+
+TWO = [(schedule, stage) for schedule in ("overlap", "delayed") for stage in range(4)]
+TWO.remove(("overlap", 0))  # replicated gradients in host memory are updated where they are, at once
+
+
+@pytest.mark.parametrize("schedule, stage", TWO)
+def test_every_op_of_two_ranks(schedule: str, stage: int, submitted: Callable) -> None:
+    on_threads(2, ran, Row(f"stage {stage}", "bf16", "often", steps=STEPS), schedule, submitted, None)

@@ -1,0 +1,225 @@
+"""A step that fails on one rank has one outcome on all: all is from before, all from after, or all are torn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import World
+from optim_cases import FP32, MAKERS, same_bits, same_state
+from shard_double import Divided, gradients, on_ranks, whole_state
+from torch import nn
+from worlds import built, full, on_threads, ranked, run_ranks
+
+import zerokern as zk
+from zerokern.io import Nvme
+from zerokern.kernels.cpu import UpdateTable
+from zerokern.optim.disk import Disk
+from zerokern.optim.disk_binding import DiskBinding
+
+Tier = Callable[..., Nvme]
+SIZES = (40_000, 300)
+STAGES = pytest.mark.parametrize("stage", [0, 1, 3])
+
+
+class Trouble:
+    """What fails, and on which rank; a rank is a thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        self._here = threading.local()
+        self._original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments, **named: self(*arguments, **named))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        left = getattr(self._here, "left", None)
+        if left == 0:
+            self._here.left = None
+            raise zk.IoError("the disk failed", path="swap", errno=5)
+        if left is not None:
+            self._here.left -= 1
+        return self._original(*arguments, **named)
+
+    def comes(self, after: int = 0) -> None:
+        """Once, on this rank, after so many calls that go well."""
+        self._here.left = after
+
+
+def begun(group: Any, stage: int, tier: Any, **settings: Any) -> tuple[Divided, Any]:
+    model = Divided(group, stage, SIZES, FP32)
+    return model, MAKERS["adamw"](model.zero_order, tier=tier, **settings)
+
+
+def step(model: Divided, optimizer: Any, seed: int) -> str:
+    """What it said, if it failed."""
+    model.set_grads(gradients(seed, SIZES))
+    try:
+        optimizer.step()
+    except zk.ZerokernError as error:
+        return str(error)
+    return ""
+
+
+@STAGES
+@pytest.mark.parametrize("first", [True, False])
+def test_a_disk_that_fails_on_one_rank_in_the_middle_tears_all(
+    tier: Tier, stage: int, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, trouble = [tier(), tier()], Trouble(monkeypatch, DiskBinding, "_store")
+
+    def work(group: Any) -> None:
+        model, optimizer = begun(group, stage, tiers[group.rank])
+        saved = None
+        if not first:
+            assert not step(model, optimizer, 0)
+            saved = optimizer.state_dict(), model.values()
+        if group.rank == 1:
+            trouble.comes(1)
+        said = step(model, optimizer, 1)
+        assert "the disk failed" in said and "load a checkpoint" in said
+        assert ("rank 1" in said) == (group.rank == 0)
+        for refused in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(zk.StateError, match="broken off"):
+                refused()
+        if saved is not None:
+            optimizer.load_state_dict(saved[0])
+            assert not step(model, optimizer, 1)
+
+    on_ranks(2, work)
+
+
+@STAGES
+def test_a_disk_that_fails_on_all_ranks_before_anything_changed_leaves_all_as_it_was(
+    tier: Tier, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, trouble = [tier(), tier()], Trouble(monkeypatch, DiskBinding, "_fetch")
+
+    def work(group: Any) -> None:
+        model, optimizer = begun(group, stage, tiers[group.rank])
+        straight, reference = begun(group, stage, "device")
+        assert not step(model, optimizer, 0) and not step(straight, reference, 0)
+        trouble.comes()
+        assert "Nothing was changed" in step(model, optimizer, 1)
+        assert same_bits(model.values(), straight.values())
+        assert not step(model, optimizer, 1) and not step(straight, reference, 1)
+        assert same_bits(model.values(), straight.values())
+        assert same_state(whole_state(group, optimizer.state_dict()), whole_state(group, reference.state_dict()))
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_has_no_room_for_its_state_stops_all_before_anything_changed(
+    tier: Tier, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, trouble = [tier(), tier()], Trouble(monkeypatch, Disk, "make")
+
+    def work(group: Any) -> None:
+        model, optimizer = begun(group, stage, tiers[group.rank])
+        before = model.values()
+        if group.rank == 1:
+            trouble.comes()
+        assert "Nothing was changed" in step(model, optimizer, 0)
+        assert same_bits(model.values(), before)
+        straight, reference = begun(group, stage, "device")
+        assert not step(model, optimizer, 0) and not step(straight, reference, 0)
+        assert same_bits(model.values(), straight.values())
+
+    on_ranks(2, work)
+
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed"])
+
+
+def trained(world: World, stage: int, schedule: str) -> tuple[nn.Module, Any]:
+    """A model under zk.shard, in several buckets, and its optimizer."""
+    model = built(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
+    world.shard(model, stage=stage, bucket_bytes=512)
+    chosen = zk.Delayed(after=0) if schedule == "delayed" else schedule
+    return model, MAKERS["adamw"](model.parameters(), schedule=chosen)
+
+
+def learn(model: nn.Module, optimizer: Any, seed: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+    except (zk.ZerokernError, ValueError) as error:
+        return str(error)
+    finally:
+        optimizer.zero_grad()
+    return ""
+
+
+@SCHEDULES
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_one_rank_refuses_stops_all_before_anything_changed(stage: int, schedule: str) -> None:
+    def work(world: World) -> None:
+        model, optimizer = trained(world, stage, schedule)
+        twin, reference = trained(world, stage, schedule)
+        assert not learn(model, optimizer, 0) and not learn(twin, reference, 0)
+        if world.rank == 1:
+            optimizer.param_groups[0]["lr"] = -1.0
+        assert "lr=-1.0" in learn(model, optimizer, 1)
+        optimizer.param_groups[0]["lr"] = reference.param_groups[0]["lr"]
+        reference.flush()  # the step that failed has published what the one before left pending
+        assert not learn(model, optimizer, 2) and not learn(twin, reference, 2)
+        optimizer.flush()
+        reference.flush()
+        mine, straight = full(model), full(twin)
+        assert same_bits(mine.values(), straight.values())
+
+    on_threads(2, work)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_that_fails_on_one_rank_tears_all_by_the_next_step(
+    stage: int, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing: set[int] = set()
+    run = UpdateTable.run
+
+    def failed(self: Any, *arguments: Any) -> None:
+        if id(self) in failing:
+            failing.remove(id(self))
+            raise zk.KernelError("refused")
+        run(self, *arguments)
+
+    monkeypatch.setattr(UpdateTable, "run", failed)
+
+    def work(world: World) -> None:
+        model, optimizer = trained(world, stage, schedule)
+        assert not learn(model, optimizer, 0) and not learn(model, optimizer, 1)
+        optimizer.flush()
+        if world.rank == 1:
+            failing.add(id(optimizer._bound.binding.table))
+        said = [learn(model, optimizer, seed) for seed in (2, 3, 4)]
+        assert any("refused" in one for one in said[:2]) and "load a checkpoint" in said[2], said
+
+    on_threads(2, work)
+
+
+@ranked
+def fail_once(world: World, stage: int, folder: str) -> list[str]:
+    """What each of four steps said on a rank; the disk of rank 1 fails once, in the second."""
+    model = built(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
+    world.shard(model, stage=stage)
+    optimizer = MAKERS["adamw"](model.parameters(), tier=Nvme(f"{folder}/rank{world.rank}", ring_nbytes=1 << 20))
+    said = [learn(model, optimizer, 0)]
+    store, put = optimizer._disk.store, optimizer._disk.store.put
+    if world.rank == 1:
+        store.put = lambda *_: (_ for _ in ()).throw(zk.IoError("the disk failed"))
+    said.append(learn(model, optimizer, 1))
+    store.put = put
+    return [*said, learn(model, optimizer, 2), learn(model, optimizer, 3)]
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+def test_real_ranks_agree_too(stage: int, tmp_path: Path) -> None:
+    for first, second, *rest in run_ranks(2, fail_once, stage, str(tmp_path)):
+        assert not first and "the disk failed" in second and "load a checkpoint" in second
+        assert all("broken off" in one for one in rest)

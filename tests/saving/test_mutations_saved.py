@@ -1,0 +1,213 @@
+"""Whatever becomes of our own files: an error of ours before anything is changed, or the values that were saved."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerokern as zk
+from zerokern.core import native
+from zerokern.core.errors import StateError, ZerokernError
+from zerokern.saving import rng
+from zerokern.saving.rng import taken
+
+MANY = pytest.mark.slow
+
+
+def trained(value: float = 1.0) -> tuple[torch.nn.Module, zk.AdamW]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+    opt = zk.AdamW(model.parameters(), lr=value)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    model(torch.eye(6)).square().sum().backward()
+    opt.step()
+    return model, opt
+
+
+def everything(model: torch.nn.Module, opt: zk.AdamW) -> dict[str, Any]:
+    """All that a load could have changed."""
+    found = {name: one.clone() for name, one in model.state_dict().items()}
+    for number, entry in opt.state_dict()["state"].items():
+        found |= {f"{number}.{key}": one.clone() for key, one in entry.items()}
+    return found | {"lr": torch.tensor(opt.param_groups[0]["lr"])}
+
+
+def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    model, opt = trained()
+    extra = {"step": 3, "tensor": torch.arange(5), "nested": {"a": [1, (2, 3)], "b": float("inf")}}
+    zk.save(tmp_path / "c", model, opt, extra=extra)
+    return tmp_path / "c", everything(model, opt)
+
+
+def tried(folder: Path, wanted: dict[str, Any] | None) -> bool:
+    """Loads; whether it was refused, and then without a change. `wanted`: what may have been loaded otherwise."""
+    model, opt = trained(2.0)
+    before, generators = everything(model, opt), taken()
+    try:
+        zk.load(folder, model, opt)
+    except (ZerokernError, ValueError, TypeError):
+        assert alike(everything(model, opt), before) and taken() == generators
+        opt.step()
+        return True
+    assert wanted is None or alike(everything(model, opt), wanted)
+    return False
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(60, marks=MANY)])
+@pytest.mark.parametrize("name", ["zerokern.json", "data", ".metadata"])
+def test_a_flipped_bit_is_noticed_or_harmless(saved: tuple[Path, dict[str, Any]], name: str, count: int) -> None:
+    folder, wanted = saved
+    path = next(folder.glob("*.distcp")) if name == "data" else folder / name
+    whole = path.read_bytes()
+    for number in range(count):
+        at = number * len(whole) // count
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << number % 8]) + whole[at + 1 :])
+        refused = tried(folder, wanted)
+        assert refused == (name != ".metadata"), at  # nobody here looks at torch's index, and every other byte counts
+    path.write_bytes(whole)
+    assert not tried(folder, wanted)
+
+
+def sealed(folder: Path, body: Any) -> None:
+    """An index whose checksum somebody has made right again."""
+    text = json.dumps(body).encode() + b"\n"
+    head = b'{"zerokern": 1, "crc32c": "%08x"}\n' % native.library().zk_crc32c(0, text, len(text))
+    (folder / "zerokern.json").write_bytes(head + text)
+
+
+def index_of(folder: Path) -> Any:
+    return json.loads((folder / "zerokern.json").read_bytes().partition(b"\n")[2])
+
+
+ODD = [None, True, 0, -1, 1, 1 << 62, 1 << 70, 0.5, "", "x", [], {}, [[]], [None], {"x": 1}, {"all": None}, {"map": 3}]
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Every container with every key in it."""
+    pairs = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)) if isinstance(tree, list) else []
+    return [(tree, key) for key, _ in pairs] + [place for _, one in pairs for place in places(one)]
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=MANY) for seed in range(2, 60))])
+def test_nonsense_under_a_sound_checksum_is_refused_without_a_change(
+    saved: tuple[Path, dict[str, Any]], seed: int
+) -> None:
+    folder, _ = saved
+    rolls = random.Random(seed)
+    body = json.dumps(index_of(folder))
+    for _ in range(8):
+        changed = json.loads(body)
+        tree, key = rolls.choice(places(changed))
+        if rolls.random() < 0.3:
+            del tree[key]
+        else:
+            tree[key] = rolls.choice(ODD)
+        sealed(folder, changed)
+        tried(folder, None)
+
+
+def deep(body: Any) -> None:
+    tree: Any = []
+    for _ in range(900):
+        tree = [tree]
+    body["values"]["extra"]["step"] = {"all": tree}
+
+
+def overlap(row: Any) -> None:
+    where = row[2][:4]
+    row[2] = [*where, 0, 0, 3, 5, *where, 2, 0, 3, 5]
+
+
+CRAFTED: dict[str, Callable[[Any], object]] = {
+    "nested": deep,
+    "no ranks drew numbers": lambda body: body["values"]["rng"].__setitem__("world", 0),
+    "no width": lambda body: body["values"]["rng"].__setitem__("width", -1),
+    "a shape of words": lambda body: next(iter(body["tensors"].values())).__setitem__(1, ["a"]),
+    "a dtype that is none": lambda body: next(iter(body["tensors"].values())).__setitem__(0, "float7"),
+    "a tensor that is not there": lambda body: body["values"]["extra"]["tensor"].__setitem__("all", {"tensor": "no"}),
+    "values in a list": lambda body: body.__setitem__("values", []),
+    "groups of numbers": lambda body: body["values"].__setitem__("groups", [3]),
+    "beside in a list": lambda body: body["values"]["optimizers"][0].__setitem__("beside", []),
+    "a norm of words": lambda body: body["values"]["optimizers"][0]["counters"].__setitem__("grad_norm", "x"),
+    "steps not counted": lambda body: body["values"]["optimizers"][0]["counters"].pop("skipped_steps"),
+    "state of no module": lambda body: body["values"].__setitem__("extra_state", [3]),
+    "boxes in one place": lambda body: overlap(body["tensors"]["model.0.weight"]),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_indexes_are_refused_in_words(saved: tuple[Path, dict[str, Any]], name: str) -> None:
+    folder, _ = saved
+    body = index_of(folder)
+    CRAFTED[name](body)
+    sealed(folder, body)
+    assert tried(folder, None)
+
+
+DRAWN: dict[str, Callable[[Any], object]] = {
+    "no word of Python's": lambda states: states.pop("python"),
+    "too few words": lambda states: states["python"][1].pop(),
+    "words that are none": lambda states: states["python"][1].__setitem__(3, -1),
+    "a drawn word": lambda states: states["python"].__setitem__(2, "x"),
+    "half of torch's": lambda states: states.__setitem__("torch", states["torch"][:5000]),
+    "torch's is nonsense": lambda states: states.__setitem__("torch", "ff" * (len(states["torch"]) // 2)),
+    "another kind of NumPy's": lambda states: states.__setitem__("numpy", ["x", "", 0, 0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_random_states_that_nobody_can_go_on_from_are_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = json.loads(taken())
+    DRAWN[name](states)
+    monkeypatch.setattr(rng, "taken", lambda: json.dumps(states).encode())
+    zk.save(tmp_path / "c", *trained())
+    assert tried(tmp_path / "c", None)
+    into = trained(2.0)
+    with pytest.raises(StateError, match="load with rng=False"):
+        zk.load(tmp_path / "c", *into)
+    zk.load(tmp_path / "c", *into, rng=False)
+
+
+def test_a_file_nested_beyond_reading_is_refused(saved: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = saved
+    text = b"[" * 100_000 + b"]" * 100_000 + b"\n"
+    head = b'{"zerokern": 1, "crc32c": "%08x"}\n' % native.library().zk_crc32c(0, text, len(text))
+    (folder / "zerokern.json").write_bytes(head + text)
+    assert tried(folder, None)
+
+
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_a_parameter_without_elements_on_disk_goes_on(tmp_path: Path, stage: int | None) -> None:
+    def made(swap: str) -> tuple[torch.nn.Module, zk.AdamW]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 5)
+        model.none = torch.nn.Parameter(torch.empty(0, 4))
+        model = model if stage is None else zk.shard(model, stage=stage)
+        return model, zk.AdamW(model.parameters(), lr=0.1, tier=zk.Nvme(tmp_path / swap))
+
+    def step(model: torch.nn.Module, opt: zk.AdamW) -> None:
+        (model(torch.ones(2, 6)).sum() + model.none.sum()).backward()
+        opt.step()
+        opt.zero_grad()
+
+    one, two = made("one"), made("two")
+    step(*one)
+    zk.save(tmp_path / "c", *one)
+    zk.load(tmp_path / "c", *two)
+    step(*one)
+    step(*two)
+    assert all(map(torch.equal, one[0].parameters(), two[0].parameters()))

@@ -1,0 +1,368 @@
+"""Programs whose graphs no list of outputs shows: what is read in backward is found where it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from worlds import World
+from zero_cases import WIDTH, Block, Case, Net, batch, mse
+
+
+class Routed(Block):
+    """A mixture's block: its auxiliary loss is an attribute, made before the output or after it."""
+
+    def __init__(self, inner: int, late: bool = True) -> None:
+        super().__init__(inner)
+        self.gate = nn.Linear(WIDTH, 4)
+        self.late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            self.aux = self._aux(x)
+        y = super().forward(x)
+        if self.late:
+            self.aux = self._aux(y)
+        return y
+
+    def _aux(self, x: Tensor) -> Tensor:
+        return F.linear(self.gate(x).softmax(-1), self.gate.weight.t()).square().mean()
+
+
+def mixture(late: bool) -> Callable[[], Net]:
+    def build() -> Net:
+        net = Net()
+        net.blocks = nn.ModuleList(Routed(30 + 7 * number, late) for number in range(4))
+        return net
+
+    return build
+
+
+def with_aux(model: nn.Module, step: int, world: World) -> Tensor:
+    loss = mse(model, step, world)
+    return loss + sum(0.1 * block.aux for block in model.blocks)
+
+
+def aux_alone(model: nn.Module, step: int, world: World) -> Tensor:
+    """The outputs' part of the graph takes no part in backward at all."""
+    mse(model, step, world)
+    return model.blocks[2].aux + model.blocks[0].aux
+
+
+class Skipping(Block):
+    """Stochastic depth: now and then its input comes back as it is, or changed in place."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.skips else super().forward(x)
+
+
+def skipping() -> Net:
+    net = Net()
+    net.blocks = nn.ModuleList(Skipping(20 + 5 * number) for number in range(4))
+    return net
+
+
+def some_skipped(model: nn.Module, step: int, world: World) -> Tensor:
+    for number, block in enumerate(model.blocks):
+        block.skips = (number + step) % 3 == 1
+    return mse(model, step, world)
+
+
+class Opaque:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Hiding(Block):
+    def forward(self, x: Tensor | Opaque) -> Opaque:
+        return Opaque(super().forward(x.value if isinstance(x, Opaque) else x))
+
+
+class Hidden(Net):
+    """Units that hand on objects in which nobody finds a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Hiding(20 + 5 * number) for number in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x).value
+
+
+class Telling(Block):
+    """Returns nothing: what it made is elsewhere."""
+
+    def forward(self, x: Tensor, into: list[Tensor]) -> None:
+        into.append(super().forward(x))
+
+
+class Told(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Telling(20 + 5 * number) for number in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        made = [x]
+        for block in self.blocks:
+            block(made[-1], made)
+        return made[-1]
+
+
+class Dripping(Block):
+    """A generator: the unit's forward is over before any of it has run."""
+
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(2):
+            x = super().forward(x)
+            yield x
+
+
+class Dripped(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dripping(20 + 5 * number) for number in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = sum(block(x))
+        return x
+
+
+class CheckpointedOver(Net):
+    """One checkpoint over several units."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.blocks[1](self.blocks[0](x)), x, use_reentrant=False)
+        return checkpoint(lambda x: self.blocks[3](self.blocks[2](x)), x, use_reentrant=False)
+
+
+class CheckpointedWhole(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Sequenced(Net):
+    def body(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
+
+
+class CheckpointedTwice(Net):
+    """Checkpoints within checkpoints."""
+
+    def body(self, x: Tensor) -> Tensor:
+        def pair(x: Tensor, first: int) -> Tensor:
+            x = checkpoint(self.blocks[first], x, use_reentrant=False)
+            return checkpoint(self.blocks[first + 1], x, use_reentrant=False)
+
+        return checkpoint(pair, checkpoint(pair, x, 0, use_reentrant=False), 2, use_reentrant=False)
+
+
+class OnTheSide(torch.autograd.Function):
+    """A fused head: the weight is given to a Function, which makes its gradient in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class InForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y = x @ weight.t()
+        ctx.save_for_backward(2 / y.numel() * y @ weight, 2 / y.numel() * y.t() @ x)
+        return y.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad * one for one in ctx.saved_tensors)
+
+
+def fused(function: Any) -> Callable[[nn.Module, int, World], Tensor]:
+    """After the forward, as fused losses are called, with a weight of a unit and one of the root."""
+
+    def loss(model: nn.Module, step: int, world: World) -> Tensor:
+        x, y = batch(step, world.rank)
+        out = model(x)
+        hidden = y.repeat(1, 4)[:, :WIDTH] * out.mean()
+        return function.apply(hidden, model.blocks[1].up.weight).mean() + F.mse_loss(out, y)
+
+    return loss
+
+
+class FusedWithin(Net):
+    """Called within the root's forward, with a unit's weight."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
+        return x + OnTheSide.apply(OnTheSide.apply(x, self.blocks[0].up.weight), self.blocks[0].down.weight)
+
+
+def penalized_before(model: nn.Module, step: int, world: World) -> Tensor:
+    penalty = model.blocks[1].up.weight.square().sum() + model.leave.weight.square().sum()
+    return mse(model, step, world) + 0.01 * penalty
+
+
+def penalized_after(model: nn.Module, step: int, world: World) -> Tensor:
+    loss = mse(model, step, world)
+    return loss + 0.01 * sum(param.square().sum() for param in model.parameters())
+
+
+def gradient_penalty(model: nn.Module, step: int, world: World) -> Tensor:
+    """WGAN-GP: three forwards of the judge, and a backward through one of their backwards."""
+    x, _ = batch(step, world.rank)
+    z, _ = batch(step + 90, world.rank)
+    between = (0.3 * x + 0.7 * z).requires_grad_()
+    (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+    return model(z).mean() - model(x).mean() + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+
+
+def functional_head(model: nn.Module, step: int, world: World) -> Tensor:
+    x, y = batch(step, world.rank)
+    out = model(x)
+    return F.mse_loss(F.linear(out @ model.leave.weight, model.blocks[0].up.weight).mean() + out, y)
+
+
+def two_passes(loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+class Recurring(Net):
+    """A unit called again and again, its calls interleaved with another's."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.blocks[1](self.blocks[0](x))
+        return self.blocks[2](x)
+
+
+class LeavingEarly(Net):
+    depth = 3
+
+    def body(self, x: Tensor) -> Tensor:
+        outs = []
+        for block in self.blocks[: self.depth]:
+            x = block(x)
+            outs.append(x)
+        return sum(outs)
+
+
+def leaving_early(model: nn.Module, step: int, world: World) -> Tensor:
+    model.depth = (3, 1, 2)[step]
+    return mse(model, step, world)
+
+
+class Remembering(Block):
+    """Keeps what it computes for others to use: hidden states of all kinds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.seen = {"up": self.up(y), "closure": lambda: self.norm(y) @ y.t()}
+        return y
+
+
+class Reading(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembering(20 + 5 * number) for number in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + sum(block.seen["up"].mean() for block in self.blocks)
+
+
+def graph_within(model: nn.Module, step: int, world: World) -> Tensor:
+    """Gradients of activations, taken in the middle of the model (adaptive computation, saliency)."""
+    x, y = batch(step, world.rank)
+    x.requires_grad_()
+    out = model(x)
+    slopes = [torch.autograd.grad(out[:, n].sum(), x, create_graph=True)[0] for n in range(2)]
+    return F.mse_loss(out, y) + sum(slope.square().mean() for slope in slopes)
+
+
+class Checked(Net):
+    """Hooks of saved tensors that are not ours, inside of units and around them."""
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda kept: kept):
+            x = self.blocks[0](x)
+        with torch.autograd.graph.save_on_cpu():
+            x = self.blocks[1](x)
+        return self.blocks[2](x)
+
+
+class OnCPUInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x)
+
+
+def on_cpu_inside() -> Net:
+    net = Net()
+    net.blocks = nn.ModuleList(OnCPUInside(20 + 5 * number) for number in range(3))
+    return net
+
+
+def four(build: type) -> Callable[[], nn.Module]:
+    return lambda: build(4)
+
+
+class ReturnsWeight(Block):
+    """A unit whose weight comes out with its output, as itself and as a view."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x), self.up.weight, self.down.weight.t()
+
+
+class Weights(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReturnsWeight(20 + 5 * number) for number in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, up, down = block(x)
+            x = x + F.linear(F.linear(x, up), down.t())
+        return x
+
+
+CASES = [
+    Case("auxiliary losses as attributes", mixture(True), with_aux),
+    Case("auxiliary losses made before the output", mixture(False), with_aux),
+    Case("auxiliary losses alone", mixture(True), aux_alone),
+    Case("skipped blocks", skipping, some_skipped),
+    Case("opaque results", Hidden),
+    Case("results elsewhere", Told),
+    Case("generators", Dripped),
+    Case("one checkpoint over several units", four(CheckpointedOver)),
+    Case("one checkpoint over the model", CheckpointedWhole),
+    Case("checkpoint_sequential", four(Sequenced)),
+    Case("nested checkpoints", four(CheckpointedTwice)),
+    Case("a Function outside of the forward", Net, fused(OnTheSide)),
+    Case("a Function that makes gradients in forward", Net, fused(InForward)),
+    Case("a Function within the forward", FusedWithin),
+    Case("a penalty before the forward", Net, penalized_before),
+    Case("a penalty after the forward", Net, penalized_after),
+    Case("WGAN-GP", Net, gradient_penalty),
+    Case("a functional head", Net, functional_head),
+    Case("two passes with attributes", mixture(True), with_aux, two_passes, one_order=False),
+    Case("recurring", Recurring),
+    Case("leaving early", LeavingEarly, leaving_early),
+    Case("what blocks remember", Reading),
+    Case("slopes of two outputs", Net, graph_within),
+    Case("hooks of others around units", Checked),
+    Case("hooks of others inside of units", on_cpu_inside),
+    Case("weights as results", Weights),
+]

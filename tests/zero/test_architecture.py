@@ -1,0 +1,113 @@
+"""docs/architecture.md is what runs: the walk in it is that of a gradient, under a tracer."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worlds import World, built, on_threads
+
+import zerokern as zk
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text()
+PACKAGE = Path(zk.__file__).parent
+PLAYED = "comm/fake.py"  # threads that play ranks: not on the way of a real one
+STEADY = 3  # by then whatever is made once has been made
+
+Function = tuple[str, str]
+"""File below the package, and qualified name, without what is defined within."""
+
+
+@dataclass
+class Walk:
+    """Who ran in the threads of rank 0, in order of first calls, and who was on the stack when a stop was reached."""
+
+    stops: list[Function]
+    on: bool = False
+    threads: set[threading.Thread] = field(default_factory=set)
+    ran: dict[Function, None] = field(default_factory=dict)
+    passed: set[Function] = field(default_factory=set)
+
+    def __call__(self, frame: FrameType | None, event: str, _: Any) -> None:
+        if not self.on or event != "call" or threading.current_thread() not in self.threads:
+            return
+        name = function(frame)
+        if name is None:
+            return
+        self.ran.setdefault(name)
+        while name in self.stops and frame is not None:
+            self.passed |= {function(frame)} - {None}
+            frame = frame.f_back
+
+
+def function(frame: FrameType | None) -> Function | None:
+    assert frame is not None
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(PACKAGE) or path.relative_to(PACKAGE).as_posix() == PLAYED:
+        return None
+    return path.relative_to(PACKAGE).as_posix(), frame.f_code.co_qualname.split(".<locals>")[0]
+
+
+def stops(page: str) -> list[Function]:
+    """The functions of the walk, in order: each behind its file."""
+    section = page.partition("## The way of a gradient")[2].partition("\n## ")[0]
+    return re.findall(r"`([a-z/_]+\.py)` `([A-Za-z_.]+)`", section)
+
+
+def step(world: World, walk: Walk) -> None:
+    sys.setprofile(None)  # until the step that counts: what is imported before is much
+    if world.rank == 0:
+        walk.threads.add(threading.current_thread())
+    model = world.shard(built(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), stage=2)
+    optimizer = zk.AdamW(model.parameters(), lr=0.1, tier="cpu", schedule="overlap", max_grad_norm=1.0)
+    for number in range(STEADY + 1):
+        loss = model(torch.ones(2, 8)).sum()
+        if number == STEADY and world.rank == 0:
+            sys.setprofile(walk)
+            walk.on = True
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(2, 8))
+    sys.setprofile(None)
+
+
+@pytest.fixture(scope="module")
+def walked() -> Walk:
+    walk, start = Walk(stops(PAGE)), threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if threading.current_thread() in walk.threads:
+            walk.threads.add(thread)
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", started)
+        threading.setprofile(walk)
+        try:
+            on_threads(2, step, walk)
+        finally:
+            threading.setprofile(None)
+    return walk
+
+
+def test_the_walk_is_that_of_a_gradient(walked: Walk) -> None:
+    assert len(walked.stops) >= 16 and len(walked.threads) == 2
+    ran = [one for one in walked.ran if one in walked.stops]
+    assert ran == walked.stops, "docs/architecture.md names other functions, or in another order, than ran"
+
+
+def test_the_way_is_as_short_as_the_page_says(walked: Walk) -> None:
+    """Whoever makes it shorter writes the new numbers down."""
+    ((functions, files),) = re.findall(r"at most (\d+) functions in (\d+) files", PAGE)
+    listed = "\n".join(f"{file} {name}" for file, name in sorted(walked.passed))
+    assert len(walked.passed) <= int(functions), listed
+    assert len({file for file, _ in walked.passed}) <= int(files), listed

@@ -1,0 +1,243 @@
+"""zk.shard, offload and NCCL on one GPU, with work made late wherever an order could be missing.
+
+One rank moves nothing, so the group is told that it is not alone: every collective then goes through the library. The
+same bodies are rehearsed on the CPU, where gloo has the library's place and nothing is late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from worlds import built, full
+from zero_cases import IN, OUT, Net
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "optim"))
+
+from offload_cases import Late, one_thread
+
+import zerokern as zk
+from zerokern.comm import Group, joining
+from zerokern.memory.staging import CudaDriver
+from zerokern.zero.publishing import Publisher
+
+LATE = 5_000_000  # cycles: milliseconds, so that whoever does not wait is too early
+STEPS = 6
+BUCKET_NBYTES = 4096  # several buckets
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a test trains, and how something is made late there."""
+
+    device: torch.device
+    group: Group
+
+    def late(self, cycles: int = LATE) -> None:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(cycles)
+
+    def aside(self) -> contextlib.AbstractContextManager[Any]:
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(side)
+
+    def model(self, dtype: torch.dtype, stage: int | None = None) -> nn.Module:
+        model = built(Net).to(device=self.device, dtype=dtype)
+        return model if stage is None else zk.shard(model, stage=stage, mesh=self.group, bucket_bytes=BUCKET_NBYTES)
+
+    def moved(self, kind: str) -> int:
+        """How many collectives of a kind the library has run."""
+        return self.group._common.board.ledger.counts.get(kind, 0)  # type: ignore[attr-defined]
+
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    device = torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        pg = dist.group.WORLD
+        common = joining._common(pg, device)
+        group = joining._group(pg, device, common)
+        group.alone = False
+        joining._meet(pg, group, common)
+        with one_thread():
+            yield Place(device, group)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def everything_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies and publications begin late, each on the stream that it is on."""
+    if not torch.cuda.is_available():
+        return
+    copying, gathering = CudaDriver.copy, Publisher.gather
+
+    def copy_late(self: CudaDriver, stream: Any, pairs: Any) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LATE)
+        copying(self, stream, pairs)
+
+    def gather_late(self: Publisher, number: int) -> Any:
+        torch.cuda._sleep(LATE)
+        return gathering(self, number)
+
+    monkeypatch.setattr(CudaDriver, "copy", copy_late)
+    monkeypatch.setattr(Publisher, "gather", gather_late)
+
+
+def batch(place: Place, dtype: torch.dtype, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x, y = torch.randn(4, IN, generator=generator), torch.randn(4, OUT, generator=generator)
+    return x.to(place.device, dtype), y.to(place.device)
+
+
+def train(
+    place: Place,
+    model: nn.Module,
+    loop: Any,
+    *,
+    accumulate: int = 1,
+    once: bool = False,
+    between: Callable[[int], object] = lambda step: None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The losses, and the parameters at the end. `once`: one reduction for all micro-batches."""
+    dtype = next(model.parameters()).dtype
+    losses = []
+    for step in range(STEPS):
+        for micro in range(accumulate):
+            held = zk.no_sync(model) if once and micro < accumulate - 1 else contextlib.nullcontext()
+            with held:
+                x, y = batch(place, dtype, accumulate * step + micro)
+                place.late()
+                loss = F.mse_loss(model(x).float(), y)
+                place.late()
+                loss.backward()
+            losses.append(loss.detach())
+        place.late()
+        loop.step()
+        model.zero_grad()
+        between(step)
+    if getattr(loop, "schedule", None) == "overlap":
+        loop.flush()
+    return [loss.cpu() for loss in losses], [value.cpu() for value in full(model).values()]
+
+
+def same(left: tuple[list[Tensor], list[Tensor]], right: tuple[list[Tensor], list[Tensor]]) -> None:
+    for which, mine, theirs in zip(("losses", "parameters"), left, right, strict=True):
+        assert all(map(torch.equal, mine, theirs)), which
+
+
+def run(place: Place, stage: int | None, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
+    trained = {name: settings.pop(name) for name in ("accumulate", "once", "between") if name in settings}
+    model = place.model(dtype, stage)
+    optimizer = zk.AdamW(model.parameters(), lr=1e-2, **settings)
+    return train(place, model, optimizer, **trained)
+
+
+@pytest.mark.usefixtures("everything_late")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_and_schedule_has_the_bits_of_plain_training(place: Place, stage: int, dtype: torch.dtype) -> None:
+    """Without clipping: the host and the device add a norm's terms in orders of their own."""
+    plain = run(place, None, dtype)
+    same(run(place, stage, dtype), plain)
+    same(run(place, stage, dtype, tier="cpu"), plain)
+    same(run(place, stage, dtype, tier="cpu", schedule="overlap"), plain)
+
+
+@pytest.mark.usefixtures("everything_late")
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_overlap_has_the_bits_of_sync(place: Place, stage: int, once: bool) -> None:
+    """Clipped and accumulated."""
+    settings: dict[str, Any] = {"tier": "cpu", "max_grad_norm": 0.3, "accumulate": 3, "once": once}
+    same(run(place, stage, schedule="overlap", **settings), run(place, stage, schedule="sync", **settings))
+
+
+@pytest.mark.usefixtures("everything_late")
+@pytest.mark.parametrize("stage", STAGES)
+def test_delayed_is_the_loop_of_the_paper(place: Place, stage: int) -> None:
+    seen = place.model(torch.bfloat16)
+    ahead = copy.deepcopy(seen)
+    hand = Late(
+        seen.parameters(), ahead.parameters(), zk.AdamW(ahead.parameters(), lr=1e-2, tier="cpu", max_grad_norm=0.3), 2
+    )
+    expected = train(place, seen, hand)
+    found = run(place, stage, tier="cpu", max_grad_norm=0.3, schedule=zk.Delayed(after=2))
+    same(found, expected)
+
+
+@pytest.mark.usefixtures("everything_late")
+@pytest.mark.parametrize("stage", STAGES)
+def test_on_a_stream_of_the_programs_own(place: Place, stage: int) -> None:
+    """The whole loop on a side stream: the same bits, and nothing that torch warns of."""
+    settings: dict[str, Any] = {"tier": "cpu", "schedule": "overlap", "max_grad_norm": 0.3}
+    expected = run(place, stage, **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*stream.*")
+        with place.aside():
+            found = run(place, stage, **settings)
+    same(found, expected)
+
+
+@pytest.mark.parametrize("place", ["cpu", CUDA], indirect=True)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_library_moves_everything(place: Place, stage: int) -> None:
+    """What one rank would leave out is launched: or the tests above prove nothing."""
+    before = {kind: place.moved(kind) for kind in ("reduce_scatter", "all_gather", "all_reduce")}
+    run(place, stage)
+    more = {kind for kind, count in before.items() if place.moved(kind) > count}
+    assert more >= ({"all_reduce"} if stage == 0 else {"reduce_scatter", "all_gather"})
+
+
+@pytest.mark.parametrize("place", [CUDA], indirect=True)
+def test_units_fragment_nothing(place: Place) -> None:
+    """What is reserved after the first steps is enough for those that follow."""
+    reserved: list[int] = []
+    run(place, 3, between=lambda step: reserved.append(torch.cuda.memory_reserved()))
+    assert reserved[2:] == [reserved[2]] * (STEPS - 2)
+
+
+@pytest.mark.parametrize("place", [CUDA], indirect=True)
+def test_the_norm_of_a_step_makes_the_host_wait_a_constant_number_of_times(place: Place) -> None:
+    """Buckets and parameters add none: a step of three times the blocks waits as often."""
+    counts = []
+    for blocks in (2, 6):
+        model = built(lambda blocks=blocks: Net(blocks)).cuda()
+        zk.shard(model, stage=2, mesh=place.group, bucket_bytes=BUCKET_NBYTES)
+        optimizer = zk.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+        for _ in range(2):
+            model(torch.ones(4, IN, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                model(torch.ones(4, IN, device="cuda")).sum().backward()
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        counts.append(len([one for one in found if "synchroniz" in str(one.message)]))
+    assert counts[0] == counts[1]

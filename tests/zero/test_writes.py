@@ -1,0 +1,224 @@
+"""Writes to parameters while they are whole, in a forward or through a view, last; other values compute where given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from worlds import STAGES, World, anywhere, built, full, refusal, says
+from zero_cases import IN, OUT, Block, Net, batch, make_adamw, mse, same
+
+import zerokern as zk
+
+
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(IN, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.body.weight.clamp_(-0.1, 0.1)
+        return self.body(x)
+
+
+class InUnits(Net):
+    """A unit that writes to its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(self.shrink)
+
+    @staticmethod
+    def shrink(block: nn.Module, args: tuple) -> None:
+        block.up.weight.detach().mul_(0.9)
+
+
+class Momentum(nn.Module):
+    """A second encoder that follows the first, as in MoCo and BYOL: the parameters of other units are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(IN, 10)
+        self.query = nn.ModuleList(Block() for _ in range(2))
+        self.key = nn.ModuleList(Block() for _ in range(2))
+        self.key.requires_grad_(False)
+        self.leave = nn.Linear(10, OUT)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            slow.mul_(0.9).add_(fast, alpha=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.follow()
+        left = right = self.enter(x)
+        for block in self.query:
+            left = block(left)
+        for block in self.key:
+            right = block(right)
+        return self.leave(left + right)
+
+
+class ByData(Net):
+    """`.data` raises no version, and may be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(self.shrink)
+
+    @staticmethod
+    def shrink(block: nn.Module, args: tuple) -> None:
+        block.up.weight.data.mul_(0.9)
+        block.down.weight.data = block.down.weight.data * 0.9
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.leave.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class MomentumByData(Momentum):
+    @torch.no_grad()
+    def follow(self) -> None:
+        for slow, fast in zip(self.key[0].parameters(), self.query[0].parameters(), strict=True):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        for slow, fast in zip(self.key[1].parameters(), self.query[1].parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+
+class Row(Net):
+    """Through a view of a parameter that another unit has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.blocks[1].up.weight[3].fill_(0.25)
+            self.blocks[2].up.bias.copy_(self.blocks[0].up.bias[:1].expand(129))
+        return super().forward(x)
+
+
+def lasts(world: World, build: Callable[[], nn.Module]) -> None:
+    model, plain = world.shard(built(build), stage=3), built(build)
+    pairs = [(model, make_adamw(model.parameters())), (plain, make_adamw(plain.parameters()))]
+    x, _ = batch(9)
+    for step in range(3):
+        losses = []
+        for one, optimizer in pairs:
+            with torch.no_grad():
+                one(x)
+            losses.append(mse(one, step, world))
+            losses[-1].backward()
+            if one is plain:
+                world.average_gradients(plain.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        same(world.size <= 2, *losses, f"the loss of step {step}")
+    for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
+        same(world.size <= 2, mine, theirs.detach(), name)
+
+
+@pytest.mark.parametrize("build", [Clamped, InUnits, Momentum, ByData, MomentumByData, Row])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_a_forward_writes_lasts(size: int, build: Callable) -> None:
+    anywhere(size, lasts, build)
+
+
+def through_a_view(world: World) -> None:
+    model, plain = world.shard(built(Net), stage=3), built(Net)
+    for one in (model, plain):
+        optimizer = make_adamw(one.parameters())
+        for step in range(2):
+            mse(one, step, world).backward()
+            if one is plain:
+                world.average_gradients(plain.parameters())
+            with torch.no_grad():
+                one.leave.weight[0].zero_()
+                one.leave.weight.add_(1.0)
+            optimizer.step()
+            with torch.no_grad():
+                one.blocks[0].up.weight.t()[1].fill_(0.5)
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
+        same(world.size <= 2, mine, theirs.detach(), name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_written_through_a_view_between_steps_lasts(size: int) -> None:
+    anywhere(size, through_a_view)
+
+
+def given(world: World) -> None:
+    """Weights of an average, of some modules or all, and parameters that were assigned, evaluate."""
+    model, plain, other = world.shard(built(Net), stage=3), built(Net), built(Net, 5)
+    x, _ = batch(0)
+    weights = {name: value.detach() for name, value in other.named_parameters()}
+    some = {name: value for name, value in weights.items() if name.startswith("blocks.1")}
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(functional_call(model, weights, (x,)), other(x))
+            assert torch.equal(functional_call(model, some, (x,)), functional_call(plain, some, (x,)))
+            assert torch.equal(model(x), plain(x))
+        block, hidden = model.blocks[1], torch.ones(2, 10)
+        inner = {name.removeprefix("blocks.1."): value for name, value in some.items()}
+        assert torch.equal(functional_call(block, inner, (hidden,)), other.blocks[1](hidden))
+    model.load_state_dict(other.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(model(x), other(x))
+    says(refusal(lambda: model(x)), ["no parameter that the model had", "write into the parameters that are there"])
+    says(refusal(lambda: model.blocks[0](hidden)), ["'blocks.0.norm.weight'", "on this rank alone"])
+
+
+def given_with_gradients(world: World, stage: int) -> None:
+    """Plain tensors in the place of parameters: gradients come to them, and to what is still the model's."""
+    model, plain, other = world.shard(built(Net), stage=stage), built(Net), built(Net, 5)
+    x, y = batch(1, world.rank)
+    for _ in range(2):
+        found = []
+        for one in (model, plain):
+            weights = {name: value.detach().clone().requires_grad_() for name, value in other.named_parameters()}
+            some = {name: value for name, value in weights.items() if name.startswith(("blocks.1", "leave"))}
+            (functional_call(one, some, (x,)) - y).square().mean().backward()
+            found.append([value.grad for value in some.values()])
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], found[-1], strict=True))
+            if one is plain:
+                world.average_gradients(plain.parameters())
+            optimizer = make_adamw(one.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
+        same(world.size <= 2, mine, theirs.detach(), name)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_that_take_the_place_of_parameters_compute(size: int) -> None:
+    anywhere(size, given)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tensors_that_take_the_place_of_parameters_are_trained(stage: int) -> None:
+    anywhere(2, given_with_gradients, stage)
+
+
+def one_rank_writes(world: World, stage: int) -> None:
+    tables = nn.ModuleDict({"words": nn.Embedding(7, 3, max_norm=1.0)})
+    says(
+        refusal(lambda: world.shard(tables, stage=stage)), ["'words' has max_norm=1.0", "zk.gathered(embedding, write"]
+    )
+    tables.requires_grad_(False)
+    model = world.shard(tables, stage=stage)
+    rows = torch.arange(7)
+    assert torch.equal(model["words"](rows), nn.functional.embedding(rows, built_rows(model), None, 1.0))
+
+
+def built_rows(model: nn.Module) -> Tensor:
+    with zk.gathered(model):
+        return model["words"].weight.detach().clone()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lookups_that_renormalize_are_refused_where_ranks_would_differ(stage: int) -> None:
+    anywhere(2, one_rank_writes, stage)

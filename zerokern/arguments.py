@@ -1,0 +1,103 @@
+"""What words on a command line mean: each function makes a `type` of argparse, which names what is allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from zerokern.core.errors import got
+
+PICTURES = (".png", ".svg", ".pdf")
+BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def numbers(
+    name: str, allowed: str, *, units: Mapping[str, int] | None = None, least: int = 1, most: float = math.inf
+) -> Callable[[str], tuple[int, ...]]:
+    """A list of whole numbers; with `units` each may have a fraction and a unit.
+
+    >>> numbers("tokens", "numbers", units=BINARY)("4k,16k,4k")
+    (4096, 16384)
+    """
+
+    def parse(text: str) -> tuple[int, ...]:
+        found = [_number(word.strip().upper(), units) for word in text.split(",")]
+        if not all(least <= one <= most for one in found):
+            raise ArgumentTypeError(got(name, text, allowed))
+        return tuple(dict.fromkeys(int(one) for one in found))
+
+    return parse
+
+
+def number(name: str, allowed: str, *, units: Mapping[str, int] | None = None) -> Callable[[str], int]:
+    """One whole number.
+
+    >>> number("cap", "bytes", units=BYTES)("1.5 GB"), number("numel", "elements", units=BINARY)("64m") >> 20
+    (1500000000, 64)
+    """
+    several = numbers(name, allowed, units=units)
+
+    def parse(text: str) -> int:
+        if "," in text:
+            raise ArgumentTypeError(got(name, text, allowed))
+        return several(text)[0]
+
+    return parse
+
+
+def _number(word: str, units: Mapping[str, int] | None) -> float:
+    """NaN where the word is no number, which is above and below nothing."""
+    match = re.fullmatch(r"(\d+)()" if units is None else r"(\d*\.?\d+)\s*([A-Z]*)", word)
+    known = {"": 1} if units is None else units
+    return round(float(match[1]) * known[match[2]]) if match and match[2] in known else math.nan
+
+
+count = number("count", "a whole number from 1 on")
+
+
+def names(name: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A list of names.
+
+    >>> names("schedule", ["sync", "overlap"])("overlap, sync")
+    ('overlap', 'sync')
+    """
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        if not set(found) <= set(allowed):
+            raise ArgumentTypeError(got(name, text, f"a list of {', '.join(allowed)}"))
+        return found
+
+    return parse
+
+
+def picture(name: str) -> Callable[[str], Path]:
+    """A file for a picture."""
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        if path.suffix.lower() not in PICTURES or not path.resolve().parent.is_dir():
+            raise ArgumentTypeError(got(name, text, f"a {', '.join(PICTURES)} file in a folder that exists"))
+        return path
+
+    return parse
+
+
+def new_file(text: str) -> Path:
+    path = Path(text)
+    if path.exists():
+        raise ArgumentTypeError(f"{text} exists already, and a result is never overwritten; name another file")
+    if not path.resolve().parent.is_dir():
+        raise ArgumentTypeError(f"{text}: there is no folder {path.resolve().parent}")
+    return path
+
+
+def folder(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise ArgumentTypeError(got("path", text, "a folder that exists, on the disk to measure"))
+    return path

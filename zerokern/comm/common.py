@@ -1,0 +1,51 @@
+"""What all groups of one process group share."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerokern.comm import collectives
+from zerokern.comm.agreement import Board
+from zerokern.comm.group import Group
+from zerokern.comm.watch import Watch
+from zerokern.comm.whereabouts import Presence
+
+__all__ = ["Common"]
+
+
+class Common:
+    """What all groups of one process group share, on one kind of device: counts of what was posted, board, watch.
+
+    It must not hold the process group, which is the key that it is found by.
+    """
+
+    def __init__(self, pg: Any, device: torch.device, timeout_s: float, presence: Presence) -> None:
+        self.rank, self.size = dist.get_rank(pg), dist.get_world_size(pg)
+        self.groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+        self.lane: Any = None
+        # a store of its own until all are here
+        self.board = Board(dist.HashStore(), self.rank, self.size, timeout_s, presence)
+        self.ledger = self.board.ledger
+        self.ledger.publishing = lambda: any(group.publishing for group in list(self.groups.values()))
+        found = weakref.ref(pg)
+
+        def sever() -> None:
+            living = found()
+            if living is None:
+                return
+            if device.type == "cpu":
+                collectives.sever(living, self.rank, self.size)
+            else:
+                collectives.abort(*(one for one in (living, self.lane) if one is not None))
+
+        def closed() -> list[int]:
+            living = found()
+            if living is None or device.type != "cpu":
+                return []
+            return collectives.closed_peers(living, self.rank, self.size)
+
+        self.watch = Watch(self.board, sever, closed, polls=device.type != "cpu")

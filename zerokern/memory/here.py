@@ -1,0 +1,166 @@
+"""Which elements of a tensor are here: a span of a box of it. As boxes, of which checkpoints speak, and as runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.kernels.formats import BLOCK, blocks
+
+__all__ = ["Cuboid", "Here", "boxes", "runs"]
+
+Cuboid = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, its first element's place within the span
+
+
+@dataclass(frozen=True)
+class Here:
+    """This rank's elements of a tensor: of its box at `offsets` with `sizes`, flat, [start, start + numel).
+
+    A plain tensor is all here. Who divides flat memory leaves a span of it, who divides dimensions a box, and both at
+    once a span of a box. `group`: the ranks that it is divided among, where that is known.
+
+    >>> here = Here.span(torch.Size([3, 4]), 2, 6); here.boxes()
+    [((0, 2), (1, 2), 0), ((1, 0), (1, 4), 2)]
+    >>> here.runs(), here.cut(torch.arange(12).view(3, 4))
+    ([(2, 6, 0)], tensor([2, 3, 4, 5, 6, 7]))
+    """
+
+    shape: torch.Size
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    numel: int
+    group: Any = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"elements {self.first}:{self.first + self.numel} of {tuple(self.shape)}"
+
+    @staticmethod
+    def span(shape: torch.Size, start: int, numel: int) -> Here:
+        """Of the whole tensor, flat, [start, start + numel)."""
+        return Here(shape, (0,) * len(shape), tuple(shape), start, numel)
+
+    @property
+    def first(self) -> int:
+        """The first of these elements, by its number in the whole tensor."""
+        if self.sizes == self.shape:
+            return self.start
+        at, rest = 0, self.start
+        for dim in reversed(range(len(self.shape))):
+            step = math.prod(self.shape[dim + 1 :])
+            rest, inside = divmod(rest, max(self.sizes[dim], 1))
+            at += (self.offsets[dim] + inside) * step
+        return min(at, self.shape.numel())
+
+    @property
+    def misaligned(self) -> str:
+        """Why a rank does not begin with a whole int8 block of the tensor; empty where all do."""
+        return ""
+
+    def of(self, key: str) -> Here:
+        """What is here of the parameter's state of that name: of its elements, or of the scales of their blocks."""
+        if not key.endswith("_scale"):
+            return self
+        shape = torch.Size([blocks(self.shape.numel())])
+        return replace(
+            self, shape=shape, offsets=(0,), sizes=tuple(shape), start=self.first // BLOCK, numel=blocks(self.numel)
+        )
+
+    def within(self, begin: int, numel: int) -> Here:
+        """Of the elements here, [begin, begin + numel)."""
+        return Here(self.shape, self.offsets, self.sizes, self.start + begin, numel)
+
+    def boxes(self) -> list[Cuboid]:
+        """The fewest boxes of the tensor that these elements make up, in their order."""
+        found = boxes(self.sizes, self.start, self.numel)
+        return [
+            (tuple(a + b for a, b in zip(self.offsets, at, strict=True)), sizes, first) for at, sizes, first in found
+        ]
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The same as (start in the tensor, numel, first among these elements)."""
+        end, found = self.start + self.numel, []
+        for at, numel, first in runs(self.shape, self.offsets, self.sizes):
+            begin = max(first, self.start)
+            count = min(first + numel, end) - begin
+            if count > 0:
+                found.append((at + begin - first, count, begin - self.start))
+        return found
+
+    def alike(self, other: Here) -> bool:
+        """Whether another tensor that is divided like this one is divided like that one too."""
+        return self.runs() == other.runs()
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """These elements of a plain tensor of the shape, 1-D; a view of it where that is possible."""
+        box = whole.detach()
+        if self.sizes != self.shape:
+            box = box[tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))]
+        return box.reshape(-1)[self.start : self.start + self.numel]
+
+    def show(self, local: Tensor, before: Any = None, name: str = "") -> Tensor:
+        """These elements, flat, as a tensor of the shape over the same memory; `before`, if it shows them already."""
+        return local.view(self.shape)
+
+
+def boxes(shape: Sequence[int], start: int, numel: int) -> list[Cuboid]:
+    """The fewest boxes of a tensor of `shape` that its elements [start, start + numel) make up, in their order.
+
+    >>> boxes((3, 4), 2, 8)
+    [((0, 2), (1, 2), 0), ((1, 0), (1, 4), 2), ((2, 0), (1, 2), 6)]
+    >>> boxes((3, 4), 4, 8), boxes((), 0, 1), boxes((3, 4), 5, 0)
+    ([((1, 0), (2, 4), 0)], [((), (), 0)], [])
+    """
+    if not numel:
+        return []
+    return list(_cut((), tuple(shape), start, start + numel, start)) if shape else [((), (), 0)]
+
+
+def _cut(fixed: tuple[int, ...], shape: tuple[int, ...], begin: int, end: int, first: int) -> Iterator[Cuboid]:
+    """Of the part of a tensor with these leading indices, elements [begin, end); `first` is where the span begins."""
+    if len(shape) == 1:
+        yield (*fixed, begin), (*(1 for _ in fixed), end - begin), begin - first
+        return
+    row = math.prod(shape[1:])
+    top, bottom = -(-begin // row), end // row  # whole rows
+    if top > bottom:  # within one row
+        yield from _within(fixed, shape, bottom, begin, end, first)
+        return
+    if begin % row:
+        yield from _within(fixed, shape, top - 1, begin, top * row, first)
+    if top < bottom:
+        rest = shape[1:]
+        yield (*fixed, top, *(0 for _ in rest)), (*(1 for _ in fixed), bottom - top, *rest), top * row - first
+    if end % row:
+        yield from _within(fixed, shape, bottom, bottom * row, end, first)
+
+
+def _within(
+    fixed: tuple[int, ...], shape: tuple[int, ...], number: int, begin: int, end: int, first: int
+) -> Iterator[Cuboid]:
+    shift = number * math.prod(shape[1:])
+    yield from _cut((*fixed, number), shape[1:], begin - shift, end - shift, first - shift)
+
+
+def runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The other way: a box's elements, in its own order, as (start in the tensor, numel, first within the box).
+
+    >>> runs((3, 4), (1, 0), (2, 4)), runs((3, 4), (0, 2), (2, 2))
+    ([(4, 8, 0)], [(2, 2, 0), (6, 2, 2)])
+    """
+    if not math.prod(sizes):
+        return []
+    whole = len(shape)  # the dimensions from here on are consecutive elements of the tensor
+    while whole and (whole == len(shape) or sizes[whole] == shape[whole]):
+        whole -= 1
+    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    numel = math.prod(sizes[whole:])
+    begins = [sum(offset * step for offset, step in zip(offsets, steps, strict=True))]
+    for dim in range(whole):
+        begins = [begin + index * steps[dim] for begin in begins for index in range(sizes[dim])]
+    return [(begin, numel, place * numel) for place, begin in enumerate(begins)]

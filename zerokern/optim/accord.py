@@ -1,0 +1,154 @@
+"""What ranks tell each other of a step, so that it has one outcome: all is from before, all from after, or all torn.
+
+Ranks meet in a step anyway, to add up the norm; there each says too whether it cannot take part, and whether it is
+about to make state. Only where state is made, or read from a disk, can a rank fail later; there they meet once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerokern.comm import during
+from zerokern.core.errors import StateError, ZerokernError
+from zerokern.optim.dtensors import norm_of_all
+from zerokern.optim.survey import added
+
+__all__ = ["TORN", "WHOLE", "Accord", "say_outcome"]
+
+WHOLE = "Nothing was changed: parameters and state are as they were before the step, which may be tried again"
+TORN = "The step was broken off, so that parameters and state are of different steps: load a checkpoint to go on"
+
+
+class Accord:
+    """One step at a time of the ranks that share parameters.
+
+    >>> accord = Accord([])
+    >>> accord.begin(); accord.total([4.0], skip=False), accord.in_company
+    (4.0, False)
+    """
+
+    def __init__(self, shardings: Sequence[Any]) -> None:
+        divided = [sharding for sharding in shardings if not sharding.replicated]
+        self.teams = list({id(sharding.group): sharding.group for sharding in divided}.values())
+        self._everyone = [sharding.everyone for sharding in shardings]
+        self.in_company = any(team.size > 1 for team in self._everyone)
+        self._meets = any(team.size > 1 for team in self.teams)
+        self.begin()
+
+    def begin(self) -> None:
+        """Another step."""
+        self.makes_state = False  # on this rank
+        self._anyone_makes_state = False
+        self.met = self.agreed = False  # whether ranks have added up, and whether they know that the step has failed
+        self.torn = self._reported = self.publishes = False
+
+    def total(self, sums: Sequence[float], *, skip: bool) -> float:
+        """The sum of squares over all ranks; not finite on any of them if this one is to `skip`.
+
+        Raises where a rank cannot take part in the step: on all of them, before anything has changed.
+        """
+        terms, said = self._meet(sums, skip or not math.isfinite(sums[0]), {}, torn=False)
+        if self.agreed:
+            raise StateError(_told(said, self.torn))
+        return added(terms)
+
+    def refuse(self, reason: str, *, torn: bool, reports: bool) -> None:
+        """This rank cannot go on with the step: the others are told so where they next meet.
+
+        `reports`: whether that is, at the latest, in `reported`.
+        """
+        said = {_own_name(self._everyone[0]): reason}
+        if self._meets and not self.met:
+            self._meet([0.0] * (1 + len(self.teams)), True, said, torn=torn)
+        if reports and not self._reported:
+            others = not self.agreed or _groups_of(self._everyone) != _groups_of(self.teams)
+            if others:  # who have not heard of it, and wait there
+                self._ask(self._everyone, said, torn=torn or self.torn)
+
+    def _meet(
+        self, sums: Sequence[float], broken: bool, said: dict[str, str], *, torn: bool
+    ) -> tuple[list[float], dict[str, str]]:
+        self.met = True
+        terms = [sums[0]]
+        for own, team in zip(sums[1:], self.teams, strict=True):
+            mine = [math.inf if broken else own, bool(said), torn, self.makes_state]
+            word = torch.tensor(mine, dtype=torch.float64, device=team.device)
+            norm_of_all(team, word, "sum", "opt.step")
+            term, failed, torn_ones, makers = word.tolist()
+            terms.append(term)
+            torn = torn or torn_ones > 0
+            self._anyone_makes_state |= makers > 0
+            if failed:
+                said = _exchanged(_groups_of([team]), said)
+        self.agreed, self.torn = bool(said), torn
+        return terms, said
+
+    def prepared(self) -> AbstractContextManager[None]:
+        """Around what makes state: all ranks leave the block well, or all with an error, and nothing has changed."""
+        return self._together(self.teams, lambda: False) if self._anyone_makes_state else nullcontext()
+
+    def reported(self, changed: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Around an update that may fail. `changed`: whether it has written anything here, asked when it is over."""
+        return self._together(self._everyone, changed) if self.in_company else nullcontext()
+
+    @contextmanager
+    def _together(self, teams: Sequence[Any], changed: Callable[[], bool]) -> Iterator[None]:
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        said = self._ask(teams, {} if failure is None else {_own_name(teams[0]): str(failure)}, torn=changed())
+        if failure is not None:
+            raise failure
+        if said:
+            raise StateError(_told(said, self.torn))
+
+    def _ask(self, teams: Sequence[Any], said: dict[str, str], *, torn: bool) -> dict[str, str]:
+        self._reported = teams is self._everyone
+        for group in _groups_of(teams):
+            word = torch.tensor([bool(said), torn], dtype=torch.int64, device=group.device)
+            with during("opt.step", of="the outcome of opt.step"):
+                group.all_reduce(word).wait()
+            failed, torn_ones = word.tolist()
+            torn = torn_ones > 0
+            if failed:
+                said = _exchanged([group], said)
+        self.agreed, self.torn = bool(said), torn and bool(said)
+        return said
+
+
+def say_outcome(error: BaseException, *, torn: bool) -> None:
+    """Add to one of our errors what the step has left behind."""
+    outcome = TORN if torn else WHOLE
+    if isinstance(error, ZerokernError) and outcome not in str(error):
+        error.args = (f"{error}. {outcome}",)
+
+
+def _told(said: dict[str, str], torn: bool) -> str:
+    reasons = "; ".join(f"on {rank}: {reason}" for rank, reason in sorted(said.items()))
+    return f"the step failed {reasons}. {TORN if torn else WHOLE}"
+
+
+def _own_name(group: Any) -> str:
+    return f"rank {dist.get_rank() if dist.is_initialized() else group.rank}"
+
+
+def _groups_of(teams: Sequence[Any]) -> list[Any]:
+    groups = [group for team in teams for group in team.join()]
+    return list({id(group): group for group in groups}.values())
+
+
+def _exchanged(groups: Sequence[Any], said: dict[str, str]) -> dict[str, str]:
+    """What all ranks of these groups have to say, each of which has been told that some of them have."""
+    said = dict(said)
+    for group in groups:
+        for one in group.exchange(said):
+            said.update(one)
+    return said

@@ -1,0 +1,220 @@
+"""zk.export: a model's weights as Hugging Face has them, written by all ranks at once, gathered by none."""
+
+from __future__ import annotations
+
+import copy
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerokern.core.errors import got
+from zerokern.io.advice import on_disk
+from zerokern.io.renaming import Folder
+from zerokern.memory.budget import parse_nbytes
+from zerokern.saving.exported import BESIDE, Target, begun
+from zerokern.saving.progress import Progress, refuse_no_progress
+from zerokern.saving.ranks import Ranks, absolute
+from zerokern.saving.tensorfile import header
+from zerokern.saving.weights import FLOATS, Part, Weight, digest, portions, same_on_all, weights
+
+__all__ = ["export"]
+
+PIECE_NBYTES = 16 << 20  # converted at once
+AROUND = ("module", "_orig_mod")
+
+
+def export(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    opt: torch.optim.Optimizer | None = None,
+    max_shard_nbytes: int | str = "5G",
+    rename: Callable[[str], str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    progress: bool | Callable[[int, int], None] | None = None,
+    group: Any = None,
+) -> None:
+    """Write the weights into the folder `path` as safetensors, the way Hugging Face lays them out.
+
+    That is `model.safetensors` or, beyond `max_shard_nbytes`, several files and `model.safetensors.index.json`; beside
+    it the model's `config`, if it has one. All ranks call it together (those of `group`, else of the world); each
+    writes what it has to where it belongs, and no tensor is gathered. What was exported there before stays until the
+    new files are whole, so these need room beside it, and a kill leaves the weights of one of them. A config
+    that changes takes its name right after the weights; where a kill comes between, the next export finishes that.
+
+    `dtype` converts the floating-point tensors; without it they stay as they are. `opt`, the model's optimizer: where
+    `dtype` is wider than the parameters, its masters are written, which are the exact values. `rename` has the name in
+    the file for a name in the model. Tied weights are written once, under their first name. `progress`: None shows it
+    where the work takes long, True and False decide, a function is called with (bytes done, bytes in all).
+
+    >>> import tempfile, torch, zerokern as zk
+    >>> model = zk.shard(torch.nn.Linear(3, 2), stage=3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     zk.export(folder, model, dtype=torch.bfloat16)
+    ...     zk.load_pretrained(torch.nn.Linear(3, 2), folder)
+    Unmatched(missing=[], unexpected=[])
+    """
+    ranks = Ranks.of(group, "zk.export")
+    folder = absolute(path)
+    held: list[Weight] = []
+    files: list[_File] = []
+
+    def look() -> tuple[str, list[list[tuple[int, int]]]]:
+        refuse_no_progress(progress)
+        most = parse_nbytes("max_shard_nbytes", max_shard_nbytes)
+        described = {"format": "pt", **_checked(dtype, opt, metadata)}
+        held.extend(weights(model, dtype, opt, str if rename is None else rename))
+        files.extend(_files(held, most, described))
+        return digest(held), [one.intervals for one in held]
+
+    everyone = ranks.each("look at the model", look)
+    same_on_all(held, everyone)
+    intervals = [[rows[number] for _, rows in everyone] for number in range(len(held))]
+    target: list[Target] = []
+
+    def begin() -> list[str]:
+        names_of = [list(file.offsets) for file in files]
+        there = Target(folder, sum(file.nbytes for file in files), names_of, sum(one.nbytes for one in held))
+        target.append(there)
+        for number, file in enumerate(files):
+            there.start(number, file.first, file.nbytes)
+        return there.files
+
+    try:
+        names = ranks.lead("begin", begin)
+        share = _share(files, held, intervals, ranks.rank)
+        with Progress("exporting", sum(one.nbytes for one in share), progress if ranks.rank == 0 else False) as moved:
+            ranks.each("write", lambda: _write(folder, names, share, moved))
+        ranks.lead("publish", lambda: target[0].publish(_beside(model, dtype)))
+    except BaseException:
+        for there in target:
+            there.abandon()
+        raise
+
+
+def _checked(dtype: Any, opt: Any, metadata: Any) -> dict[str, str]:
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(got("dtype", dtype, "None or one of " + ", ".join(map(str, FLOATS))))
+    if opt is not None and not isinstance(opt, torch.optim.Optimizer):
+        raise TypeError(got("opt", type(opt).__name__, "None or the model's optimizer"))
+    if opt is not None and dtype is None:
+        do = "Without it parameters are written as they are, and the optimizer's masters have nothing to add"
+        raise ValueError(got("dtype", None, "torch.float32 or another dtype, together with opt", do))
+    if metadata is not None and not (
+        isinstance(metadata, Mapping)
+        and all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items())
+    ):
+        raise TypeError(got("metadata", metadata, "a mapping of text to text"))
+    return dict(metadata or {})
+
+
+@dataclass(frozen=True)
+class _File:
+    first: bytes
+    offsets: dict[str, int]
+    nbytes: int
+
+
+def _files(held: Iterable[Weight], most: int, metadata: Mapping[str, str]) -> list[_File]:
+    """In the model's order, as many tensors into each file as fit; one that is larger has a file of its own."""
+    rows: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
+    used = 0
+    for one in held:
+        if rows[-1] and used + one.nbytes > most:
+            rows.append([])
+            used = 0
+        rows[-1].append((one.name, one.dtype, one.shape))
+        used += one.nbytes
+    return [_File(*header(some, metadata)) for some in rows]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Elements [begin, end) of a part go to `offset` of a file."""
+
+    file: int
+    offset: int
+    dtype: torch.dtype
+    take: Callable[[int, int], Tensor]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.begin) * self.dtype.itemsize
+
+
+def _share(
+    files: Sequence[_File], held: Sequence[Weight], intervals: Sequence[Sequence[Sequence[tuple[int, int]]]], rank: int
+) -> list[_Run]:
+    """What this rank writes, in the order of the files."""
+    homes = {name: (number, offset) for number, file in enumerate(files) for name, offset in file.offsets.items()}
+    runs = []
+    for turn, (one, theirs) in enumerate(zip(held, intervals, strict=True)):
+        file, offset = homes[one.name]
+        parts = sorted((part for part in one.parts if part.numel), key=_start)
+        for start, numel in portions(theirs, rank, one.dtype.itemsize, turn):
+            part = parts[bisect_right(parts, start, key=_start) - 1]
+            at, begin = offset + start * one.dtype.itemsize, start - part.start
+            runs.append(_Run(file, at, one.dtype, part.take, begin, begin + numel))
+    return sorted(runs, key=lambda run: (run.file, run.offset))
+
+
+def _start(part: Part) -> int:
+    return part.start
+
+
+@torch.no_grad()
+def _write(folder: Path, names: Sequence[str], share: Sequence[_Run], progress: Progress) -> None:
+    with on_disk(folder, "cannot write"):
+        inside = Folder(folder)
+    with inside:
+        for number, name in enumerate(names):
+            mine = [run for run in share if run.file == number]
+            with on_disk(folder / name, "cannot write"), begun(inside, name) as fd:
+                for run in mine:
+                    _write_run(fd, run, progress)
+                os.fsync(fd)  # here: on a network file system each host has its own pages to write
+
+
+def _write_run(fd: int, run: _Run, progress: Progress) -> None:
+    step = PIECE_NBYTES // run.dtype.itemsize
+    for begin in range(run.begin, run.end, step):
+        values = run.take(begin, min(begin + step, run.end)).to(run.dtype).cpu().contiguous()
+        place = run.offset + (begin - run.begin) * run.dtype.itemsize
+        _write_all(fd, values.view(torch.uint8).numpy().data, place)
+        progress(values.nbytes)
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
+    """A transformers model knows its config; with it `from_pretrained` reads the folder."""
+    while (inner := next((one for name in AROUND if (one := getattr(model, name, None)) is not None), None)) and (
+        isinstance(inner, nn.Module)
+    ):
+        model = inner
+    found = {}
+    for name in BESIDE:
+        config: Any = getattr(model, name.removesuffix(".json"), None)
+        if not callable(getattr(config, "to_json_string", None)):
+            continue
+        config = copy.deepcopy(config)
+        if name == BESIDE[0]:
+            config.architectures = [type(model).__name__]
+            floats = [param.dtype for param in model.parameters() if param.dtype in FLOATS]
+            if floats:
+                config.dtype = str(dtype or floats[0]).removeprefix("torch.")
+        found[name] = config.to_json_string().encode()
+    return found

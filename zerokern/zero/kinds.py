@@ -1,0 +1,251 @@
+"""The one switch on what a tensor is: plain, a span of zk.shard's, a piece of a parameter, a DTensor.
+
+Everybody else asks `here_of` which of its elements are on this rank, and `local_of` where they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from zerokern.core.errors import StateError
+from zerokern.kernels.formats import BLOCK, blocks
+from zerokern.memory.here import Here
+from zerokern.zero.sharded import Sharded
+
+__all__ = ["Placed", "Residence", "Spanned", "here_of", "is_divided", "local_of", "over", "shardings_of", "take"]
+
+
+def here_of(tensor: Tensor) -> Here:
+    """Which elements of a tensor are on this rank: of a piece, those of its parameter.
+
+    >>> here_of(Sharded(torch.ones(4), torch.Size([2, 3]), 0)).boxes()
+    [((0, 0), (1, 3), 0), ((1, 0), (1, 1), 3)]
+    """
+    if isinstance(tensor, DTensor):
+        return Placed.by(tensor)
+    if isinstance(tensor, Sharded):
+        return Spanned.by(tensor)
+    home: Residence | None = getattr(tensor, "_zk_home", None)
+    if home is not None and tensor is home.piece:
+        return home.here
+    return Here.span(tensor.shape, 0, tensor.numel())
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The memory of these elements: a plain tensor of another shape, or the tensor itself.
+
+    >>> local_of(Sharded(torch.ones(4), torch.Size([2, 3]), 0))
+    tensor([1., 1., 1., 1.])
+    """
+    if isinstance(tensor, Sharded):
+        return tensor.local
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_divided(value: object) -> bool:
+    """Whether something is a tensor that says by its type that it is one of many ranks'.
+
+    >>> is_divided(torch.ones(2))
+    False
+    """
+    return isinstance(value, (DTensor, Sharded))
+
+
+def take(here: Here, value: Tensor, what: str, *, own: bool = False) -> Tensor:
+    """This rank's elements of a whole tensor, or of one that is divided in the same way: 1-D.
+
+    A view where that is possible, unless it is to `own` them.
+    """
+    if value.shape != here.shape:
+        raise StateError(
+            f"{what} has shape {tuple(value.shape)}, and {tuple(here.shape)} is needed, that of the whole parameter; "
+            "this state belongs to another parameter"
+        )
+    if not is_divided(value):
+        mine = here.cut(value)
+        return mine.clone() if own and here.numel < value.numel() else mine
+    there = here_of(value)
+    if not there.alike(here):
+        raise StateError(
+            f"{what} holds {there}, and this rank's are {here}; it was kept on another rank, or divided "
+            "in another way. Load whole tensors, or a checkpoint with zk.load, which divides it anew"
+        )
+    return value.local if isinstance(value, Sharded) else local_of(value).detach().reshape(-1)
+
+
+class Spanned(Here):
+    """What zk.shard leaves here, shown as a `Sharded`."""
+
+    @staticmethod
+    def by(one: Sharded) -> Spanned:
+        """What one holds."""
+        return Spanned(one.shape, (0,) * one.ndim, tuple(one.shape), one.start, one.local.numel(), one.group)
+
+    def show(self, local: Tensor, before: Any = None, name: str = "") -> Tensor:
+        if isinstance(before, Sharded) and before.local is local and here_of(before) == self:
+            return before
+        return Sharded(local, self.shape, self.start, name=name, kind="state", group=self.group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed(Here):
+    """What the placements of a DTensor leave here, shown as a DTensor."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def by(tensor: DTensor, group: Any = None) -> Placed:
+        """What its own leave."""
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        box, stride = (tuple(offsets), tuple(sizes)), tensor.stride()
+        return Placed(tensor.shape, *box, 0, math.prod(sizes), group, mesh=mesh, placements=placements, stride=stride)
+
+    def __str__(self) -> str:
+        return f"what {self.placements} of {self.mesh} leaves here"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions of the mesh that it is divided along."""
+        return tuple(dim for dim, placement in enumerate(self.placements) if not placement.is_replicate())
+
+    @property
+    def misaligned(self) -> str:
+        if not self.dims or self._blocks_per_rank is not None:
+            return ""
+        where = f"a shape of {tuple(self.shape)} under {self.placements} of {self.mesh}"
+        return f"With {where}, not every rank begins with a block of {BLOCK}"
+
+    @property
+    def _blocks_per_rank(self) -> int | None:
+        """Blocks on a rank that has its full share; None where some rank would begin within one."""
+        axes = {getattr(self.placements[dim], "dim", 0) for dim in self.dims}
+        axis = min(axes)
+        if len(axes) > 1 or math.prod(self.shape[:axis]) != 1:  # not consecutive elements of the whole
+            return None
+        ranks = math.prod(self.mesh.size(dim) for dim in self.dims)
+        rows, row = self.shape[axis], math.prod(self.shape[axis + 1 :])
+        if len(self.dims) > 1 and rows % ranks:  # cut unevenly twice: no one share
+            return None
+        share = -(-rows // ranks) * row
+        return blocks(share) if share % BLOCK == 0 or ranks == 1 or share >= rows * row else None
+
+    def of(self, key: str) -> Here:
+        """Scales are cut as their blocks are: as a DTensor where any can say that, else as a span."""
+        if not key.endswith("_scale"):
+            return self
+        shape, first, numel = torch.Size([blocks(self.shape.numel())]), self.first // BLOCK, blocks(self.numel)
+        placements = self._scale_placements(shape.numel())
+        if placements is None:
+            return Spanned(shape, (0,), tuple(shape), first, numel, self.group)
+        box = (first,), (numel,)
+        return Placed(shape, *box, 0, numel, self.group, mesh=self.mesh, placements=placements, stride=(1,))
+
+    def _scale_placements(self, count: int) -> tuple[Any, ...] | None:
+        if not self.dims:
+            return self.placements
+        ranks = math.prod(self.mesh.size(dim) for dim in self.dims)
+        plain = all(type(self.placements[dim]) is Shard for dim in self.dims)
+        if not plain or -(-count // ranks) != self._blocks_per_rank:
+            return None
+        return tuple(Shard(0) if dim in self.dims else Replicate() for dim in range(self.mesh.ndim))
+
+    def alike(self, other: Here) -> bool:
+        return isinstance(other, Placed) and (self.mesh, self.placements) == (other.mesh, other.placements)
+
+    def show(self, local: Tensor, before: Any = None, name: str = "") -> Tensor:
+        if isinstance(before, DTensor) and _holds(before, local) and before.placements == self.placements:
+            return before
+        with torch.no_grad():
+            return over(local.detach().view(self.sizes), self.mesh, self.placements, self.shape, self.stride)
+
+
+def _holds(shown: DTensor, value: Tensor) -> bool:
+    local = shown._local_tensor
+    same = local.numel() == value.numel() and local.dtype == value.dtype and local.device == value.device
+    return same and local.data_ptr() == value.data_ptr()
+
+
+def over(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size, stride: Sequence[int]
+) -> DTensor:
+    """A DTensor over that very memory, wherever it is: `from_local` alone would move it to the mesh's device."""
+    if local.device.type == mesh.device_type or local.is_meta:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
+    like = DTensor.from_local(
+        torch.empty_like(local, device="meta"), mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+    )
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+class Residence:
+    """Where a parameter lives that is not a plain one: what an optimizer asks, whoever has divided it.
+
+    `piece`: this rank's elements of it, 1-D, which stand in for it. `here`: which they are, of it and of its state.
+    `sharding`: those who live together, and the ranks that they are divided among.
+    """
+
+    sharding: Any
+    gradients: Any = None  # the bucket that zk.shard reduces its gradient in
+    loan: Any = None  # while it is whole in the user's object (stage 3)
+
+    def __init__(self, name: str, here: Here, piece: Tensor, trained: bool) -> None:
+        self.name, self.here = name, here
+        self.shape, self.start, self.numel = here.shape, here.first, here.numel
+        self.piece = nn.Parameter(piece, requires_grad=trained)
+        self.piece.zk_name = name  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.here})"
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The model's parameter, where its values lie in the same memory as the piece."""
+        return None
+
+    def look(self, param: Tensor) -> None:
+        """Writes to the parameter count as writes to the piece; our own have been accounted for by `publish`."""
+        raise NotImplementedError
+
+    def stays(self, param: Tensor) -> bool:
+        """Whether this is that parameter still, divided as it was."""
+        raise NotImplementedError
+
+    def local_gradient(self, param: Tensor) -> Tensor | None:
+        """This rank's elements of the parameter's gradient, 1-D; None where it has none."""
+        raise NotImplementedError
+
+    def take_initial(self) -> Tensor | None:
+        """The fp32 values that the piece began with, where they are known and its dtype rounded them: once."""
+
+    def take(self, key: str, value: Any, *, own: bool = False) -> Any:
+        """This rank's elements of a value of state that is shown or was loaded."""
+        if key == "step" or not isinstance(value, Tensor):
+            return value
+        return take(self.here.of(key), value, f"{self.name}: state {key!r}", own=own)
+
+    def show(self, key: str, value: Any, before: Any = None) -> Any:
+        """State of the piece under its parameter's name; `before`, if it shows that already."""
+        if key == "step" or not isinstance(value, Tensor):
+            return value
+        return self.here.of(key).show(value, before, f"{self.name}.{key}")
+
+
+def shardings_of(homes: Iterable[Residence | None]) -> list[Any]:
+    """The shardings of all that are no plain parameters, each once.
+
+    >>> shardings_of([None])
+    []
+    """
+    return list({id(home.sharding): home.sharding for home in homes if home is not None}.values())

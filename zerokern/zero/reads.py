@@ -1,0 +1,133 @@
+"""Stage 3: whoever reads a gathered parameter, at whatever time, finds its unit gathered.
+
+What autograd saves of a parameter is a note that says which elements, not the memory; to read it is to have its unit
+gathered. What somebody else keeps of the memory keeps it: it is given back once nobody refers to it (`BucketMemory`).
+And the parameter that modules compute with stands, while its unit is not whole, for the one that the user knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerokern.zero import hooks
+from zerokern.zero.params import BucketMemory, Gathered
+from zerokern.zero.sharded import Sharded
+
+__all__ = ["Reads", "Resting"]
+
+PLAIN = (Tensor, nn.Parameter, Gathered)
+INPLACE = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: {what}, of shape "
+    "{shape}, is at version {found}; expected version {expected} instead. Do what writes to it after backward(), or "
+    "run the forward again. Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute "
+    "its gradient"
+)
+
+
+class Resting(Gathered):
+    """What `Tenant.full` is while it has no memory; a module may have kept it. Functions get the parameter instead."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*_awake(args), **_awake(dict(kwargs or {})))
+
+
+def _awake(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.resting_for if type(value) is Resting else value
+    if isinstance(value, dict):
+        return {key: _awake(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_awake, value))
+    return type(value)(map(_awake, value)) if isinstance(value, list | tuple) else value
+
+
+class Note:
+    """Which elements of a bucket were saved, and at which version of their parameter."""
+
+    __slots__ = ("before", "full", "offset", "shape", "strides", "version")
+
+    def __init__(self, saved: Tensor, memory: BucketMemory, before: Callable[[], None]) -> None:
+        self.before = before
+        self.offset, self.shape, self.strides = int(saved.storage_offset()), saved.shape, saved.stride()
+        self.full = full = memory.full_at(self.offset)
+        self.version = full._version
+
+    def read(self) -> Tensor:
+        self.before()
+        full = self.full
+        if full._version != self.version:
+            _refuse(f"a parameter of {full.dtype}", tuple(full.shape), full._version, self.version)
+        with torch._C.DisableTorchFunctionSubclass():
+            return full.detach().as_strided(self.shape, self.strides, self.offset)
+
+
+def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> None:
+    raise RuntimeError(INPLACE.format(what=what, shape=shape, found=found, expected=expected))
+
+
+class Reads:
+    """Hooks for what autograd saves while a unit computes.
+
+    `memories`: by their storage, each with what is called before it is read. A graph keeps what that belongs to.
+    """
+
+    def __init__(self, memories: Mapping[int, tuple[BucketMemory, Callable[[], None]]]) -> None:
+        self._memories = dict(memories)
+        self._beside: tuple[Reads, Reads] | None = None
+
+    def begin(self) -> bool:
+        """From here on they are asked; whether `end` is to be called. Hooks of others are left to do their work.
+
+        What those keep of a parameter keeps its memory.
+        """
+        if not hooks.hears_of_saved():
+            return False
+        top = hooks.hears_saved()
+        if top is None:
+            hooks.hear_saved(self.pack, unpack)
+            return True
+        other = getattr(top[0], "__self__", None)
+        if other is self or not isinstance(other, Reads) or self._memories.keys() <= other._memories.keys():
+            return False
+        if self._beside is None or self._beside[0] is not other:
+            self._beside = other, Reads({**other._memories, **self._memories})
+        hooks.hear_saved(self._beside[1].pack, unpack)
+        return True
+
+    @staticmethod
+    def end() -> None:
+        hooks.hear_saved_no_more()
+
+    def pack(self, saved: Tensor) -> Any:
+        if type(saved) not in PLAIN:
+            if isinstance(saved, Sharded) and saved.is_leaf:
+                return saved, saved._version
+            with torch._C.DisableTorchFunctionSubclass():
+                return saved.detach(), saved._version
+        try:
+            found = self._memories.get(saved.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # sparse, or a functional transform's
+            found = None
+        if found is not None and found[0].gathered and saved.dtype is found[0].dtype and not _lazy(saved):
+            return Note(saved, *found)
+        return saved.detach(), saved._version  # itself, an output would keep the graph that keeps it
+
+
+def _lazy(saved: Tensor) -> bool:
+    return saved.is_neg() or saved.is_conj()
+
+
+def unpack(packed: Any) -> Tensor:
+    if type(packed) is Note:
+        return packed.read()
+    saved, version = packed
+    if saved._version != version:  # torch does not look at versions where there are hooks
+        _refuse(f"a tensor of {saved.dtype}", tuple(saved.shape), saved._version, version)
+    return saved
