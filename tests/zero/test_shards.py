@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -129,6 +130,10 @@ def clipped(world: World, stage: int) -> None:
     says(refusal(lambda: next(p.grad for p in shards if p.grad is not None).norm(), TypeError), ["detach"])
     for grad in (p.grad for p in shards if p.grad is not None):
         assert all(type(one) is torch.Tensor for one in (grad.detach(), grad + 0, copy.deepcopy(grad), copy.copy(grad)))
+    largest = torch.stack([p.grad.abs().max() for p in plain.parameters() if p.grad is not None]).max()
+    for parameters in (model, shards):  # far above the norm, so that nothing is clipped
+        found = zk.clip_grad_norm_(parameters, 1e6, norm_type=math.inf)
+        torch.testing.assert_close(found, largest, rtol=1e-5, atol=0)
     norms = [zk.clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)]
     torch.testing.assert_close(norms[0].float(), norms[1], rtol=1e-5, atol=0)
     for optimizer in optimizers:

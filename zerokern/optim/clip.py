@@ -124,4 +124,5 @@ def _measure(grads: list[Tensor], kind: float, place: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=place)
     if kind == 2.0:
         return sumsq_there(grads) if grads[0].is_cuda else torch.tensor(sumsq(grads), dtype=torch.float64)
-    return torch.stack([torch.linalg.vector_norm(grad, math.inf) for grad in grads]).amax().double()
+    parts = [grad.detach() for grad in grads]  # a part of a gradient refuses to tell its norm for that of the whole
+    return torch.stack([torch.linalg.vector_norm(part, math.inf) for part in parts]).amax().double()
