@@ -138,7 +138,10 @@ def test_units_are_seen_in_order() -> None:
     observed = tracing.Observed(GPT(Shape(layers=3, width=64, context=8)), tracing.Clock())
     tokens = torch.zeros(2, 8, dtype=torch.long)
     recorder = Recorder()
-    steps, filled = range(1, 9), 0.0  # some of these milliseconds may be another process's: the best step is this code's
+    steps, filled = (
+        range(1, 9),
+        0.0,
+    )  # some of these milliseconds may be another process's: the best step is this code's
     for step in steps:
         observed.forward_backward(tokens, tokens)
         observed.pending()(recorder, step)
