@@ -14,7 +14,7 @@ import torch
 from memory_cases import mapping_at
 
 from zerokern.core.errors import BudgetError, ZerokernError
-from zerokern.memory import Arena, Lease, Ledger
+from zerokern.memory import Arena, Lease
 from zerokern.memory import arena as arena_module
 
 MIB = 1 << 20
@@ -247,14 +247,6 @@ def test_bad_sizes_are_refused(arena: Arena, nbytes: object) -> None:
     for make in (Arena, lambda nbytes: arena.lease(nbytes, "a")):
         with pytest.raises(ValueError, match=f"nbytes={nbytes} is not possible; allowed: a whole number from 1 on"):
             make(nbytes)
-
-
-def test_what_the_arena_writes_is_in_the_ledger() -> None:
-    ledger = Ledger()
-    arena = Arena(MIB, poison=True, ledger=ledger)
-    arena.lease(5000, "a").release()
-    assert ledger.rows() == [("cpu", "arena", "write", MIB), ("cpu", "poison", "write", 4 * PAGE)]
-    arena.close()
 
 
 class Refusing(mmap.mmap):

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from zerokern.memory import Arena, Copies, CudaDriver, Ring, exchange
+from zerokern.memory import Arena, Copies, CudaDriver
 
 pytestmark = pytest.mark.gpu
 LATE = 50_000_000  # cycles: tens of milliseconds, so that whoever does not wait is too early
@@ -95,21 +95,6 @@ def test_tensors_live_until_their_copy_has_ended(copies: Copies) -> None:
     other = [torch.full((1 << 20,), 9.0, device="cuda") for _ in range(4)]
     copies.close()
     assert host.eq(5.0).all() and len(other) == 4
-
-
-@pytest.mark.parametrize("numel", [1, 1 << 20, (1 << 22) + 12345])
-def test_a_span_passes_through_the_ring(copies: Copies, arena: Arena, numel: int) -> None:
-    ring = Ring(arena, 3, 6 << 20, "test")
-    grads, params = torch.randn(numel, device="cuda").bfloat16(), torch.zeros(numel, device="cuda")
-    expected = grads.float() * 2
-
-    def compute(first: int, grad: torch.Tensor, param: torch.Tensor) -> None:
-        assert grad.is_pinned() and param.is_pinned()
-        param.copy_(grad).mul_(2)
-
-    exchange(copies, ring, compute, out=grads, back=params)
-    assert torch.equal(params, expected)
-    ring.close()
 
 
 def test_pageable_memory_is_refused(copies: Copies) -> None:

@@ -21,7 +21,7 @@ from zerokern.io.space import Space
 from zerokern.io.ticket import Transfers, again
 
 if TYPE_CHECKING:
-    from zerokern.memory import Arena, Ledger
+    from zerokern.memory import Arena
 
 __all__ = ["Home"]
 
@@ -42,7 +42,6 @@ class Home:
         block: int | None,
         faults: Faults | None,
         arena: Arena | None,
-        ledger: Ledger | None,
     ) -> None:
         self.folder, self.durable = folder, durable
         self.open, self.unpublished = False, False
@@ -73,7 +72,7 @@ class Home:
             self._reopen()
             taken = (row.extent for row in self.rows if row.extent is not None)
             self.space = Space(self.files, budget, taken)
-            self.transfers = Transfers(self.engine, self.files.paths, ledger)
+            self.transfers = Transfers(self.engine, self.files.paths)
             if arena is not None:
                 # The ring goes on moving these very pages: an arena that is closed meanwhile must not give them back.
                 self._pages = arena._view(arena.base, torch.uint8, arena.nbytes)
@@ -172,7 +171,6 @@ class Home:
             with self.transfers.lock:
                 self.transfers.drain()
         finally:
-            self.transfers.ledger = None  # what an interrupted drain leaves is settled when there is no engine to ask
             self._let_go_of_files()
 
     def _let_go_of_files(self) -> None:

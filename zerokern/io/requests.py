@@ -14,7 +14,7 @@ CHUNK = 1024
 # The first eight fields of zk_io_request; the engine itself sets the others when it takes the request.
 HEAD = struct.Struct("IIiiQQQQ")
 NBYTES = sizeof(native.IoRequest)
-STATE, ERROR, BOUNCED = (getattr(native.IoRequest, name).offset // 4 for name in ("state", "error", "bounced"))
+STATE, ERROR = (getattr(native.IoRequest, name).offset // 4 for name in ("state", "error"))
 
 
 class Slot:
@@ -35,10 +35,6 @@ class Slot:
     @property
     def error(self) -> int:
         return self.words[self.state - STATE + ERROR]
-
-    @property
-    def bounced(self) -> int:
-        return self.words[self.state - STATE + BOUNCED]
 
 
 class Slots:

@@ -24,7 +24,7 @@ from zerokern.memory.room import amount
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zerokern.memory import Arena, Ledger
+    from zerokern.memory import Arena
 
 __all__ = ["Store"]
 
@@ -40,7 +40,7 @@ class Store:
     or ``"auto"``. ``depth`` blocks of ``block`` bytes are in flight; what is not given comes from a probe of the disk,
     once. ``checksum``: CRC32C of each tensor, checked when a get is waited for. ``durable``: files are kept, and a kill
     at any moment leaves the state of the last ``sync()``; a key that is put again takes its room twice until then.
-    Spans of ``arena`` move without a copy, any other tensor with one, which ``ledger`` counts.
+    Spans of ``arena`` move without a copy, any other tensor with one, which ``stats()`` counts.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder, Store(folder, depth=8, block=1 << 20) as store:
@@ -62,12 +62,11 @@ class Store:
         checksum: bool = False,
         durable: bool = False,
         arena: Arena | None = None,
-        ledger: Ledger | None = None,
         faults: Faults | None = None,
     ) -> None:
         check_settings(engine, 1 if depth is None else depth, PAGE if block is None else block)
         self.folder = Path(os.path.abspath(folder))
-        self.checksum, self.durable, self.arena, self.ledger = checksum, durable, arena, ledger
+        self.checksum, self.durable, self.arena = checksum, durable, arena
         self._home = home = Home(
             self.folder,
             durable=durable,
@@ -77,7 +76,6 @@ class Store:
             block=block,
             faults=faults,
             arena=arena,
-            ledger=ledger,
         )
         self._transfers, self._slots = home.transfers, home.transfers.slots
         self._files, self._space = home.files, home.space
@@ -165,8 +163,6 @@ class Store:
         except KernelError:  # refused: the key holds what it held
             entry.last, entry.put, entry.dtype, entry.shape, entry.crc = was
             raise
-        if self.ledger is not None:
-            self.ledger.add("nvme", "tensor", "read" if op == READ else "write", nbytes)
         return ticket
 
     def _check_after(self, after: Ticket) -> None:

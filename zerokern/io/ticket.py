@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from zerokern.io.engine import Engine
-    from zerokern.memory import Ledger
 
 __all__ = ["Ticket", "Transfers", "again"]
 
@@ -109,21 +108,19 @@ class Ticket:
 class Transfers:
     """The tickets of one engine that have not ended. All but finish() is called with `lock` held."""
 
-    def __init__(self, engine: Engine, paths: dict[int, str], ledger: Ledger | None = None) -> None:
+    def __init__(self, engine: Engine, paths: dict[int, str]) -> None:
         self.lock = threading.RLock()
         self.paths = paths  # by the engine's number of a file
         self.inherited = False
         self.pending: dict[Slot, Ticket] = {}
         self.untold: dict[Ticket, None] = {}  # failures that no wait() has raised
         self.slots = Slots()
-        self.ledger = ledger
-        self._engine, self._handle = engine, engine.handle
+        self._handle = engine.handle
         self._submit = native.library().zk_io_submit
         self._wait = native.library().zk_io_wait
         self._bad = c_int64()
         self._bad_at = byref(self._bad)
         self._credit = SWEEP
-        self._bounced = 0
 
     def start(self, ticket: Ticket, slot: Slot, address: int, flags: int, after: int) -> None:
         """Queues a request; the ticket is pending from here on. `after`: address of a request that must have ended."""
@@ -163,8 +160,6 @@ class Transfers:
             request = slot.request
             where = (request.error_at, request.error_nbytes) if number != errno.ECANCELED else (None, None)
             ticket._failure = ticket.failure(number, "", *where)
-        if self.ledger is not None and slot.bounced:
-            self._count_bounces(self.ledger)
         source, ticket._source = ticket._source, None
         if source is not None and not number:
             self.await_ticket(source)  # it has ended: the engine kept the order
@@ -178,11 +173,6 @@ class Transfers:
         ticket._slot = None
         self.pending.pop(slot, None)
         self.slots.give(slot)
-
-    def _count_bounces(self, ledger: Ledger) -> None:
-        bounced = self._engine.stats()["bounced_nbytes"]
-        ledger.add("cpu", "bounce", "copy", bounced - self._bounced)
-        self._bounced = bounced
 
     def pending_slot(self, ticket: Ticket | None) -> Slot | None:
         """The slot of a ticket that has not ended."""

@@ -1,17 +1,15 @@
 """Memory that state passes through: an arena, leases of it, the ring that slow tiers are staged in, copies to and from
-a GPU, a ledger of bytes.
+a GPU.
 
 >>> from zerokern import memory
->>> ledger = memory.Ledger()
->>> ledger.add("nvme", "exp_avg", "read", 4096)
->>> ledger.total(tier="nvme")
-4096
+>>> with memory.Arena(1 << 20).lease(100, "example") as lease:
+...     lease.nbytes
+100
 """
 
 from zerokern.memory.arena import Arena, Lease
-from zerokern.memory.copies import Copies, exchange
+from zerokern.memory.copies import Copies
 from zerokern.memory.host import HostMemory
-from zerokern.memory.ledger import Ledger
 from zerokern.memory.spans import FreeSpans
 from zerokern.memory.staging import CudaDriver, Ring, Slot, flow
 
@@ -22,9 +20,7 @@ __all__ = [
     "FreeSpans",
     "HostMemory",
     "Lease",
-    "Ledger",
     "Ring",
     "Slot",
-    "exchange",
     "flow",
 ]

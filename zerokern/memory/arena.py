@@ -29,7 +29,6 @@ from zerokern.core.errors import BudgetError, ZerokernError, got
 from zerokern.memory import placement
 from zerokern.memory.batches import forget_error
 from zerokern.memory.layout import PAGE
-from zerokern.memory.ledger import Ledger
 from zerokern.memory.room import amount, refuse_beyond
 from zerokern.memory.spans import FreeSpans
 
@@ -111,12 +110,11 @@ class Arena:
     >>> one.release(); two.release(); arena.close()
     """
 
-    def __init__(self, nbytes: int, *, poison: bool | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(self, nbytes: int, *, poison: bool | None = None) -> None:
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
         self.nbytes = _round_up(nbytes)
         self.poison = env.switched_on("ZEROKERN_POISON") if poison is None else poison
-        self.ledger = ledger
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._mapping: mmap.mmap | None = _map(self.nbytes + HUGE_PAGE, self.nbytes)
@@ -137,8 +135,6 @@ class Arena:
         self._free = FreeSpans(self.nbytes)
         self._leases: dict[int, Lease] = {}
         self._ptrs: list[int] = []  # of the live leases, in order
-        if ledger is not None:
-            ledger.add("cpu", "arena", "write", self.nbytes)
 
     @property
     def pinned(self) -> bool:
@@ -232,8 +228,6 @@ class Arena:
     def _fill(self, lease: Lease) -> None:
         if self.poison:
             ctypes.memset(lease.ptr, POISON, _round_up(lease.nbytes))
-            if self.ledger is not None:
-                self.ledger.add("cpu", "poison", "write", _round_up(lease.nbytes))
 
     def check(self) -> None:
         """Raises where the memory is not: once the arena is closed, and in a forked child."""

@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError, got
-from zerokern.memory.staging import Ring, Slot, Ticket, flow
+from zerokern.core.errors import StateError
+from zerokern.memory.staging import Ticket
 
-__all__ = ["Copies", "Copy", "Driver", "Mark", "exchange"]
-
-LINE = 128  # bytes of the link that move together; and elements of an int8 block
+__all__ = ["Copies", "Copy", "Driver", "Mark"]
 
 
 class Mark(Protocol):
@@ -285,74 +283,3 @@ def _pairs(src: Tensor | Sequence[Tensor], dst: Tensor | Sequence[Tensor]) -> li
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} sources for {len(targets)} destinations; allowed: as many of each")
     return list(zip(targets, sources, strict=True))
-
-
-def exchange(
-    copies: Copies,
-    ring: Ring,
-    compute: Callable[[int, Tensor | None, Tensor | None], object],
-    *,
-    out: Tensor | None = None,
-    back: Tensor | None = None,
-    progress: Callable[[int], object] | None = None,
-) -> None:
-    """Runs a span through host memory: ``out`` leaves the device, ``compute`` fills what returns to it as ``back``.
-
-    Both are flat tensors on the device with as many elements; one of them may be missing. They are cut into pieces that
-    fit into a slot of the ring together. ``compute(first, out_piece, back_piece)`` sees host tensors: the piece that
-    begins with element ``first``, and where to put the result. While it works, the pieces after it are on their way out
-    and those before it on their way back. Returns when everything has ended.
-
-    >>> from zerokern.memory import Arena
-    >>> exchange(None, Ring(Arena(1 << 20), 2, 4096, "example"), print)
-    Traceback (most recent call last):
-    ...
-    ValueError: out=None is not possible; allowed: a tensor on the device, here or as back
-    """
-    spans = [span for span in (out, back) if span is not None]
-    if not spans:
-        raise ValueError(got("out", None, "a tensor on the device, here or as back"))
-    numel = spans[0].numel()
-    for span in spans:
-        if span.dim() != 1 or span.numel() != numel or not span.is_contiguous():
-            found = " and ".join(f"shape {tuple(one.shape)}" for one in spans)
-            raise ValueError(f"out and back have {found}; allowed: contiguous tensors of one dimension and one length")
-    piece = _piece_numel(ring, spans)
-    ready = copies.here()
-
-    def host_side(slot: Slot, i: int) -> list[Tensor | None]:
-        count, offset, sides = min(piece, numel - i * piece), 0, []
-        for span in (out, back):
-            sides.append(None if span is None else slot.lease.tensor(span.dtype, (count,), offset))
-            offset += 0 if span is None else piece * span.itemsize
-        return sides
-
-    def fetch(i: int, slot: Slot, after: Ticket | None) -> Ticket | None:
-        host = host_side(slot, i)[0]
-        if out is None or host is None:
-            return None
-        # Not after the store from this slot: that reads the other side of it.
-        return copies.to_host(out[i * piece : (i + 1) * piece], host, ready=ready)
-
-    def work(i: int, slot: Slot) -> None:
-        compute(i * piece, *host_side(slot, i))
-
-    def store(i: int, slot: Slot) -> Ticket | None:
-        host = host_side(slot, i)[1]
-        if back is None or host is None:
-            return None
-        return copies.to_device(host, back[i * piece : (i + 1) * piece], ready=ready)
-
-    flow(ring, -(-numel // piece), fetch, work, store, progress)
-
-
-def _piece_numel(ring: Ring, spans: Sequence[Tensor]) -> int:
-    """Elements of each span that a slot holds; as many blocks of 128 as fit, so that each side begins on a line."""
-    width = sum(span.itemsize for span in spans)
-    piece = ring.nbytes // width // LINE * LINE
-    if piece == 0:
-        raise ValueError(
-            f"the ring has slots of {ring.nbytes} bytes; allowed: at least {LINE * width}, {LINE} elements of "
-            f"{' and '.join(str(span.dtype) for span in spans)}"
-        )
-    return piece

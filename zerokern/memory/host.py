@@ -14,7 +14,6 @@ from torch import Tensor
 
 from zerokern.memory.arena import Arena
 from zerokern.memory.layout import nbytes_of, offsets_of
-from zerokern.memory.ledger import Ledger
 from zerokern.memory.room import refuse_beyond
 
 __all__ = ["HostMemory"]
@@ -32,9 +31,7 @@ class HostMemory:
     ([torch.Size([3, 5]), torch.Size([7])], 4096)
     """
 
-    def __init__(
-        self, wanted: Sequence[tuple[Sequence[int], torch.dtype]], owner: str, ledger: Ledger | None = None
-    ) -> None:
+    def __init__(self, wanted: Sequence[tuple[Sequence[int], torch.dtype]], owner: str) -> None:
         self.owner = owner
         self.nbytes = nbytes_of(wanted)
         self._arena: Arena | None = None
@@ -43,7 +40,7 @@ class HostMemory:
             self.tensors = [torch.zeros(tuple(shape), dtype=dtype, device="cpu") for shape, dtype in wanted]
             return
         refuse_beyond(self.nbytes, f"host memory for {owner}")
-        self._arena = Arena(self.nbytes, ledger=ledger)
+        self._arena = Arena(self.nbytes)
         lease = self._arena.lease(self.nbytes, owner)
         if self._arena.poison:
             lease.tensor().zero_()

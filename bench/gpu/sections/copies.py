@@ -1,7 +1,6 @@
 """One large span to pinned host memory, from it, and both at once: `zerokern.memory` against plain cudaMemcpyAsync.
 
-Two rows are ours: `Copies`, one call for the whole span, and `exchange`, the pipeline of pieces through a ring whose
-slots are used again. What is asked is asked of the slower of the two, one way and both ways.
+Ours is `Copies`, one call for the whole span, one way and both ways.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerokern.memory import Copies, CudaDriver, Ring, exchange
+from zerokern.memory import Copies, CudaDriver
 
 from ...contest import Provider, WrongResult
 from ...run import Outcome
@@ -23,8 +22,7 @@ from ..settings import Settings
 from ..stand_ins import StandInDriver
 from ..turns import COPY, Contest
 
-WHOLE, PIECES = "zk Copies, whole", "zk exchange, pieces"
-SLOTS, SLOT_NBYTES = 4, 64 << 20
+WHOLE = "zk Copies, whole"
 Maker = Callable[[], Sequence[Provider]]
 
 
@@ -35,7 +33,6 @@ class Spans:
     settings: Settings
     memory: HostMemory
     nbytes: int
-    slot_nbytes: int
     device_out: torch.Tensor = field(init=False)
     device_back: torch.Tensor = field(init=False)
 
@@ -45,7 +42,6 @@ class Spans:
         self.torch_out, self.torch_back = (self.memory.by_torch(self.nbytes, torch.uint8) for _ in range(2))
         driver = StandInDriver() if self.settings.rehearse else CudaDriver(self.settings.device)
         self.copies = Copies(driver)
-        self.ring = Ring(self.memory.arena, SLOTS, self.slot_nbytes, "bench")
 
     def random(self) -> torch.Tensor:
         """Made on the device, where it takes no time."""
@@ -53,7 +49,6 @@ class Spans:
 
     def close(self) -> None:
         self.copies.close()
-        self.ring.close()
 
     def provider(self, name: str, run: Run, moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Provider:
         """`moves`: (dst, src) that must be equal after a run; an empty list where `run` leaves them nowhere."""
@@ -82,9 +77,8 @@ def run(desk: Desk) -> None:
     if settings.rehearse:
         desk.could_not("copies.engine", "a rehearsal: copies of host memory stand in for the copy engines")
     nbytes = settings.sizes.copy_nbytes
-    slot_nbytes = min(SLOT_NBYTES, nbytes // 4)
-    with HostMemory(settings, 2 * nbytes + SLOTS * slot_nbytes, 2 + SLOTS) as memory:
-        spans = Spans(settings, memory, nbytes, slot_nbytes)
+    with HostMemory(settings, 2 * nbytes, 2) as memory:
+        spans = Spans(settings, memory, nbytes)
         try:
             for i, (key, contest) in enumerate(_contests(spans).items()):
                 _judge(desk, key, desk.contest(contest, 3 - i))
@@ -109,13 +103,7 @@ def _out(spans: Spans) -> dict[str, Maker]:
     def whole() -> None:
         spans.copies.to_host(spans.device_out, spans.host_out).gate()
 
-    def pieces() -> None:
-        exchange(spans.copies, spans.ring, _nothing, out=spans.device_out)
-
-    return {
-        WHOLE: lambda: [spans.provider(WHOLE, whole, moves)],
-        PIECES: lambda: [_checked_pieces(spans, pieces, 1)],
-    }
+    return {WHOLE: lambda: [spans.provider(WHOLE, whole, moves)]}
 
 
 def _back(spans: Spans) -> dict[str, Maker]:
@@ -124,13 +112,7 @@ def _back(spans: Spans) -> dict[str, Maker]:
     def whole() -> None:
         spans.copies.to_device(spans.host_back, spans.device_back).gate()
 
-    def pieces() -> None:
-        exchange(spans.copies, spans.ring, _nothing, back=spans.device_back)
-
-    return {
-        WHOLE: lambda: [spans.provider(WHOLE, whole, moves)],
-        PIECES: lambda: [_checked_pieces(spans, pieces, 1)],
-    }
+    return {WHOLE: lambda: [spans.provider(WHOLE, whole, moves)]}
 
 
 def _both(spans: Spans) -> dict[str, Maker]:
@@ -144,35 +126,7 @@ def _both(spans: Spans) -> dict[str, Maker]:
         for ticket in tickets:
             ticket.gate()
 
-    def pieces() -> None:
-        exchange(spans.copies, spans.ring, _nothing, out=spans.device_out, back=spans.device_back)
-
-    return {
-        WHOLE: lambda: [spans.provider(WHOLE, whole, moves)],
-        PIECES: lambda: [_checked_pieces(spans, pieces, 2)],
-    }
-
-
-def _nothing(first: int, out: torch.Tensor | None, back: torch.Tensor | None) -> None:
-    """The work between the two ways: none, so that the link alone is on the clock."""
-
-
-def _checked_pieces(spans: Spans, run: Run, ways: int) -> Provider:
-    """The pipeline leaves nothing on the host, so it is checked by what comes back through both ways."""
-
-    def through(first: int, out: torch.Tensor, back: torch.Tensor) -> None:
-        back.copy_(out)
-
-    def check() -> None:
-        spans.device_out.copy_(spans.random())
-        spans.device_back.zero_()
-        exchange(spans.copies, spans.ring, through, out=spans.device_out, back=spans.device_back)
-        spans.settle()
-        if not torch.equal(spans.device_out, spans.device_back):
-            raise WrongResult(f"{PIECES}: what came back is not what was sent")
-        run()
-
-    return Provider(PIECES, run, check, ways * spans.nbytes, lambda count: None, COPY, wiring=PIECES)
+    return {WHOLE: lambda: [spans.provider(WHOLE, whole, moves)]}
 
 
 def _one_way(spans: Spans, *, back: bool) -> dict[str, Maker]:
@@ -199,12 +153,10 @@ def _both_ways(spans: Spans) -> dict[str, Maker]:
 
 
 def _judge(desk: Desk, key: str, outcome: Outcome) -> None:
-    """The slower of ours against the fastest of all others."""
-    ours = [row for row in outcome.rows if not row.is_peer]
-    if len(ours) < 2:
+    """Ours against the fastest of all others."""
+    if all(row.is_peer for row in outcome.rows):
         desk.could_not(f"copies.{key}", "; ".join(f"{who}: {why}" for who, why in outcome.missing.items()))
         return
-    slower = max(ours, key=lambda row: row.ns.median)
-    desk.ratio_to_fastest(f"copies.{key}", outcome, slower.name, list(outcome.chosen))
+    desk.ratio_to_fastest(f"copies.{key}", outcome, WHOLE, list(outcome.chosen))
     if not desk.settings.rehearse:
         desk.fact(f"copies: {key}, GB/s", {row.name: round(row.gb_s, 2) for row in outcome.rows})
