@@ -76,10 +76,6 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints; returns 1 when a result of ours is wrong, and then no time is told."""
     from rich.console import Console
 
-    says = mismatch(args)
-    if says:
-        print(f"zerokern bench: {says}", file=sys.stderr)
-        return 2
     console = Console(highlight=False, soft_wrap=True)
     try:
         measured = RANKED[args.op].measure if args.op in RANKED else _measure if args.path is None else _measure_disk

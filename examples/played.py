@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import got
-from zerokern.schedule.played import PlayedDevice
 from zerokern.schedule.recorder import Recorder
+
+from .played_device import PlayedDevice
 
 __all__ = ["PlayedTraining"]
 

@@ -1,9 +1,9 @@
 """How near a step comes to what the flow of its data allows, and to what the simulator said before it ran.
 
-The device is played (`zerokern.schedule.played`): forward and backward last as long as they are told to, copies as
-long as the link allows; optimizer, executor and the update on the CPU are real. How fast the CPU updates is measured
-first and alone. From that, the link and the times of compute, the simulator says how long each case will take; what it
-said is kept, with the time, before the first case runs.
+The device is played (`zerokern.examples.played_device`): forward and backward last as long as they are told to,
+copies as long as the link allows; optimizer, executor and the update on the CPU are real. How fast the CPU updates is
+measured first and alone. From that, the link and the times of compute, the simulator says how long each case will take;
+what it said is kept, with the time, before the first case runs.
 
     zerokern bench offload --hidden --json hidden.json
 """
@@ -23,12 +23,12 @@ import torch
 import zerokern as zk
 from zerokern.core import native
 from zerokern.examples.played import PlayedTraining
+from zerokern.examples.played_device import PlayedDevice
+from zerokern.examples.trace.timeline import hidden, step_begins
 from zerokern.optim.link import put_in_place
 from zerokern.optim.parts import parts_of
 from zerokern.schedule import Delayed, Machine, Program, Span, flow_bound, program_of, simulate
-from zerokern.schedule.played import PlayedDevice
-from zerokern.schedule.recorder import Event, Recorder
-from zerokern.schedule.timeline import hidden, step_begins
+from zerokern.schedule.recorder import Event, Recorder, record
 
 from ..machine import birth, today
 from ..report import SCHEMA, columns, write_json
@@ -242,7 +242,7 @@ def _events(case: Case, steps: int) -> list[Event]:
             recorder=recorder,
         )
         optimizer = zk.AdamW(training.parameters, tier="cpu", schedule=SCHEDULES[case.schedule], max_grad_norm=1.0)
-        optimizer._recorder = recorder
+        record(optimizer, recorder)
         training.train(optimizer, WARM_STEPS + steps + 1)
         optimizer.flush()
         training.synchronize()

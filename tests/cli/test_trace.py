@@ -13,10 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from zerokern.cli import trace
 from zerokern.cli.main import main
-from zerokern.examples import traced as tracing
+from zerokern.examples import trace
 from zerokern.examples.model import GPT, Shape
+from zerokern.examples.trace import traced as tracing
 from zerokern.schedule.recorder import Event, Recorder
 
 LANES = ("device", "down", "cpu", "up")

@@ -27,7 +27,7 @@ from worlds import World, built
 from zero_cases import IN, OUT, Block, batch
 
 import zerokern as zk
-from zerokern.schedule.played import PlayedDevice
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.zero.homes import home_of
 
 WRAPS = ("plain", "stage 0", "stage 1", "stage 2", "stage 3", "fsdp2")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zerokern as zk
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.optim import AdamW
-from zerokern.schedule.played import PlayedDevice
 
 SETTINGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 fp32": (BF16, {"master_format": "fp32"}),

@@ -11,8 +11,8 @@ from optim_cases import BF16, FP32, same_bits
 from torch.nn.utils import clip_grad_norm_
 
 import zerokern as zk
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.optim import AdamW
-from zerokern.schedule.played import PlayedDevice
 
 SCHEDULES = ("sync", "overlap", zk.Delayed(after=2))
 

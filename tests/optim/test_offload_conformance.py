@@ -43,7 +43,7 @@ from worlds import World, anywhere
 
 from zerokern.core.env import usable_cpus
 from zerokern.core.errors import ZerokernError
-from zerokern.schedule.played import PlayedDevice
+from zerokern.examples.played_device import PlayedDevice
 
 WORLD = World(0, 1)
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zerokern as zk
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.memory import Copies
 from zerokern.optim import hosted
-from zerokern.schedule.played import PlayedDevice
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.3}
 STEPS = 8

@@ -13,7 +13,7 @@ from torch import nn
 
 import zerokern as zk
 from zerokern.core.errors import StateError
-from zerokern.schedule.played import PlayedDevice
+from zerokern.examples.played_device import PlayedDevice
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from optim_cases import MAKERS
 from torch import Tensor
 
 from zerokern.examples.played import PlayedTraining
-from zerokern.schedule.played import PlayedDevice
+from zerokern.examples.played_device import PlayedDevice
 
 UNITS = (30_000, (7_000, 1, 1_300), 50_000)
 MARK = 16  # bytes that tell whether a gradient was edited after it had left

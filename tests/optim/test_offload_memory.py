@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
 from pages import large_things_apart, pages, peak, restart_peak
 
 import zerokern as zk
-from zerokern.schedule.played import PlayedDevice
+from zerokern.examples.played_device import PlayedDevice
 
 NUMEL = 32 << 20
 PARTS = 8

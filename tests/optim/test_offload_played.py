@@ -31,11 +31,11 @@ import zerokern as zk
 from zerokern.comm.fake import FakeGroup
 from zerokern.core.errors import StateError
 from zerokern.examples.played import PlayedTraining
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.kernels.cpu import UpdateTable
 from zerokern.memory.copies import Copy
 from zerokern.optim.hosted import Twin
 from zerokern.optim.leaving import Departure
-from zerokern.schedule.played import PlayedDevice
 
 UNITS = (3000, (700, 1, 130), 5000, (64, 64))
 STEPS = 10

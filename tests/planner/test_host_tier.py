@@ -9,7 +9,7 @@ from torch import nn
 
 import zerokern as zk
 from zerokern.examples.model import GPT, Shape
-from zerokern.schedule.played import PlayedDevice
+from zerokern.examples.played_device import PlayedDevice
 
 EXACT: dict = {}
 SMALL = {"state_format": "int8", "master_format": "split8"}

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from zerokern.examples.played import PlayedTraining
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.memory import Copies
 from zerokern.schedule.executor import Executor, Run
-from zerokern.schedule.played import PlayedDevice
 from zerokern.schedule.policies import Delayed, program_of
 from zerokern.schedule.program import Program, Ref, Span
 from zerokern.schedule.recorder import Recorder

@@ -204,7 +204,7 @@ import torch
 from zerokern.core.errors import StateError
 from zerokern.memory import Copies
 from zerokern.schedule.executor import Executor
-from zerokern.schedule.played import PlayedDevice
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.schedule.program import Op, Program, Ref
 
 STEPS = Program("example", (

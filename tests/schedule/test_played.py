@@ -15,8 +15,8 @@ import torch
 from ticket_cases import until
 
 from zerokern.core.errors import StateError
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.memory import Copies
-from zerokern.schedule.played import PlayedDevice
 
 MEGA = 1_000_000
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerokern.examples.played import PlayedTraining
-from zerokern.schedule.played import PlayedDevice
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.schedule.recorder import Recorder
 
 UNITS = ((4000, 30), 2000, (100, 70_000))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from program_cases import same, trained, without
 
-from zerokern.schedule.played import PlayedDevice
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.schedule.policies import Delayed
 
 STEPS = 8

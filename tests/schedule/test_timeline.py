@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from zerokern.examples.trace.perfetto import trace_events, write_trace
+from zerokern.examples.trace.timeline import hidden, picture
 from zerokern.schedule import Delayed, Program, Span, program_of
-from zerokern.schedule.perfetto import trace_events, write_trace
 from zerokern.schedule.recorder import Event
-from zerokern.schedule.timeline import hidden, picture
 
 MS = 1_000_000
 TAKES = {

@@ -18,7 +18,7 @@ COMMANDS = {
     "bench": ("bench.command", "speed of an op against other libraries, in turns on the same buffers"),
     "checkpoint": ("cli.checkpoint", "what a checkpoint holds, and whether it is whole"),
     "demo": ("examples.demo", "train where torch runs out of memory, then compare"),
-    "trace": ("cli.trace", "what runs when in steps with the optimizer in host memory: device, copies, CPU"),
+    "trace": ("examples.trace", "what runs when in steps with the optimizer in host memory: device, copies, CPU"),
 }
 
 
@@ -31,13 +31,17 @@ def parser() -> argparse.ArgumentParser:
         module = importlib.import_module(f"zerokern.{place}")
         below = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(below)
-        below.set_defaults(run=module.run)
+        below.set_defaults(run=module.run, mismatch=getattr(module, "mismatch", None))
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status."""
+    """Runs a command; returns its exit status: 2 where its `mismatch` names options that do not fit together."""
     arguments = parser().parse_args(argv)
+    says = arguments.mismatch(arguments) if arguments.mismatch is not None else ""
+    if says:
+        print(f"zerokern {arguments.command}: {says}", file=sys.stderr)
+        return 2
     try:
         return arguments.run(arguments)
     except ZerokernError as error:

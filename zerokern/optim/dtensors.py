@@ -130,9 +130,6 @@ class DTensorHome(Residence):
         super().__init__(name, here, alias(self.local, 0, (here.numel,)), param.requires_grad)
         if hasattr(self.piece, "grad_dtype"):
             self.piece.grad_dtype = None  # whatever the gradients come in
-        driver = getattr(self.local, "_zk_driver", getattr(param, "_zk_driver", None))
-        if driver is not None:
-            self.piece._zk_driver = driver  # type: ignore[attr-defined]
         self._address, self._spec = self.local.data_ptr(), param._spec
         self.seen_versions = self.versions
 

@@ -97,12 +97,24 @@ class Host:
     _cells: list[Tensor] = field(default_factory=list)
     _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
 
+    def reach(self, param: Tensor, *, measured: bool) -> None:
+        """Makes the way to the device that parameters lie on, if they do. `measured`: copies know when they ran."""
+        if self.copies is not None:
+            return
+        if device.serves(param.device):
+            placement.settle_beside(param.device)
+        self.driver = driver_of(param)
+        if self.driver is not None:
+            if measured:
+                self.driver.measure()
+            self.copies = Copies(self.driver)
+
     def take_in(self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], layout_of: LayoutOf) -> list[Tensor]:
         """What stands for each of these here: the values of its twin, or itself where it is not trained."""
         trained = [i for i, one in enumerate(near) if one.requires_grad]
         new = [i for i in trained if id(near[i]) not in self.twins]
         if new:
-            self._link([near[i] for i in trained])
+            self._of_one_device([near[i] for i in trained])
             self._make(
                 [near[i] for i in new], [grad_dtypes[i] for i in new], [layout_of(i, near[i].dtype) for i in new]
             )
@@ -112,12 +124,7 @@ class Host:
         self.room.forget([twin.values for twin in gone])
         return [self.twins[id(one)].values if one.requires_grad else one for one in near]
 
-    def _link(self, near: Sequence[Tensor]) -> None:
-        if self.copies is None:
-            if device.serves(near[0].device):
-                placement.settle_beside(near[0].device)
-            self.driver = driver_of(near[0])
-            self.copies = None if self.driver is None else Copies(self.driver)
+    def _of_one_device(self, near: Sequence[Tensor]) -> None:
         home = near[0].device
         for one in near:
             if one.device != home:
@@ -151,16 +158,9 @@ class Host:
             state = kept.get(id(twin.near), {})
             self.room.keep(twin.values, layout, [state[slot.key] for slot in layout.columns])
             if self.delays and self.driver is not None:
-                twin.shadow = self._shadow(twin.near)
+                twin.shadow = torch.empty_like(twin.near.detach())
             self.twins[id(twin.near)] = twin
         self.refetch(made)
-
-    def _shadow(self, near: Tensor) -> Tensor:
-        shadow = torch.empty_like(near.detach())
-        own = getattr(self.driver, "own", None)
-        if own is not None:
-            own(shadow)
-        return shadow
 
     def prints(self, count: int) -> Tensor:
         """Two numbers for each of `count` gradients, which a copy may write."""

@@ -7,26 +7,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.memory.copies import Driver
 from zerokern.memory.staging import CudaDriver
 from zerokern.optim import device
 
-__all__ = ["driver_of", "on_device", "put_in_place"]
+__all__ = ["OTHERS", "driver_of", "is_apart", "on_device", "put_in_place"]
+
+OTHERS = WeakTensorKeyDictionary()
+"""Tensors on devices that torch does not know, with their drivers: who plays a device writes its tensors in here."""
 
 
 def driver_of(param: Tensor) -> Any:
     """What copies to and from a parameter's device go through; None in host memory.
 
-    A tensor that plays being on a device (`zerokern.schedule.played`) carries its driver.
-
     >>> driver_of(torch.ones(1)) is None
     True
     """
-    played = getattr(param, "_zk_driver", None)
-    if played is not None:
-        return played
-    return CudaDriver(param.device) if device.serves(param.device) else None
+    if device.serves(param.device):
+        return CudaDriver(param.device)
+    return OTHERS.get(param)
+
+
+def is_apart(param: Tensor) -> bool:
+    """Whether a parameter lies on a device, so that host memory is elsewhere."""
+    return device.serves(param.device) or param in OTHERS
 
 
 def on_device(driver: Any, work: Callable[[], None]) -> None:

@@ -78,9 +78,6 @@ class Local:
         pairs = list(zip(self.everyone, self.homes, strict=True))
         self._wholes = [None if home is None or param is home.piece else home for param, home in pairs]
         self.near: list[Tensor] = [param if home is None else home.piece for param, home in pairs]
-        for param, near in zip(self.everyone, self.near, strict=True):
-            if near is not param and hasattr(param, "_zk_driver"):
-                near._zk_driver = param._zk_driver  # type: ignore[attr-defined]
         self.host = None if host is None else host[0]
         self._trained = [one.requires_grad for one in self.near]
         self.pieces = self.near if host is None else host[0].take_in(self.near, self._grad_dtypes(), host[1])

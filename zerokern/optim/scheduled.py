@@ -13,19 +13,19 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.io import Nvme
-from zerokern.optim import device
 from zerokern.optim.conductor import Conductor, UnderWay
 from zerokern.optim.decide import Decision
 from zerokern.optim.host_room import HostRoom
 from zerokern.optim.hosted import Host, LayoutOf
 from zerokern.optim.interrupts import whole
 from zerokern.optim.leaving import Departure, Leaving
+from zerokern.optim.link import is_apart
 from zerokern.optim.local import PENDING, Local, localised
 from zerokern.optim.parts import Part
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.watched import watched
 from zerokern.schedule import Delayed, check_schedule
-from zerokern.schedule.recorder import Recorder
+from zerokern.schedule.recorder import recorder_of
 
 __all__ = ["LATE", "Scheduled"]
 
@@ -53,7 +53,6 @@ class Scheduled:
         if isinstance(tier, Nvme) and self.schedule != "sync":
             do = "state on disk is updated as it streams by, before step() returns"
             raise ValueError(got("schedule", schedule, f"'sync' with tier={tier!r}", do))
-        self._recorder: Recorder | None = None
         self._unschedule()
         self._room = HostRoom(type(self).__name__) if tier == "cpu" or self._delays else None
 
@@ -81,7 +80,7 @@ class Scheduled:
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         if not everyone or isinstance(self.tier, Nvme):
             return False
-        there = device.serves(everyone[0].device) or hasattr(everyone[0], "_zk_driver")
+        there = is_apart(everyone[0])
         if there and self.tier != "cpu" and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             raise ValueError(got("schedule", self.schedule, "'sync' for parameters on a device, or tier='cpu'", do))
@@ -94,6 +93,8 @@ class Scheduled:
         if self._host is None:
             assert self._room is not None
             self._host = Host(self._room, self._delays, late=any(group.get(LATE, False) for group in groups))
+        trained = next(param for group in groups for param in group["params"] if param.requires_grad)
+        self._host.reach(trained, measured=recorder_of(self) is not None)
         owners = [group for group in groups for _ in group["params"]]
         return self._host, lambda place, dtype: self._layout(owners[place], dtype)
 
@@ -114,7 +115,7 @@ class Scheduled:
 
     def _conduct(self) -> Conductor:
         if self._conductor is None:
-            self._conductor = Conductor(self.schedule, self._recorder)
+            self._conductor = Conductor(self.schedule, recorder_of(self))
         return self._conductor
 
     def _enter(self, local: Local) -> None:
@@ -123,8 +124,6 @@ class Scheduled:
         if host is None:
             local.enter()
             return
-        if self._recorder is not None and hasattr(host.driver, "measure"):
-            host.driver.measure()
         local.look()
         if host.late:
             self._put_in_place(local)

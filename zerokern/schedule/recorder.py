@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from zerokern.core.errors import got
 
-__all__ = ["Entry", "Event", "Recorder"]
+__all__ = ["Entry", "Event", "Recorder", "record", "recorder_of"]
 
 LIMIT = 1 << 16
 
@@ -83,6 +84,30 @@ class Recorder:
     def clear(self) -> None:
         """Forgets everything."""
         self._kept.clear()
+
+
+_RECORDERS: WeakKeyDictionary[Any, Recorder] = WeakKeyDictionary()
+
+
+def record(owner: Any, recorder: Recorder) -> None:
+    """What runs for an optimizer that has yet to step is noted there.
+
+    >>> import zerokern as zk
+    >>> optimizer, recorder = zk.SGD([torch.nn.Parameter(torch.ones(2))], schedule=zk.Delayed()), Recorder()
+    >>> record(optimizer, recorder)
+    >>> recorder_of(optimizer) is recorder
+    True
+    """
+    _RECORDERS[owner] = recorder
+
+
+def recorder_of(owner: Any) -> Recorder | None:
+    """Where what runs for an optimizer is noted, if anywhere.
+
+    >>> recorder_of(Recorder()) is None
+    True
+    """
+    return _RECORDERS.get(owner)
 
 
 def _event(one: Event | Entry) -> Event:

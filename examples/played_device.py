@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
+from zerokern.optim.link import OTHERS
 
 __all__ = ["PlayedDevice", "PlayedMark", "PlayedStream"]
 
@@ -228,7 +229,7 @@ class PlayedDevice:
 
     def own(self, tensor: Tensor) -> Tensor:
         """Marks a CPU tensor as lying on this device; returns it."""
-        tensor._zk_driver = self  # type: ignore[attr-defined]
+        OTHERS[tensor] = self
         return tensor
 
     def launch(
@@ -250,6 +251,9 @@ class PlayedDevice:
 
         self._give(self._this_or_current(None), run)
         return self.mark(None)
+
+    def measure(self) -> None:
+        """Marks know when they were passed: they always do."""
 
     def synchronize(self) -> None:
         """Waits for all streams; raises if the device failed."""

@@ -18,12 +18,12 @@ from zerokern.memory.staging import CudaDriver
 from zerokern.planner import plan
 from zerokern.planner.forecast import step_program
 from zerokern.schedule import Delayed, Program, machine_of, simulate
-from zerokern.schedule.played import PlayedDevice
-from zerokern.schedule.recorder import Event, Recorder
+from zerokern.schedule.recorder import Event, Recorder, record
 
-from .model import GPT, Shape
-from .played import PlayedTraining
-from .text import Batches, read_text
+from ..model import GPT, Shape
+from ..played import PlayedTraining
+from ..played_device import PlayedDevice
+from ..text import Batches, read_text
 
 WARM_STEPS = 2  # memory is touched for the first time, and how often gradients arrive is learnt
 ON_CPU = (Shape(layers=4, width=384, context=64), 8)
@@ -221,7 +221,7 @@ def simulated(schedule: str, steps: int, hardware: str, numel: str, tokens: int,
 def _optimizer(params: Any, schedule: str, recorder: Recorder) -> Any:
     chosen = Delayed() if schedule == "delayed" else schedule
     optimizer = zk.AdamW(params, lr=3e-4, tier="cpu", schedule=chosen, max_grad_norm=MAX_NORM)
-    optimizer._recorder = recorder
+    record(optimizer, recorder)
     return optimizer
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zerokern.schedule.program import LANES, Program
-from zerokern.schedule.timeline import Happened, in_order, step_begins
+
+from .timeline import Happened, in_order, step_begins
 
 __all__ = ["trace_events", "write_trace"]
 

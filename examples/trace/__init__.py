@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from zerokern.examples.traced import Traced
-    from zerokern.schedule.timeline import Picture
+    from .timeline import Picture
+    from .traced import Traced
 
 SCHEDULES = ("sync", "overlap", "delayed")
 STYLES = {
@@ -49,10 +49,6 @@ def run(args: argparse.Namespace) -> int:
     """Shows each schedule as soon as it has run, or is simulated."""
     from rich.console import Console
 
-    says = mismatch(args)
-    if says:
-        print(f"zerokern trace: {says}", file=sys.stderr)
-        return 2
     console = Console(highlight=False, soft_wrap=True)
     traced = []
     for name in args.schedule:
@@ -82,7 +78,7 @@ def mismatch(args: argparse.Namespace) -> str:
 
 def show(traced: Traced, steps: int, console: Console) -> None:
     """The title, and the picture below it."""
-    from zerokern.schedule.timeline import picture
+    from .timeline import picture
 
     width = min(console.width, WIDEST) if console.is_terminal else PLAIN_WIDTH
     drawn = picture(traced.events, steps, max(width, 60))
@@ -112,7 +108,7 @@ def _coloured(drawn: Picture) -> Text:
 
 
 def _trace(schedule: str, args: argparse.Namespace) -> Traced:
-    from zerokern.examples import traced
+    from . import traced
 
     if args.hardware is None:
         return traced.played(schedule, args.steps) if args.played else traced.live(schedule, args.steps)
@@ -122,7 +118,7 @@ def _trace(schedule: str, args: argparse.Namespace) -> Traced:
 
 def _write(path: Path, traced: Sequence[Traced]) -> None:
     """One file for all: each schedule is a process of its own, and begins at zero."""
-    from zerokern.schedule.perfetto import trace_events, write_trace
+    from .perfetto import trace_events, write_trace
 
     events: list[dict[str, Any]] = []
     for number, one in enumerate(traced):
