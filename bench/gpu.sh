@@ -4,7 +4,7 @@
 #   bench/gpu.sh OUT [SECTION]             all sections in under ten minutes, or one of them
 #   bench/gpu.sh --rehearse OUT [SECTION]  the same code on a CPU at toy sizes, on the package that is there; measures nothing
 #
-# Needs python3 (or $PYTHON) with torch, triton and cupy, cmake and a C++ compiler; no network. Where pip cannot install
+# Needs python3 (or $PYTHON) with torch and triton, cmake and a C++ compiler; no network. Where pip cannot install
 # (no scikit-build-core, say), the library is built by cmake alone and used from a folder. What else is missing is named
 # in one line, and the rest runs. A result is never overwritten: OUT is a new folder, or one without files of such a run.
 set -euo pipefail
@@ -38,17 +38,15 @@ laid_out() { # the same package in a folder, where pip cannot install
     made=$(mktemp -d)
     cmake -S "$root/cpu" -B "$made/build" -DCMAKE_BUILD_TYPE=Release && cmake --build "$made/build" --parallel || return 1
     cp -r "$root/zerokern" "$made/zerokern"
-    cp -r "$root/bench" "$root/cuda" "$root/examples" "$made/zerokern/"
+    cp -r "$root/bench" "$root/examples" "$made/zerokern/"
     mkdir -p "$made/zerokern/lib"
     find "$made/build" -name 'libzerokern_cpu.so' -exec cp {} "$made/zerokern/lib/" \;
     export PYTHONPATH=$made${PYTHONPATH:+:$PYTHONPATH}
     "$python" -c 'import sys; sys.path = [p for p in sys.path if p]; from zerokern.core import native; native.library()'
 }
 
-build() { # zerokern for $python, and cuda/ compiled for its GPU
-    local log=$out/build.log object arch compiler
-    object=$(mktemp)
-    arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
+build() { # zerokern for $python
+    local log=$out/build.log compiler
     [[ ! -e $log ]] || log=$out/build-${section:-all}.log
     compiler=$(command -v "${CXX:-c++}" g++ clang++ | head -n 1) || true
     if [[ -z $compiler ]]; then
@@ -65,14 +63,6 @@ build() { # zerokern for $python, and cuda/ compiled for its GPU
         tail -n 20 "$log"
         return 1
     fi
-    if [[ ! -f $root/cuda/index.cu ]]; then
-        echo "could not run build of cuda/: there is no cuda/index.cu"
-    elif ! command -v nvcc >/dev/null; then
-        echo "could not run build of cuda/: there is no nvcc on PATH"
-    elif ! timeout 90 nvcc -arch="sm_${arch:-90}" -std=c++17 -Werror all-warnings -cubin -o "$object" "$root/cuda/index.cu" >>"$log" 2>&1; then
-        echo "could not run build of cuda/: nvcc failed, see $log"
-    fi
-    rm -f "$object"
     echo "built in $SECONDS s"
 }
 

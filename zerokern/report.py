@@ -18,7 +18,7 @@ OPS = (
     "adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream",
     "flatten", "unflatten", "encode_int8", "decode_int8", "split", "join",
 )  # fmt: skip
-OPTIONAL = ("triton", "cupy")
+OPTIONAL = ("triton",)
 LOSSY = (
     "nothing by default; when asked for: state_format='bf16' and 'int8', master_format='split8' (24 bits) and 'none'"
 )
@@ -88,7 +88,7 @@ def _versions() -> dict[str, object]:
 
 
 def _installed(package: str) -> str:
-    """The version of a package, its wheels for one CUDA included (cupy-cuda13x), without importing it."""
+    """The version of a package, whatever its distribution is called, without importing it."""
     for distribution in importlib.metadata.packages_distributions().get(package, []):
         return importlib.metadata.version(distribution)
     return ""

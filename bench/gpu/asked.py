@@ -48,8 +48,8 @@ ASKED = (
     Asked("copies.to_host", "device -> host, one large span, vs plain pinned cudaMemcpyAsync", "x", 0.98),
     Asked("copies.to_device", "host -> device, the same", "x", 0.98),
     Asked("copies.both", "both at once vs the best duplex measured", "x", 0.95),
-    Asked("gather.loop", "2,000 small tensors -> pinned host, cast and norm, vs a loop of copy_", "x", 3.0),
-    Asked("gather.link_share", "the same: share of the link's rate", "", 0.9),
+    Asked("batch.loop", "2,000 small tensors -> pinned host in one batch vs a loop of copy_", "x", 3.0),
+    Asked("batch.link_share", "the same: share of the link's rate", "", 0.9),
     Asked("zero.overhead", "zk.shard on one rank, stages 0 to 3: step beyond that of plain parameters", " %", most=2.0),
     Asked("step1b.ms", "exact step of 1B parameters", " ms", most=6.6),
 )

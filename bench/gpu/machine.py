@@ -10,11 +10,10 @@ import subprocess
 from pathlib import Path
 
 import zerokern
-from zerokern.core.errors import ZerokernError
 
 from ..machine import commit, cpu_model, memory_gib, today, versions
 
-PACKAGES = ("triton", "cupy-cuda13x", "cupy-cuda12x", "torchao", "bitsandbytes", "flashoptim", "nvidia-cuda-nvrtc")
+PACKAGES = ("triton", "torchao", "bitsandbytes", "flashoptim")
 QUERY = (
     "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.gen.max,pcie.link.width.max,"
     "ecc.mode.current"
@@ -57,16 +56,10 @@ def tools() -> dict[str, str]:
 
 
 def sources_digest() -> str:
-    """SHA-256 over the library's Python and CUDA sources: names the tree where there is no git."""
+    """SHA-256 over the library's Python sources: names the tree where there is no git."""
     package = Path(zerokern.__file__).resolve().parent
     library = {path.relative_to(package).as_posix(): path.read_bytes() for path in package.rglob("*.py")}
     found = {name: text for name, text in library.items() if not name.startswith("bench/")}
-    try:
-        from zerokern.kernels import cuda_build
-
-        found.update({f"cuda/{name}": text.encode() for name, text in cuda_build.sources().items()})
-    except (ImportError, ZerokernError):
-        pass
     digest = hashlib.sha256()
     for name in sorted(found):
         digest.update(name.encode() + b"\0" + found[name])

@@ -14,7 +14,6 @@ import torch
 from ..step import Algorithm
 from .ours import DeviceStep, Layout
 from .problem import DeviceProblem
-from .sections import gather
 from .sections.update import groups
 from .settings import Settings, uneven
 
@@ -48,8 +47,6 @@ def cases(settings: Settings) -> Iterator[tuple[str, Callable[[], object]]]:
         parts = list(torch.zeros(3 * 4096, device=device).split(4096))
         ops.stream(parts[:1], parts[1:2], parts[2:], impl=impl)
 
-    if not settings.rehearse:
-        yield "gather, scatter", lambda: gather.small_case(device)
     yield "flatten", flattening
     yield "unflatten", unflattening
     yield "sumsq, cast, accumulate, stream", others

@@ -26,7 +26,7 @@ asked, commands, machine, report, runner, sections, settings, warm = (
 MOST_FILES, MOST_NBYTES = 8, 16 << 20
 MEASURED = {*report.TIMES, "value", "low", "high"}
 # A rehearsal cannot run what needs CUDA itself, and what is not installed.
-EXPECTED = ("gather.kernels", "copies.engine", "eightbit.")
+EXPECTED = ("batch.engine", "copies.engine", "eightbit.")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from .tree import files, read
 
 MOST = 400
 MEDIAN = 200
-SUFFIXES = (".py", ".cpp", ".h", ".def", ".cu", ".cuh")
+SUFFIXES = (".py", ".cpp", ".h", ".def")
 
 
 def too_long(lengths: dict[str, int]) -> list[str]:

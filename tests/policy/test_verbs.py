@@ -23,7 +23,7 @@ HOOKS = frozenset(
 )
 WAITS = frozenset("Event Stream stream synchronize".split())
 OPTIONAL = frozenset(
-    "accelerate bitsandbytes cupy deepspeed lightning numpy peft safetensors scipy torchao transformers triton".split()
+    "accelerate bitsandbytes deepspeed lightning numpy peft safetensors scipy torchao transformers triton".split()
 )
 PLOTTING = "matplotlib"  # always there, but slow to import: only files of the command line start with it
 
@@ -74,7 +74,7 @@ VERBS = (
     Verb(
         # Triton asks torch itself
         "the launcher of a kernel alone asks for the stream",
-        ("zerokern/schedule/executor.py", "zerokern/memory/staging.py", "zerokern/kernels/cuda.py"),
+        ("zerokern/schedule/executor.py", "zerokern/memory/staging.py"),
         full=frozenset({"torch.cuda.current_stream"}),
     ),
     Verb("nothing calls record_stream: a release event orders memory", (), attributes=frozenset({"record_stream"})),

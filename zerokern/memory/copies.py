@@ -126,7 +126,7 @@ class Copies:
     >>> copies.to_host(torch.ones(2), torch.ones(2, dtype=torch.bfloat16))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    TypeError: copy 0 goes from torch.float32 to torch.bfloat16; allowed: one dtype (cast on the device, ...)
+    TypeError: copy 0 goes from torch.float32 to torch.bfloat16; allowed: one dtype (cast on the device)
     >>> copies.close()
     """
 
@@ -230,10 +230,7 @@ class Copies:
 
     def _check(self, i: int, dst: Tensor, src: Tensor, leaves: bool) -> None:
         if dst.dtype != src.dtype:
-            raise TypeError(
-                f"copy {i} goes from {src.dtype} to {dst.dtype}; allowed: one dtype (cast on the device, or use "
-                "zerokern.kernels.cuda.gather)"
-            )
+            raise TypeError(f"copy {i} goes from {src.dtype} to {dst.dtype}; allowed: one dtype (cast on the device)")
         if dst.numel() != src.numel():
             raise ValueError(
                 f"copy {i} goes from {src.numel()} elements to {dst.numel()}; allowed: as many on both sides"

@@ -27,7 +27,7 @@ SECTIONS = (
     Section("mixed", 60, 15, "the mixed step against torch fused with its casts and torch.compile of the whole step"),
     Section("flatten", 20, 8, "lists into buckets and back, against torch.cat, _foreach_copy_ and _chunk_cat"),
     Section("copies", 20, 8, "large spans to and from pinned host memory, one way and both at once"),
-    Section("gather", 20, 8, "many small tensors into pinned host memory with cast and norm"),
+    Section("batch", 20, 8, "many small tensors into pinned host memory and back, as one batch of copies"),
     Section("step1b", 20, 8, "the exact step of 1B parameters"),
     Section("zero", 40, 15, "ZeRO stages 0 to 3 on one rank against the same steps without zk.shard"),
     Section("ops", 15, 6, "sum of squares, cast and accumulate against torch's own"),
