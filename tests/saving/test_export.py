@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,7 +82,7 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
 def test_a_dtype_for_all_floats(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["zerokern.saving.exporter"], "PIECE_NBYTES", 64)
+    monkeypatch.setattr("zerokern.saving.files.BLOCK", 64)  # each tensor in several pieces
     for source in (torch.float32, BF16):
         model = mixed().to(source)
         export(tmp_path, model, dtype=dtype)
@@ -321,6 +320,34 @@ def test_a_rank_that_fails_leaves_the_old(tmp_path: Path) -> None:
         says(said, ["No space left on device", str(tmp_path)])
     assert whole(tmp_path) == 1.0
     assert names(tmp_path) == before
+
+
+@ranked
+def beyond_blocks(world: World, folder: Path, stage: int, dtype: torch.dtype | None) -> None:
+    def wide() -> nn.Module:
+        torch.manual_seed(3)
+        model = nn.Module()
+        for number, (numel, kind) in enumerate([(1_300_001, BF16), (3, BF16), (700_003, torch.float32), (5, BF16)]):
+            model.register_parameter(f"one{number}", nn.Parameter(torch.randn(numel).to(kind)))
+        model.register_buffer("beside", torch.arange(2_000_001) % 251 == 0)
+        return model
+
+    export(folder, zk.shard(wide(), stage=stage, mesh=None), dtype=dtype, max_shard_nbytes=4 << 20)
+    if world.rank == 0:
+        found, wanted = theirs(folder), wide().state_dict()
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            kind = dtype if dtype is not None and wanted[name].is_floating_point() else wanted[name].dtype
+            assert raw(tensor) == raw(wanted[name].to(kind)), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensors_that_end_anywhere_in_blocks_and_pages(
+    size: int, stage: int, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    on_ranks(size, beyond_blocks, tmp_path, stage, dtype)
 
 
 @ranked

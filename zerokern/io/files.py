@@ -30,6 +30,7 @@ __all__ = [
     "make_folder",
     "refuse_beyond_free",
     "remains",
+    "reserve",
     "sync_folder",
 ]
 
@@ -148,6 +149,16 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
     while call(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
         if ctypes.get_errno() != errno.EINTR:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Room for the first bytes of a file, which has that length then; only the length where there is no fallocate."""
+    try:
+        fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in NO_FALLOCATE:
+            raise
+        os.ftruncate(fd, nbytes)
 
 
 class Files:

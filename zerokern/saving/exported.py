@@ -21,7 +21,7 @@ from pathlib import Path
 
 from zerokern.core.errors import BudgetError, IoError, got
 from zerokern.io.advice import on_disk, refused
-from zerokern.io.files import make_folder
+from zerokern.io.files import make_folder, reserve
 from zerokern.io.lock import FolderLock, Use
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
@@ -138,8 +138,8 @@ class Target:
         """A file of that length, with its header."""
         path = self.folder / self.files[number]
         with on_disk(path, "cannot write"), self._inside.new(path.name) as file:
+            reserve(file.fileno(), nbytes)
             file.write(first)
-            file.truncate(nbytes)
 
     def publish(self, beside: Mapping[str, bytes]) -> None:
         """All bytes are on the disk: let the new files be the export. `beside`: small files that go with them."""

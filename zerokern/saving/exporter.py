@@ -18,14 +18,15 @@ from zerokern.io.advice import on_disk
 from zerokern.io.renaming import Folder
 from zerokern.memory.budget import parse_nbytes
 from zerokern.saving.exported import BESIDE, Target, begun
+from zerokern.saving.files import PartsWriter
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute
+from zerokern.saving.staging import Staging, put
 from zerokern.saving.tensorfile import header
 from zerokern.saving.weights import FLOATS, Part, Weight, digest, portions, same_on_all, weights
 
 __all__ = ["export"]
 
-PIECE_NBYTES = 16 << 20  # converted at once
 AROUND = ("module", "_orig_mod")
 
 
@@ -174,29 +175,29 @@ def _start(part: Part) -> int:
 @torch.no_grad()
 def _write(folder: Path, names: Sequence[str], share: Sequence[_Run], progress: Progress) -> None:
     with on_disk(folder, "cannot write"):
-        inside = Folder(folder)
-    with inside:
+        inside, staging = Folder(folder), Staging(folder)
+    with inside, staging:
         for number, name in enumerate(names):
-            mine = [run for run in share if run.file == number]
-            with on_disk(folder / name, "cannot write"), begun(inside, name) as fd:
-                for run in mine:
-                    _write_run(fd, run, progress)
-                os.fsync(fd)  # here: on a network file system each host has its own pages to write
+            path = folder / name
+            with (
+                on_disk(path, "cannot write"),
+                begun(inside, name) as direct,
+                begun(inside, name) as cached,
+                PartsWriter(staging, path, direct, cached) as file,
+            ):
+                for run in (run for run in share if run.file == number):
+                    _write_run(file, run, progress)
+                file.finish()  # here: on a network file system each host has its own pages to write
 
 
-def _write_run(fd: int, run: _Run, progress: Progress) -> None:
-    step = PIECE_NBYTES // run.dtype.itemsize
-    for begin in range(run.begin, run.end, step):
-        values = run.take(begin, min(begin + step, run.end)).to(run.dtype).cpu().contiguous()
-        place = run.offset + (begin - run.begin) * run.dtype.itemsize
-        _write_all(fd, values.view(torch.uint8).numpy().data, place)
-        progress(values.nbytes)
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
+def _write_run(file: PartsWriter, run: _Run, progress: Progress) -> None:
+    begin = run.begin
+    while begin < run.end:
+        room = file.room(run.offset + (begin - run.begin) * run.dtype.itemsize).view(run.dtype)[: run.end - begin]
+        put(room, run.take(begin, begin + len(room)))
+        file.took(room.nbytes)
+        progress(room.nbytes)
+        begin += len(room)
 
 
 def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:

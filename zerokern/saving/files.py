@@ -6,6 +6,7 @@ the table's own checksum, so that no byte of the file is believed unchecked.
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from array import array
@@ -15,16 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import IoError
 from zerokern.io.advice import failed
 from zerokern.io.engine import Faults
-from zerokern.io.files import NO_FALLOCATE, fallocate
-from zerokern.io.ticket import Ticket
+from zerokern.io.files import reserve
 from zerokern.saving.index import FileRow
 from zerokern.saving.reading import FileReader
-from zerokern.saving.staging import BLOCK, WRITE, Staging, address_of, copy, crc32c
+from zerokern.saving.staging import BLOCK, Outgoing, Staging, address_of, copy, crc32c
 
-__all__ = ["FileReader", "FileRow", "FileWriter", "pieces"]
+__all__ = ["FileReader", "FileRow", "FileWriter", "PartsWriter", "pieces"]
 
 CACHED = 256 << 10  # bytes that are copied, then summed while they are in the processor's cache
 GROW, MOST_GROW = 16 << 20, 1 << 30  # bytes asked of the file system at a time, ahead of writing
@@ -58,23 +57,22 @@ class FileWriter:
         self._sums = array("I")
         self._sum = 0  # of the block under way
         self._allocated = self._written = 0
-        self._reserves = True
-        self._slot = self._filled = 0  # the slot that is being filled, and its bytes so far
+        self._filled = 0  # bytes so far of the slot that is being filled
         self._staging: Staging | None = None
+        self._outgoing: Outgoing | None = None
         self._fd = -1
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(path, flags, MODE)
             if expected:
                 self._allocate(expected)
-            staging = self._staging = Staging(path.parent, depth=depth, block=block, engine=engine, faults=faults)
-            self._number = staging.enter(self._fd, path)
+            self._staging = Staging(path.parent, depth=depth, block=block, engine=engine, faults=faults)
+            self._outgoing = Outgoing(self._staging, self._fd, path)
         except BaseException as error:
             self.abandon()
             if isinstance(error, OSError):
                 raise failed("Making", path, error, 0, expected) from error
             raise
-        self._tickets: list[Ticket | None] = [None] * len(staging.slots)
 
     def append(self, data: bytes | Tensor) -> int:
         """Takes over the bytes of a tensor of any device and strides, in row-major order; returns where they begin.
@@ -110,8 +108,7 @@ class FileWriter:
         row = FileRow(self.path.name, table + len(sums), table, crc32c(address, len(sums)))
         self._copy(address, len(sums), checked=False)
         self._flush()
-        for slot in range(len(self._tickets)):
-            self._await(slot)
+        self._open.finish()
         try:
             os.ftruncate(self._fd, row.nbytes)
             os.fsync(self._fd)
@@ -133,34 +130,34 @@ class FileWriter:
         self.abandon()
 
     @property
-    def _open(self) -> Staging:
-        if self._staging is None:
+    def _open(self) -> Outgoing:
+        if self._outgoing is None:
             raise ValueError(f"{self.path} is finished or abandoned: nothing can be added to it")
-        return self._staging
+        return self._outgoing
 
     def _copy(self, address: int, nbytes: int, checked: bool = True) -> None:
         """Copies into the slots."""
-        staging = self._open
+        outgoing = self._open
         while nbytes:
             part = min(nbytes, CACHED, BLOCK - self._filled)
-            copy(staging.slots[self._slot].ptr + self._filled, address, part)
+            copy(outgoing.address + self._filled, address, part)
             self._advance(part, checked)
             address += part
             nbytes -= part
 
     def _copy_from_device(self, piece: Tensor) -> None:
         """A slot at a time: each copy waits for the device."""
-        staging = self._open
+        outgoing = self._open
         while piece.numel():
             part = min(piece.numel(), BLOCK - self._filled)
-            staging.bytes[self._slot][self._filled : self._filled + part].copy_(piece[:part])
+            outgoing.bytes[self._filled : self._filled + part].copy_(piece[:part])
             self._advance(part, True)
             piece = piece[part:]
 
     def _advance(self, nbytes: int, checked: bool) -> None:
         """The slot, which is a block of the file, holds so many bytes more: sums them, and sends it when it is full."""
         if checked:
-            self._sum = crc32c(self._open.slots[self._slot].ptr + self._filled, nbytes, self._sum)
+            self._sum = crc32c(self._open.address + self._filled, nbytes, self._sum)
         self._filled += nbytes
         if self._filled == BLOCK:
             if checked:
@@ -178,18 +175,8 @@ class FileWriter:
         begin, self._written = self._written, self._written + self._filled
         if self._written > self._allocated:
             self._grow(self._written)
-        self._tickets[self._slot] = self._open.start(WRITE, self._slot, self._number, begin, self._filled)
+        self._open.send(begin, self._filled)
         self._filled = 0
-        self._slot = (self._slot + 1) % len(self._tickets)
-        self._await(self._slot)
-
-    def _await(self, slot: int) -> None:
-        ticket, self._tickets[slot] = self._tickets[slot], None
-        if ticket is not None:
-            try:
-                ticket.wait()
-            except IoError as error:
-                raise failed("Writing", self.path, error) from error
 
     def _grow(self, nbytes: int) -> None:
         """Asks for more at once, the longer the file is: a file that grows write by write is written one at a time."""
@@ -203,23 +190,71 @@ class FileWriter:
             raise failed("Writing", self.path, error, self._allocated, nbytes - self._allocated) from error
 
     def _allocate(self, nbytes: int) -> None:
-        if self._reserves:
-            try:
-                fallocate(self._fd, 0, nbytes)
-            except OSError as error:
-                if error.errno not in NO_FALLOCATE:
-                    raise
-                self._reserves = False
+        reserve(self._fd, nbytes)
         self._allocated = nbytes
 
     def _close(self) -> None:
         """Waits for what is pending, and lets go of the file and of the memory."""
-        staging, self._staging = self._staging, None
+        staging, self._staging, self._outgoing = self._staging, None, None
         if staging is not None:
             staging.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+class PartsWriter:
+    """Writes parts of a file that is there, and that others write into as well: in the order of their places.
+
+    Whole pages go past the page cache, through slots. What is beside them in a page may be another's: it goes through
+    the page cache, which joins the two.
+    """
+
+    def __init__(self, staging: Staging, path: Path, direct: int, cached: int) -> None:
+        """`direct` and `cached`: the file, opened twice."""
+        self._outgoing, self._fd = Outgoing(staging, direct, path), cached
+        self._page = max(mmap.PAGESIZE, staging.offset_align, os.fstat(cached).st_blksize)
+        self._begin = self._end = 0  # what the slot holds of the file
+
+    def room(self, at: int) -> Tensor:
+        """Memory for the bytes from `at` on, as many as the slot has; then tell `took` how many there are."""
+        if at != self._end:
+            self._flush()
+            self._begin = self._end = at
+        return self._outgoing.bytes[at % BLOCK : BLOCK]
+
+    def took(self, nbytes: int) -> None:
+        """So many bytes are there."""
+        self._end += nbytes
+        if not self._end % BLOCK:
+            self._flush()
+
+    def finish(self) -> None:
+        """Returns when all of it lasts."""
+        self._flush()
+        self._outgoing.finish()
+        os.fsync(self._fd)
+
+    def __enter__(self) -> PartsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._outgoing.close()
+
+    def _flush(self) -> None:
+        begin, end, page = self._begin, self._end, self._page
+        first, last = min(-(-begin // page) * page, end), end // page * page
+        self._write_beside(begin, first)
+        self._write_beside(max(last, first), end)
+        if first < last:
+            self._outgoing.send(first, last - first, first % BLOCK)
+        self._begin = end
+
+    def _write_beside(self, begin: int, end: int) -> None:
+        data = self._outgoing.bytes.numpy().data[begin % BLOCK :][: end - begin]
+        while data:
+            done = os.pwrite(self._fd, data, begin)
+            data, begin = data[done:], begin + done
 
 
 def pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
