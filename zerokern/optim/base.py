@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.disk import Disk
 from zerokern.optim.formats import Layout, check_formats, layout_of
 from zerokern.optim.interrupts import whole
-from zerokern.optim.judge import Judge
 from zerokern.optim.local import Local, sharded
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.watched import WatchedState, watched
@@ -65,10 +64,8 @@ class FusedOptimizer(Checkpointed):
         self._choose(tier, schedule)
         self._disk = Disk(tier) if isinstance(tier, Nvme) else None
         self.max_grad_norm = max_grad_norm
-        self._grad_norm: float | None = None
-        self._skipped_steps = 0
+        self._decision = Decision()
         self._torn = False
-        self._judge = None
         self._local = None  # what is known of parameters that have stand-ins, once there are some
         self._bound = Bound()
         self._data_writes = DataWrites()
@@ -109,7 +106,7 @@ class FusedOptimizer(Checkpointed):
         For parameters on a GPU, reading it waits for the step.
         """
         self._look_at_decision()
-        return self._judge.grad_norm if self._judge is not None and self._judge.has_norm else self._grad_norm
+        return self._decision.grad_norm
 
     @property
     def skipped_steps(self) -> int:
@@ -118,7 +115,7 @@ class FusedOptimizer(Checkpointed):
         For parameters on a GPU, reading it waits for the step.
         """
         self._look_at_decision()
-        return self._skipped_steps + (0 if self._judge is None else self._judge.skipped_steps)
+        return self._decision.skipped_steps
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,15 +217,12 @@ class FusedOptimizer(Checkpointed):
             self._local.accord.makes_state = not intact
         prepare = partial(_prepare, settings, pointers)
         where = partial(self._rebound, survey, groups, formats, intact=intact)
+        self._ask(survey, pointers)
         if self._is_scheduled():
-            self._submit(survey, binding, self._decision(survey, pointers), where, prepare)
-        else:
-            scale = self._scale(survey, pointers)
-            if scale is None:
-                self._skipped_steps += 1
-            else:
-                binding = self._carry_out(survey, binding, where, prepare, scale)
-            if scale is not None and self._local is not None:
+            self._submit(survey, binding, where, prepare)
+        elif (scale := self._decision.take()) is not None:
+            binding = self._carry_out(survey, binding, where, prepare, scale)
+            if self._local is not None:
                 self._publish(self._local, binding)
         del held  # until here no other thread could free a gradient under the native calls
         return True
@@ -246,46 +240,21 @@ class FusedOptimizer(Checkpointed):
         binding.witness.catch_up(state, in_place=True)
         return binding
 
-    def _scale(self, survey: Survey, pointers: array[int]) -> float | None:
-        """What the gradients are multiplied by: loss scale undone, then clipped. None: this step is to be skipped.
-
-        On a device that is decided there, and 1.0 is what is known of it here. Sharded gradients are always looked at:
-        all ranks skip, or none.
-        """
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        self._change_judge(survey)
-        local, max_norm = self._local, self._max_grad_norm
-        fold = 1.0 if local is None else local.take_fold()
-        if self._judge is not None:
-            add_up = None if local is None else local.total_there
-            self._judge.ask(max_norm=max_norm, grad_scale=grad_scale, found_inf=found_inf, fold=fold, add_up=add_up)
-            return 1.0
-        decision = self._decision(survey, pointers, fold)
-        scale = decision.take()
-        self._grad_norm = self._grad_norm if decision.norm is None else decision.norm
-        return scale
-
-    def _decision(self, survey: Survey, pointers: array[int], fold: float | Tensor | None = None) -> Decision:
-        """What is known now of whether, and how, gradients are applied."""
-        local = self._local
-        if fold is None:
-            fold = 1.0 if local is None else local.take_fold()
-        return Decision(
+    def _ask(self, survey: Survey, pointers: array[int]) -> None:
+        """Whether, and how, gradients are applied. Divided ones are always looked at: all ranks skip, or none."""
+        local, decision = self._local, self._decision
+        if survey.params:
+            decision.move(survey.device)  # parameters may be moved
+        decision.ask(
+            sums=lambda: survey.sumsq(pointers),
+            max_norm=self._max_grad_norm,
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),
-            fold=fold,
-            max_norm=self._max_grad_norm,
-            sums=lambda: survey.sumsq(pointers),
-            total=None if local is None or not local.shardings else partial(_total, local),
+            fold=1.0 if local is None else local.take_fold(),
+            total=None if local is None or not local.shardings else local.accord.total,
+            add_up=None if local is None else local.total_there,
             reading=None if local is None or local.host is None else local.host.reading,
         )
-
-    def _change_judge(self, survey: Survey) -> None:
-        """Parameters may be moved: what a device has answered until then is kept."""
-        if self._judge is not None and survey.params and self._judge.device != survey.device:
-            self._grad_norm, self._skipped_steps, self._judge = self.grad_norm, self.skipped_steps, None
-        if self._judge is None and survey.device is not None:
-            self._judge = Judge(survey.device)
 
     def _bind(
         self, survey: Survey, groups: Groups, formats: list[FormatKey], previous: AnyBinding | None
@@ -298,8 +267,9 @@ class FusedOptimizer(Checkpointed):
         room = self._room if survey.device is None else None
         initial = [self._initial_moment(group) for group in groups]
         exact = None if local is None else local.exact
-        places = self._disk, self._judge
-        binding = bind(subject, *places, last, previous, room, initial=initial, witness=witness, exact=exact)
+        binding = bind(
+            subject, self._disk, self._decision, last, previous, room, initial=initial, witness=witness, exact=exact
+        )
         if local is not None:
             local.bound(survey.params, self.state)
         self._bound = Bound(binding, binding.witness, formats)
@@ -394,7 +364,3 @@ class FusedOptimizer(Checkpointed):
 
 def _prepare(settings: list[dict[str, Any]], pointers: array[int], binding: AnyBinding) -> None:
     binding.prepare(settings, pointers)
-
-
-def _total(local: Local, sums: Sequence[float], skip: bool) -> float:
-    return local.accord.total(sums, skip=skip)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerokern.optim.binding import Binding
+from zerokern.optim.decide import Decision
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.host_room import HostRoom
-from zerokern.optim.judge import Judge
 from zerokern.optim.masters import Witness
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.watched import WatchedState
@@ -34,7 +34,7 @@ class Bound:
 def bind(
     subject: tuple[Algorithm, Survey, Groups, WatchedState],
     disk: Disk | None,
-    judge: Judge | None,
+    decision: Decision,
     last: AnyBinding | None,
     previous: AnyBinding | None,
     room: HostRoom | None = None,
@@ -46,8 +46,8 @@ def bind(
     """
     if disk is not None:
         return DiskBinding(*subject, disk, **begins)
-    if judge is not None:
+    if decision.device is not None:
         before = last if isinstance(last, DeviceBinding) and last.place == subject[1].device else None
         intact = before if before is previous else None
-        return DeviceBinding(*subject, judge, previous=intact, last=before, **begins)
+        return DeviceBinding(*subject, decision, previous=intact, last=before, **begins)
     return Binding(*subject, previous=previous if type(previous) is Binding else None, room=room, **begins)

@@ -14,11 +14,11 @@ from zerokern.io import Nvme
 from zerokern.io.lock import let_go_in_child
 from zerokern.optim import disk_state, loading
 from zerokern.optim.bound import Bound
+from zerokern.optim.decide import Decision
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.formats import Algorithm, as_kept, as_saved
 from zerokern.optim.host_room import HostRoom
-from zerokern.optim.judge import Judge
 from zerokern.optim.local import NOT_DELAYED, PENDING, Local, localised, sharded
 from zerokern.optim.masters import Witness, follow, tracked
 from zerokern.optim.scheduled import LATE, Scheduled
@@ -30,7 +30,7 @@ from zerokern.zero.sharded_refusals import refuse
 
 __all__ = ["Checkpointed", "Inheritance"]
 
-_OWN_ATTRIBUTES = ("tier", "schedule", "_max_grad_norm", "_grad_norm", "_skipped_steps", "_torn")
+_OWN_ATTRIBUTES = ("tier", "schedule", "_max_grad_norm", "_torn")
 
 
 class Checkpointed(Scheduled, torch.optim.Optimizer):
@@ -41,7 +41,6 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
     param_groups: list[dict[str, Any]]
     _disk: Disk | None
     _bound: Bound
-    _judge: Judge | None
     _data_writes: DataWrites
     _checked: Callable[[dict[str, Any]], dict[str, Any]]
     grad_norm: Any
@@ -215,7 +214,8 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         super().__setstate__(state)
         self._state = WatchedState(self.__dict__.pop("state"))
         self._disk = Disk(self.tier) if isinstance(self.tier, Nvme) else None
-        self._judge = self._local = None
+        self._decision = Decision(self.__dict__.pop("_grad_norm"), self.__dict__.pop("_skipped_steps"))
+        self._local = None
         self._choose(self.tier, self.schedule)
         self._data_writes = DataWrites()
         self._watch_data(self.param_groups)

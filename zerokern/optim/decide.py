@@ -1,4 +1,4 @@
-"""Whether a step is carried out, and what its gradients are multiplied by: what is known when `step()` is called."""
+"""Whether a step is carried out, and what its gradients are multiplied by: loss scale undone, then clipped."""
 
 from __future__ import annotations
 
@@ -6,68 +6,138 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerokern.optim import checks
+from zerokern.optim.device import refuse_capture
 
 __all__ = ["Decision"]
 
+Total = Callable[..., float]  # (sums, *, skip: bool)
+AddUp = Callable[[Sequence[Tensor], Tensor, Tensor | None], None]
+
 
 class Decision:
-    """`take` says the scale, or None for a step that is to be skipped; it may be asked later, on another thread.
+    """What one optimizer decides, step by step, and what became of its steps.
 
-    `sums` measures the gradients, `total` makes one sum of squares of that (over all ranks, where they are divided).
-    `reading` says how a tensor is read later that may lie on a device, and may be written until then.
+    In host memory `take` says the scale, or None for a step that is to be skipped; it may be asked later, on another
+    thread. On a `device` all of it is decided there, and waited for only when it is read.
 
-    >>> decision = Decision(grad_scale=2.0, max_norm=1.0, sums=lambda: [16.0], total=lambda sums, skip: sums[0])
-    >>> decision.take(), decision.norm
+    >>> decision = Decision()
+    >>> decision.ask(grad_scale=2.0, max_norm=1.0, sums=lambda: [16.0], total=lambda sums, *, skip: sums[0])
+    >>> decision.take(), decision.grad_norm
     (0.2499998750000625, 2.0)
     """
 
-    def __init__(
+    def __init__(self, grad_norm: float | None = None, skipped_steps: int = 0) -> None:
+        self._norm, self._skipped = grad_norm, skipped_steps  # as far as they are known here
+        self.device: torch.device | None = None
+        self.scale: float | None = None
+        self.known = True  # whether what was asked for last has been decided
+        self._decide: Callable[[], float | None]
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The last norm before clipping."""
+        return self._norm if self.device is None or not self.has_norm else float(self.outcome[0])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing."""
+        return self._skipped + (0 if self.device is None else int(self.outcome[1]))
+
+    def move(self, device: torch.device | None) -> None:
+        """Decide on this device from here on, or in host memory: what another has answered until then is kept."""
+        if device == self.device:
+            return
+        if device is not None:
+            refuse_capture(device)
+        self._norm, self._skipped = self.grad_norm, self.skipped_steps
+        if device is not None:
+            self.outcome = torch.zeros(4, dtype=torch.float64, device=device)
+            self.has_norm = False
+            # what launches in CUDA graphs refer to by address, for as long as there may be some
+            self.graphs: list[Any] = []
+        self.device = device
+
+    def ask(
         self,
         *,
+        sums: Callable[[], Sequence[float]],
+        max_norm: float | None = None,
         found_inf: Any = None,
         grad_scale: Any = None,
         fold: float | Tensor = 1.0,
-        max_norm: float | None = None,
-        sums: Callable[[], Sequence[float]],
-        total: Callable[[Sequence[float], bool], float] | None,
+        total: Total | None = None,
+        add_up: AddUp | None = None,
         reading: Callable[[Any], Callable[[], Any]] | None = None,
     ) -> None:
-        # GradScaler writes into its tensors after the step that it handed them to
-        reading = reading or _kept
-        self._found_inf, self._grad_scale, self._fold = reading(found_inf), reading(grad_scale), reading(fold)
-        self._max_norm = max_norm
-        self._sums, self._total = sums, total
-        self.norm: float | None = None
-        self.scale: float | None = None
-        self.taken = self.accounted = False
+        """What is to be decided next, from numbers or tensors as torch.amp.GradScaler hands them in.
+
+        `sums` measures the gradients, `total` makes one sum of squares of that over all ranks, where they are divided;
+        on a device `add_up` does, which asks for a norm. `fold`: a factor of the gradients. `reading` says how a tensor
+        is read later that may lie on a device, and may be written until then: GradScaler writes into its tensors after
+        the step that it handed them to.
+        """
+        if self.device is not None:
+            self._ask_there(max_norm, found_inf, grad_scale, fold, add_up)
+            return
+        read = _kept if reading is None else reading
+        inf_of, scale_of, fold_of = read(found_inf), read(grad_scale), read(fold)
+
+        def decide() -> float | None:
+            found_inf, found, fold = inf_of(), scale_of(), fold_of()
+            skip = found_inf is not None and bool(float(found_inf))
+            if skip and total is None:
+                return None
+            scale = 1.0 if found is None else 1.0 / checks.number("grad_scale", found, positive=True)
+            if max_norm is None and total is None:
+                return scale
+            measured = sums()
+            squares = measured[0] if total is None else total(measured, skip=skip)
+            if skip:
+                return None
+            scale *= float(fold)
+            self._norm = math.sqrt(squares) * scale
+            if not math.isfinite(self._norm):
+                return None
+            return scale if max_norm is None else scale * min(1.0, max_norm / (self._norm + 1e-6))
+
+        self._decide, self.known = decide, False
 
     def take(self) -> float | None:
-        """The factor for all gradients: loss scale undone, then clipped; None where nothing may change."""
-        if not self.taken:
+        """The factor for all gradients, or None where nothing may change. On a device: 1.0, and what it decides."""
+        if not self.known:
             self.scale = self._decide()
-            self.taken = True
+            self._skipped += self.scale is None
+            self.known = True
         return self.scale
 
-    def _decide(self) -> float | None:
-        found_inf, found, fold = self._found_inf(), self._grad_scale(), self._fold()
-        skip = found_inf is not None and bool(float(found_inf))
-        if skip and self._total is None:
-            return None
-        scale = 1.0 if found is None else 1.0 / checks.number("grad_scale", found, positive=True)
-        if self._max_norm is None and self._total is None:
-            return scale
-        sums = self._sums()
-        total = sums[0] if self._total is None else self._total(sums, skip)
-        if skip:
-            return None
-        scale *= float(fold)
-        self.norm = math.sqrt(total) * scale
-        if not math.isfinite(self.norm):
-            return None
-        return scale if self._max_norm is None else scale * min(1.0, self._max_norm / (self.norm + 1e-6))
+    def _ask_there(
+        self, max_norm: float | None, found_inf: Any, grad_scale: Any, fold: float | Tensor, add_up: AddUp | None
+    ) -> None:
+        self.max_norm = math.inf if max_norm is None and add_up is not None else max_norm
+        self.add_up = add_up
+        self.grad_scale = None if grad_scale is None else self._scalar("grad_scale", grad_scale)
+        if isinstance(fold, Tensor) or fold != 1.0:
+            undone = 1.0 if self.grad_scale is None else self.grad_scale
+            self.grad_scale = undone / self._scalar("fold", fold)
+        self.found_inf = None if found_inf is None else self._scalar("found_inf", found_inf)
+        self.scale, self.known = 1.0, True
+
+    def _scalar(self, name: str, value: Any) -> Tensor:
+        """One fp32 element on the device. What is there already is not looked at: that would wait for it."""
+        assert self.device is not None
+        if isinstance(value, Tensor) and (value.device == self.device or not value.is_cpu):
+            return value.detach().to(self.device, torch.float32, non_blocking=True)
+        found = checks.number(name, value, positive=True) if name == "grad_scale" else float(value)
+        return torch.full((), found, dtype=torch.float32, device=self.device)
+
+    def launched(self) -> bool:
+        """The device has been given what was asked; whether, for all that is known here, it carries the step out."""
+        self.has_norm |= self.max_norm is not None
+        return self.max_norm is None and self.found_inf is None
 
 
 def _kept(value: Any) -> Callable[[], Any]:

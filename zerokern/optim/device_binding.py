@@ -15,11 +15,11 @@ from zerokern.kernels.triton.backend import launching
 from zerokern.kernels.triton.upload import refresh, upload
 from zerokern.optim import device
 from zerokern.optim.binding import Binding
+from zerokern.optim.decide import Decision
 from zerokern.optim.device_steps import DeviceSteps
 from zerokern.optim.exact import Exact
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.interrupts import whole
-from zerokern.optim.judge import Judge
 from zerokern.optim.masters import Witness
 from zerokern.optim.rows import table_of
 from zerokern.optim.state import Entry
@@ -42,7 +42,7 @@ class DeviceBinding(Binding):
         survey: Survey,
         groups: Groups,
         state: WatchedState,
-        judge: Judge,
+        decision: Decision,
         *,
         initial: Sequence[float],
         previous: DeviceBinding | None,
@@ -51,10 +51,11 @@ class DeviceBinding(Binding):
         exact: Exact | None = None,
     ) -> None:
         """`last` is the binding before this one, intact or not; `previous` is the same if it is."""
-        self.place = judge.device
+        assert decision.device is not None
+        self.place = decision.device
         if previous is None:
             device.refuse_capture(self.place)
-        self._algorithm, self._judge, self._last = algorithm, judge, last
+        self._algorithm, self._decision, self._last = algorithm, decision, last
         self._kernels = device.kernels()
         self._sums: _Sums | None = None
         self._in_graph = self._done = False
@@ -151,21 +152,21 @@ class DeviceBinding(Binding):
             self._done = True
 
     def _control(self) -> Any:
-        judge, book = self._judge, self.book
-        if judge.max_norm is not None and self._sums is None:
+        decision, book = self._decision, self.book
+        if decision.max_norm is not None and self._sums is None:
             self._sums = _Sums(self.survey, self.place, self._kernels.sums)
         control = self._kernels.control(
             steps=book.steps,
             increments=book.increments,
             witnesses=self._witnesses,
-            outcome=judge.outcome,
-            max_norm=judge.max_norm,
-            sums=None if judge.max_norm is None or self._sums is None else self._sums.run(self._pointers, judge),
-            grad_scale=judge.grad_scale,
-            found_inf=judge.found_inf,
+            outcome=decision.outcome,
+            max_norm=decision.max_norm,
+            sums=None if decision.max_norm is None or self._sums is None else self._sums.run(self._pointers, decision),
+            grad_scale=decision.grad_scale,
+            found_inf=decision.found_inf,
         )
         if self._in_graph:
-            judge.graphs.append((self._rows, self.table, self._sums, control))
+            decision.graphs.append((self._rows, self.table, self._sums, control))
         return control
 
     @property
@@ -179,8 +180,7 @@ class DeviceBinding(Binding):
 
     def stepped(self) -> None:
         """Account for an update that was launched."""
-        self._judge.has_norm |= self._judge.max_norm is not None
-        self.book.advance(certain=not self._judge.may_skip)
+        self.book.advance(certain=self._decision.launched())
         self.survey.cells.raise_versions()
         self.witness.stepped()
 
@@ -219,7 +219,7 @@ class _Sums:
         self._known: array[int] | None = None
         self._words: list[Tensor] = []
 
-    def run(self, pointers: array[int], judge: Judge) -> Tensor:
+    def run(self, pointers: array[int], decision: Decision) -> Tensor:
         if pointers != self._known:
             mine = [array("Q", compress(pointers, chosen)) for chosen in self._chosen]
             if self._words:
@@ -230,10 +230,10 @@ class _Sums:
             self._known = pointers
         for index, (table, words) in enumerate(zip(self._tables, self._words, strict=True)):
             table.run(words, self._out, index)
-        if judge.add_up is None:
+        if decision.add_up is None:
             return self._out
         sums = [torch.zeros((), dtype=torch.float64, device=self._place) for _ in self._totals]
         for share, one in zip(self._shares, self._out.unbind(), strict=True):
             sums[share] = sums[share] + one
-        judge.add_up(sums, self._totals, judge.found_inf)
+        decision.add_up(sums, self._totals, decision.found_inf)
         return self._totals

@@ -16,6 +16,7 @@ from zerokern.core.errors import StateError
 from zerokern.memory import Slot
 from zerokern.optim import disk_state, loading
 from zerokern.optim.bound import Bound
+from zerokern.optim.decide import Decision
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.fingerprint import fingerprint
@@ -188,8 +189,7 @@ class Exchange:
             opt._local.look()
         opt._bound = Bound(witness=Witness(tracked(opt._held), loaded=True))
         if counters is not None:
-            opt._judge = None
-            opt._grad_norm, opt._skipped_steps = counters["grad_norm"], counters["skipped_steps"]
+            opt._decision = Decision(**counters)
         opt._torn, opt._untold = False, ""
 
 

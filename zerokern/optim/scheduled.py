@@ -42,8 +42,7 @@ class Scheduled:
     state: Any
     _local: Local | None
     _torn: bool
-    _grad_norm: float | None
-    _skipped_steps: int
+    _decision: Decision
     _layout: Callable[..., Any]
     _refuse_if_torn: Callable[[], None]
     _refuse_in_child: Callable[[], None]
@@ -191,7 +190,6 @@ class Scheduled:
         self,
         survey: Survey,
         binding: Any,
-        decision: Decision,
         bind: Callable[[Any], Any],
         prepare: Callable[[Any], None],
     ) -> None:
@@ -205,8 +203,7 @@ class Scheduled:
             for departure in self._departures:
                 departure.correct(may_fetch=True)
             self._departures = []
-            self._account(decision)
-            if decision.scale is None:
+            if self._decision.take() is None:
                 if local.host is not None:
                     local.host.consumed(list(local.host.twins.values()), updated=False)
                 self._count_call()
@@ -221,15 +218,15 @@ class Scheduled:
         for publisher in local.publishers if lazily else ():
             publisher.prepare()
         with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
-            under_way = self._begin(local, bound, decision, lazily)
+            under_way = self._begin(local, bound, lazily)
         if lazily:
             self._wait_for_first(local, under_way)
         elif under_way.owed:
             self._finish()
 
-    def _begin(self, local: Local, bound: Any, decision: Decision, lazily: bool) -> UnderWay:
+    def _begin(self, local: Local, bound: Any, lazily: bool) -> UnderWay:
         conductor = self._conduct()
-        under_way = conductor.submit(local, bound, decision, self._tickets, self._departures, publishes=lazily)
+        under_way = conductor.submit(local, bound, self._decision, self._tickets, self._departures, publishes=lazily)
         self._under_way = under_way
         under_way.owed = not lazily and not self._late()
         self._count_call()
@@ -302,8 +299,7 @@ class Scheduled:
             self._give_up(under_way, error)
             raise
         self._under_way = None
-        self._account(under_way.decision)
-        if under_way.decision.scale is None:
+        if self._decision.scale is None:
             return
         if not under_way.stepped:
             under_way.binding.stepped()
@@ -340,21 +336,10 @@ class Scheduled:
         else:
             self._conduct().gather_rest(local, under_way)
 
-    def _account(self, decision: Decision) -> None:
-        if decision.accounted:
-            return
-        scale = decision.take()
-        decision.accounted = True
-        if decision.norm is not None:
-            self._grad_norm = decision.norm
-        self._skipped_steps += scale is None
-
     def _look_at_decision(self) -> None:
         """The last step's norm, and whether it was skipped, are known."""
-        under_way = self._under_way
-        if under_way is not None and not under_way.decision.accounted:
-            under_way.run.wait("Norm", "all")
-            self._account(under_way.decision)
+        if self._under_way is not None and not self._decision.known:
+            self._under_way.run.wait("Norm", "all")
 
     @torch._disable_dynamo
     def flush(self) -> None:
