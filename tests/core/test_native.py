@@ -40,7 +40,7 @@ def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
     subprocess.run([compiler, str(source), "-o", str(tmp_path / "sizes")], check=True)
     found = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, check=True).stdout.split()
     request = native.IoRequest
-    classes = (native.Segment, native.Group, request, native.IoFaults, native.IoOptions, native.IoStats)
+    classes = (native.NativeSegment, native.NativeGroup, request, native.IoFaults, native.IoOptions, native.IoStats)
     expected = [
         *map(ctypes.sizeof, classes),
         *(field.offset for field in (request.state, request.after, request.error_at)),

@@ -204,7 +204,7 @@ def test_nothing_is_left_behind_by_a_store_that_does_not_open(
     engine: EngineCase, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fails while it opens: the lock is free and no file is left."""
-    for name in ("zerokern.io.home.Space", "zerokern.io.home.Transfers", "zerokern.io.home.Engine"):
+    for name in ("zerokern.io.belongings.Space", "zerokern.io.belongings.Transfers", "zerokern.io.belongings.Engine"):
         with monkeypatch.context() as patch:
             patch.setattr(name, lambda *a, **k: (_ for _ in ()).throw(BackendError("broken")))
             with pytest.raises(BackendError, match="broken"):

@@ -136,7 +136,7 @@ class Ledger:
         return [token for rank, token in enumerate(self.members) if rank != self.rank and token]
 
 
-class Place(NamedTuple):
+class Spot(NamedTuple):
     """One thread of a process, in a wait."""
 
     token: str
@@ -152,7 +152,7 @@ class Stuck(NamedTuple):
     says: str
     needed: list[str]
 
-    def awaits(self, one: Place, statement: dict[str, Any]) -> bool:
+    def awaits(self, one: Spot, statement: dict[str, Any]) -> bool:
         """Whether it ends only after that thread has begun the same, which it has not."""
         if one.token not in self.needed or self.page in statement["ended"]:
             return False
@@ -224,7 +224,7 @@ class Presence:
             return None
         mine = self._statement()
         self._say(mine)
-        here = Place(self.token, waiting.thread)
+        here = Spot(self.token, waiting.thread)
         own = _waits(mine).get(waiting.thread)
         if own is None:
             return None
@@ -243,16 +243,16 @@ class Presence:
                 self.store.set(_told(place.token), json.dumps([stuck.page, stuck.counted, stuck.number, reason]))
         return reason, False
 
-    def _caught(self, here: Place, own: Stuck, mine: dict[str, Any]) -> dict[Place, tuple[Stuck, int]]:
+    def _caught(self, here: Spot, own: Stuck, mine: dict[str, Any]) -> dict[Spot, tuple[Stuck, int]]:
         """This wait, and all that are certain to last as long as it does; none but it where it is not among these."""
         statements = {self.token: mine}
-        stuck: dict[Place, Stuck] = {}
+        stuck: dict[Spot, Stuck] = {}
         asked = [self.token, *own.needed]
         for token in asked:
             statement = statements[token] = mine if token == self.token else self._read(token)
             for thread, wait in _waits(statement).items():
                 if wait.page not in statement["ended"]:
-                    stuck[Place(token, thread)] = wait
+                    stuck[Spot(token, thread)] = wait
                     asked += [one for one in wait.needed if one not in asked]
         caught = {here: (own, self.rank)}
         grown = 0
@@ -332,7 +332,7 @@ def _waits(statement: dict[str, Any]) -> dict[int, Stuck]:
     return {int(thread): Stuck(*wait) for thread, wait in statement["waits"].items()}
 
 
-def _listed(caught: dict[Place, tuple[Stuck, int]], ledger: Ledger) -> str:
+def _listed(caught: dict[Spot, tuple[Stuck, int]], ledger: Ledger) -> str:
     """Who is where, by rank of the group; those outside of it by rank of the world."""
     found = []
     for place, (stuck, rank) in caught.items():

@@ -34,12 +34,12 @@ __all__ = [
     "IO_URING",
     "IO_WAITED",
     "IO_WRITE",
-    "Group",
     "IoFaults",
     "IoOptions",
     "IoRequest",
     "IoStats",
-    "Segment",
+    "NativeGroup",
+    "NativeSegment",
     "TensorCalls",
     "TensorList",
     "check",
@@ -60,7 +60,7 @@ ABI = 5
 SUMSQ_CHUNK = 65536
 
 
-class Group(Structure):
+class NativeGroup(Structure):
     """``zk_group``: formats and hyperparameters shared by any number of segments."""
 
     _fields_ = [
@@ -74,7 +74,7 @@ class Group(Structure):
     ]
 
 
-class Segment(Structure):
+class NativeSegment(Structure):
     """``zk_segment``: one contiguous span of one parameter. Every field has 8 bytes, so a column is a strided view."""
 
     _fields_ = [

@@ -14,13 +14,13 @@ from zerokern.core.errors import IoError
 from zerokern.io.extents import Extent
 from zerokern.io.renaming import Folder
 
-__all__ = ["NAME", "Row", "publish", "read"]
+__all__ = ["NAME", "IndexRow", "publish", "read"]
 
 NAME = "zerokern.index"
 FORMAT = "zerokern index 1"
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     """One key. `extent` is None where it has no bytes, or has lost them: `lost` says how then."""
 
     key: str
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     lost: str | None = None
 
 
-def publish(folder: Path, files: list[str], rows: list[Row]) -> None:
+def publish(folder: Path, files: list[str], rows: list[IndexRow]) -> None:
     """Replaces the index. The bytes that it speaks of must be on the disk already."""
     plain = [row._replace(dtype=str(row.dtype)[6:]) for row in rows]  # type: ignore[arg-type]
     body = json.dumps({"files": files, "keys": plain}, separators=(",", ":")).encode()
@@ -41,7 +41,7 @@ def publish(folder: Path, files: list[str], rows: list[Row]) -> None:
         there.rename((f"{NAME}.new", NAME))  # with the names of new data files, before an index that speaks of them
 
 
-def read(folder: Path) -> tuple[list[str], list[Row]] | None:
+def read(folder: Path) -> tuple[list[str], list[IndexRow]] | None:
     """The names of the files and the rows of the published index; None where there is none."""
     path = folder / NAME
     try:
@@ -58,7 +58,7 @@ def read(folder: Path) -> tuple[list[str], list[Row]] | None:
         )
     found = json.loads(body)
     rows = [
-        Row(key, Extent(*extent) if extent else None, nbytes, getattr(torch, dtype), torch.Size(shape), *rest)
+        IndexRow(key, Extent(*extent) if extent else None, nbytes, getattr(torch, dtype), torch.Size(shape), *rest)
         for key, extent, nbytes, dtype, shape, *rest in found["keys"]
     ]
     return found["files"], rows

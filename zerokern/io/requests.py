@@ -7,7 +7,7 @@ from ctypes import addressof, c_void_p, sizeof
 
 from zerokern.core import native
 
-__all__ = ["Slot", "Slots"]
+__all__ = ["NativeRequest", "Slots"]
 
 CHUNK = 1024
 
@@ -17,7 +17,7 @@ NBYTES = sizeof(native.IoRequest)
 STATE, ERROR = (getattr(native.IoRequest, name).offset // 4 for name in ("state", "error"))
 
 
-class Slot:
+class NativeRequest:
     """One native request. `chunk` and `words` are the memory of its chunk, as bytes and as 32-bit words: reading and
     writing through them takes a fifth of the time that ctypes fields take."""
 
@@ -44,9 +44,9 @@ class Slots:
 
     def __init__(self) -> None:
         self._chunks: list[tuple[object, object]] = []
-        self.free: list[Slot] = []
+        self.free: list[NativeRequest] = []
 
-    def take(self) -> Slot:
+    def take(self) -> NativeRequest:
         """A slot whose state is IO_IDLE."""
         if not self.free:
             self._grow()
@@ -54,14 +54,14 @@ class Slots:
         slot.words[slot.state] = native.IO_IDLE
         return slot
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: NativeRequest) -> None:
         """Takes back a slot whose request has ended, now or when the last thread that waits on it has noticed."""
         if slot.waiters:
             slot.retired = True
         else:
             self.free.append(slot)
 
-    def leave(self, slot: Slot) -> None:
+    def leave(self, slot: NativeRequest) -> None:
         """A thread that waited on the slot has noticed."""
         slot.waiters -= 1
         if slot.retired and not slot.waiters:
@@ -74,4 +74,4 @@ class Slots:
         chunk = memoryview(requests).cast("B")
         words = chunk.cast("i")
         self._chunks.append((requests, table))
-        self.free += [Slot(chunk, words, requests[i], i, addressof(table)) for i in reversed(range(CHUNK))]
+        self.free += [NativeRequest(chunk, words, requests[i], i, addressof(table)) for i in reversed(range(CHUNK))]

@@ -13,10 +13,10 @@ from torch.autograd.graph import increment_version
 
 from zerokern.core import native
 from zerokern.core.errors import IoError, KernelError, got
+from zerokern.io.belongings import Belongings
 from zerokern.io.engine import Faults, check_settings
 from zerokern.io.entry import Entry, lost, mismatch, span_of, unknown
-from zerokern.io.home import Home
-from zerokern.io.index import Row
+from zerokern.io.index import IndexRow
 from zerokern.io.ticket import Ticket, again
 from zerokern.memory.budget import parse_nbytes
 from zerokern.memory.room import amount
@@ -67,7 +67,7 @@ class Store:
         check_settings(engine, 1 if depth is None else depth, PAGE if block is None else block)
         self.folder = Path(os.path.abspath(folder))
         self.checksum, self.durable, self.arena = checksum, durable, arena
-        self._home = home = Home(
+        self._home = home = Belongings(
             self.folder,
             durable=durable,
             budget=None if budget is None else parse_nbytes("budget", budget),
@@ -309,7 +309,7 @@ class Store:
 
     def _publish(self) -> None:
         kept: list[Entry] = []
-        rows: list[Row] = []
+        rows: list[IndexRow] = []
         for one in self._entries.values():
             if one.put is None:
                 continue
@@ -322,7 +322,7 @@ class Store:
                 )
             kept.append(one)
             lost = None if failure is None else str(failure)
-            rows.append(Row(one.key, one.extent, one.nbytes, one.dtype, tuple(one.shape), one.crc, lost))
+            rows.append(IndexRow(one.key, one.extent, one.nbytes, one.dtype, tuple(one.shape), one.crc, lost))
         if not self._home.unpublished:
             return
         for one in kept:  # from the rename on the index names these extents, also where what follows it fails

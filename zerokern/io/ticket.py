@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from zerokern.core import native
 from zerokern.core.errors import IoError
 from zerokern.io.advice import because
-from zerokern.io.requests import HEAD, Slot, Slots
+from zerokern.io.requests import HEAD, NativeRequest, Slots
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ class Ticket:
     )  # fmt: skip
 
     def __init__(
-        self, transfers: Transfers, slot: Slot | None, op: int, key: str, nbytes: int, file: int, offset: int
+        self, transfers: Transfers, slot: NativeRequest | None, op: int, key: str, nbytes: int, file: int, offset: int
     ) -> None:
         self._transfers, self._slot = transfers, slot
         self.op, self.key, self.nbytes, self.file, self.offset = op, key, nbytes, file, offset
@@ -112,7 +112,7 @@ class Transfers:
         self.lock = threading.RLock()
         self.paths = paths  # by the engine's number of a file
         self.inherited = False
-        self.pending: dict[Slot, Ticket] = {}
+        self.pending: dict[NativeRequest, Ticket] = {}
         self.untold: dict[Ticket, None] = {}  # failures that no wait() has raised
         self.slots = Slots()
         self._handle = engine.handle
@@ -122,7 +122,7 @@ class Transfers:
         self._bad_at = byref(self._bad)
         self._credit = SWEEP
 
-    def start(self, ticket: Ticket, slot: Slot, address: int, flags: int, after: int) -> None:
+    def start(self, ticket: Ticket, slot: NativeRequest, address: int, flags: int, after: int) -> None:
         """Queues a request; the ticket is pending from here on. `after`: address of a request that must have ended."""
         HEAD.pack_into(
             slot.chunk, slot.start, ticket.op, flags, ticket.file, IDLE, ticket.offset, address, ticket.nbytes, after
@@ -174,7 +174,7 @@ class Transfers:
         self.pending.pop(slot, None)
         self.slots.give(slot)
 
-    def pending_slot(self, ticket: Ticket | None) -> Slot | None:
+    def pending_slot(self, ticket: Ticket | None) -> NativeRequest | None:
         """The slot of a ticket that has not ended."""
         if ticket is None:
             return None

@@ -16,10 +16,10 @@ from zerokern.kernels import formats
 
 __all__ = ["UpdateTable", "accumulate", "convert", "stream", "sumsq_pointers"]
 
-_SEGMENT_NBYTES = ctypes.sizeof(native.Segment)
+_SEGMENT_NBYTES = ctypes.sizeof(native.NativeSegment)
 _SEGMENT_WORDS = _SEGMENT_NBYTES // 8
 _NEITHER = 2**63 - 1  # what zk_update names where no row and no group is at fault
-_COLUMNS = tuple(field[0] for field in native.Segment._fields_)
+_COLUMNS = tuple(field[0] for field in native.NativeSegment._fields_)
 
 
 class UpdateTable:
@@ -40,9 +40,9 @@ class UpdateTable:
     def __init__(self, nseg: int, ngroups: int) -> None:
         self.nseg = nseg
         self.ngroups = ngroups
-        self._segments = (native.Segment * max(nseg, 1))()
+        self._segments = (native.NativeSegment * max(nseg, 1))()
         self._address = ctypes.addressof(self._segments)
-        self._groups = (native.Group * max(ngroups, 1))()
+        self._groups = (native.NativeGroup * max(ngroups, 1))()
         words = memoryview(self._segments).cast("B").cast("Q")
         self.columns = {name: words[i : nseg * _SEGMENT_WORDS : _SEGMENT_WORDS] for i, name in enumerate(_COLUMNS)}
         self._scale = c_float(1.0)

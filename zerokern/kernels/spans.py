@@ -11,10 +11,10 @@ from torch import Tensor
 from zerokern.kernels import checks
 from zerokern.kernels.formats import DTYPES
 
-__all__ = ["Member", "SpanList"]
+__all__ = ["BucketSpan", "SpanList"]
 
 
-class Member(NamedTuple):
+class BucketSpan(NamedTuple):
     """One tensor of a list and the place of its span in the bucket."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class SpanList:
         numels = [t.numel() for t in tensors]
         begins = _back_to_back(numels) if offsets is None else _own(offsets, numels)
         self.members = [
-            Member(tuple(t.shape), t.stride(), t.dtype, t.is_contiguous(), n, begin)
+            BucketSpan(tuple(t.shape), t.stride(), t.dtype, t.is_contiguous(), n, begin)
             for t, n, begin in zip(tensors, numels, begins, strict=True)
         ]
         self.numel = max((m.offset + m.numel for m in self.members if m.numel), default=0)
@@ -154,7 +154,7 @@ def _cover(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((last + 1,), (1,))
 
 
-def _meets_itself(member: Member) -> bool:
+def _meets_itself(member: BucketSpan) -> bool:
     """Whether some element may lie where another does: sorted by stride, a dimension must step over all inner ones."""
     extent = 1
     for stride, size in sorted(zip(member.strides, member.shape, strict=True)):

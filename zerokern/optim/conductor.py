@@ -196,12 +196,12 @@ def _gather(under_way: UnderWay, part: Part, driver: Any) -> Any:
     under_way.gathered.add(part.name)
     if driver is not None:
         with driver.aside():  # not behind all that the program has launched
-            return Gathered(part.sharding.publisher.gather(part.bucket), driver)
+            return Collective(part.sharding.publisher.gather(part.bucket), driver)
     part.sharding.publisher.gather(part.bucket).wait()
     return None
 
 
-class Gathered:
+class Collective:
     """A collective on a device as a ticket."""
 
     def __init__(self, handle: Any, driver: Any) -> None:

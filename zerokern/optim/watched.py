@@ -22,7 +22,7 @@ def plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
 
 
-class Mark:
+class Assigned:
     """Whether anything was assigned since `clear`."""
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ _CHANGING = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem",
 class WatchedEntry(dict[str, Any]):
     """The state of one parameter: a dict of tensors.
 
-    >>> mark = Mark(); entry = WatchedEntry({"step": 1}, mark); mark.clear()
+    >>> mark = Assigned(); entry = WatchedEntry({"step": 1}, mark); mark.clear()
     >>> entry["step"] = 2; mark.changed
     True
     """
 
-    def __init__(self, items: Any = (), mark: Mark | None = None) -> None:
+    def __init__(self, items: Any = (), mark: Assigned | None = None) -> None:
         super().__init__(items)
-        self._mark = mark or Mark()
+        self._mark = mark or Assigned()
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(f"{key!r} is not in this state entry{f'; {self[ON_DISK]!r}' if ON_DISK in self else ''}")
@@ -72,11 +72,11 @@ class WatchedState(defaultdict[Any, Any]):
     """
 
     def __init__(self, items: Mapping[Any, Any] | None = None) -> None:
-        self._mark = Mark()
+        self._mark = Assigned()
         super().__init__(None, {key: self._watched(entry) for key, entry in (items or {}).items()})
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> Assigned:
         return self._mark
 
     def __missing__(self, key: Any) -> WatchedEntry:

@@ -14,7 +14,7 @@ from zerokern.optim.records import on_disk_of
 from zerokern.planner import table
 from zerokern.planner.planning import Plan
 from zerokern.planner.recipe import short
-from zerokern.planner.share import STATES, WORKING, Held, summed
+from zerokern.planner.share import STATES, WORKING, Holding, summed
 from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import local_of, shardings_of
 
@@ -35,7 +35,7 @@ class Measured:
     """
 
     title: str
-    held: tuple[Held, ...]
+    held: tuple[Holding, ...]
     world: int = 1
     stage: int = 0
     pinned: int = 0
@@ -136,10 +136,10 @@ class _Tally:
         key = (role, form if role in STATES else "", tier)
         self._found[key] = self._found.get(key, 0) + nbytes
 
-    def rows(self) -> Iterator[Held]:
+    def rows(self) -> Iterator[Holding]:
         order = [*STATES, *WORKING]
         keys = sorted(self._found, key=lambda key: order.index(key[0]) if key[0] in order else len(order))
-        return (Held(*key, self._found[key]) for key in keys)
+        return (Holding(*key, self._found[key]) for key in keys)
 
 
 def _of_model(params: Iterable[nn.Parameter], shardings: Iterable[Sharding]) -> Iterator[tuple[str, Tensor]]:

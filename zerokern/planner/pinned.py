@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from zerokern.planner.outline import Outline
 from zerokern.planner.recipe import Recipe, StateRole, itemsize
-from zerokern.planner.settings import Settings
-from zerokern.planner.subject import Subject
+from zerokern.planner.settings import Arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,12 +17,12 @@ __all__ = ["pinned_nbytes"]
 FINGERPRINTS_NBYTES = 16  # of each gradient, as it left and as it was in `step()`: see zerokern/optim/leaving.py
 
 
-def pinned_nbytes(subject: Subject, recipe: Recipe, stage: int, settings: Settings) -> int:
+def pinned_nbytes(subject: Outline, recipe: Recipe, stage: int, settings: Arrangement) -> int:
     """Bytes that rank 0's optimizer maps: locked, and pinned where CUDA is in use. Zero where nothing lies there.
 
-    >>> from zerokern.planner.subject import subject_of
+    >>> from zerokern.planner.outline import subject_of
     >>> recipe = Recipe(tier="cpu")
-    >>> settings = Settings(1, "cuda", 32 << 20, 1, False)
+    >>> settings = Arrangement(1, "cuda", 32 << 20, 1, False)
     >>> pinned_nbytes(subject_of("1M", recipe, None), recipe, 2, settings) / 1e6
     14.000128
     """

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, parse_device_memory
+from zerokern.planner.outline import Outline, subject_of
 from zerokern.planner.pinned import pinned_nbytes
-from zerokern.planner.program import Traffic, between_ranks, traffic_of
+from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Recipe
-from zerokern.planner.settings import Settings
+from zerokern.planner.settings import Arrangement
 from zerokern.planner.share import Share, share_of
-from zerokern.planner.subject import Subject, subject_of
 from zerokern.schedule import Delayed, Machine, Program, machine_of
 from zerokern.zero.stage import STAGES, check_stage
 
@@ -41,9 +41,9 @@ class Plan:
     (234, 2.0)
     """
 
-    subject: Subject
+    subject: Outline
     recipe: Recipe
-    settings: Settings
+    settings: Arrangement
     stage: int
     device_memory: Mapping[str, int] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ class Plan:
         return between_ranks(buckets.loads, self.subject.units, self.recipe, self.stage, self.settings)
 
     @cached_property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> Volume:
         """What one optimizer step moves between the ranks."""
         return traffic_of(self.program, self.world)
 
@@ -199,7 +199,7 @@ def plan(
         schedule=schedule,
     )
     memory = parse_device_memory(device_memory)
-    settings = Settings(world, device or "cuda", bucket_bytes, accumulate, no_sync)
+    settings = Arrangement(world, device or "cuda", bucket_bytes, accumulate, no_sync)
     subject = subject_of(model, recipe, units)
     if device is None:
         settings = replace(settings, device=subject.device)

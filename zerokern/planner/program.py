@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.buckets import Load
 from zerokern.planner.recipe import Recipe, itemsize
-from zerokern.planner.settings import Settings
+from zerokern.planner.settings import Arrangement
 from zerokern.schedule import Op, Program, Ref
 from zerokern.zero.stage import shards_parameters, shards_state
 
-__all__ = ["Traffic", "between_ranks", "line_of", "traffic_of"]
+__all__ = ["Volume", "between_ranks", "line_of", "traffic_of"]
 
 ROOT = "root"
 _MOVES = ("Gather", "Reduce", "Publish")
@@ -30,7 +30,7 @@ def line_of(op: Op) -> str:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Volume:
     """What a step moves between ranks: elements and bytes of whole buckets, the volume that the papers count in Ψ."""
 
     world: int
@@ -53,17 +53,17 @@ class Traffic:
         return self.nbytes // self.world * (self.world - 1)
 
 
-def traffic_of(program: Program, world: int) -> Traffic:
+def traffic_of(program: Program, world: int) -> Volume:
     """The sum over a program.
 
     >>> reduce, publish = Op("Reduce", "bucket 0", "net", (), 8, 4), Op("Publish", "bucket 0", "net", (), 8, 4)
     >>> traffic_of(Program("step", (reduce, publish)), 2)
-    Traffic(world=2, reduced_numel=4, reduced_nbytes=8, gathered_numel=4, gathered_nbytes=8)
+    Volume(world=2, reduced_numel=4, reduced_nbytes=8, gathered_numel=4, gathered_nbytes=8)
     """
     moved = [op for op in program.ops if op.verb in _MOVES]
     reduced = [op for op in moved if op.verb == "Reduce"]
     gathered = [op for op in moved if op.verb != "Reduce"]
-    return Traffic(
+    return Volume(
         world,
         sum(op.numel for op in reduced),
         sum(op.nbytes for op in reduced),
@@ -73,7 +73,7 @@ def traffic_of(program: Program, world: int) -> Traffic:
 
 
 def between_ranks(
-    loads: Sequence[Load], names: Sequence[str], recipe: Recipe, stage: int, settings: Settings
+    loads: Sequence[Load], names: Sequence[str], recipe: Recipe, stage: int, settings: Arrangement
 ) -> Program:
     """One optimizer step as ranks share it. Of its micro-batches each is reduced, or, under `zk.no_sync`, the last.
 

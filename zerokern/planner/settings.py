@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from zerokern.core.errors import got
 
-__all__ = ["Settings"]
+__all__ = ["Arrangement"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Arrangement:
     """`device` is where collectives run: on CPUs they need memory of their own.
 
-    >>> Settings(world=0, device="cuda", bucket_bytes=1, accumulate=1, no_sync=False)
+    >>> Arrangement(world=0, device="cuda", bucket_bytes=1, accumulate=1, no_sync=False)
     Traceback (most recent call last):
     ...
     ValueError: world=0 is not possible; allowed: a whole number of ranks, from 1 on

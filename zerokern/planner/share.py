@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from zerokern.core.units import BUFFERS
 from zerokern.planner.buckets import Buckets, Load
+from zerokern.planner.outline import Outline
 from zerokern.planner.recipe import Recipe, itemsize, short
-from zerokern.planner.settings import Settings
-from zerokern.planner.subject import Subject
+from zerokern.planner.settings import Arrangement
 from zerokern.zero.stage import shards_gradients, shards_parameters, shards_state
 
-__all__ = ["STATES", "TWINS", "WORKING", "Held", "Share", "share_of", "summed"]
+__all__ = ["STATES", "TWINS", "WORKING", "Holding", "Share", "share_of", "summed"]
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 TWINS = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
@@ -20,7 +20,7 @@ WORKING = ("gathered", "buffers", "scratch", "ring", *TWINS, "checkpoints", "act
 
 
 @dataclass(frozen=True)
-class Held:
+class Holding:
     """Bytes of one role in one tier; `format` says what they are made of."""
 
     role: str
@@ -38,7 +38,7 @@ class Share:
     """
 
     stage: int
-    held: tuple[Held, ...]
+    held: tuple[Holding, ...]
     padding: int = 0
     arriving: int = 0
 
@@ -63,10 +63,10 @@ class Share:
         return self.tiers.get("device", 0)
 
 
-def summed(held: Iterable[Held], key: Callable[[Held], str]) -> dict[str, int]:
+def summed(held: Iterable[Holding], key: Callable[[Holding], str]) -> dict[str, int]:
     """Bytes by what `key` says of each.
 
-    >>> summed([Held("exp_avg", "fp32", "device", 4), Held("exp_avg", "fp32", "cpu", 2)], lambda one: one.role)
+    >>> summed([Holding("exp_avg", "fp32", "device", 4), Holding("exp_avg", "fp32", "cpu", 2)], lambda one: one.role)
     {'exp_avg': 6}
     """
     found: dict[str, int] = {}
@@ -75,7 +75,7 @@ def summed(held: Iterable[Held], key: Callable[[Held], str]) -> dict[str, int]:
     return found
 
 
-def share_of(subject: Subject, recipe: Recipe, stage: int, settings: Settings) -> Share:
+def share_of(subject: Outline, recipe: Recipe, stage: int, settings: Arrangement) -> Share:
     """Rank 0's share, which no other rank's exceeds by more than the padding at a cut."""
     buckets = subject.buckets(stage, settings.world, settings.bucket_bytes)
     held = [*_states(buckets, recipe, stage, settings), *_working(buckets, subject, recipe, stage, settings)]
@@ -83,33 +83,33 @@ def share_of(subject: Subject, recipe: Recipe, stage: int, settings: Settings) -
     return Share(stage, tuple(one for one in held if one.nbytes), buckets.padding, arriving)
 
 
-def _states(buckets: Buckets, recipe: Recipe, stage: int, settings: Settings) -> Iterator[Held]:
+def _states(buckets: Buckets, recipe: Recipe, stage: int, settings: Arrangement) -> Iterator[Holding]:
     for kind in buckets.kinds:
         numel = kind.shard_numel if shards_parameters(stage) else kind.padded_numel
-        yield Held("parameters", short(kind.dtype), "device", numel * kind.itemsize)
+        yield Holding("parameters", short(kind.dtype), "device", numel * kind.itemsize)
     for kind in buckets.trained:
         wire = recipe.wire_dtype(kind.dtype)
-        yield Held("gradients", short(wire), "device", _gradient_numel(kind, stage, settings) * itemsize(wire))
+        yield Holding("gradients", short(wire), "device", _gradient_numel(kind, stage, settings) * itemsize(wire))
     for kind in buckets.trained:
         own = (kind.own_numel, kind.own_blocks) if shards_state(stage) else (kind.numel, kind.blocks)
         for state in recipe.state_of(kind.dtype):
-            yield Held(state.role, state.format, recipe.tier, state.nbytes(*own))
+            yield Holding(state.role, state.format, recipe.tier, state.nbytes(*own))
     if recipe.has_twins(settings.device):
         yield from _twins(buckets, recipe, stage, settings)
 
 
-def _twins(buckets: Buckets, recipe: Recipe, stage: int, settings: Settings) -> Iterator[Held]:
+def _twins(buckets: Buckets, recipe: Recipe, stage: int, settings: Arrangement) -> Iterator[Holding]:
     """What the update reads and writes on the host; with a delay, room on the device for what is not yet published."""
     for kind in buckets.trained:
         wire = recipe.wire_dtype(kind.dtype)
         numel = kind.own_numel if shards_state(stage) else kind.numel
-        yield Held("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
-        yield Held("host gradients", short(wire), "cpu", numel * itemsize(wire))
+        yield Holding("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
+        yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
         if recipe.delays and settings.device != "cpu":
-            yield Held("shadow", short(kind.dtype), "device", numel * kind.itemsize)
+            yield Holding("shadow", short(kind.dtype), "device", numel * kind.itemsize)
 
 
-def _gradient_numel(kind: Load, stage: int, settings: Settings) -> int:
+def _gradient_numel(kind: Load, stage: int, settings: Arrangement) -> int:
     """Below stage 2 the reduced shard lies in the whole bucket, unless the next micro-batch needs that again."""
     if shards_gradients(stage):
         return kind.shard_numel
@@ -117,23 +117,25 @@ def _gradient_numel(kind: Load, stage: int, settings: Settings) -> int:
     return kind.padded_numel + (kind.shard_numel if moves_out else 0)
 
 
-def _working(buckets: Buckets, subject: Subject, recipe: Recipe, stage: int, settings: Settings) -> Iterator[Held]:
+def _working(
+    buckets: Buckets, subject: Outline, recipe: Recipe, stage: int, settings: Arrangement
+) -> Iterator[Holding]:
     """What is there besides the states while a step runs."""
     if settings.world > 1:
         wire = [(kind, itemsize(recipe.wire_dtype(kind.dtype))) for kind in buckets.trained]
         largest = max((kind.largest_numel * size for kind, size in wire), default=0)
         if shards_parameters(stage) and subject.units:
-            yield Held("gathered", "", "device", buckets.gathered_nbytes)
+            yield Holding("gathered", "", "device", buckets.gathered_nbytes)
         if shards_gradients(stage) and settings.accumulate > 1 and settings.no_sync:
-            yield Held("buffers", "", "device", sum(kind.padded_numel * size for kind, size in wire))
+            yield Holding("buffers", "", "device", sum(kind.padded_numel * size for kind, size in wire))
         elif shards_gradients(stage):
             count = min(BUFFERS, sum(kind.count for kind in buckets.trained))
-            yield Held("buffers", "", "device", count * largest)
+            yield Holding("buffers", "", "device", count * largest)
         if settings.device == "cpu":
-            yield Held("scratch", "", "device", largest // settings.world * (settings.world - 1))
+            yield Holding("scratch", "", "device", largest // settings.world * (settings.world - 1))
     if recipe.tier == "nvme":
-        yield Held("ring", "", "cpu", recipe.ring_nbytes)
+        yield Holding("ring", "", "cpu", recipe.ring_nbytes)
     shape = subject.transformer
     if shape is not None and shape.has_activations:
-        yield Held("checkpoints", "", "device", shape.checkpoints)
-        yield Held("activations", "", "device", shape.working_activations)
+        yield Holding("checkpoints", "", "device", shape.checkpoints)
+        yield Holding("activations", "", "device", shape.working_activations)

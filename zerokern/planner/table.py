@@ -9,7 +9,7 @@ from zerokern.core.units import BLOCK
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.markdown import table_of
 from zerokern.planner.recipe import OPTIMIZERS, short
-from zerokern.planner.share import STATES, WORKING, Held, Share
+from zerokern.planner.share import STATES, WORKING, Holding, Share
 from zerokern.schedule import Delayed
 from zerokern.zero.stage import STAGES
 
@@ -147,7 +147,7 @@ def _form(key: tuple[str, str, str], names_tier: bool) -> str:
     return ", ".join(word for word in (key[1], TIERS.get(key[2], key[2]) if names_tier else "") if word)
 
 
-def _sum(held: Sequence[Held], key: tuple[str, str, str]) -> int:
+def _sum(held: Sequence[Holding], key: tuple[str, str, str]) -> int:
     return sum(one.nbytes for one in held if (one.role, one.format, one.tier) == key)
 
 
@@ -208,7 +208,7 @@ def of_worlds(plans: Sequence[Plan]) -> str:
     return "\n\n".join(parts)
 
 
-def of_held(heading: str, held: Sequence[Held]) -> str:
+def of_held(heading: str, held: Sequence[Holding]) -> str:
     """What is held, in one column."""
     several = len({one.tier for one in held}) > 1
     rows = [

@@ -23,7 +23,7 @@ from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute
 from zerokern.saving.staging import Staging, put
 from zerokern.saving.tensorfile import header
-from zerokern.saving.weights import FLOATS, Part, Weight, digest, portions, same_on_all, weights
+from zerokern.saving.weights import FLOATS, Elements, Weight, digest, portions, same_on_all, weights
 
 __all__ = ["export"]
 
@@ -168,7 +168,7 @@ def _share(
     return sorted(runs, key=lambda run: (run.file, run.offset))
 
 
-def _start(part: Part) -> int:
+def _start(part: Elements) -> int:
     return part.start
 
 

@@ -19,7 +19,7 @@ from zerokern.saving.foreign_torch import TorchFile, Universal, loaded, sorted_i
 from zerokern.saving.held import likeness
 from zerokern.saving.index import NAME as INDEX_NAME
 from zerokern.saving.index import Box, TensorRow, itemsize, refuse_uncovered
-from zerokern.saving.pickled import Record, dcp_metadata
+from zerokern.saving.pickled import Unmade, dcp_metadata
 from zerokern.saving.published import DATA, METADATA, Published
 from zerokern.saving.saved import Saved
 from zerokern.saving.source import Foreign, Source, sound
@@ -79,7 +79,7 @@ class Dcp(Foreign):
         keys = sorted_in(self, set(tensors), {place: self._value(at, place) for place, at in values.items()})
         self.tensors |= {keys[place]: row for place, row in tensors.items() if place in keys}
 
-    def _described(self, metadata: Record) -> tuple[dict[tuple[Any, ...], TensorRow], dict[tuple[Any, ...], Box]]:
+    def _described(self, metadata: Unmade) -> tuple[dict[tuple[Any, ...], TensorRow], dict[tuple[Any, ...], Box]]:
         """Rows by path, with the boxes' items; other values by path, with theirs."""
         self.files: list[str] = []
         numbers: dict[str, int] = {}
@@ -192,7 +192,7 @@ class Dcp(Foreign):
         return found if isinstance(found, Tensor) else torch.empty(0)
 
 
-def _dtype(properties: Record) -> str:
+def _dtype(properties: Unmade) -> str:
     found = properties.state[0] if isinstance(properties.state, tuple) else properties["dtype"]
     if not isinstance(getattr(torch, str(found), None), torch.dtype):
         raise ValueError(f"{found!r} is no dtype")

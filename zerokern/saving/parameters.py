@@ -15,7 +15,7 @@ from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import here_of, is_divided, local_of, shardings_of
 
 __all__ = [
-    "Span",
+    "NamedSpan",
     "aliases",
     "extra_states",
     "named_tensors",
@@ -29,7 +29,7 @@ _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 @dataclass
-class Span:
+class NamedSpan:
     """Elements [start, start + numel) of a named tensor, which are `flat` on this rank: 1-D, a view to read and write.
 
     A tensor has several where what is here of it is not consecutive (a DTensor that is divided by columns).
@@ -44,7 +44,7 @@ class Span:
     flat: Tensor
 
 
-def spans(model: nn.Module) -> list[Span]:
+def spans(model: nn.Module) -> list[NamedSpan]:
     """Every parameter and persistent buffer as far as it is here, tied ones once. Waits for updates under way.
 
     >>> [(one.name, one.start, one.numel) for one in spans(nn.Linear(3, 2))]
@@ -54,7 +54,7 @@ def spans(model: nn.Module) -> list[Span]:
     return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor)]
 
 
-def _spans_of(name: str, tensor: Tensor) -> Iterator[Span]:
+def _spans_of(name: str, tensor: Tensor) -> Iterator[NamedSpan]:
     refuse_meta(name, tensor)
     shape, dtype, here, local = tensor.shape, tensor.dtype, here_of(tensor), local_of(tensor).detach()
     if not local.is_contiguous():
@@ -62,7 +62,7 @@ def _spans_of(name: str, tensor: Tensor) -> Iterator[Span]:
         raise ValueError(got(f"the strides of {name}", tuple(local.stride()), "those of a contiguous tensor", do))
     flat = local.view(-1)
     for start, numel, first in here.runs() or [(here.first, 0, 0)]:
-        yield Span(name, tensor, shape, dtype, start, numel, flat[first : first + numel])
+        yield NamedSpan(name, tensor, shape, dtype, start, numel, flat[first : first + numel])
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:

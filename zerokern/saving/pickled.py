@@ -20,7 +20,7 @@ import torch
 from zerokern.core.errors import IoError
 from zerokern.saving.index import itemsize
 
-__all__ = ["Record", "Stored", "damaged", "dcp_metadata", "end_of", "inert"]
+__all__ = ["Stored", "Unmade", "damaged", "dcp_metadata", "end_of", "inert"]
 
 STOP = ord(".")
 # Runs of operations whose length is known by their first byte, and which take as much memory as their own bytes.
@@ -66,10 +66,10 @@ ALLOWED = frozenset(
 )  # fmt: skip
 
 
-class Record:
+class Unmade:
     """An object of a class that is not made: what the pickle gives its constructor, and what it sets.
 
-    >>> record = Record(3)
+    >>> record = Unmade(3)
     >>> record.__setstate__({"offset": 5})
     >>> record.arguments, record["offset"]
     ((3,), 5)
@@ -129,7 +129,7 @@ class Inert(pickle.Unpickler):
     def __init__(self, data: bytes, path: Path, allowed: frozenset[str] | None) -> None:
         super().__init__(io.BytesIO(data))
         self.path, self.allowed = path, allowed
-        self._records: dict[str, type[Record]] = {}
+        self._records: dict[str, type[Unmade]] = {}
         self._left = len(data)  # a pickle has more bytes than elements, unless it names some of them again and again
 
     def find_class(self, module: str, name: str) -> Any:
@@ -153,7 +153,7 @@ class Inert(pickle.Unpickler):
         if full not in self._records:
             if len(self._records) == MOST_NAMES:
                 raise ValueError(f"it names more than {MOST_NAMES} classes")
-            self._records[full] = type("Record", (Record,), {"name": full, "spend": self._spend})
+            self._records[full] = type("Unmade", (Unmade,), {"name": full, "spend": self._spend})
         return self._records[full]
 
     def _spend(self, count: int) -> None:
@@ -184,10 +184,10 @@ def _is_dtype(name: str) -> bool:
         return False
 
 
-def dcp_metadata(data: bytes, path: Path) -> Record:
+def dcp_metadata(data: bytes, path: Path) -> Unmade:
     """The index of a checkpoint of torch.distributed.checkpoint, the bytes of `path`, as records."""
     found = inert(data, path, ALLOWED)
-    if not isinstance(found, Record) or not isinstance(found.state, dict) or "state_dict_metadata" not in found.state:
+    if not isinstance(found, Unmade) or not isinstance(found.state, dict) or "state_dict_metadata" not in found.state:
         raise damaged(path, "it holds no Metadata")
     return found
 

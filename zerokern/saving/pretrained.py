@@ -18,10 +18,10 @@ from zerokern.kernels import split
 from zerokern.saving.exported import headers_of
 from zerokern.saving.formats import overflowed
 from zerokern.saving.held import Held
-from zerokern.saving.parameters import Span, aliases, named_tensors, spans, wrote
+from zerokern.saving.parameters import NamedSpan, aliases, named_tensors, spans, wrote
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, open_alike
-from zerokern.saving.tensorfile import Entry
+from zerokern.saving.tensorfile import TensorBytes
 from zerokern.saving.weights import FLOATS
 from zerokern.zero.homes import Home, home_of
 
@@ -105,7 +105,7 @@ class Opened:
 
     def __init__(self, path: Path) -> None:
         self.path, self.held = path, Held()
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorBytes] = {}
 
     def look(self, alike: bool) -> str:
         """Opens them; says what other ranks must see too, if that is to be compared."""
@@ -125,8 +125,8 @@ class Opened:
 class _Load:
     """A span of the model, and the tensor of a file that it is a part of."""
 
-    span: Span
-    entry: Entry
+    span: NamedSpan
+    entry: TensorBytes
     dtype: torch.dtype
 
     @property
@@ -148,7 +148,7 @@ def _compared(
     names: dict[str, list[str]] = {span.name: [span.name] for span in there}
     for other, first in aliases(model).items():
         names[first].append(other)
-    chosen: dict[str, Entry] = {}
+    chosen: dict[str, TensorBytes] = {}
     missing: list[str] = []
     used: set[str] = set()
     for first, all_names in names.items():
@@ -173,7 +173,7 @@ def _compared(
     return sorted(loads, key=lambda load: (str(load.entry.path), load.offset)), Unmatched(missing, unexpected)
 
 
-def _wrong(named: Mapping[str, Tensor], chosen: Mapping[str, Entry]) -> dict[str, list[str]]:
+def _wrong(named: Mapping[str, Tensor], chosen: Mapping[str, TensorBytes]) -> dict[str, list[str]]:
     shapes, dtypes = [], []
     for name, entry in chosen.items():
         tensor = named[name]
@@ -221,7 +221,7 @@ def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return ""
 
 
-def _refuse_untied(name: str, entries: Sequence[Entry], held: Held) -> None:
+def _refuse_untied(name: str, entries: Sequence[TensorBytes], held: Held) -> None:
     """Names that are tied in the model and differ in the files: one of the values would be lost."""
     for other in entries[1:]:
         if not _equal(entries[0], other, held):
@@ -231,7 +231,7 @@ def _refuse_untied(name: str, entries: Sequence[Entry], held: Held) -> None:
             )
 
 
-def _equal(one: Entry, other: Entry, held: Held) -> bool:
+def _equal(one: TensorBytes, other: TensorBytes, held: Held) -> bool:
     if (one.code, one.shape) != (other.code, other.shape):
         return False
     with on_disk(one.path, "cannot read"), held.open(one.path) as first, held.open(other.path) as second:

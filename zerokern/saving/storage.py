@@ -34,7 +34,7 @@ AROUND = 1024  # bytes that an envelope and the gap behind it take, at most
 
 
 @dataclass(frozen=True)
-class Placed:
+class Written:
     """Where an item was written; every rank tells the coordinator."""
 
     file: FileRow
@@ -91,7 +91,7 @@ class Writer(StorageWriter):
                 key = _key_at(placed, error.offset, item)
                 raise again(f"{error}. {key!r} was being saved there; nothing is published", error) from error
         return [
-            WriteResult(item.index, whole[1], Placed(file, offset, _sizes(item), whole))
+            WriteResult(item.index, whole[1], Written(file, offset, _sizes(item), whole))
             for item, offset, whole in placed
         ]
 
@@ -118,7 +118,7 @@ class Writer(StorageWriter):
         storage = {}
         for of_rank in results:
             for result in of_rank:
-                placed: Placed = result.storage_data
+                placed: Written = result.storage_data
                 if not index.files or index.files[-1] != placed.file:
                     index.files.append(placed.file)
                 offsets = tuple(result.index.offset or (0,) * len(placed.sizes))

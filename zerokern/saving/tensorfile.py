@@ -18,7 +18,7 @@ import torch
 from zerokern.core.errors import IoError, got
 from zerokern.io.advice import on_disk
 
-__all__ = ["DTYPES", "INDEX", "SINGLE", "Entry", "Header", "code_of", "header", "read_header", "read_index"]
+__all__ = ["DTYPES", "INDEX", "SINGLE", "Header", "TensorBytes", "code_of", "header", "read_header", "read_index"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,7 +61,7 @@ _FOREIGN = (  # what other files begin with
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorBytes:
     """One tensor: the bytes from `offset` of its file on, contiguous."""
 
     path: Path
@@ -86,7 +86,7 @@ class Header:
     """What a file holds, by name and in the order of its bytes."""
 
     path: Path
-    entries: dict[str, Entry]
+    entries: dict[str, TensorBytes]
     metadata: dict[str, str]
 
 
@@ -197,7 +197,7 @@ def _no_header(first: bytes, length: int, size: int) -> str:
     return f"its header takes {length} B, and the file has {size} B: truncated within the header"
 
 
-def _entry(path: Path, name: str, row: Any, data: int) -> Entry:
+def _entry(path: Path, name: str, row: Any, data: int) -> TensorBytes:
     if not isinstance(row, dict) or not {"dtype", "shape", "data_offsets"} <= row.keys():
         raise _bad(path, f"{name!r} is not described by dtype, shape and data_offsets", key=name)
     code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
@@ -211,14 +211,14 @@ def _entry(path: Path, name: str, row: Any, data: int) -> Entry:
     if bits % 8 or bits // 8 != offsets[1] - offsets[0]:
         says = f"{name!r} of shape {shape} in {code} takes {bits / 8:g} B, and its data_offsets span"
         raise _bad(path, f"{says} {offsets[1] - offsets[0]} B", key=name)
-    return Entry(path, name, code, tuple(shape), data + offsets[0], offsets[1] - offsets[0])
+    return TensorBytes(path, name, code, tuple(shape), data + offsets[0], offsets[1] - offsets[0])
 
 
 def _naturals(values: Any) -> bool:
     return isinstance(values, list) and all(type(one) is int and one >= 0 for one in values)
 
 
-def _without_gaps(path: Path, entries: Sequence[Entry], data: int, size: int) -> None:
+def _without_gaps(path: Path, entries: Sequence[TensorBytes], data: int, size: int) -> None:
     end, last = data, ""
     for entry in entries:
         if entry.offset < end:

@@ -21,7 +21,7 @@ from zerokern.saving.parameters import named_tensors, spans
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import here_of
 
-__all__ = ["FLOATS", "Part", "Weight", "digest", "portions", "same_on_all", "weights"]
+__all__ = ["FLOATS", "Elements", "Weight", "digest", "portions", "same_on_all", "weights"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SMALL_NBYTES = 1 << 20  # of what several ranks have, one writes all
@@ -31,7 +31,7 @@ ExactPart = tuple[int, int, Values]  # start in the tensor, numel, and what give
 
 
 @dataclass(frozen=True)
-class Part:
+class Elements:
     """Elements [start, start + numel) of a tensor; `take(begin, end)` gives some of them, 1-D, counted from `start`."""
 
     start: int
@@ -46,7 +46,7 @@ class Weight:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Elements] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
@@ -82,9 +82,9 @@ def weights(
             wanted = dtype if dtype is not None and span.dtype in FLOATS else span.dtype
             there = made[span.name] = Weight(name, wanted, tuple(span.shape))
         if span.name in exact and there.dtype != span.dtype:
-            there.parts = [Part(*part) for part in exact[span.name]]
+            there.parts = [Elements(*part) for part in exact[span.name]]
         else:
-            there.parts.append(Part(span.start, span.numel, _within(span.flat)))
+            there.parts.append(Elements(span.start, span.numel, _within(span.flat)))
     _refuse_same_names(names)
     return list(made.values())
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from zerokern.core.errors import got
 
-__all__ = ["Entry", "Event", "Recorder", "record", "recorder_of"]
+__all__ = ["Event", "Launched", "Recorder", "record", "recorder_of"]
 
 LIMIT = 1 << 16
 
@@ -30,7 +30,7 @@ class Event(NamedTuple):
     nbytes: int
 
 
-class Entry:
+class Launched:
     """An op that was launched; it becomes an event when its end is known."""
 
     __slots__ = ("begin_ns", "end_ns", "lane", "nbytes", "step", "verb", "what")
@@ -55,19 +55,19 @@ class Recorder:
     def __init__(self, limit: int = LIMIT) -> None:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise ValueError(got("limit", limit, "a whole number of events from 1 on"))
-        self._kept: deque[Event | Entry] = deque(maxlen=limit)
+        self._kept: deque[Event | Launched] = deque(maxlen=limit)
 
     def note(self, step: int, lane: str, verb: str, what: str, begin_ns: int, end_ns: int, nbytes: int = 0) -> None:
         """An op that has ended."""
         self._kept.append(Event(step, lane, verb, what, begin_ns, end_ns, nbytes))
 
-    def launched(self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int = 0) -> Entry:
+    def launched(self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int = 0) -> Launched:
         """An op that was launched then; `ended` takes what this returns."""
-        entry = Entry(step, lane, verb, what, begin_ns, nbytes)
+        entry = Launched(step, lane, verb, what, begin_ns, nbytes)
         self._kept.append(entry)
         return entry
 
-    def ended(self, entry: Entry, ticket: Any = None) -> None:
+    def ended(self, entry: Launched, ticket: Any = None) -> None:
         """The op has ended; its ticket may know its times better."""
         times = getattr(ticket, "times", None)
         known = None if times is None else times()
@@ -110,7 +110,7 @@ def recorder_of(owner: Any) -> Recorder | None:
     return _RECORDERS.get(owner)
 
 
-def _event(one: Event | Entry) -> Event:
+def _event(one: Event | Launched) -> Event:
     if isinstance(one, Event):
         return one
     return Event(one.step, one.lane, one.verb, one.what, one.begin_ns, one.end_ns, one.nbytes)

@@ -57,7 +57,7 @@ def simulate(program: Program, machine: Machine, steps: int = 4) -> Timeline:
     if not program.ops:
         raise ValueError(f"program {program.name!r} has no ops, so that there is nothing to time")
     # the last steps lack what would run beside them
-    spans = _Run(program, machine, max(steps, WARMUP + STEADY + 2)).finish()
+    spans = _Simulation(program, machine, max(steps, WARMUP + STEADY + 2)).finish()
     events = [
         Event(step, op.lane, op.verb, op.what, round(begin * 1e9), round(end * 1e9), op.nbytes)
         for step, op, begin, end in spans
@@ -119,7 +119,7 @@ def _within(spans: Iterable[Ran], window: Interval, lane: str, verbs: Collection
     return common(ran, [window])
 
 
-class _Run:
+class _Simulation:
     """`steps` times a program."""
 
     def __init__(self, program: Program, machine: Machine, steps: int) -> None:

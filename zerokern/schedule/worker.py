@@ -16,9 +16,9 @@ from zerokern.core import native
 from zerokern.core.errors import StateError, got
 from zerokern.memory.staging import Ticket
 from zerokern.schedule.program import LANES, Op
-from zerokern.schedule.recorder import Entry, Recorder
+from zerokern.schedule.recorder import Launched, Recorder
 
-__all__ = ["ENDED", "LAUNCHED", "PENDING", "STARTED", "Action", "Failure", "Fate", "Work", "Worker", "over"]
+__all__ = ["ENDED", "LAUNCHED", "PENDING", "STARTED", "Action", "Fate", "Raised", "Work", "Worker", "over"]
 
 Action = Callable[[], "Ticket | None"]
 PENDING, STARTED, LAUNCHED, ENDED = range(4)
@@ -33,10 +33,10 @@ class Performer(Protocol):
     def perform(self, verb: str, what: str) -> None: ...
 
 
-class Failure:
+class Raised:
     """What went wrong, with the traceback of where it did.
 
-    >>> Failure(ValueError("no")).told
+    >>> Raised(ValueError("no")).told
     False
     """
 
@@ -64,7 +64,7 @@ class Fate:
         self.left = 0  # ops that have not ended
         self.to_perform = 0  # of them, those that a user's thread has yet to begin
         self.ahead = 0  # of these, those that it begins with the next step
-        self.failed: Failure | None = None
+        self.failed: Raised | None = None
 
     def over(self) -> bool:
         """Whether nothing of it will happen any more."""
@@ -92,7 +92,7 @@ class Work:
         self.after: list[Work] = []
         self.state = PENDING
         self.ticket: Any = None
-        self.entry: Entry | None = None
+        self.entry: Launched | None = None
         fate.left += 1
         fate.to_perform += op.lane == "device"
         fate.ahead += ahead
@@ -120,7 +120,7 @@ class Worker:
         self.inbox: deque[list[Work] | tuple[BaseException, Work]] = deque()
         self.live: list[Fate] = []  # not known to be over
         self.recent: deque[dict[tuple[str, str], Work]] = deque(maxlen=8)  # how far a Ref may reach back
-        self.failure: Failure | None = None
+        self.failure: Raised | None = None
         self.closing = self.over = self.died = False
         self._lanes: dict[str, deque[Work]] = {lane: deque() for lane in LANES if lane != "device"}
         self._launched: deque[Work] = deque()
@@ -289,7 +289,7 @@ class Worker:
         except BaseException as error:
             self._fail(error, work)
 
-    def _fail(self, error: BaseException, work: Work, cause: Failure | None = None) -> None:
+    def _fail(self, error: BaseException, work: Work, cause: Raised | None = None) -> None:
         """Ends every run, after what was launched has ended: it would write to memory that others take to be free."""
         if work.fate.failed is not None:  # two threads waited for one ticket
             return
@@ -303,7 +303,7 @@ class Worker:
                 with contextlib.suppress(Exception):
                     notes = [*getattr(error, "__notes__", ()), f"in {work}, as the executor ran it"]
                     vars(error)["__notes__"] = notes
-                cause = self.failure = Failure(error)
+                cause = self.failure = Raised(error)
             for fate in ended:
                 fate.failed = cause
             self.tell()
@@ -318,7 +318,7 @@ class Worker:
         self._drain()
         with self.changed:
             self.closing = self.over = self.died = True
-            self.failure = Failure(error)
+            self.failure = Raised(error)
             for fate in self.live:
                 fate.failed = fate.failed or self.failure
             self.live = []
@@ -329,7 +329,7 @@ class Worker:
         with self.changed:
             for fate in self.live:
                 if fate.left > fate.ahead:
-                    fate.failed = fate.failed or Failure(StateError(f"{fate} had not ended when its executor closed"))
+                    fate.failed = fate.failed or Raised(StateError(f"{fate} had not ended when its executor closed"))
             self.live = []
             self.over = True
             self.tell()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerokern.core.errors import ShardError, got
-from zerokern.zero.recording import Recorder, Watch, key_of
+from zerokern.zero.recording import Overhearing, Recording, key_of
 from zerokern.zero.units import Unit
 
 __all__ = ["Construction"]
@@ -22,11 +22,11 @@ class Construction:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._recorder = Recorder()
+        self._recorder = Recording()
 
     def run(self, make: Callable[[], nn.Module]) -> nn.Module:
         """The module, with parameters whose memory is empty wherever their values can be computed again."""
-        with self._recorder, self.device, Watch(self._recorder):
+        with self._recorder, self.device, Overhearing(self._recorder):
             module = make()
         if not isinstance(module, nn.Module):
             raise TypeError(got("fn", type(module).__name__, "a function without arguments that returns an nn.Module"))

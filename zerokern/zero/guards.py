@@ -25,7 +25,7 @@ from zerokern.zero.stage import shards_parameters
 if TYPE_CHECKING:
     from zerokern.zero.sharding import Sharding
 
-__all__ = ["Watch", "install", "is_trained", "refuse_lent", "refuse_stranger"]
+__all__ = ["Guard", "install", "is_trained", "refuse_lent", "refuse_stranger"]
 
 # torch's optimizers whose update of an element depends on others
 MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
@@ -93,7 +93,7 @@ def _after(optimizer: torch.optim.Optimizer) -> None:
             sharding.publish()
 
 
-class Watch:
+class Guard:
     """Whether a model still consists of what zk.shard divided, and gradients still come to it: asked at every forward.
 
     All of it is compared by loops that are not Python's; only what differs is looked at.
@@ -218,7 +218,7 @@ class Watch:
             )
 
 
-def _attend(watch: weakref.ref[Watch]) -> None:
+def _attend(watch: weakref.ref[Guard]) -> None:
     there = watch()
     if there is not None:
         there.attend()

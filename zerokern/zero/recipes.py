@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["DRAWING", "Constant", "Cook", "Part", "Recipe", "Step", "mapped"]
+__all__ = ["DRAWING", "Constant", "Cook", "Origin", "Step", "Viewed", "mapped"]
 
 LONGEST, DEEPEST = 500, 40  # operators, and generations of them, that a recipe is worth
 
@@ -23,10 +23,10 @@ DRAWING = threading.Lock()  # a generator's state, and what is drawn from there:
 
 
 @dataclass(frozen=True)
-class Part:
+class Viewed:
     """A tensor over memory that has a recipe, as it was after so many of its steps."""
 
-    recipe: Recipe
+    recipe: Origin
     steps: int
     dtype: torch.dtype
     shape: torch.Size
@@ -59,7 +59,7 @@ class Step:
 
 
 @dataclass(eq=False)
-class Recipe:
+class Origin:
     """How a storage came to hold what it holds."""
 
     weak: StorageWeakRef
@@ -79,7 +79,7 @@ class Recipe:
 
     def add(self, step: Step) -> bool:
         """False if doing all of it again is worth less than the memory."""
-        others = [one.recipe for one in leaves((step.args, step.kwargs)) if isinstance(one, Part)]
+        others = [one.recipe for one in leaves((step.args, step.kwargs)) if isinstance(one, Viewed)]
         others = [one for one in others if one is not self]
         self.weight += 1 + sum(one.weight for one in others)
         self.depth = max([self.depth, *(1 + one.depth for one in others)])
@@ -94,7 +94,7 @@ class Cook:
         self._trusts = trusts
         self._made: dict[tuple[int, int], torch.UntypedStorage] = {}
 
-    def fill(self, recipe: Recipe, storage: torch.UntypedStorage) -> None:
+    def fill(self, recipe: Origin, storage: torch.UntypedStorage) -> None:
         """The values of a recipe in the storage that it is of, which was emptied."""
         if recipe.steps[0].func in EMPTY:
             storage.resize_(recipe.nbytes)
@@ -105,7 +105,7 @@ class Cook:
             storage.copy_(made)
         recipe.filled = True
 
-    def _make(self, recipe: Recipe, steps: int) -> torch.UntypedStorage:
+    def _make(self, recipe: Origin, steps: int) -> torch.UntypedStorage:
         first = recipe.steps[0]
         tensors = [one for one in tree_leaves(self._run(first, None, None)) if isinstance(one, Tensor)]
         storage = tensors[first.place].untyped_storage()
@@ -113,15 +113,15 @@ class Cook:
         self._follow(recipe, storage, steps)
         return storage
 
-    def _follow(self, recipe: Recipe, storage: torch.UntypedStorage, steps: int) -> None:
+    def _follow(self, recipe: Origin, storage: torch.UntypedStorage, steps: int) -> None:
         for step in recipe.steps[1:steps]:
             self._run(step, recipe, storage)
 
-    def _run(self, step: Step, own: Recipe | None, storage: torch.UntypedStorage | None) -> Any:
+    def _run(self, step: Step, own: Origin | None, storage: torch.UntypedStorage | None) -> Any:
         def real(one: Any) -> Any:
             if isinstance(one, Constant):
                 return one.value.clone()
-            if not isinstance(one, Part):
+            if not isinstance(one, Viewed):
                 return one
             return one.over(storage if one.recipe is own and storage is not None else self._value(one))
 
@@ -141,7 +141,7 @@ class Cook:
             finally:
                 generator.set_state(before)
 
-    def _value(self, part: Part) -> torch.UntypedStorage:
+    def _value(self, part: Viewed) -> torch.UntypedStorage:
         recipe = part.recipe
         if self._trusts and recipe.filled and len(recipe.steps) == part.steps:
             storage = recipe.storage()
@@ -168,8 +168,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def leaves(value: Any) -> list[Any]:
-    return tree_leaves(value, is_leaf=lambda one: isinstance(one, Part | Constant))
+    return tree_leaves(value, is_leaf=lambda one: isinstance(one, Viewed | Constant))
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    return tree_map(change, value, is_leaf=lambda one: isinstance(one, Part | Constant))
+    return tree_map(change, value, is_leaf=lambda one: isinstance(one, Viewed | Constant))

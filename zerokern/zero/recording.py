@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from zerokern.zero.recipes import DRAWING, Constant, Cook, Part, Recipe, Step, mapped
+from zerokern.zero.recipes import DRAWING, Constant, Cook, Origin, Step, Viewed, mapped
 
-__all__ = ["Recorder", "Watch", "key_of"]
+__all__ = ["Overhearing", "Recording", "key_of"]
 
 aten = torch.ops.aten
 WIDEST = 4  # tensors of one operator that a recipe is worth
@@ -38,12 +38,12 @@ ADDRESSES = {"numpy", "__array__", "data_ptr", "untyped_storage", "_typed_storag
 ADDRESSES |= {"share_memory_", "__dlpack__", "__reduce_ex__", "tolist", "set_", "resize_", "from_dlpack"}
 
 
-class Recorder(TorchDispatchMode):
+class Recording(TorchDispatchMode):
     """Runs every operator, and remembers it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.recipes: dict[int, Recipe] = {}
+        self.recipes: dict[int, Origin] = {}
         self._filled: OrderedDict[int, int] = OrderedDict()  # what may be emptied: nbytes, the oldest first
         self._lent: Counter[int] = Counter()
         self._limit = 1024
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
                 if not recipe.filled:
                     storage.resize_(recipe.nbytes)
                 recipe.filled = False  # what was made of the old values has the old recipe
-                self.recipes[key] = recipe = Recipe(recipe.weak, recipe.nbytes)
+                self.recipes[key] = recipe = Origin(recipe.weak, recipe.nbytes)
                 recipe.add(Step(aten.empty.memory_format, ([recipe.nbytes],), BYTES | {"device": tensor.device}, None))
             elif not recipe.filled:
                 Cook(trusts=True).fill(recipe, storage)
@@ -103,14 +103,14 @@ class Recorder(TorchDispatchMode):
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if func.namespace != "aten" or len(tensors) > WIDEST or any(id(one) not in given for one in tensors):
             return None
-        stand_ins: dict[int, Part | Constant] = {}
+        stand_ins: dict[int, Viewed | Constant] = {}
         for number, one in given.items():
             recipe = self.recipes.get(key_of(one))
             if one.is_neg() or one.is_conj():
                 return None
             if recipe is not None:
                 geometry = one.dtype, one.shape, one.stride(), int(one.storage_offset())
-                stand_ins[number] = Part(recipe, len(recipe.steps), *geometry)
+                stand_ins[number] = Viewed(recipe, len(recipe.steps), *geometry)
             elif one.nbytes <= HELD_NBYTES:
                 stand_ins[number] = Constant(one.detach().clone())
             else:
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
             storage = one.untyped_storage()
             if not storage.resizable():
                 continue
-            recipe = Recipe(StorageWeakRef(storage), storage.nbytes())
+            recipe = Origin(StorageWeakRef(storage), storage.nbytes())
             if recipe.add(replace(step, place=place)):
                 self.recipes[key_of(one)] = recipe
                 if recipe.nbytes > SMALL_NBYTES:
@@ -206,10 +206,10 @@ class Recorder(TorchDispatchMode):
             Cook(trusts=False).fill(recipe, tensor.untyped_storage())
 
 
-class Watch(TorchFunctionMode):
+class Overhearing(TorchFunctionMode):
     """Tells a recorder what functions are given: not all that they read shows in operators."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recording) -> None:
         super().__init__()
         self._recorder = recorder
 

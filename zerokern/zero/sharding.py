@@ -75,7 +75,7 @@ class Sharding:
             self._take_in(found, device, bucket_bytes, materialize)
         self._hook_gradients()
         self._hook_forwards(found)
-        self.watch = guards.Watch(self)
+        self.watch = guards.Guard(self)
         guards.install()
 
     def _take_in(

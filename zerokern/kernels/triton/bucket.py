@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerokern.kernels.spans import Member
+from zerokern.kernels.spans import BucketSpan
 from zerokern.kernels.triton.backend import capturing, check_device
 from zerokern.kernels.triton.flatten import flatten_rows
 from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, row_width
@@ -36,12 +36,12 @@ class BucketTable:
 
     >>> device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     >>> x, bucket = torch.tensor([1.0, 2.0], device=device), torch.zeros(3, device=device)
-    >>> table = BucketTable(device, [Member((2,), (1,), x.dtype, True, 2, 1)], bucket.dtype)
+    >>> table = BucketTable(device, [BucketSpan((2,), (1,), x.dtype, True, 2, 1)], bucket.dtype)
     >>> table.run(True, [x.data_ptr()], bucket, 2.0); bucket.tolist()
     [0.0, 2.0, 4.0]
     """
 
-    def __init__(self, device: torch.device, members: Sequence[Member], dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, members: Sequence[BucketSpan], dtype: torch.dtype) -> None:
         check_device(device)
         self._device = device
         self._dtype = dtype
@@ -103,7 +103,7 @@ class BucketTable:
         return self._pointers
 
 
-def _contiguous(members: Sequence[Member], dtype: torch.dtype, device: torch.device) -> list[_Launch]:
+def _contiguous(members: Sequence[BucketSpan], dtype: torch.dtype, device: torch.device) -> list[_Launch]:
     launches = []
     for kind in dict.fromkeys(m.dtype for m in members if m.is_contiguous and m.numel):
         numels = [m.numel if m.dtype == kind and m.is_contiguous else 0 for m in members]
@@ -112,7 +112,7 @@ def _contiguous(members: Sequence[Member], dtype: torch.dtype, device: torch.dev
     return launches
 
 
-def _strided(members: Sequence[Member], device: torch.device) -> list[_Launch]:
+def _strided(members: Sequence[BucketSpan], device: torch.device) -> list[_Launch]:
     launches = []
     for kind in dict.fromkeys(m.dtype for m in members if not m.is_contiguous and m.numel):
         rows = [

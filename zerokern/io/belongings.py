@@ -23,12 +23,12 @@ from zerokern.io.ticket import Transfers, again
 if TYPE_CHECKING:
     from zerokern.memory import Arena
 
-__all__ = ["Home"]
+__all__ = ["Belongings"]
 
 _log = logging.getLogger("zerokern.io")
 
 
-class Home:
+class Belongings:
     """Everything of a store that must be let go of, apart from the store itself: a finalizer may hold it."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Home:
         self.open = True
         let_go_in_child(self)
 
-    def _published(self) -> list[index.Row]:
+    def _published(self) -> list[index.IndexRow]:
         """The rows of a durable store that was here before."""
         found = index.read(self.folder)
         if found is not None and not self.durable:
@@ -128,7 +128,7 @@ class Home:
             if file.nbytes < end:
                 self.files.lengthen(file, end)
 
-    def _checked(self, row: index.Row) -> index.Row:
+    def _checked(self, row: index.IndexRow) -> index.IndexRow:
         """The row, or where its file ends before its bytes do, one that says so."""
         if row.extent is None:
             return row
@@ -141,7 +141,7 @@ class Home:
         )
         return row._replace(extent=None, lost=says)
 
-    def publish(self, rows: list[index.Row]) -> None:
+    def publish(self, rows: list[index.IndexRow]) -> None:
         """Makes what these rows say the state that a reopened store begins with."""
         if self._sync_failure is not None:
             raise again(

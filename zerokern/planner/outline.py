@@ -18,11 +18,11 @@ from zerokern.zero.stage import shards_parameters, shards_state
 if TYPE_CHECKING:
     from zerokern.zero.partition import Bucket, Member
 
-__all__ = ["Subject", "subject_of"]
+__all__ = ["Outline", "subject_of"]
 
 
 @dataclass(frozen=True)
-class Subject:
+class Outline:
     """Parameters of a model, in units that are gathered together. `units` empty: only a number is known."""
 
     title: str
@@ -96,13 +96,13 @@ class Subject:
         return partition(members, world, max(1, most))
 
 
-def subject_of(what: Any, recipe: Recipe, units: Any) -> Subject:
+def subject_of(what: Any, recipe: Recipe, units: Any) -> Outline:
     """From what users pass: a number or text, a `Transformer`, or a module."""
     if isinstance(what, Transformer):
         return _of_transformer(what, recipe.param_dtype or "bfloat16")
     if isinstance(what, (int, str)) and not isinstance(what, bool):
         numel = parse_numel(what)
-        return Subject(f"{count(numel)} parameters", (), (), numel, recipe.param_dtype or "bfloat16")
+        return Outline(f"{count(numel)} parameters", (), (), numel, recipe.param_dtype or "bfloat16")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(what, torch.nn.Module):
         return _of_module(what, recipe, units)
@@ -110,7 +110,7 @@ def subject_of(what: Any, recipe: Recipe, units: Any) -> Subject:
     raise TypeError(got("model", what, allowed))
 
 
-def _of_transformer(shape: Transformer, dtype: str) -> Subject:
+def _of_transformer(shape: Transformer, dtype: str) -> Outline:
     from zerokern.zero.partition import Member
 
     members = tuple(Member(numel, dtype, 1 + layer) for layer in range(shape.layers) for numel in shape.tensors)
@@ -118,10 +118,10 @@ def _of_transformer(shape: Transformer, dtype: str) -> Subject:
     title = f"Transformer of {shape.layers} layers, hidden {shape.hidden:,}: {count(shape.numel)} parameters"
     if shape.has_activations:
         title += f", batch {shape.batch:,} x {shape.seq:,} on a rank"
-    return Subject(title, members, names, dtype=dtype, transformer=shape)
+    return Outline(title, members, names, dtype=dtype, transformer=shape)
 
 
-def _of_module(module: Any, recipe: Recipe, units: Any) -> Subject:
+def _of_module(module: Any, recipe: Recipe, units: Any) -> Outline:
     import torch
 
     from zerokern.zero.units import members, units_of
@@ -138,7 +138,7 @@ def _of_module(module: Any, recipe: Recipe, units: Any) -> Subject:
     names = tuple(unit.name for unit in found)
     places = {id(param): place for place, (_, param) in enumerate(pair for unit in found for pair in unit.params)}
     order = tuple(places[id(param)] for param in module.parameters())
-    return Subject(title, made, names, device="cpu" if kinds == {"cpu"} else "cuda", order=order)
+    return Outline(title, made, names, device="cpu" if kinds == {"cpu"} else "cuda", order=order)
 
 
 def _in_one_unit(members: Sequence[Member]) -> list[Member]:
