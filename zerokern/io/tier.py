@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from zerokern.core.errors import got
+from zerokern.core.units import RING_NBYTES
 from zerokern.io.engine import KINDS
 from zerokern.memory.budget import parse_nbytes
 
@@ -25,7 +26,7 @@ class Nvme:
 
     path: str
     budget: int | None = None
-    ring_nbytes: int = 64 << 20
+    ring_nbytes: int = RING_NBYTES
     engine: str = "auto"
     checksum: bool = False
 
@@ -34,7 +35,7 @@ class Nvme:
         path: str | os.PathLike[str],
         *,
         budget: int | str | None = None,
-        ring_nbytes: int | str = 64 << 20,
+        ring_nbytes: int | str = RING_NBYTES,
         engine: str = "auto",
         checksum: bool = False,
     ) -> None:

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
+from zerokern.core.units import MASTERS
 from zerokern.kernels.formats import MASTER_FORMATS, blocks
 
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
-
-_MASTERS = {
-    torch.float32: ("own", {}),
-    torch.bfloat16: ("split16", {"fp32", "split16", "split8", "none"}),
-    torch.float16: ("fp32", {"fp32", "none"}),
-}
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ def layout_of(
     >>> [slot.key for slot in layout_of(Adam._algorithm, torch.bfloat16, True, "fp32", None, False).slots]
     ['step', 'exp_avg', 'exp_avg_sq', 'remainder']
     """
-    default, allowed = _MASTERS[dtype]
+    default, allowed = MASTERS[str(dtype).removeprefix("torch.")]
     master = default if default == "own" or master_format is None else master_format
     if master != "own" and master not in allowed:
         options = " or ".join(map(repr, sorted(allowed)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerokern.core.errors import got
-from zerokern.core.units import BLOCK, MASTER_FORMATS, STATE_FORMATS
+from zerokern.core.units import BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS
 from zerokern.schedule import Delayed, check_schedule
 
 __all__ = ["OPTIMIZERS", "Recipe", "StateRole", "dtype_of", "itemsize", "short"]
@@ -15,7 +15,6 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64
 _ITEMSIZE |= {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _BY_NAME = {**{name: name for name in _SHORT}, **{short: name for name, short in _SHORT.items()}}
-_TRAINED = ("float32", "bfloat16", "float16")
 
 OPTIMIZERS: dict[str, tuple[str, ...]] = {  # the state keys that grow with the parameters
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -28,12 +27,6 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # the state keys that grow with the 
 }
 _FACES = {"adamw": "zk.AdamW", "adam": "zk.Adam", "lion": "zk.Lion", "adagrad": "zk.Adagrad", "sgd": "zk.SGD"}
 _WITHOUT_INT8 = ("adagrad", "sgd", "sgd-momentum")
-_MASTERS = {  # by dtype of the parameter: the default, and what else there is
-    "float32": ("own", ()),
-    "bfloat16": ("split16", ("split16", "fp32", "split8", "none")),
-    "float16": ("fp32", ("fp32", "none")),
-}
-_RING_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ class Recipe:
 
     def master_of(self, dtype: str) -> str:
         """The master format of a parameter of this dtype; "own" where the parameter is its own master."""
-        default, allowed = _MASTERS[dtype]
+        default, allowed = MASTERS[dtype]
         if default == "own" or self.master_format is None:
             return default
         if self.master_format not in allowed:
@@ -153,8 +146,8 @@ class Recipe:
         """What the optimizer keeps for a trainable parameter of this dtype."""
         if self.optimizer == "none":
             return []
-        if dtype not in _TRAINED:
-            raise ValueError(got("dtype", dtype, f"parameters in {', '.join(_TRAINED)}", "Freeze it, or convert it"))
+        if dtype not in MASTERS:
+            raise ValueError(got("dtype", dtype, f"parameters in {', '.join(MASTERS)}", "Freeze it, or convert it"))
         master = self.master_of(dtype)
         roles = []
         if master == "fp32":
@@ -174,7 +167,7 @@ class Recipe:
         """The same run in every format there is for parameters of this dtype, the exact ones first."""
         if self.optimizer == "none":
             return []
-        masters = _MASTERS[dtype][1] or (None,)
+        masters = MASTERS[dtype][1] or (None,)
         states = [one for one in STATE_FORMATS if one != "int8" or self.optimizer not in _WITHOUT_INT8]
         states = states if OPTIMIZERS[self.optimizer] else states[:1]
         made = [replace(self, state_format=state, master_format=master) for state in states for master in masters]
@@ -223,5 +216,5 @@ def _tier(tier: Any) -> tuple[str, int]:
     if hasattr(tier, "ring_nbytes"):
         return "nvme", int(tier.ring_nbytes)
     if tier in ("device", "cpu", "nvme"):
-        return str(tier), _RING_NBYTES if tier == "nvme" else 0
+        return str(tier), RING_NBYTES if tier == "nvme" else 0
     raise ValueError(got("tier", tier, "'device' | 'cpu' | 'nvme', or zk.Nvme(path)"))
