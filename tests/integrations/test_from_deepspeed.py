@@ -16,9 +16,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerokern as zk
-from zerokern.integrations.deepspeed import Settings, from_deepspeed
+from zerokern.integrations.deepspeed import SECTIONS, Settings, from_deepspeed
 from zerokern.integrations.deepspeed_keys import AUTO, DEFAULTS, KEYS
-from zerokern.integrations.deepspeed_reading import SECTIONS
 
 HERE = Path(__file__).parent
 SAID = json.loads((HERE / "deepspeed_keys.json").read_text())

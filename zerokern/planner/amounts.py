@@ -1,4 +1,5 @@
-"""Numbers as people write them: 7.5B parameters, 80GB of memory, the devices they know; and back again."""
+"""Numbers as people write them: 7.5B parameters, 80GB of memory, the devices they know; and back again; and tables of
+them in Markdown, aligned so that they read as plain text as well."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from zerokern.core.errors import got
 
-__all__ = ["DEVICES", "Memory", "count", "gigabytes", "parse_device_memory", "parse_numel"]
+__all__ = ["DEVICES", "Memory", "count", "gigabytes", "parse_device_memory", "parse_numel", "table_of"]
 
 _THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([KMBGT]?)", re.IGNORECASE)
@@ -113,3 +114,21 @@ def count(numel: int) -> str:
             value = numel / 10**power
             return f"{value:.{0 if value >= 100 else 1}f}".removesuffix(".0") + unit
     return f"{numel:,}"
+
+
+def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Aligned columns, the first `left` of them to the left.
+
+    >>> print(table_of(["role", "GB"], [["gradients", "4"]]))
+    | role      | GB |
+    | --------- | -: |
+    | gradients |  4 |
+    """
+    widths = [max(2, *(len(row[i]) for row in (header, *rows))) for i in range(len(header))]
+    rule = ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+
+    def line(cells: Sequence[str]) -> str:
+        sides = [str.ljust if i < left else str.rjust for i in range(len(cells))]
+        return f"| {' | '.join(side(c, w) for side, c, w in zip(sides, cells, widths, strict=True))} |"
+
+    return "\n".join([line(header), line(rule), *map(line, rows)])

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 from zerokern.planner import table
 from zerokern.planner.amounts import Memory, parse_device_memory
 from zerokern.planner.outline import Outline, subject_of
-from zerokern.planner.pinned import pinned_nbytes
 from zerokern.planner.program import Volume, between_ranks, traffic_of
-from zerokern.planner.recipe import Recipe
-from zerokern.planner.settings import Arrangement
-from zerokern.planner.share import Share, share_of
+from zerokern.planner.recipe import Arrangement, Recipe
+from zerokern.planner.share import Share, pinned_nbytes, share_of
 from zerokern.schedule import Delayed, Machine, Program, machine_of
 from zerokern.zero.stage import STAGES, check_stage
 

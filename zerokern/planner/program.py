@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.buckets import Load
-from zerokern.planner.recipe import Recipe, itemsize
-from zerokern.planner.settings import Arrangement
+from zerokern.planner.recipe import Arrangement, Recipe, itemsize
 from zerokern.schedule import Op, Program, Ref
 from zerokern.zero.stage import shards_parameters, shards_state
 

@@ -1,4 +1,5 @@
-"""Dtypes and formats of a training run, checked, and the bytes that they mean; no torch is needed to say them."""
+"""Dtypes and formats of a training run, checked, and the bytes that they mean; and how it is divided among ranks. No
+torch is needed to say them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from zerokern.core.errors import got
 from zerokern.core.units import BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS
 from zerokern.schedule import Delayed, check_schedule
 
-__all__ = ["OPTIMIZERS", "Recipe", "StateRole", "dtype_of", "itemsize", "short"]
+__all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "itemsize", "short"]
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
 _ITEMSIZE |= {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -181,6 +182,31 @@ class Recipe:
     def face(self) -> str:
         """The optimizer as users know it."""
         return _FACES.get(self.optimizer.removesuffix("-momentum"), "no optimizer")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """`device` is where collectives run: on CPUs they need memory of their own.
+
+    >>> Arrangement(world=0, device="cuda", bucket_bytes=1, accumulate=1, no_sync=False)
+    Traceback (most recent call last):
+    ...
+    ValueError: world=0 is not possible; allowed: a whole number of ranks, from 1 on
+    """
+
+    world: int
+    device: str
+    bucket_bytes: int
+    accumulate: int
+    no_sync: bool
+
+    def __post_init__(self) -> None:
+        for name, what in (("world", "ranks"), ("bucket_bytes", "bytes"), ("accumulate", "micro-batches in a step")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(got(name, value, f"a whole number of {what}, from 1 on"))
+        if self.device not in ("cuda", "cpu"):
+            raise ValueError(got("device", self.device, "None | 'cuda' | 'cpu'"))
 
 
 def dtype_of(argument: str, value: object) -> str:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zerokern.core.units import BUFFERS
 from zerokern.planner.buckets import Buckets, Load
 from zerokern.planner.outline import Outline
-from zerokern.planner.recipe import Recipe, itemsize, short
-from zerokern.planner.settings import Arrangement
+from zerokern.planner.recipe import Arrangement, Recipe, StateRole, itemsize, short
 from zerokern.zero.stage import shards_gradients, shards_parameters, shards_state
 
-__all__ = ["STATES", "TWINS", "WORKING", "Holding", "Share", "share_of", "summed"]
+__all__ = ["STATES", "TWINS", "WORKING", "Holding", "Share", "pinned_nbytes", "share_of", "summed"]
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 TWINS = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
 WORKING = ("gathered", "buffers", "scratch", "ring", *TWINS, "checkpoints", "activations")
+FINGERPRINTS_NBYTES = 16  # of each gradient, as it left and as it was in `step()`: see zerokern/optim/leaving.py
 
 
 @dataclass(frozen=True)
@@ -139,3 +139,45 @@ def _working(
     if shape is not None and shape.has_activations:
         yield Holding("checkpoints", "", "device", shape.checkpoints)
         yield Holding("activations", "", "device", shape.working_activations)
+
+
+def pinned_nbytes(subject: Outline, recipe: Recipe, stage: int, settings: Arrangement) -> int:
+    """Bytes that rank 0's optimizer maps: locked, and pinned where CUDA is in use. Zero where nothing lies there.
+
+    >>> from zerokern.planner.outline import subject_of
+    >>> recipe = Recipe(tier="cpu")
+    >>> settings = Arrangement(1, "cuda", 32 << 20, 1, False)
+    >>> pinned_nbytes(subject_of("1M", recipe, None), recipe, 2, settings) / 1e6
+    14.000128
+    """
+    twins = recipe.has_twins(settings.device)
+    if recipe.optimizer == "none" or not (twins or recipe.tier == "cpu"):
+        return 0
+    from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
+
+    pieces = subject.pieces(stage, settings.world, settings.bucket_bytes)
+    nbytes = list(_with_twins(pieces, recipe) if twins else _beside(pieces, recipe))
+    if twins and settings.device != "cpu":
+        everyone = subject.pieces(0, 1, settings.bucket_bytes)  # those that this rank has nothing of have one too
+        nbytes.append(FINGERPRINTS_NBYTES * len(everyone))
+    return nbytes_of([((one,), 1) for one in nbytes])
+
+
+def _kept(recipe: Recipe, dtype: str) -> list[StateRole]:
+    """As the optimizers keep them: moments, then what makes the parameter exact."""
+    return sorted(recipe.state_of(dtype), key=lambda one: one.role in ("master", "remainder"))
+
+
+def _with_twins(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iterator[int]:
+    """All values, all gradients, then all tensors of one key after those of another."""
+    yield from (numel * itemsize(dtype) for numel, dtype in pieces)
+    yield from (numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces)
+    states = [tensor for numel, dtype in pieces for role in _kept(recipe, dtype) for tensor in role.tensors(numel)]
+    yield from (nbytes for _, nbytes in sorted(states, key=lambda tensor: tensor[0]))
+
+
+def _beside(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iterator[int]:
+    """State alone, parameter by parameter."""
+    for numel, dtype in pieces:
+        for role in _kept(recipe, dtype):
+            yield from (nbytes for _, nbytes in role.tensors(numel))

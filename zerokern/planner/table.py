@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerokern.core.units import BLOCK
-from zerokern.planner.amounts import gigabytes
-from zerokern.planner.markdown import table_of
+from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.recipe import OPTIMIZERS, short
 from zerokern.planner.share import STATES, WORKING, Holding, Share
 from zerokern.schedule import Delayed
