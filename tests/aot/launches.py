@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from zerokern.kernels.formats import CODECS
 from zerokern.kernels.spans import SpanList
-from zerokern.kernels.triton import accumulate, ahead, bucket, convert, stream, sumsq, table, variants
+from zerokern.kernels.triton import accumulate, ahead, bucket, convert, fingerprint, stream, sumsq, table, variants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,6 +72,7 @@ def everything() -> None:
         x = torch.ones(70_000, dtype=dtype)
         for numel in (1, 16, 70_000):
             sumsq.sumsq([x[:numel]], stats[1:])
+        fingerprint.fingerprints([x, x[1:]], torch.zeros(3, dtype=torch.int64)[1:])
     for reads, updates, writes in ((1, 4, 0), (1, 4, 1), (1, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 1)):
         streams = iter(torch.ones(10, 1024).unbind())
         stream.stream(*([next(streams) for _ in range(count)] for count in (reads, updates, writes)))

@@ -140,6 +140,15 @@ def sumsq_pointers(pointers: array[int], numels: array[int], dtype: torch.dtype)
     return sums
 
 
+def fingerprint(tensor: Tensor) -> int:
+    """A contiguous tensor's CRC-32C.
+
+    >>> fingerprint(torch.zeros(0)), fingerprint(torch.ones(2)) == fingerprint(torch.ones(2).neg())
+    (0, False)
+    """
+    return int(native.library().zk_crc32c(0, tensor.data_ptr(), tensor.nbytes))
+
+
 def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> None:
     """dst = cast((dst if add) + scale * s0 + scale * s1 ...)."""
     native.check(

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels import checks, cpu, reference
+from zerokern.kernels import checks, cpu, reference, reference_device
 from zerokern.kernels.codecs import decode_int8, encode_int8, join, split
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
+from zerokern.kernels.triton import backend
 from zerokern.kernels.update import Tensors, update
 
 __all__ = [
@@ -254,6 +255,31 @@ def sumsq_there(tensors: Tensors) -> Tensor:
     sources, device = _sources(tensors)
     with implementation(TRITON, device):
         return _sumsq_on_device(sources, device)
+
+
+def fingerprints(tensors: Tensors, out: Tensor | None = None, *, impl: str | None = None) -> Tensor:
+    """For each tensor a number that tells whether its bits have changed where nobody counts that: int64, where they
+    are; nothing waits for it. Those of one device are comparable, and no others.
+
+    >>> one = torch.ones(3)
+    >>> before = fingerprints([one]); one.data.mul_(0.5); bool(fingerprints([one]) == before)
+    tensor([0.5000, 0.5000, 0.5000])
+    False
+    """
+    sources, device = _sources(tensors)
+    out = torch.empty(len(sources), dtype=torch.int64, device=device) if out is None else out
+    if impl is None and not backend.runs_on(device):
+        impl = REFERENCE
+    with implementation(impl, device) as family:
+        if family == TRITON:
+            from zerokern.kernels.triton import fingerprint as device_fingerprint
+
+            device_fingerprint.fingerprints(sources, out)
+        else:
+            each = reference_device.fingerprint if family == REFERENCE else cpu.fingerprint
+            for place, one in enumerate(sources):
+                out[place] = each(one)
+    return out
 
 
 def _sources(tensors: Tensors) -> tuple[list[Tensor], torch.device]:

@@ -1,4 +1,4 @@
-"""The truth of sums of squares on a device: the orders in which the GPU kernels add, in plain torch.
+"""The truth of sums of squares, and of bits, on a device: the orders in which the GPU kernels add, in plain torch.
 
 A chunk's or a tile's sum is the work of one program; the sums of a launch are added by whichever program ends last, in
 one order whoever that is. So the same list gives the same bits in every run, on every GPU, at any alignment.
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from zerokern.kernels import reference
 
-__all__ = ["columns", "moved_sumsq", "sumsq"]
+__all__ = ["columns", "fingerprint", "moved_sumsq", "sumsq"]
 
 COLUMNS = 1024
 TILE_ROWS = 16
 ROW_NBYTES = 2048
+WORD = (1 << 32) - 1
+PIECE = 1 << 18  # elements at a time
 
 
 def sumsq(tensors: Sequence[Tensor]) -> float:
@@ -48,6 +50,29 @@ def moved_sumsq(written: Sequence[Tensor], itemsize: int) -> float:
     """
     width = ROW_NBYTES // itemsize
     return columns([_tile(t, width) for one in written for t in one.reshape(-1).split(TILE_ROWS * width) if t.numel()])
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """The sum of 32 bits of each element, as int64 where the tensor is.
+
+    x = (bits + i * 0x9E3779B1) * 0x85EBCA6B; x = (x ^ x >> 16) * 0xC2B2AE35; x ^ x >> 15, modulo 2 ** 32. Any other
+    element gives another x, and where an edit is the same number in each of them, as a power of two is to exponents,
+    what it adds to the x differs.
+
+    >>> one = torch.arange(600.0)
+    >>> [int(fingerprint(one)) == int(fingerprint(other)) for other in (one.clone(), one.flip(0), -one, one * 2)]
+    [True, False, False, False]
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    flat = tensor.detach().reshape(-1)
+    for begin, some in zip(range(0, flat.numel(), PIECE), flat.split(PIECE), strict=False):
+        x = some.view(torch.int16 if some.itemsize == 2 else torch.int32).to(torch.int64)
+        x &= (1 << 8 * some.itemsize) - 1
+        x += torch.arange(begin, begin + x.numel(), device=x.device).mul_(0x9E3779B1)
+        x = x.bitwise_and_(WORD).mul_(0x85EBCA6B).bitwise_and_(WORD)
+        x = (x ^ x >> 16).mul_(0xC2B2AE35).bitwise_and_(WORD)
+        total += (x ^ x >> 15).sum()
+    return total
 
 
 def columns(sums: Sequence[float]) -> float:

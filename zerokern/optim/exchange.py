@@ -19,7 +19,6 @@ from zerokern.optim.bound import Bound
 from zerokern.optim.decide import Decision
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
-from zerokern.optim.fingerprint import fingerprint
 from zerokern.optim.formats import Layout
 from zerokern.optim.local import PENDING
 from zerokern.optim.masters import Witness, tracked
@@ -176,7 +175,7 @@ class Exchange:
                 ticket.wait()
         for twin in twins:
             twin.pending = not torch.equal(twin.values.detach(), twin.near.detach().to(twin.values.device))
-            twin.loaded = int(fingerprint(twin.near)) if twin.pending else None
+            twin.loaded = twin.bits if twin.pending else None
 
     def counters(self) -> dict[str, Any]:
         """What the optimizer counts beside its state."""

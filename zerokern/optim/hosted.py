@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core import env
+from zerokern.kernels.ops import fingerprints
 from zerokern.memory import placement
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
-from zerokern.optim.fingerprint import fingerprint
 from zerokern.optim.formats import Layout
 from zerokern.optim.host_room import HostRoom, Wanted
 from zerokern.optim.link import driver_of, put_in_place
@@ -59,10 +59,15 @@ class Twin:
         """Whether somebody wrote or moved the parameter. Who loads a model after its optimizer may change nothing."""
         if (self.near._version, self.near.data_ptr()) == self.seen:
             return False
-        if self.loaded is None or int(fingerprint(self.near)) != self.loaded:
+        if self.loaded is None or self.bits != self.loaded:
             return True
         self.agree()
         return False
+
+    @property
+    def bits(self) -> int:
+        """The parameter's fingerprint."""
+        return int(fingerprints(self.near.detach().contiguous()))
 
     def agree(self) -> None:
         self.seen = (self.near._version, self.near.data_ptr())
@@ -320,4 +325,4 @@ class Host:
             ticket = self.store([twin], None)
             assert ticket is not None
             ticket.wait()
-        twin.pending, twin.loaded = True, int(fingerprint(near))
+        twin.pending, twin.loaded = True, twin.bits

@@ -1,8 +1,9 @@
 """Gradients that leave for the host during backward, part by part, and not only when `step()` is called.
 
 How many backward passes a step has is what the last one had. A gradient that leaves too early is accumulated into
-later, which its version shows; then it is fetched again. Not every edit shows there (`.data`, GradScaler's unscale_):
-the device adds up the bits of each gradient as it leaves and once more in `step()`, and those that differ follow.
+later, which its version shows; then it is fetched again. Not every edit shows there (`.data`, GradScaler's unscale_).
+What zk.shard shows of a gradient counts them all, unless its memory has been handed out. Of any other the device adds
+up the bits as it leaves and once more in `step()`, those of a part in one launch, and the ones that differ follow.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from zerokern.comm import world_size
 from zerokern.core.errors import StateError
-from zerokern.optim.fingerprint import fingerprint
+from zerokern.kernels.ops import fingerprints
 from zerokern.optim.hosted import Host, Twin
 from zerokern.optim.link import on_device
 from zerokern.optim.local import Local
@@ -35,13 +36,27 @@ _UNCOUNTED = (
 )
 
 
-class Departure:
-    """Gradients of one part that leave before `step()`: at once, or as soon as those before them have been read."""
+def _always() -> bool:
+    return True
 
-    def __init__(self, host: Host, pairs: list[tuple[Twin, Tensor]], prints: Tensor) -> None:
-        self._host, self._pairs, self._prints = host, pairs, prints
+
+class Departure:
+    """Gradients of one part that leave before `step()`: at once, or as soon as those before them have been read.
+
+    `prints`: room for two numbers of each, which tell edits. None: `handed_out` and versions do.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        pairs: list[tuple[Twin, Tensor]],
+        prints: Tensor | None,
+        handed_out: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._host, self._pairs, self._prints, self._handed_out = host, pairs, prints, handed_out
         self._versions = [grad._version for _, grad in pairs]  # of what the mark stands for, not of a later launch
-        self._before = self._fingerprint()
+        self._found = None if prints is None else torch.empty_like(prints, device=pairs[0][1].device)
+        self._look(0)
         self._mark = host.here()
         self._ready: Any = None
         self._printed: Any = None
@@ -55,31 +70,27 @@ class Departure:
     def launch(self) -> None:
         self.ticket = self._host.fetch(self._pairs, left_as=self._versions, ready=self._mark)
 
-    def _fingerprint(self) -> Tensor:
-        """Of each gradient, as it is when the device gets there."""
-        found = torch.empty(len(self._pairs), dtype=torch.int64, device=self._pairs[0][1].device)
-        grads = [grad.detach() for _, grad in self._pairs]
-
-        def add_up() -> None:
-            torch.stack([fingerprint(grad) for grad in grads], out=found)
-
-        on_device(self._host.driver, add_up)
-        return found
+    def _look(self, time: int) -> None:
+        """At the bits of each gradient, as it is when the device gets there."""
+        if self._found is not None:
+            on_device(self._host.driver, partial(fingerprints, [grad for _, grad in self._pairs], self._found[time]))
 
     def look_again(self) -> None:
         """`step()` was called: what gradients are from here on does not count.
 
         What was fetched again already, because its version tells that it was edited, is left as it is.
         """
-        after = self._fingerprint()
+        self._look(1)
         self._ready = self._host.here()
         copies = self._host.copies
         assert copies is not None
-        prints = [self._prints[0], self._prints[1]]
-        self._printed = copies.to_host([self._before, after], prints, ready=self._ready)
+        if self._found is not None and self._prints is not None:
+            self._printed = copies.to_host(self._found, self._prints, ready=self._ready)
 
     def compare(self, grads: Mapping[int, Tensor]) -> None:
         """Which of these, by the parameter's id, are still what left."""
+        if self._prints is None and self._handed_out():
+            self.forget()
         current = [(twin, grads.get(id(twin.near))) for twin, _ in self._pairs]
         self._held = [grad is not None and twin.holds(grad) for twin, grad in current]
 
@@ -94,6 +105,9 @@ class Departure:
         `may_fetch`: the program waits in `step()`. Else gradients may be others by now, and all that can be done is to
         say so before anything is updated.
         """
+        if self._printed is None or self._prints is None:
+            self._pairs = []
+            return
         self._printed.wait()
         edited = (self._prints[0] != self._prints[1]).tolist()
         held = zip(self._pairs, self._held, edited, strict=True)
@@ -187,7 +201,7 @@ class Leaving:
         places = [place for place in part.members if self.local.near[place].requires_grad]
         homes: list[Any] = [self.local.homes[place] for place in places]
         grads = [bucket.reduced_span(home.place) for home in homes]
-        self._leave(part, [self.local.near[place] for place in places], grads)
+        self._leave(part, [self.local.near[place] for place in places], grads, bucket.handed_out)
 
     def _recall(self, part: Part) -> None:
         """Another pass adds to what has left: it is fetched in `step()`."""
@@ -197,14 +211,18 @@ class Leaving:
                 departure.forget()
                 self._held_back = [one for one in self._held_back if one is not departure]
 
-    def _leave(self, part: Part, near: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def _leave(
+        self, part: Part, near: Sequence[Tensor], grads: Sequence[Tensor], handed_out: Callable[[], bool] = _always
+    ) -> None:
         host = self.local.host
         assert host is not None
         twins = host.of(near)
-        whole = len(twins) == len(grads) == len(near) and all(grad.is_contiguous() for grad in grads)
+        plain = all(grad.is_contiguous() and not grad.is_neg() for grad in grads)
+        whole = plain and len(twins) == len(grads) == len(near)
         if whole and near:
             pairs = list(zip(twins, grads, strict=True))
-            departure = Departure(host, pairs, self._room_for(part.name, host, len(pairs)))
+            prints = self._room_for(part.name, host, len(pairs)) if handed_out() else None
+            departure = Departure(host, pairs, prints, handed_out)
             with self._lock:  # between a look at what is free and the word that something has become so
                 self._left[part.name] = departure
                 if departure.may_leave:

@@ -35,7 +35,7 @@ def is_apart(param: Tensor) -> bool:
     return device.serves(param.device) or param in OTHERS
 
 
-def on_device(driver: Any, work: Callable[[], None]) -> None:
+def on_device(driver: Any, work: Callable[[], object]) -> None:
     """What `work` launches comes behind all that the device's compute stream has been given; nobody waits."""
     launch = getattr(driver, "launch", None)
     if launch is None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.optim.fingerprint import fingerprint
+from zerokern.kernels.ops import fingerprints
 from zerokern.optim.records import on_disk_of
 
 _version_of = operator.attrgetter("_version")
@@ -24,7 +24,7 @@ class Witness:
         self.params = list(params)
         self.loaded = loaded  # nothing has stepped since load_state_dict
         # torch's set_state_dict loads the model, whose parameters hold the checkpoint's values already, after this
-        self._prints = [int(fingerprint(param)) for param in self.params] if loaded else []
+        self._prints = dict(zip(map(id, self.params), _prints_of(self.params), strict=True)) if loaded else {}
         self.look()
 
     @classmethod
@@ -64,15 +64,20 @@ class Witness:
         if versions == self.versions:
             return []
         found = zip(self.params, self.versions, versions, strict=True)
-        written = [place for place, (_, was, now) in enumerate(found) if was != now]
+        written = [param for param, was, now in found if was != now]
         if self.loaded:
-            written = [i for i in written if int(fingerprint(self.params[i])) != self._prints[i]]
-        return [self.params[i] for i in written]
+            prints = zip(written, _prints_of(written), strict=True)
+            written = [param for param, now in prints if now != self._prints[id(param)]]
+        return written
 
     def moved(self) -> list[Tensor]:
         """The parameters whose memory is not where it was."""
         pointers = list(map(_pointer_of, self.params))
         return [p for p, was, now in zip(self.params, self.pointers, pointers, strict=True) if was != now]
+
+
+def _prints_of(params: list[Tensor]) -> list[int]:
+    return fingerprints([param.detach().contiguous() for param in params]).tolist()
 
 
 def tracked(state: Mapping[Any, Any]) -> list[Tensor]:

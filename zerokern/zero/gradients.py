@@ -171,19 +171,22 @@ class GradientBucket:
     def reduced_span(self, place: int) -> Tensor:
         """This rank's part of what is reduced of a parameter, as `.grad` shows it."""
         shown = self.shown[place]
-        return shown.local if isinstance(shown, Sharded) else shown.view(-1)
+        return shown.span if isinstance(shown, Sharded) else shown.view(-1)
+
+    def handed_out(self) -> bool:
+        """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
+        return self.exposed or any(not isinstance(one, Sharded) or one.handed_out for one in self.shown)
 
     def spare_what_is_kept(self) -> None:
         """A gradient that `.grad` shows no more, but somebody has kept, stays as it is: the next goes elsewhere."""
-        if self.reduced is None:
+        if self.reduced is None or self._references is None:
             return
         finders = [home.piece for home in self.homes] if self.exposed else [tenant.param for tenant in self.tenants]
         with without_waiting():
             seen = [param.grad for param in finders]
-        live = {place for place, grad in enumerate(seen) if grad is not None and self._displays(place, grad)}
+        live = {i for i, grad in enumerate(seen) if grad is not None and (self.exposed or grad is self.shown[i])}
         dropped = [shown for place, shown in enumerate(self.shown) if place not in live] if live else list(self.shown)
         views = len(live) if self.exposed and self.replicated else 0
-        assert self._references is not None
         if not self._references.has_more(self.reduced, dropped, views):
             return
         if self.in_place:
@@ -196,10 +199,6 @@ class GradientBucket:
         for place in live:
             self._give(place)
 
-    def _displays(self, place: int, grad: Tensor) -> bool:
-        """Whether the user still finds there what is shown."""
-        return self.exposed or grad is self.shown[place]
-
     def open(self, buffer: Tensor) -> None:
         """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
         self._guard()
@@ -207,6 +206,8 @@ class GradientBucket:
         self.buffer = buffer
         with without_waiting():  # whoever waits for gradients waits for `_guard`
             lives = set(filter(self.live, self._places))
+        if self.shown:  # what they show is about to be written
+            torch.autograd.graph.increment_version([self.reduced_span(place) for place in lives])
         self.local &= lives
         self.held &= lives
         in_buffer = self.replicated or self.group.alone

@@ -163,7 +163,7 @@ class Home(Residence):
         if param is self.piece:
             return grad
         if isinstance(grad, Sharded):
-            return grad.local
+            return grad.span
         if self.gradients is not None and not self.gradients.shows(self.place, grad):
             self.sharding.watch.refuse_lost(self, param)
         if grad.shape != self.shape:

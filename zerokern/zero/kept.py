@@ -42,7 +42,7 @@ def _to_memory(tensor: Tensor) -> int:
 
 
 def _to_tensors(tensors: Sequence[Tensor]) -> int:
-    parts = [one.local for one in tensors if isinstance(one, Sharded)]
+    parts = [one.span for one in tensors if isinstance(one, Sharded)]
     return sum(map(sys.getrefcount, tensors)) + sum(map(sys.getrefcount, parts))
 
 

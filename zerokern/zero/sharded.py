@@ -23,6 +23,8 @@ KINDS = ("parameter", "gradient", "state")
 class Sharded(torch.Tensor):
     """A tensor of full logical ``shape`` of which this rank holds the elements from ``start`` on, flat, in ``local``.
 
+    Writes through it are counted, as versions of ``span``. Who takes ``local`` may write where nobody counts.
+
     Element-wise work needs no other rank and is done on ``local``; whatever would need the other ranks' elements raises
     a ``TypeError`` that says what to do. ``dtype`` is the one that is shown, where ``local`` is kept in another.
 
@@ -38,7 +40,7 @@ class Sharded(torch.Tensor):
     zerokern.zero.sharded_refusals.ShardedUseError: aten.sum needs elements of other ranks: Sharded(parameter ...
     """
 
-    local: torch.Tensor
+    span: torch.Tensor
     start: int
     name: str = ""  # over torch's own property, which cannot be set
     kind: str
@@ -71,9 +73,20 @@ class Sharded(torch.Tensor):
             advice = f"start={start} and shape={tuple(shape)} were given with it."
             raise ValueError(got("local", tuple(local.shape), "a 1-D tensor that lies within the shape", advice))
         wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or local.dtype, device=local.device)
-        wrapper.local, wrapper.start = local, start
+        wrapper.span, wrapper.start = local, start
         wrapper.name, wrapper.kind, wrapper.group = name, kind, group
         return wrapper
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements, flat, for whoever asks."""
+        self.span.zk_handed_out = True  # type: ignore[attr-defined]
+        return self.span
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether anybody was given `local`, of this or of what is over the same memory."""
+        return getattr(self.span, "zk_handed_out", False)
 
     def is_same_layout(self, other: object) -> bool:
         """Whether ``other`` is sharded and holds the same elements of the same shape here.
@@ -86,9 +99,9 @@ class Sharded(torch.Tensor):
         return (
             isinstance(other, Sharded)
             and self.shape == other.shape
-            and self.local.numel() == other.local.numel()
-            and (self.start == other.start or not self.local.numel())
-            and self.local.device == other.local.device
+            and self.span.numel() == other.span.numel()
+            and (self.start == other.start or not self.span.numel())
+            and self.span.device == other.span.device
         )
 
     def span_of(self, full: torch.Tensor) -> torch.Tensor:
@@ -98,7 +111,7 @@ class Sharded(torch.Tensor):
         >>> Sharded(torch.zeros(2), torch.Size([2, 3]), 4).span_of(torch.arange(6).view(2, 3))
         tensor([4, 5])
         """
-        return full.detach().reshape(-1)[self.start : self.start + self.local.numel()]
+        return full.detach().reshape(-1)[self.start : self.start + self.span.numel()]
 
     def like(self, local: torch.Tensor, dtype: torch.dtype | None = None) -> Sharded:
         """Another tensor of this layout, name and kind, over ``local``.
@@ -115,8 +128,8 @@ class Sharded(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = f" {self.name!r}" if self.name else ""
-        here = f"elements {self.start}:{self.start + self.local.numel()} of {self.numel()} here"
-        kept = f" (kept as {self.local.dtype})" if self.local.dtype != self.dtype else ""
+        here = f"elements {self.start}:{self.start + self.span.numel()} of {self.numel()} here"
+        kept = f" (kept as {self.span.dtype})" if self.span.dtype != self.dtype else ""
         return f"Sharded({self.kind}{name}, shape {tuple(self.shape)}, {here}, {self.dtype}{kept})"
 
     def register_hook(self, hook: Callable) -> Any:
@@ -141,7 +154,7 @@ class Sharded(torch.Tensor):
             refuse("copy.deepcopy", self, "copy")
         if self.settle is not None:
             self.settle()
-        memo[id(self)] = copied = self.like(self.local.clone(), self.dtype)
+        memo[id(self)] = copied = self.like(self.span.clone(), self.dtype)
         return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -150,7 +163,7 @@ class Sharded(torch.Tensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         if self.settle is not None:
             self.settle()
-        return write_items(fqn, self.shape, self.local.dtype, held(self))
+        return write_items(fqn, self.shape, self.span.dtype, held(self))
 
     def __create_chunk_list__(self) -> list[Any]:
         return chunk_list(held(self))
@@ -275,7 +288,7 @@ def ask(users: list[Sharded], func: Callable, args: tuple, kwargs: dict) -> Any:
 def rebind(target: torch.Tensor, value: torch.Tensor) -> None:
     """``target.data = value``: nothing to do where that is so already (``model.to`` with nothing to move)."""
     if isinstance(target, Sharded):
-        if isinstance(value, Sharded) and value.local is target.local:
+        if isinstance(value, Sharded) and value.span is target.span:
             return
         alike = (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)
         if alike and target.in_forward is not None and target.in_forward():  # momentum encoders are written so

@@ -72,7 +72,7 @@ def elementwise(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     spans = functools.partial(span, first, cls)
     result = func(*map(spans, args), **{key: spans(one) for key, one in kwargs.items()})
     if written:
-        wrote(one.local for one in written)
+        wrote(one.span for one in written)
         return written[0] if len(written) == 1 else tuple(written)
     return dress(first, sharded, result)
 
@@ -91,7 +91,7 @@ def each(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             check_beside(func, sharded[0], one, cls)
     spans = functools.partial(span_list, columns, cls)
     result = func(*map(spans, args), **{key: spans(one) for key, one in kwargs.items()})
-    wrote(one.local for one in written if isinstance(one, cls))
+    wrote(one.span for one in written if isinstance(one, cls))
     if result is None:
         return None
     return [dress(sharded[0], sharded, one) if sharded else one for one, sharded in zip(result, columns, strict=True)]
@@ -106,8 +106,8 @@ def copied(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
             source = target.span_of(source)
         else:
             check_beside(func, target, source, cls)
-    target.local.copy_(bare(source, cls), *args[2:], **kwargs)
-    wrote([target.local])
+    target.span.copy_(bare(source, cls), *args[2:], **kwargs)
+    wrote([target.span])
     return target
 
 
@@ -122,7 +122,7 @@ def copied_each(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
 def same_body(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Over the same ``local``: the same object, since an alias of it made here would have its own version counter."""
     one = args[0]
-    same = one.like(one.local, one.dtype)
+    same = one.like(one.span, one.dtype)
     if in_backward():  # as a Function is given again what it has saved
         same.use, same.in_forward, same.settle = one.use, one.in_forward, one.settle
         same.original = one if one.original is None else one.original
@@ -146,17 +146,17 @@ def remade(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         refuse(label(func), one, "whole", f", asked for {layout}")
     if options.pop("memory_format", None) not in (None, torch.preserve_format, torch.contiguous_format):
         refuse(label(func), one, "whole", ", asked for another memory format")
-    result = func(one.local, *args[1:], **options)
+    result = func(one.span, *args[1:], **options)
     return one.like(result, None if options.get("dtype") else one.dtype)
 
 
 def plain_new(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """``p.new_zeros(size)`` asks only for dtype and device."""
-    return func(args[0].local, *args[1:], **{"dtype": args[0].dtype, **kwargs})
+    return func(args[0].span, *args[1:], **{"dtype": args[0].dtype, **kwargs})
 
 
 def of_local(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    return func(args[0].local, *args[1:], **kwargs)
+    return func(args[0].span, *args[1:], **kwargs)
 
 
 def same_size(cls: Any, func: Any, args: tuple, kwargs: dict) -> bool:
@@ -172,7 +172,7 @@ def unscaled(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
     for parts in by_dtype.values():
         func([part for part in parts if part.numel()], found, inverse, **kwargs)
     sharded: list[Any] = [one for one in gradients if isinstance(one, cls)]
-    wrote([one.local for one in sharded])
+    wrote([one.span for one in sharded])
     groups = {id(one.group): one.group for one in sharded}
     for group in groups.values():
         if group is not None:
@@ -191,13 +191,13 @@ def label(func: Any) -> str:
 
 
 def bare(one: Any, cls: Any) -> Any:
-    return one.local if isinstance(one, cls) else one
+    return one.span if isinstance(one, cls) else one
 
 
 def span(first: Any, cls: Any, one: Any) -> Any:
     """This rank's elements: of what is sharded alike, or of a plain tensor of the whole shape."""
     if isinstance(one, cls):
-        return one.local
+        return one.span
     return first.span_of(one) if isinstance(one, torch.Tensor) and one.ndim else one
 
 
@@ -247,7 +247,7 @@ def dress(first: Any, sharded: list[Any], result: Any) -> Any:
     """Results take the layout of the operands, and show the dtype that the operands' shown dtypes would have given."""
     if isinstance(result, (list, tuple)):
         return type(result)(dress(first, sharded, one) for one in result)
-    kept = functools.reduce(torch.promote_types, [one.local.dtype for one in sharded])
+    kept = functools.reduce(torch.promote_types, [one.span.dtype for one in sharded])
     shown = functools.reduce(torch.promote_types, [one.dtype for one in sharded])
     return first.like(result, shown if result.dtype == kept else None)
 

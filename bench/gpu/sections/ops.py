@@ -28,6 +28,7 @@ def run(desk: Desk) -> None:
         _sumsq(settings, [numel], BF16),
         _sumsq(settings, [numel], F32),
         _sumsq(settings, list(shape.numels), BF16),
+        _fingerprints(settings, list(shape.numels), BF16),
         _cast(settings, numel, F32, BF16),
         _cast(settings, numel, BF16, F32),
         _accumulate(settings, numel),
@@ -90,6 +91,36 @@ def _sumsq(settings: Settings, numels: Sequence[int], dtype: torch.dtype) -> Cal
         title = f"sum of squares, {len(numels):,} tensors, {total:,} elements of {dtype}"
         patterns = [(1, 0, 0)]
         return Contest(title, total, {OURS: ours}, {"torch": theirs}, lambda: roofs(settings, nbytes, patterns))
+
+    return make
+
+
+def _fingerprints(settings: Settings, numels: Sequence[int], dtype: torch.dtype) -> Callable[[], Contest]:
+    """Of gradients that left before `step()`; a sum of each is the least that torch could do."""
+    total = sum(numels)
+    nbytes = total * dtype.itemsize
+
+    def make() -> Contest:
+        tensors = [_noise(numel, dtype, settings) for numel in numels]
+        out = torch.empty(len(tensors), dtype=torch.int64, device=settings.device)
+
+        def ours() -> Sequence[Provider]:
+            from zerokern.kernels import ops, reference_device
+
+            def check() -> None:
+                ops.fingerprints(tensors, out, impl=settings.impl)
+                for number, tensor in zip(out.tolist(), tensors, strict=True):
+                    if number != int(reference_device.fingerprint(tensor)) and out.is_cuda:
+                        raise WrongResult(f"{OURS}: a fingerprint is {number}, not its reference's")
+
+            return [_provider(OURS, lambda: ops.fingerprints(tensors, out, impl=settings.impl), check, nbytes)]
+
+        def theirs() -> Sequence[Provider]:
+            words = [tensor.view(torch.int16) for tensor in tensors]
+            return [_provider("sum", lambda: [one.sum() for one in words], lambda: None, nbytes)]
+
+        title = f"fingerprints, {len(numels):,} tensors, {total:,} elements of {dtype}"
+        return Contest(title, total, {OURS: ours}, {"torch": theirs}, lambda: roofs(settings, nbytes, [(1, 0, 0)]))
 
     return make
 

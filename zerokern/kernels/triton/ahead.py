@@ -29,7 +29,10 @@ from triton.compiler import ASTSource
 __all__ = ["ARCHITECTURES", "MODULES", "Promises", "compile_job", "jobs", "make_job", "plain"]
 
 ARCHITECTURES = (80, 90, 100)
-MODULES = ("accumulate", "cast", "convert", "flatten", "prepare", "stream", "strided", "sumsq", "unflatten", "variants")
+MODULES = (
+    "accumulate", "cast", "convert", "fingerprint", "flatten", "prepare", "stream", "strided", "sumsq", "unflatten",
+    "variants",
+)  # fmt: skip
 _DTYPE = "tl."
 
 

@@ -10,7 +10,7 @@ import torch
 
 from zerokern.core.errors import BackendError
 
-__all__ = ["OLDEST", "capturing", "check_device", "interpreted", "launching", "refuse_before", "usable"]
+__all__ = ["OLDEST", "capturing", "check_device", "interpreted", "launching", "refuse_before", "runs_on", "usable"]
 
 OLDEST = (8, 0)  # cvt.rn.bf16x2, 64-bit addresses in every path, and what the ahead-of-time tests compile for
 INSTALL = "pip install 'zerokern[cuda]'"
@@ -57,6 +57,21 @@ def capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether some implementation that is not the reference works there: a GPU may be too old, or Triton missing.
+
+    >>> runs_on(torch.device("cpu")), runs_on(torch.device("meta"))
+    (True, False)
+    """
+    if device.type == "cpu":
+        return True
+    try:
+        check_device(device)
+    except BackendError:
+        return False
+    return True
 
 
 def check_device(device: torch.device) -> None:

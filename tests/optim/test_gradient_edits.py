@@ -1,0 +1,228 @@
+"""Gradients that have left for the host and are edited before step(): the update is made of the edit, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerokern as zk
+from zerokern.core.errors import StateError
+from zerokern.examples.played_device import PlayedDevice
+from zerokern.optim import leaving
+
+STEPS = 5
+Edit = Callable[[list[Tensor], torch.optim.Optimizer], object]
+EXACT = {"overlap": "overlap", "delayed": zk.Delayed(after=100)}  # as many calls of step() are exact
+
+
+@pytest.fixture
+def device() -> Iterator[PlayedDevice]:
+    played = PlayedDevice(poison=True)
+    yield played
+    played.close()
+
+
+def each(edit: Callable[[Tensor], object], params: list[Tensor], _: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for param in params[1:3]:
+            edit(param)
+
+
+def unscaled(params: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+def over_its_storage(grad: Tensor) -> Tensor:
+    return torch.tensor([], dtype=grad.dtype).set_(grad.untyped_storage(), grad.storage_offset(), (grad.numel(),))
+
+
+def replaced(param: Tensor) -> None:
+    param.grad = param.grad * 0.5
+
+
+def given_memory(param: Tensor) -> None:
+    param.grad.data = param.grad.data * 0.5
+
+
+def turned_round(param: Tensor) -> None:
+    param.grad.data.copy_(param.grad.clone().view(-1).flip(0).view(param.shape))
+
+
+def dropped(param: Tensor) -> None:
+    param.grad = None
+
+
+ANYWHERE: dict[str, Edit] = {
+    "mul_": partial(each, lambda p: p.grad.mul_(0.5)),
+    "an operator": partial(each, lambda p: p.grad.__imul__(0.5)),
+    "out=": partial(each, lambda p: torch.mul(p.grad, 0.5, out=p.grad)),
+    "zero_": partial(each, lambda p: p.grad.zero_()),
+    ".data": partial(each, lambda p: p.grad.data.mul_(0.5)),
+    "detach": partial(each, lambda p: p.grad.detach().mul_(0.5)),
+    "replaced": partial(each, replaced),
+    "dropped": partial(each, dropped),
+    "foreach": lambda params, _: torch._foreach_mul_([p.grad for p in params], 0.5),
+    "foreach of .data": lambda params, _: torch._foreach_mul_([p.grad.data for p in params], 0.5),
+    "unscale_": unscaled,
+    "zk.clip_grad_norm_": lambda params, _: zk.clip_grad_norm_(params, 0.05),
+    "zk.clip_grad_norm_ of some": lambda params, _: zk.clip_grad_norm_(params[1:], 0.05),
+}
+PLAIN: dict[str, Edit] = {
+    "torch's clipping": lambda params, _: nn.utils.clip_grad_norm_(params, 0.05),
+    "torch's clipping, one by one": lambda params, _: nn.utils.clip_grad_norm_(params, 0.05, foreach=False),
+    "clip_grad_value_": lambda params, _: nn.utils.clip_grad_value_(params, 0.01),
+    "numpy": partial(each, lambda p: p.grad.numpy().__imul__(0.5)),
+    "DLPack": partial(each, lambda p: torch.from_dlpack(p.grad.data).mul_(0.5)),
+    "storage": partial(each, lambda p: over_its_storage(p.grad).mul_(0.5)),
+    "other memory": partial(each, given_memory),
+    "elements that change places": partial(each, turned_round),
+    "an element": partial(each, lambda p: p.grad.data.view(-1)[-1:].add_(1.0)),
+    "compiled": partial(each, lambda p: torch.compile(lambda g: g.mul_(0.5), backend="aot_eager")(p.grad)),
+}
+SHARDED: dict[str, Edit] = {
+    "local": partial(each, lambda p: p.grad.local.mul_(0.5)),
+    "local.data": partial(each, lambda p: p.grad.local.data.mul_(0.5)),
+    "numpy": partial(each, lambda p: p.grad.local.numpy().__imul__(0.5)),
+    "DLPack": partial(each, lambda p: torch.from_dlpack(p.grad.local.data).mul_(0.5)),
+    "storage": partial(each, lambda p: over_its_storage(p.grad.local).mul_(0.5)),
+    "what .data gives out": partial(each, lambda p: p.grad.data.local.data.mul_(0.5)),
+}
+CASES = [(None, edit) for edit in (*ANYWHERE, *PLAIN)]
+CASES += [(stage, edit) for stage in (1, 2, 3) for edit in (*ANYWHERE, *SHARDED) if stage == 2 or edit in SHARDED]
+
+
+def trained(
+    edit: Edit, stage: int | None, schedule: object, device: PlayedDevice | None, hooked: Edit | None = None
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 8))
+    if stage is not None:
+        zk.shard(model, stage=stage)
+    params = list(model.parameters())
+    for param in params if device is not None else ():
+        device.own(param)
+    tier = "device" if device is None else "cpu"
+    optimizer = zk.AdamW(params, lr=0.1, tier=tier, schedule=schedule)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        if device is not None:
+            device.synchronize()
+        model(torch.randn(4, 24)).square().mean().backward()
+        if device is not None:
+            assert step < 2 or optimizer._leaving._left, "nothing has left"
+            device.synchronize()  # gradients are on the host
+        edit(params, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if hooked is not None and step == 2:
+            hooked(params, optimizer)
+    optimizer.flush()
+    if device is not None:
+        device.synchronize()
+    return [getattr(param, "local", param).detach().clone() for param in params]
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize("stage, edit", CASES)
+def test_the_update_is_made_of_the_edit(stage: int | None, edit: str, schedule: str, device: PlayedDevice) -> None:
+    """Delayed hears of an edit that nobody counts when gradients may be others: it says so and updates nothing."""
+    found = {**ANYWHERE, **(PLAIN if stage is None else SHARDED)}[edit]
+    expected = trained(found, stage, "sync", None)
+    refusal = ""
+    try:
+        ours = trained(found, stage, EXACT[schedule], device)
+    except StateError as error:
+        refusal = str(error)
+    if refusal:
+        assert schedule == "delayed"
+        assert "edited between backward and step()" in refusal
+        assert stage is None or edit in SHARDED, "what counts every write has no need to refuse"
+    else:
+        assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("stage", [None, 1])
+@pytest.mark.parametrize("counted", [True, False])
+def test_hooks_that_come_after_ours(stage: int | None, counted: bool, device: PlayedDevice) -> None:
+    """Registered when gradients leave already: they are called after these have left."""
+
+    def halve(param: Tensor) -> None:
+        with torch.no_grad():
+            (param.grad if counted else param.grad.data).mul_(0.5)
+
+    def hooked(params: list[Tensor], _: torch.optim.Optimizer) -> None:
+        for param in params:
+            param.register_post_accumulate_grad_hook(halve)
+            if stage is None:
+                param.register_hook(lambda grad: grad * 0.5)
+
+    nothing = lambda *_: None  # noqa: E731
+    expected = trained(nothing, stage, "sync", None, hooked)
+    assert all(map(torch.equal, trained(nothing, stage, "overlap", device, hooked), expected))
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise InterruptedError
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_backward_that_nobody_expected(stage: int | None, breaks: bool, device: PlayedDevice) -> None:
+    """It adds to gradients that have left, to all of them or until it breaks off."""
+
+    def again() -> Edit:
+        calls = iter(range(STEPS))
+
+        def edit(params: list[Tensor], _: torch.optim.Optimizer) -> None:
+            if next(calls) == STEPS - 1:
+                first = params[0] * params[0]
+                first = Breaks.apply(first) if breaks else first
+                with contextlib.suppress(InterruptedError):
+                    (first.sum() + sum((param * param).sum() for param in params[1:])).backward()
+
+        return edit
+
+    expected = trained(again(), stage, "sync", None)
+    assert all(map(torch.equal, trained(again(), stage, "overlap", device), expected))
+
+
+def test_an_array_that_is_kept_from_step_to_step(device: PlayedDevice) -> None:
+    """It was taken long before the gradient left, and nobody asks for it again."""
+
+    def edits(params: list[Tensor], _: torch.optim.Optimizer) -> None:
+        for param in params:
+            kept = arrays.setdefault(id(param), param.grad.local.numpy())
+            kept *= 0.5
+            param.grad = param.grad.detach()
+
+    arrays: dict[int, object] = {}
+    expected = trained(edits, 1, "sync", None)
+    arrays = {}
+    assert all(map(torch.equal, trained(edits, 1, "overlap", device), expected))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_counts_every_write_is_not_looked_at(
+    stage: int, device: PlayedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    original = leaving.fingerprints
+    monkeypatch.setattr(leaving, "fingerprints", lambda some, out: looks.append(len(some)) or original(some, out))
+    nothing = lambda *_: None  # noqa: E731
+    trained(ANYWHERE["mul_"], stage, "overlap", device)
+    assert looks == []
+    trained(nothing, None, "overlap", device)
+    assert looks == [4] * 2 * (STEPS - 2), "each part once when it leaves and once in step()"
