@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tries import Missed, in_time
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
@@ -170,6 +171,8 @@ def run_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dic
     """Runs sections that are made of functions, and returns the JSON that is left."""
 
     def run(bodies: dict[str, Callable], seconds: float = 25.0, within_s: float = 60.0, rehearse: bool = True) -> dict:
+        for earlier in tmp_path.glob("*.json"):
+            earlier.unlink()
         made = [sections.Section(name, seconds, 20.0, name, timed=rehearse) for name in bodies]
         monkeypatch.setattr(runner, "SECTIONS", tuple(made))
         for name, body in bodies.items():
@@ -204,9 +207,15 @@ class TestSections:
             desk.fact("before", 1)
             time.sleep(600)
 
-        started = time.monotonic()
-        found = run_of({"hangs": hangs, "runs": lambda desk: desk.fact("after", 2)}, seconds=1.0)
-        assert time.monotonic() - started < 30
+        def stopped(seconds: float) -> dict:
+            found = run_of(
+                {"hangs": hangs, "runs": lambda desk: desk.fact("after", 2)}, seconds=seconds, within_s=600.0
+            )
+            if [fact["name"] for fact in found["facts"]] != ["before", "after"]:
+                raise Missed("one of them was stopped before it had begun")
+            return found
+
+        found = in_time(stopped, 1.0)
         assert [fact["name"] for fact in found["facts"]] == ["before", "after"]
         assert "stopped" in found["took"]["hangs"] and "stopped" not in found["took"]["runs"]
         assert found["could_not"][0]["key"] == "hangs"
@@ -218,12 +227,24 @@ class TestSections:
         assert found["took"] == {}
 
     def test_a_command_that_is_late_is_stopped_with_its_children(self, tmp_path: Path) -> None:
-        code, lines = commands.run_logged(
-            ["-c", "echo begun; sleep 600 & wait"], tmp_path / "log", 1.0, program=("bash",)
-        )
-        assert (code, lines) == (None, ["begun"])
+        def run(seconds: float) -> tuple[int | None, list[str]]:
+            code, lines = commands.run_logged(
+                ["-c", "echo begun; sleep 600 & wait"], tmp_path / f"{seconds}.log", seconds, program=("bash",)
+            )
+            if not lines:
+                raise Missed("it was stopped before it had begun")
+            return code, lines
+
+        assert in_time(run, 1.0) == (None, ["begun"])
 
     def test_compiling_ahead_ends_in_time(self) -> None:
-        done = warm.compile_all([int, lambda: time.sleep(600), lambda: 1 / 0], processes=3, limit_s=2.0)
+        def compiled(seconds: float) -> str:
+            jobs = [int, lambda: time.sleep(600), lambda: 1 / 0]
+            done = warm.compile_all(jobs, processes=3, limit_s=seconds)
+            if "1 processes stopped" not in done:
+                raise Missed(done)
+            return done
+
+        done = in_time(compiled, 2.0)
         assert "1 of 3 jobs" in done
         assert "1 failed" in done and "1 processes stopped, late" in done

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 import socket
@@ -27,9 +29,12 @@ LOSS_ERROR = 2e-4  # what is printed has four digits; sums of another order
 
 
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that is free, below those that the system gives to whoever asks for any."""
+    for number in range(20_000 + os.getpid() % 10_000, 32_768):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", number))
+            return number
+    raise AssertionError("no port is free")
 
 
 def started(command: str, folder: Path) -> subprocess.Popen[str]:
@@ -47,7 +52,7 @@ def trained(commands: list[str], folder: Path) -> list[float]:
     (folder / "train.py").write_text(PROGRAM)
     nodes = [started(command, folder) for command in commands]
     try:
-        texts = [node.communicate(timeout=120)[0] for node in nodes]
+        texts = [node.communicate(timeout=400)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

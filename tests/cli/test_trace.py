@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tries import best
 
 from zerokern.cli.main import main
 from zerokern.examples import trace
@@ -100,23 +101,31 @@ def steady(traced: tracing.Traced, step: int) -> dict[str, list[Event]]:
 def test_a_played_device(monkeypatch) -> None:
     """Everything but the device is real, and each schedule is what it says, however busy this machine is."""
     monkeypatch.setattr(tracing, "PLAYED_UNITS", 2)
-    step = tracing.WARM_STEPS + 1
-    traced = {schedule: tracing.played(schedule, 1) for schedule in trace.SCHEDULES}
-    of = {schedule: steady(one, step) for schedule, one in traced.items()}
-    computed = {schedule: max(event.end_ns for event in ran["Backward"]) for schedule, ran in of.items()}
-    for ran in of.values():
+
+    def beside(schedule: str) -> tuple[bool, bool]:
+        """Whether gradients left before backward had ended, and whether the next forward waited for nothing."""
+        step = tracing.WARM_STEPS + 1
+        traced = tracing.played(schedule, 1)
+        ran, following = steady(traced, step), steady(traced, step + 1)
         assert {verb: len(events) for verb, events in ran.items() if verb not in ("Publish", "Norm")} == dict.fromkeys(
             ("Forward", "Backward", "Fetch", "Step", "Store"), 2
         )
         assert all(event.nbytes == 2 * tracing.PLAYED_NUMEL for event in [*ran["Fetch"], *ran["Store"]])
-    for schedule in ("overlap", "delayed"):
-        assert min(event.begin_ns for event in of[schedule]["Fetch"]) < computed[schedule]
-    assert min(event.begin_ns for event in of["sync"]["Fetch"]) >= computed["sync"]
-    waits = {
-        schedule: min(event.begin_ns for event in steady(one, step + 1)["Forward"]) for schedule, one in traced.items()
-    }
-    for schedule, waited in (("sync", True), ("overlap", True), ("delayed", False)):
-        assert (waits[schedule] >= max(event.end_ns for event in of[schedule]["Store"])) == waited
+        leaves = min(event.begin_ns for event in ran["Fetch"])
+        computes = min(event.begin_ns for event in following["Forward"])
+        return (
+            leaves < max(event.end_ns for event in ran["Backward"]),
+            computes < max(event.end_ns for event in ran["Store"]),
+        )
+
+    assert beside("sync") == (False, False)
+    # a thread that is late hides nothing, so once is enough; what may not be hidden never is
+    for schedule, hidden in (("overlap", (True, False)), ("delayed", (True, True))):
+        seen = [beside(schedule)]
+        while seen[-1] != hidden and len(seen) < 20:
+            seen.append(beside(schedule))
+        assert seen[-1] == hidden
+        assert all(found <= most for one in seen for found, most in zip(one, hidden, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["sync", "delayed"])
@@ -138,22 +147,22 @@ def test_units_are_seen_in_order() -> None:
     observed = tracing.Observed(GPT(Shape(layers=3, width=64, context=8)), tracing.Clock())
     tokens = torch.zeros(2, 8, dtype=torch.long)
     recorder = Recorder()
-    steps, filled = (
-        range(1, 9),
-        0.0,
-    )  # some of these milliseconds may be another process's: the best step is this code's
-    for step in steps:
+    steps = itertools.count(1)
+
+    def gaps() -> float:
+        """Their share of a step: some of its milliseconds may be another process's."""
+        step = next(steps)
         observed.forward_backward(tokens, tokens)
         observed.pending()(recorder, step)
-    for step in steps:
         mine = [event for event in recorder.events if event.step == step]
         names = ["embedding", "block 0", "block 1", "block 2", "head"]
         assert [event.what for event in mine] == [*names, *reversed(names)]
         assert [event.verb for event in mine] == ["Forward"] * 5 + ["Backward"] * 5
         assert all(before.end_ns <= after.begin_ns for before, after in itertools.pairwise(mine))
         computed = sum(event.end_ns - event.begin_ns for event in mine)
-        filled = max(filled, computed / (mine[-1].end_ns - mine[0].begin_ns))
-    assert filled > 0.8
+        return 1 - computed / (mine[-1].end_ns - mine[0].begin_ns)
+
+    assert best(gaps, 0.2) < 0.2
 
 
 def test_colours_on_a_terminal_say_the_same() -> None:

@@ -38,7 +38,7 @@ class DoubleWork:
         return len(self._world.given[self._key]) == self._world.size
 
     def wait(self) -> None:
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + 120
         while not self.is_completed():
             if time.monotonic() > limit:
                 raise RuntimeError("NCCL communicator was aborted: a rank did not come")

@@ -44,7 +44,7 @@ def run_ranks(
     n: int,
     fn: Callable,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 240.0,
     env: Mapping[str, str] | None = None,
     patience: float = 30.0,
     dies: Collection[int] = (),
@@ -139,7 +139,7 @@ class Rank:
         """Where each of its threads is; for one that hangs."""
         if self._process.is_alive():
             os.kill(self._process.pid, signal.SIGUSR1)
-            limit = time.monotonic() + 2
+            limit = time.monotonic() + 30
             while not self.stacks.read_text().endswith("\n") and time.monotonic() < limit:
                 time.sleep(0.02)
         return self.stacks.read_text() if self.stacks.exists() else ""
@@ -151,7 +151,7 @@ class Rank:
             self._process.join(5)
         if self._process.is_alive():
             self._process.kill()
-        self._process.join(10)
+        self._process.join(60)
         self._process.close()
         self.connection.close()
 

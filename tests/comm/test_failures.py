@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from comm_cases import refused
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from zerokern.comm import Group, agreement, group_on
 
-SOON_S = 6.0  # for what a closed connection or the store shows; the groups of these tests wait 30 s
+PATIENCE_S = 180.0  # the groups' timeout, which nobody waits for
+SOON_S = 60.0  # for what a closed connection or the store shows
 Words = tuple[str, tuple[int, ...], str]
 
 
@@ -75,7 +80,9 @@ SHORT = {("gather", WAITING), ("sum_up", WAITING), ("step", WAITING), ("reduce",
     ],
 )
 def test_a_dead_rank_is_named(act: str, when: str) -> None:
-    for (words, gone, operation), seconds in run_ranks(3, one_dies, act, when == WAITING, dies=[2])[:2]:
+    for (words, gone, operation), seconds in run_ranks(
+        3, one_dies, act, when == WAITING, dies=[2], patience=PATIENCE_S
+    )[:2]:
         assert "rank 2 is gone" in words and gone == (2,)
         assert operation and operation in words and "ranks 0, 1 and 2" in words
         assert seconds < SOON_S
@@ -89,7 +96,7 @@ def the_host_dies(rank: int) -> tuple[Words, float]:
 
 
 def test_the_rank_that_serves_the_store_is_named_too() -> None:
-    for (words, gone, _), seconds in run_ranks(3, the_host_dies, dies=[0], store="rank0")[1:]:
+    for (words, gone, _), seconds in run_ranks(3, the_host_dies, dies=[0], store="rank0", patience=PATIENCE_S)[1:]:
         assert gone == (0,) and "rank 0" in words
         assert seconds < SOON_S
 
@@ -104,20 +111,28 @@ def one_leaves_a_chain(rank: int) -> tuple[Words, float]:
 
 
 def test_a_death_reaches_those_who_do_something_else() -> None:
-    for (words, gone, _), seconds in run_ranks(3, one_leaves_a_chain, dies=[2])[:2]:
+    for (words, gone, _), seconds in run_ranks(3, one_leaves_a_chain, dies=[2], patience=PATIENCE_S)[:2]:
         assert "rank 2 is gone" in words and gone == (2,)
         assert seconds < SOON_S
 
 
-def one_stops(rank: int) -> tuple[Words, float]:
+def impatient() -> Group:
+    """A group that waits one second, of ranks that had more to find each other."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     group = group_on()
+    group.barrier()
+    return group
+
+
+def one_stops(rank: int) -> tuple[Words, float]:
+    group = impatient()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return timed(group, sum_up)
 
 
 def test_a_rank_that_stands_still_is_named_when_the_time_is_over() -> None:
-    for (words, gone, _), seconds in run_ranks(3, one_stops, dies=[0], patience=1)[1:]:
+    for (words, gone, _), seconds in run_ranks(3, one_stops, dies=[0])[1:]:
         assert "rank 0 did not take part in all_reduce" in words and gone == ()
         assert 1 <= seconds < 1 + SOON_S
 
@@ -144,7 +159,7 @@ def other_sizes(rank: int, kind: str) -> tuple[Words, float, Words]:
 @pytest.mark.parametrize("kind", ["reduce", "gather", "dtype", "few"])
 def test_ranks_that_move_different_sizes_hear_which(kind: str) -> None:
     """Without the sizes in the tags gloo ends the process."""
-    for (words, gone, _), seconds, (afterwards, _, _) in run_ranks(3, other_sizes, kind):
+    for (words, gone, _), seconds, (afterwards, _, _) in run_ranks(3, other_sizes, kind, patience=PATIENCE_S):
         assert "ranks differ in" in words and "rank 1: '" in words and gone == ()
         assert seconds < SOON_S
         assert "has failed before: ranks differ in" in afterwards
@@ -171,7 +186,7 @@ def another_order(rank: int, size: int) -> tuple[Words, float]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_that_leaves_the_order_raises_everywhere(size: int) -> None:
-    for (words, _, _), seconds in run_ranks(size, another_order, size):
+    for (words, _, _), seconds in run_ranks(size, another_order, size, patience=PATIENCE_S):
         assert "ranks differ in step 6" in words
         assert f"rank {size - 1}: 'block 9'" in words and "'c'" in words
         assert seconds < SOON_S
@@ -184,21 +199,20 @@ def unlike_first_passes(rank: int) -> tuple[Words, float]:
 
 
 def test_first_passes_that_differ_raise_everywhere() -> None:
-    for (words, _, _), seconds in run_ranks(3, unlike_first_passes):
+    for (words, _, _), seconds in run_ranks(3, unlike_first_passes, patience=PATIENCE_S):
         assert "step 1 of their order: ranks 0 and 2: 'block 0', rank 1: 'block 1'" in words
         assert seconds < SOON_S
 
 
 def absent(rank: int) -> tuple[Words, float]:
-    group = group_on()
+    group = impatient()
     if rank == 0:
-        time.sleep(2)
-        return ("", (), ""), 0.0
+        time.sleep(1000)
     return timed(group, step)
 
 
 def test_an_agreement_that_nobody_comes_to_ends() -> None:
-    (words, _, _), seconds = run_ranks(2, absent, patience=1)[1]
+    (words, _, _), seconds = run_ranks(2, absent, dies=[0])[1]
     assert "rank 1 wants 'a step'" in words and "rank 0 did not come to that step within 1 s" in words
     assert 1 <= seconds < 1 + SOON_S
 
@@ -221,14 +235,24 @@ def test_an_agreement_with_the_record_of_others_goes_on() -> None:
     assert run_ranks(2, recording_anew) == [[0, 1]] * 2
 
 
-def slow_but_well(rank: int) -> tuple[list[float], list[str]]:
-    """Far longer than a look at the store takes: being slow is no failure. Whoever waits says so, once each time."""
+OPERATIONS = ("agree number 0", "all_reduce number 1")
+
+
+def slow_but_well(rank: int, folder: str) -> tuple[list[float], list[str]]:
+    """Each in its turn is slow until the other has said so. That is no failure."""
     group = group_on()
     agreement.WARN_S, said = 0.6, []
-    logging.getLogger("zerokern").addFilter(lambda record: said.append(record.getMessage()))
+
+    def hear(record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        for turn, operation in enumerate(OPERATIONS):
+            if operation in said[-1]:
+                Path(folder, f"{turn}").touch()
+
+    logging.getLogger("zerokern").addFilter(hear)
     for turn in range(2):
-        if rank == turn:
-            time.sleep(1.2)
+        while rank == turn and not Path(folder, f"{turn}").exists():
+            time.sleep(0.05)
         if turn:
             group.all_reduce(torch.ones(3)).wait()
         else:
@@ -238,11 +262,13 @@ def slow_but_well(rank: int) -> tuple[list[float], list[str]]:
     return x.tolist(), said
 
 
-def test_a_slow_rank_is_waited_for() -> None:
-    for rank, (x, said) in enumerate(run_ranks(2, slow_but_well)):
-        assert x == [2.0] * 4 and len(said) == 1
-        assert f"rank {rank} has waited" in said[0] and f"for rank {1 - rank}, in " in said[0]
-        assert ("agree number 0" if rank else "all_reduce number") in said[0] and "timeout of 30 s" in said[0]
+def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
+    """Whoever waits says so, once each time."""
+    for rank, (x, said) in enumerate(run_ranks(2, slow_but_well, str(tmp_path))):
+        (told,) = [one for one in said if OPERATIONS[1 - rank] in one]
+        assert x == [2.0] * 4 and f"rank {rank} has waited" in told
+        assert f"for rank {1 - rank}, in " in told and "timeout of 30 s" in told
+        assert len({re.search(r"\w+ number \d+", one)[0] for one in said}) == len(said)
 
 
 def fails_late(rank: int) -> list[str]:
@@ -270,6 +296,6 @@ def round_over_four_groups(rank: int) -> tuple[Words, float]:
 
 @pytest.mark.slow
 def test_who_waits_for_ever_over_several_groups_is_told() -> None:
-    for (words, gone, _), seconds in run_ranks(4, round_over_four_groups):
+    for (words, gone, _), seconds in run_ranks(4, round_over_four_groups, patience=PATIENCE_S):
         assert gone == () and "ranks wait for each other in different collectives, for ever: rank" in words
         assert words.count(" is in ") == 4 and seconds < SOON_S

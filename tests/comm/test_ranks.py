@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
+from tries import Missed, in_time
 
 
 def add_up(rank: int, x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -54,8 +56,14 @@ def hangs(rank: int, note: str) -> None:
 
 
 def test_a_hang_shows_where_and_leaves_nobody(tmp_path) -> None:
-    with pytest.raises(RanksFailed, match=r"(?s)rank 0 of 2 did not end in time.*in hangs"):
-        run_ranks(2, hangs, str(tmp_path / "pid"), timeout=3)
+    def hang(seconds: float) -> str:
+        with pytest.raises(RanksFailed) as caught:
+            run_ranks(2, hangs, str(tmp_path / "pid"), timeout=seconds)
+        if not all((tmp_path / f"pid.{rank}").exists() for rank in range(2)):
+            raise Missed("the ranks had not begun")
+        return str(caught.value)
+
+    assert re.search(r"(?s)rank 0 of 2 did not end in time.*in hangs", in_time(hang, 3))
     for rank in range(2):
         pid = int((tmp_path / f"pid.{rank}").read_text())
         with pytest.raises(ProcessLookupError):

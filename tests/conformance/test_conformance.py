@@ -20,7 +20,7 @@ from programs import MODES, PROGRAMS, Plain, Trace, Zero, compare
 from worlds import World, on_threads, says
 
 PLACES = [(stage, mode) for stage in (0, 1, 2, 3) for mode in MODES]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 def places_of(name: str) -> set[tuple[int, str]]:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 NURSERY = f"""
 import sys

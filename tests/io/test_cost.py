@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from io_cases import ENGINES, PAGE, EngineCase, open_descriptors, pattern, read, resident_nbytes, same
+from tries import best
 
 from zerokern.io import Store
 from zerokern.memory import Arena
@@ -49,7 +50,7 @@ def test_a_hundred_thousand_tickets_leak_nothing(case: EngineCase, folder: Path,
         churn(store, tensors, 20_000)
         gc.collect()
         grown = []
-        for _ in range(2):  # a leak grows each time; what the tests before this one left behind, once
+        for _ in range(3):  # a leak grows each time; what the tests before this one left behind, once
             descriptors, resident, objects = open_descriptors(), resident_nbytes(), len(gc.get_objects())
             churn(store, tensors, 100_000)
             gc.collect()
@@ -72,12 +73,18 @@ def test_stores_leak_nothing(engine: EngineCase, folder: Path, arena: Arena) -> 
     for _ in range(3):
         use()
     gc.collect()
-    descriptors, resident = open_descriptors(), resident_nbytes()
-    for _ in range(30):
-        use()
-    gc.collect()
+    descriptors = open_descriptors()
+
+    def grown() -> float:
+        """A leak grows each time; what else this process does, once."""
+        resident = resident_nbytes()
+        for _ in range(30):
+            use()
+        gc.collect()
+        return resident_nbytes() - resident
+
+    assert best(grown, 4 << 20) < 4 << 20
     assert not open_descriptors() - descriptors
-    assert resident_nbytes() - resident < 4 << 20
 
 
 @pytest.mark.serial
@@ -90,8 +97,8 @@ def test_microseconds_of_python_per_ticket(case: EngineCase, folder: Path, arena
         for key, tensor in zip(keys, tensors, strict=True):
             store.put(key, tensor)
         store.sync()
-        costs = []
-        for _ in range(5):
+
+        def cost_us() -> float:
             tickets = deque()
             begun = time.thread_time()
             for i in range(4000):
@@ -100,5 +107,6 @@ def test_microseconds_of_python_per_ticket(case: EngineCase, folder: Path, arena
                     tickets.popleft().wait()
             for ticket in tickets:
                 ticket.wait()
-            costs.append((time.thread_time() - begun) / 4000 * 1e6)
-        assert min(costs) <= MOST_US, f"{min(costs):.1f} us"
+            return (time.thread_time() - begun) / 4000 * 1e6
+
+        assert best(cost_us, MOST_US) < MOST_US

@@ -213,8 +213,8 @@ def test_killed_at_random_moments_the_last_sync_is_found_whole(
     last = 0
     for i in range(5):
         child = nursery.start(ROUNDS, engine.name, folder, i)
-        child.wait_for("open")
-        time.sleep(0.02 + chance.random() * 0.15)
+        child.wait_for(f"\n{last + 2}\n")
+        time.sleep(chance.random() * 0.15)
         child.kill()
         told = int(child.printed().split("\n")[-2].split()[-1])
         with engine.open(folder, durable=True, checksum=True, budget="8M") as store:

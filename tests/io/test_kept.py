@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from io_cases import BLOCK, open_descriptors
+from tries import Missed, in_time
 
 from zerokern import BudgetError, IoError
 from zerokern.io import Faults, Store
@@ -76,22 +77,29 @@ def test_a_tensor_whose_storage_was_taken_away_is_refused(folder: Path) -> None:
 def test_a_put_that_is_interrupted_while_it_waits_changes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = Faults(delay=65536, delay_us=200_000)
-    with Store(folder, depth=4, block=BLOCK, faults=slow) as store:
-        store.put("a", torch.ones(4)).wait()
-        other = store.put("b", torch.ones(4))
-        store.put("a", torch.full((4,), 2.0))
 
-        def interrupted(ticket: object) -> None:
-            raise KeyboardInterrupt
+    def interrupted(ticket: object) -> None:
+        raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(store._transfers, "await_ticket", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                store.put("a", torch.ones(4, dtype=torch.int32), after=other)
-        out = torch.empty(4)
-        store.get("a", out).wait()
-        assert out.tolist() == [2.0] * 4
+    def put_and_interrupt(delay_s: float) -> None:
+        slow = Faults(delay=65536, delay_us=int(delay_s * 1e6))
+        with Store(folder, depth=4, block=BLOCK, faults=slow) as store:
+            store.put("a", torch.ones(4)).wait()
+            other = store.put("b", torch.ones(4))
+            store.put("a", torch.full((4,), 2.0))
+            with monkeypatch.context() as patch:
+                patch.setattr(store._transfers, "await_ticket", interrupted)
+                try:
+                    store.put("a", torch.ones(4, dtype=torch.int32), after=other)
+                except KeyboardInterrupt:
+                    pass
+                else:
+                    raise Missed("there was nothing to wait for any more")
+            out = torch.empty(4)
+            store.get("a", out).wait()
+            assert out.tolist() == [2.0] * 4
+
+    in_time(put_and_interrupt, 0.2)
 
 
 def test_the_folder_stays_locked_when_a_cleaner_removes_the_lock_file(folder: Path) -> None:

@@ -22,7 +22,7 @@ HOLD = """
 store = case.open(folder)
 store.put("x", pattern(5000)).wait()
 print("open", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -129,7 +129,7 @@ if os.fork() == 0:
     time.sleep(0.4)
     os._exit(0)
 print("forked", flush=True)
-time.sleep(60)
+time.sleep(600)
 """,
         "threads",
         folder,
@@ -152,10 +152,10 @@ store.put("x", pattern(5000)).wait()
 child = os.fork()
 if child == 0:
     print(f"child {os.getpid()} lives", flush=True)
-    time.sleep(60)
+    time.sleep(600)
     os._exit(0)
 print("forked", flush=True)
-time.sleep(60)
+time.sleep(600)
 """,
         engine.name,
         folder,

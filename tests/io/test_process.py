@@ -10,6 +10,7 @@ import pytest
 import torch
 from children import Nursery
 from io_cases import EngineCase, files_of, pattern, quick_on, read, same
+from tries import Missed, in_time
 
 BUSY = """
 store = case.open(folder, faults={"delay": 65536, "delay_us": 3000})
@@ -67,17 +68,23 @@ def test_exit_with_an_exception(nursery: Nursery, engine: EngineCase, folder: Pa
 
 def test_close_with_requests_in_flight(engine: EngineCase, folder: Path) -> None:
     """Close waits for them: what they read into and write from is in use until then."""
-    store = engine.open(folder, faults={"delay": 65536, "delay_us": 5000})
     tensors = [pattern(200000, i) for i in range(20)]
-    outs = [torch.zeros(200000, dtype=torch.uint8) for _ in tensors]
-    for i, tensor in enumerate(tensors):
-        store.put(f"{i}", tensor)
-    tickets = [store.get(f"{i}", out) for i, out in enumerate(outs)]
-    assert not tickets[-1].done()
-    store.close()
-    assert all(ticket.done() for ticket in tickets) and all(map(same, outs, tensors))
-    for ticket in tickets:
-        ticket.wait()
+
+    def close(delay_s: float) -> None:
+        outs = [torch.zeros(200000, dtype=torch.uint8) for _ in tensors]
+        store = engine.open(folder, faults={"delay": 65536, "delay_us": int(delay_s * 1e6)})
+        for i, tensor in enumerate(tensors):
+            store.put(f"{i}", tensor)
+        tickets = [store.get(f"{i}", out) for i, out in enumerate(outs)]
+        in_flight = not tickets[-1].done()
+        store.close()
+        assert all(ticket.done() for ticket in tickets) and all(map(same, outs, tensors))
+        for ticket in tickets:
+            ticket.wait()
+        if not in_flight:
+            raise Missed("nothing was in flight any more")
+
+    in_time(close, 0.005)
 
 
 def test_a_store_that_nobody_holds_any_more(engine: EngineCase, folder: Path) -> None:
@@ -101,10 +108,18 @@ def test_what_is_left_untold_is_logged(engine: EngineCase, folder: Path, caplog:
 
 
 FORK = """
-store = case.open(folder, faults={"delay": 65536, "delay_us": 3000})
 tensors = {f"{i}": pattern(200000 + i, i) for i in range(30)}
-tickets = [store.put(key, tensor) for key, tensor in tensors.items()]
-child = os.fork()
+for delay_us in (3000, 10000, 40000, 160000):  # until the fork is in the middle
+    store = case.open(folder, faults={"delay": 65536, "delay_us": delay_us})
+    tickets = [store.put(key, tensor) for key, tensor in tensors.items()]
+    child = os.fork()
+    late = tickets[-1].done()
+    if not late or delay_us == 160000:
+        break
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    store.close()
 if child == 0:
     for use in (
         lambda: store.put("x", pattern(100)),
@@ -174,32 +189,34 @@ store.close()
     assert child.output() == "0\n"
 
 
-def test_control_c_ends_a_wait(nursery: Nursery, engine: EngineCase, folder: Path) -> None:
-    """The wait is over at once; the transfer is not, and close waits for it."""
-    child = nursery.start(
-        """
+INTERRUPTED = """
 signal.signal(signal.SIGINT, signal.default_int_handler)
-store = case.open(folder, faults={"delay": 65536, "delay_us": 400000})
+store = case.open(folder, faults={"delay": 65536, "delay_us": int(1e6 * float(sys.argv[2]))})
 tensor = pattern(100)
 out = torch.zeros(100, dtype=torch.uint8)
-threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-begun = time.monotonic()
 ticket = store.put("x", tensor)
 got = store.get("x", out)
 try:
+    threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     got.wait()
+    time.sleep(600)
 except KeyboardInterrupt:
     print("interrupted", not got.done())
 store.close()
 print(got.done() and same(out, tensor))
-""",
-        engine.name,
-        folder,
-    )
-    if engine.faults:
-        assert child.output() in ("interrupted True\nTrue\n", "True\n")
-    else:
-        assert child.output() == "interrupted True\nTrue\n"
+"""
+
+
+def test_control_c_ends_a_wait(nursery: Nursery, engine: EngineCase, folder: Path) -> None:
+    """The wait is over at once; the transfer is not, and close waits for it."""
+
+    def interrupted(delay_s: float) -> str:
+        said = nursery.start(INTERRUPTED, engine.name, folder, delay_s).output()
+        if said.startswith("interrupted False"):
+            raise Missed("the transfer had ended before")
+        return said
+
+    assert in_time(interrupted, 0.4) == "interrupted True\nTrue\n"
 
 
 def test_random_kills_leave_a_folder_that_opens(nursery: Nursery, engine: EngineCase, folder: Path) -> None:

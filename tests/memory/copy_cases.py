@@ -17,7 +17,7 @@ from torch import Tensor
 from zerokern.memory.copies import Mark
 
 RUINS = 0xEE
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 class ThreadMark:

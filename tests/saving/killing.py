@@ -25,7 +25,7 @@ from cases import BF16, Case, Run, digest  # noqa: E402
 MODES = ("save", "save beside training", "load")
 CASES = {1: Case(stage=3, dtype=BF16, state_format="int8"), 2: Case(stage=2, settings={"max_grad_norm": 0.5})}
 STEPS = 40  # as many as are known beforehand
-LONGEST_S = 60.0
+LONGEST_S = 240.0
 
 
 def digests(rank: int, folder: Path, size: int) -> list[str]:
@@ -89,7 +89,7 @@ def kill(folder: Path, size: int, mode: str, chance: Random) -> None:
         living = [ranks.Rank(context, Path(stacks), rank) for rank in range(size)]
         try:
             for one in living:
-                one.start(size, what, {}, 30.0, server.port)
+                one.start(size, what, {}, 120.0, server.port)
             round_s = await_lines(folder, living, chance.randrange(1, 6))
             time.sleep(chance.uniform(0.0, 1.2 * round_s))
             for victim in victims:

@@ -36,26 +36,28 @@ def test_extra_is_found_by_name_whatever_its_order(tmp_path: Path) -> None:
     assert on_ranks(2, extra_in_another_order, tmp_path) == [[1.0, 2.0, 3.0], [1.0, 2.0, 4.0]]
 
 
-def slow_writes(seconds: float) -> None:
-    """In this process, for as long as it lives."""
-    write = Writer.write_data
+def held_writes() -> threading.Event:
+    """In this process, for as long as it lives, writes wait for this."""
+    write, go_on = Writer.write_data, threading.Event()
 
     def held(self: Writer, plan: Any, planner: Any) -> Any:
-        threading.Event().wait(seconds)
+        assert go_on.wait(120)
         return write(self, plan, planner)
 
     Writer.write_data = held  # type: ignore[method-assign]
+    return go_on
 
 
 def ending_with_a_save(rank: int, folder: Path, whose: str) -> tuple[bool, bool]:
     """`destroy_process_group` as scripts have it: imported by name, long before."""
-    slow_writes(1.0)
+    go_on = held_writes()
     before = vars(dist.ProcessGroup)["shutdown"]
     model = nn.Linear(300, 300)
     nn.init.constant_(model.weight, 7.0)
     group = None if whose == "world" else dist.new_group([0, 1])
     save(folder / "x", model, wait=False, group=group)
     during = vars(dist.ProcessGroup)["shutdown"]
+    threading.Timer(1.0, go_on.set).start()
     destroy_process_group(group)
     there = (folder / "x" / "zerokern.json").exists()
     if group is not None:
@@ -174,11 +176,11 @@ def test_an_interrupted_save_is_waited_for_by_the_next(tmp_path: Path, monkeypat
 
     def slow(self: Any, items: Any) -> None:
         reached.set()
-        go_on.wait(30)
+        go_on.wait(120)
         real(self, items)
 
     def interrupt() -> None:
-        reached.wait(30)
+        reached.wait(120)
         os.kill(os.getpid(), signal.SIGINT)
         threading.Timer(0.3, go_on.set).start()
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from ticket_cases import HeldTicket, program, until
@@ -159,7 +159,7 @@ def test_closing_ends_what_has_not_begun(executor: Executor) -> None:
 
     run = executor.submit(STEPS, {("Step", "a"): slow, ("Step", "b"): lambda: seen.append("b")})
     begun.wait()
-    threading.Timer(0.02, go_on.set).start()
+    threading.Thread(target=lambda: (until(lambda: executor._worker.closing), go_on.set())).start()
     executor.close()
     assert seen == ["a"]
     run.wait("Step", "a")
@@ -169,22 +169,26 @@ def test_closing_ends_what_has_not_begun(executor: Executor) -> None:
         executor.submit(STEPS, {})
 
 
+def interrupted(wait: Callable[[], None]) -> None:
+    """An interrupt that comes before the wait is as good."""
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    wait()
+
+
 def test_ctrl_c_leaves_a_wait_and_nothing_else(executor: Executor) -> None:
     go_on, seen = threading.Event(), []
     actions = {(op.verb, op.what): lambda op=op: seen.append(f"{op.verb} {op.what}") for op in STEPS.ops}
     run = executor.submit(STEPS, {**actions, ("Step", "a"): lambda: go_on.wait() and None})
     held = HeldTicket()
     for waits in (lambda: run.wait("Step", "b"), lambda: run.perform("Publish", "b"), run.finish):
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            waits()
+            interrupted(waits)
     go_on.set()
     run.finish()
     assert seen == ["Fetch a", "Step b", "Publish a", "Publish b"]
     run = executor.submit(STEPS, {("Fetch", "a"): lambda: held})
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        run.finish()
+        interrupted(run.finish)
     held.let_go()
     run.finish()
 
@@ -226,7 +230,7 @@ def computing():
     return under_way(lambda: torch.ones(1 << 22).exp_() is None or None)
 
 def copying():
-    device = PlayedDevice(down_gb_s=0.0001)  # it would take 40 s
+    device = PlayedDevice(down_gb_s=0.00001)  # it would take 400 s
     copies, executor = Copies(device), Executor()
     here, there = torch.ones(1 << 20), torch.ones(1 << 20)
     steps = Program("example", (Op("Fetch", "a", "down"), Op("Step", "a", "cpu", (Ref(0),))))
@@ -240,14 +244,16 @@ def raising():
     raise SystemExit(3)
 
 def forked():
-    executor, run = under_way(lambda: time.sleep(0.3))
+    go_on = threading.Event()  # in the fork nobody sets it
+    executor, run = under_way(lambda: go_on.wait() and None)
     over, unused = Executor(), Executor()
     ended = over.submit(STEPS, {("Step", "a"): lambda: None})
     ended.finish()
     device = PlayedDevice()
-    mark = device.launch(None, seconds=0.3)
+    mark = device.launch(go_on.wait)
     child = os.fork()
     if child:
+        go_on.set()
         assert os.waitpid(child, 0)[1] == 0
         run.finish()
         return executor
@@ -271,13 +277,13 @@ for end in (busy, failed, computing, copying, raising, forked):
         kept = end()
         sys.exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(end.__name__, status, "late" if time.monotonic() - began > 20 else "in time")
+    print(end.__name__, status, "late" if time.monotonic() - began > 120 else "in time")
 """
 
 
 def test_the_interpreter_ends_with_work_under_way_and_a_fork_has_no_worker() -> None:
     """In forks of one process, for torch takes long to load."""
-    ran = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=200)
+    ran = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=600)
     statuses = {"raising": 3}
     ends = ("busy", "failed", "computing", "copying", "raising", "forked")
     expected = "".join(f"{end} {statuses.get(end, 0)} in time\n" for end in ends)

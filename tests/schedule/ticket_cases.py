@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from zerokern.schedule.program import Op, Program, Ref
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 class HeldTicket:

@@ -130,7 +130,7 @@ def test_what_a_constructor_has_written_counts(how: str) -> None:
 
 def builds_in_turn(world: World, meet: threading.Barrier) -> None:
     def make() -> nn.Module:
-        meet.wait(60)  # all are inside
+        meet.wait(120)  # all are inside
         net = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
         nn.init.trunc_normal_(net["b"].weight, 5.0, 0.1, 4.0, 6.0)
         return net

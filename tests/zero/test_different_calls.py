@@ -19,8 +19,8 @@ from zero_cases import IN, Net
 
 import zerokern as zk
 
-SOON_S = 10.0
-PATIENCE_S = 120.0  # the group's timeout, which nobody waits for
+SOON_S = 60.0
+PATIENCE_S = 180.0  # the group's timeout, which nobody waits for
 
 
 @dataclass

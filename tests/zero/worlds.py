@@ -126,7 +126,7 @@ def alone(function: Callable, *arguments: Any) -> list:
     return [function(World(0, 1), *arguments)]
 
 
-def on_threads(size: int, function: Callable, *arguments: Any, timeout: float = 60.0) -> list:
+def on_threads(size: int, function: Callable, *arguments: Any, timeout: float = 120.0) -> list:
     from zerokern.comm.fake import FakeWorld
 
     def one(group: Any) -> Any:
