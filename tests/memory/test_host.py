@@ -8,22 +8,27 @@ import itertools
 import math
 import pickle
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 from memory_cases import in_child
 
 from zerokern.core.errors import BudgetError
-from zerokern.memory import layout
-from zerokern.memory.host import HostMemory
+from zerokern.memory import HostPlace, Wanted, layout
 from zerokern.memory.layout import LINE, SKEW, nbytes_of, offsets_of
 
 MIB = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8, torch.uint8)
 
+HOST = """
+from zerokern.memory import HostPlace, Wanted
+def host(wanted, owner="AdamW"):
+    place = HostPlace(owner)
+    return place, place.take([Wanted("state", torch.Size(shape), dtype) for shape, dtype in wanted])
+"""
 COUNTED = """
 import random
-from zerokern.memory.host import HostMemory
 from zerokern.memory.layout import nbytes_of
 def locked():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmLck")).split()[1]) * 1024
@@ -43,14 +48,14 @@ def judge(seed, count):
     dtypes = torch.float32, torch.bfloat16, torch.int8
     wanted = [((draw.randrange(3000), draw.randrange(1, 2000)), draw.choice(dtypes)) for _ in range(count)]
     before, planned = locked(), nbytes_of(wanted)
-    memory = HostMemory(wanted, "AdamW")
-    assert memory.locked and memory.nbytes == planned
-    rows, base = resident(), memory.tensors[0].data_ptr()
-    exact = sum(tensor.nbytes for tensor in memory.tensors)
+    place, tensors = host(wanted)
+    assert place.arenas[0].locked and place.nbytes == planned
+    rows, base = resident(), tensors[0].data_ptr()
+    exact = sum(tensor.nbytes for tensor in tensors)
     print(locked() - before - planned, rows[base, "Rss:"] - planned, rows[base, "Locked:"] - planned,
           rows[base, "Size:"] - planned, {"dc", "hg", "lo"} <= rows[base, "flags"],
           planned - exact <= 0.01 * exact + 64 * count + 4096)
-    del memory
+    del place, tensors
     gc.collect()
     print("after:", locked() - before)
 judge(1, 1)
@@ -59,42 +64,47 @@ judge(3, 40)
 """
 
 
+def host(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[HostPlace, list[torch.Tensor]]:
+    place = HostPlace("AdamW")
+    return place, place.take([Wanted("state", torch.Size(shape), dtype) for shape, dtype in wanted])
+
+
 def test_the_plan_is_what_the_system_counts() -> None:
     """VmLck of the process, and Rss, Locked and Size of the mapping: the planned bytes and not one page more."""
-    assert in_child(COUNTED).splitlines() == ["0 0 0 0 True True", "after: 0"] * 3
+    assert in_child(HOST + COUNTED).splitlines() == ["0 0 0 0 True True", "after: 0"] * 3
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])
 def test_tensors_are_zeroed_disjoint_and_as_wanted(poison: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROKERN_POISON", poison)
     wanted = [((3, 5), torch.float32), ((), torch.int8), ((0, 4), torch.bfloat16), ((70_001,), torch.uint8)]
-    memory = HostMemory(wanted, "AdamW")
-    assert [(tuple(t.shape), t.dtype) for t in memory.tensors] == wanted
-    assert all(t.count_nonzero() == 0 for t in memory.tensors)
-    for number, tensor in enumerate(memory.tensors, start=1):
+    _, tensors = host(wanted)
+    assert [(tuple(t.shape), t.dtype) for t in tensors] == wanted
+    assert all(t.count_nonzero() == 0 for t in tensors)
+    for number, tensor in enumerate(tensors, start=1):
         tensor.fill_(number)
-    assert [t.unique().tolist() for t in memory.tensors] == [[1.0], [2], [], [4]]
-    assert all(t.data_ptr() % LINE == 0 for t in memory.tensors)
-    assert [t.untyped_storage().nbytes() for t in memory.tensors] == [60, 1, 0, 70_001]
+    assert [t.unique().tolist() for t in tensors] == [[1.0], [2], [], [4]]
+    assert all(t.data_ptr() % LINE == 0 for t in tensors)
+    assert [t.untyped_storage().nbytes() for t in tensors] == [60, 1, 0, 70_001]
 
 
 def test_saving_a_tensor_saves_only_it() -> None:
-    memory = HostMemory([((1000,), torch.float32), ((500_000,), torch.float32)], "AdamW")
+    _, (first, _) = host([((1000,), torch.float32), ((500_000,), torch.float32)])
     file = io.BytesIO()
-    torch.save(memory.tensors[0], file)
-    assert file.tell() < 8000 and len(pickle.dumps(memory.tensors[0])) < 8000
+    torch.save(first, file)
+    assert file.tell() < 8000 and len(pickle.dumps(first)) < 8000
 
 
 def test_tensors_outlive_the_object() -> None:
-    first, second = HostMemory([((1000,), torch.float32), ((5,), torch.int8)], "AdamW").tensors
+    first, second = host([((1000,), torch.float32), ((5,), torch.int8)])[1]
     assert first.fill_(3).sum() == 3000 and second.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("wanted", [[], [((0,), torch.float32), ((3, 0), torch.int8)]])
 def test_nothing_takes_nothing(wanted: list) -> None:
-    memory = HostMemory(wanted, "AdamW")
-    assert memory.nbytes == 0 and [tuple(t.shape) for t in memory.tensors] == [shape for shape, _ in wanted]
-    assert memory.locked and not memory.pinned
+    place, tensors = host(wanted)
+    assert place.nbytes == 0 and [tuple(t.shape) for t in tensors] == [shape for shape, _ in wanted]
+    assert not place.arenas
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -128,21 +138,21 @@ def test_a_plan_by_widths_is_the_plan_by_dtypes() -> None:
 def test_more_than_there_is_is_refused_before_anything_is_taken() -> None:
     wanted = [((1 << 50,), torch.int8), ((1 << 49,), torch.float32)]
     with pytest.raises(BudgetError) as caught:
-        HostMemory(wanted, "AdamW")
+        host(wanted)
     text = str(caught.value)
     assert text.startswith("host memory for AdamW of ") and "free memory and swap" in text
-    said = in_child(f"""
-from zerokern.memory.host import HostMemory
+    assert f"state{3 << 50:>30,}".replace(" ", "") in text.replace(" ", "")
+    said = in_child(f"""{HOST}
 def mapped():
     return next(line for line in open("/proc/self/status") if line.startswith("VmPeak"))
 before = mapped()
 try:
-    HostMemory([((1 << 50,), torch.int8)], "AdamW")
+    host([((1 << 50,), torch.int8)])
 except BudgetError as error:
     print(mapped() == before)
 resource.setrlimit(resource.RLIMIT_AS, (int(before.split()[1]) * 1024 + {64 * MIB}, -1))
 try:
-    HostMemory([(({128 * MIB},), torch.int8)], "AdamW")
+    host([(({128 * MIB},), torch.int8)])
 except BudgetError as error:
     print(mapped() == before, "RLIMIT_AS" in str(error))
 """)
@@ -150,16 +160,15 @@ except BudgetError as error:
 
 
 def test_a_limit_of_locked_memory_is_named_once_and_the_memory_works() -> None:
-    lines = in_child("""
-from zerokern.memory.host import HostMemory
+    lines = in_child(f"""{HOST}
 logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
 if os.geteuid() == 0:
     os.setresuid(65534, 65534, 65534)  # gives up CAP_IPC_LOCK
-small = HostMemory([((1000,), torch.float32)], "small")
-large = [HostMemory([((1 << 20,), torch.float32)], "large") for _ in range(2)]
-print(small.locked, [memory.locked for memory in large])
-print(large[1].tensors[0].add_(1).sum().item() == 1 << 20)
+small, _ = kept = host([((1000,), torch.float32)], "small")
+large = [host([((1 << 20,), torch.float32)], "large") for _ in range(2)]
+print(small.arenas[0].locked, [place.arenas[0].locked for place, _ in large])
+print(large[1][1][0].add_(1).sum().item() == 1 << 20)
 """).splitlines()
     assert lines[1:] == ["True [False, False]", "True"]
     assert lines[0].startswith("zerokern.memory: arena memory is not locked (mlock: ENOMEM; see ulimit -l)")
@@ -179,27 +188,25 @@ def test_cuda_is_told_of_it_once_and_until_the_object_goes(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    memory = HostMemory([((5000,), torch.float32), ((3,), torch.int8)], "AdamW")
-    first = memory.tensors[0]
-    assert memory.pinned and calls == [(first.data_ptr(), nbytes_of([((5000,), 4), ((3,), 1)]), 3)]
-    del memory
+    place, (first, _) = host([((5000,), torch.float32), ((3,), torch.int8)])
+    assert place.arenas[0].pinned and calls == [(first.data_ptr(), nbytes_of([((5000,), 4), ((3,), 1)]), 3)]
+    del place
     gc.collect()
     assert calls[1:] == [(first.data_ptr(),)] and first.fill_(1).sum() == 5000
 
 
 def test_a_forked_child_is_told() -> None:
-    said = in_child("""
-from zerokern.memory.host import HostMemory
-memory = HostMemory([((1000,), torch.float32)], "AdamW")
-memory.check()
+    said = in_child(f"""{HOST}
+place, tensors = host([((1000,), torch.float32)])
+place.check()
 pid = os.fork()
 if not pid:
     try:
-        memory.check()
+        place.check()
     except ZerokernError as error:
         print(error, flush=True)
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-memory.check()
+place.check()
 """)
     assert "forked from it: the memory is not here" in said

@@ -14,7 +14,7 @@ import torch
 from memory_cases import in_child, mapping_at
 
 from zerokern.core import env, native
-from zerokern.memory import Arena, HostMemory, placement
+from zerokern.memory import Arena, HostPlace, Wanted, placement
 from zerokern.memory.placement import Node, cores, cpus_near, cpus_to_leave, keep_to, nodes, nodes_for, settle_beside
 
 MIB = 1 << 20
@@ -107,7 +107,7 @@ def test_an_arena_lies_where_the_pool_runs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_host_memory_is_bound_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[int | None] = []
     monkeypatch.setattr(placement, "bind", lambda base, nbytes: touched.append(resident(base)) or ())
-    HostMemory([((MIB,), torch.float32)], "AdamW")
+    HostPlace("AdamW").take([Wanted("state", torch.Size([MIB]), torch.float32)])
     assert touched == [0]
 
 

@@ -9,7 +9,7 @@ a GPU.
 
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies
-from zerokern.memory.host import HostMemory
+from zerokern.memory.place import DevicePlace, HostPlace, Wanted
 from zerokern.memory.spans import FreeSpans
 from zerokern.memory.staging import CudaDriver, Ring, Slot, flow
 
@@ -17,10 +17,12 @@ __all__ = [
     "Arena",
     "Copies",
     "CudaDriver",
+    "DevicePlace",
     "FreeSpans",
-    "HostMemory",
+    "HostPlace",
     "Lease",
     "Ring",
     "Slot",
+    "Wanted",
     "flow",
 ]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.memory import HostPlace
 from zerokern.optim.exact import Exact, begin
 from zerokern.optim.formats import Algorithm, Slot
-from zerokern.optim.host_room import HostRoom
 from zerokern.optim.masters import Witness
 from zerokern.optim.rows import Row, count_step, set_groups, table_of
 from zerokern.optim.state import Entry, check_entries, make, pull, untangled
@@ -35,7 +35,7 @@ class Binding:
         previous: Binding | None,
         witness: Witness | None,
         exact: Exact | None = None,
-        room: HostRoom | None = None,
+        room: HostPlace | None = None,
     ) -> None:
         """Check all state, then make what is missing (moments start at `initial[owner]`, or zero) and point at it.
 
@@ -101,7 +101,7 @@ class Binding:
     def _untangle(self, entries: Sequence[Entry], new: Sequence[int]) -> None:
         """State that was exchanged between parameters is brought back from copies, not from what is being written."""
         assert self._room is not None
-        places = self._room.places()
+        places = self._room.addresses()
         for i, entry in zip(new, entries, strict=True):
             entry.update(untangled(entry, self.survey.params[i], places))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerokern.memory import HostPlace
 from zerokern.optim.binding import Binding
 from zerokern.optim.decide import Decision
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import Algorithm
-from zerokern.optim.host_room import HostRoom
 from zerokern.optim.masters import Witness
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.watched import WatchedState
@@ -37,7 +37,7 @@ def bind(
     decision: Decision,
     last: AnyBinding | None,
     previous: AnyBinding | None,
-    room: HostRoom | None = None,
+    room: HostPlace | None = None,
     **begins: Any,
 ) -> AnyBinding:
     """State on disk, on a device or in host memory. `last` is the binding before, `previous` is the same if intact.

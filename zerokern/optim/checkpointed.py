@@ -12,13 +12,13 @@ from torch import Tensor
 from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.io.lock import let_go_in_child
+from zerokern.memory import HostPlace
 from zerokern.optim import disk_state, loading
 from zerokern.optim.bound import Bound
 from zerokern.optim.decide import Decision
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.formats import Algorithm, as_kept, as_saved
-from zerokern.optim.host_room import HostRoom
 from zerokern.optim.local import NOT_DELAYED, PENDING, Local, localised, sharded
 from zerokern.optim.masters import Witness, follow, tracked
 from zerokern.optim.scheduled import LATE, Scheduled
@@ -185,7 +185,7 @@ class Checkpointed(Scheduled, torch.optim.Optimizer):
         self._torn = True  # from here on a failure leaves neither the old state nor the new one
         return disk_state.put_down(self._disk, owners, entries, self._algorithm)
 
-    def _room_for(self, entries: Sequence[loading.Checked]) -> HostRoom | None:
+    def _room_for(self, entries: Sequence[loading.Checked]) -> HostPlace | None:
         """Where state lies on the host, for entries that may lie there: it is about to be written."""
         room = self._room if all(param.is_cpu for param, _, _ in entries) else None
         self._torn = self._torn or room is not None  # until the load has ended

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from zerokern.core.errors import ZerokernError
 from zerokern.io import Nvme, Store
-from zerokern.memory import Arena, Ring, Slot, flow
+from zerokern.memory import Arena, DevicePlace, Ring, Slot, Wanted, flow
 from zerokern.optim.formats import Layout
-from zerokern.optim.memory import zeros
 from zerokern.optim.pieces import PAGE, plan
 from zerokern.optim.records import OnDisk, Place, Record, copy_out, fill, settle
 
@@ -122,8 +121,8 @@ class Disk:
     def read(self, owners: Sequence[OnDisk]) -> list[dict[str, Tensor]]:
         """All tensors of each, by key, in memory of their own: as much memory as they have on disk."""
         described = [owner.described() for owner in owners]
-        wanted = [(tensor.shape, tensor.dtype) for tensors in described for tensor in tensors.values()]
-        cut = iter(zeros(wanted) if wanted else ())
+        wanted = [Wanted(key, one.shape, one.dtype) for tensors in described for key, one in tensors.items()]
+        cut = iter(DevicePlace(torch.device("cpu"), "optimizer state").take(wanted))
         made = [{key: next(cut) for key in tensors} for tensors in described]
         visits = _by_record(owners, made)
         stored = [record for record in visits if record.stored]

@@ -12,7 +12,15 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.core.units import MASTERS
 from zerokern.kernels.formats import MASTER_FORMATS, blocks
+from zerokern.memory import Wanted
 
+# bytes per bf16 parameter: values, split8, int8 moments, gradient, scales
+_SMALLEST = 2 + 1 + 1 + 1 + 2 + 2 * 4 / 128
+TAKES_LESS = (
+    f'state_format="int8" with master_format="split8" takes {_SMALLEST:.1f} bytes per bf16 parameter; zk.shard '
+    'divides it by the ranks from stage=1 on; tier=zk.Nvme(path) keeps state on disk; zk.plan(..., tier="cpu") '
+    "says beforehand what fits"
+)
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
 
 
@@ -29,6 +37,10 @@ class Slot:
         if self.extent == "param":
             return param.shape
         return torch.Size([] if self.extent == "scalar" else [blocks(param.numel())])
+
+    def wanted(self, param: Tensor) -> Wanted:
+        """What a place is asked for."""
+        return Wanted(self.key, self.shape(param), self.dtype)
 
 
 @dataclass(frozen=True)

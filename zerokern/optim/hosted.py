@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
-from zerokern.memory import placement
+from zerokern.memory import HostPlace, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
 from zerokern.optim.formats import Layout
-from zerokern.optim.host_room import HostRoom, Wanted
 from zerokern.optim.link import driver_of, put_in_place
 from zerokern.zero.homes import alias
 
@@ -90,7 +89,7 @@ class Twin:
 class Host:
     """The twins of one optimizer. `delays`: parameters change when they are published, not when twins are stored."""
 
-    room: HostRoom
+    room: HostPlace
     delays: bool
     twins: dict[int, Twin] = field(default_factory=dict)
     late: bool = False  # an update waits to be published: on all ranks or none, whatever is pending on this one
@@ -143,7 +142,7 @@ class Host:
         wanted += [Wanted("gradients", one.shape, dtype) for one, dtype in zip(near, grad_dtypes, strict=True)]
         slots = [(one, slot) for one, layout in zip(near, layouts, strict=True) for slot in layout.columns]
         slots.sort(key=lambda pair: pair[1].key)
-        wanted += [Wanted(slot.key, slot.shape(one), slot.dtype) for one, slot in slots]
+        wanted += [slot.wanted(one) for one, slot in slots]
         if self.driver is not None:
             wanted.append(Wanted("fingerprints", torch.Size([2 * len(near)]), torch.int64))
         tensors = self.room.take(wanted)
@@ -161,7 +160,8 @@ class Host:
             kept.setdefault(id(one), {})[slot.key] = tensor
         for twin, layout in zip(made, layouts, strict=True):
             state = kept.get(id(twin.near), {})
-            self.room.keep(twin.values, layout, [state[slot.key] for slot in layout.columns])
+            columns = [slot.wanted(twin.values) for slot in layout.columns]
+            self.room.keep(twin.values, columns, [state[one.role] for one in columns])
             if self.delays and self.driver is not None:
                 twin.shadow = torch.empty_like(twin.near.detach())
             self.twins[id(twin.near)] = twin

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.io import Nvme
+from zerokern.memory import HostPlace
 from zerokern.optim.conductor import Conductor, UnderWay
 from zerokern.optim.decide import Decision
-from zerokern.optim.host_room import HostRoom
+from zerokern.optim.formats import TAKES_LESS
 from zerokern.optim.hosted import Host, LayoutOf
 from zerokern.optim.interrupts import whole
 from zerokern.optim.leaving import Departure, Leaving
@@ -53,7 +54,7 @@ class Scheduled:
             do = "state on disk is updated as it streams by, before step() returns"
             raise ValueError(got("schedule", schedule, f"'sync' with tier={tier!r}", do))
         self._unschedule()
-        self._room = HostRoom(type(self).__name__) if tier == "cpu" or self._delays else None
+        self._room = HostPlace(type(self).__name__, TAKES_LESS) if tier == "cpu" or self._delays else None
 
     def _unschedule(self) -> None:
         """Nothing is under way, and nothing is known."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import BudgetError, StateError
-from zerokern.optim.formats import Layout, Slot, format_name
-from zerokern.optim.host_room import HostRoom, Wanted, table_of
-from zerokern.optim.memory import zeros
+from zerokern.core.errors import StateError
+from zerokern.memory import DevicePlace, HostPlace
+from zerokern.optim.formats import TAKES_LESS, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 
 Entry = dict[str, Any]
+_HOST = torch.device("cpu")
 
 
 def check_entries(
@@ -107,38 +107,32 @@ def _convert_hint(layout: Layout) -> str:
     )
 
 
-def pull(entry: Entry, layout: Layout, param: Tensor, room: HostRoom | None = None) -> None:
+def pull(entry: Entry, layout: Layout, param: Tensor, room: HostPlace | None = None) -> None:
     """Bring what was moved to another device, or made non-contiguous, back to where the kernels can reach it."""
     place = param.device
     for slot in layout.slots:
         value = entry.get(slot.key)
         if not isinstance(value, Tensor) or slot.key == "step":
             continue
-        if room is not None and slot.column and not room.has(param, slot, value):
-            entry[slot.key] = room.brought_back(param, slot, value)
+        if room is not None and slot.column:
+            entry[slot.key] = room.settled(param, slot.wanted(param), value)
         elif not (value.device == place and value.is_contiguous()):
             entry[slot.key] = value.detach().to(place).contiguous()
 
 
-def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostRoom | None = None) -> None:
+def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostPlace | None = None) -> None:
     """Put a zeroed tensor for each slot into its entry: in host memory slots of one key side by side, and counters."""
     if room is not None:
         wanted = _placed(wanted, room, zeroed=True)
     keys = list(dict.fromkeys(slot.key for _, _, slot in wanted))
-    order = sorted(range(len(wanted)), key=lambda i: keys.index(wanted[i][2].key))
-    at_home = [i for i in order if wanted[i][0].is_cpu or wanted[i][2].extent == "scalar"]
-    needed = [Wanted(slot.key, slot.shape(param), slot.dtype) for param, _, slot in (wanted[i] for i in at_home)]
-    try:
-        made_here = zeros([(one.shape, one.dtype) for one in needed])
-    except BudgetError as error:
-        raise BudgetError(f"{error}\n{table_of(needed)}") from None
-    tensors = dict(zip(at_home, made_here, strict=True))
-    for i in order:
-        param, entry, slot = wanted[i]
-        made = tensors.get(i)
-        entry[slot.key] = (
-            torch.zeros(slot.shape(param), dtype=slot.dtype, device=param.device) if made is None else made
-        )
+    order = sorted(wanted, key=lambda one: keys.index(one[2].key))
+    devices = [_HOST if param.is_cpu or slot.extent == "scalar" else param.device for param, _, slot in order]
+    made = {}
+    for device in dict.fromkeys(devices):
+        some = [slot.wanted(param) for (param, _, slot), at in zip(order, devices, strict=True) if at == device]
+        made[device] = iter(DevicePlace(device, "optimizer state", TAKES_LESS).take(some))
+    for (_, entry, slot), device in zip(order, devices, strict=True):
+        entry[slot.key] = next(made[device])
 
 
 def untangled(entry: Entry, param: Tensor, places: Mapping[int, tuple[int, str]]) -> Entry:
@@ -155,17 +149,17 @@ def untangled(entry: Entry, param: Tensor, places: Mapping[int, tuple[int, str]]
 
 
 def _placed(
-    wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostRoom, *, zeroed: bool
+    wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostPlace, *, zeroed: bool
 ) -> list[tuple[Tensor, Entry, Slot]]:
     """Put what `room` has for these slots into their entries; returns what is left: counters."""
     housed = [one for one in wanted if one[2].column]
-    tensors = room.state([(param, slot) for param, _, slot in housed], zeroed=zeroed)
+    tensors = room.rest([(param, slot.wanted(param)) for param, _, slot in housed], zeroed=zeroed)
     for (_, entry, slot), tensor in zip(housed, tensors, strict=True):
         entry[slot.key] = tensor
     return [one for one in wanted if not one[2].column]
 
 
-def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | None = None) -> list[Entry]:
+def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostPlace | None = None) -> list[Entry]:
     """Memory of our own for such entries; what is in it, in a room, is what was there."""
     made: list[Entry] = [{} for _ in entries]
     wanted = [
@@ -180,11 +174,11 @@ def laid_out(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | N
     return made
 
 
-def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostRoom | None = None) -> list[Entry]:
+def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostPlace | None = None) -> list[Entry]:
     """The same entries in memory of our own, nothing cast; a step that is a number becomes a tensor."""
     sources = [entry for _, entry, _ in entries]
     if room is not None:  # what is there may be what is copied: it is set apart
-        places = room.places()
+        places = room.addresses()
         sources = [untangled(entry, param, places) for param, entry, _ in entries]
     made = laid_out(entries, room)
     for entry, mine in zip(sources, made, strict=True):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from zerokern.optim.memory import counters
 from zerokern.optim.whereabouts import Whereabouts
 
 
@@ -24,7 +24,11 @@ class StepBook:
 
     def __init__(self, entries: Sequence[dict[str, Any]]) -> None:
         """Replaces each `entries[i]["step"]` by a tensor of the book with the same value."""
-        self._flat, each = counters(max(len(entries), 1))
+        count = max(len(entries), 1)
+        buffer = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._flat = torch.frombuffer(buffer, dtype=torch.float32)
+        # each with a storage of its own
+        each = [torch.frombuffer(buffer, dtype=torch.float32, count=1, offset=4 * i).view(()) for i in range(count)]
         self._counts = torch.zeros_like(self._flat)
         mine = []
         for number, entry in enumerate(entries):
