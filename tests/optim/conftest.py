@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from device_double import Double
 
-from zerokern.io import Faults, Nvme, Store
+from zerokern.io import Faults, Nvme, Store, place
 from zerokern.kernels.cpu import UpdateTable
-from zerokern.optim import disk
 
 RING_NBYTES = 1 << 20  # 8 slots of 128 KiB: 16,000 parameters of fp32 Adam each
 
@@ -52,7 +51,7 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nvme]
         def open_store(*arguments: object, **keywords: object) -> Store:
             return Store(*arguments, depth=8, block=1 << 16, faults=faults, **keywords)
 
-        monkeypatch.setattr(disk, "Store", open_store)
+        monkeypatch.setattr(place, "Store", open_store)
         return Nvme(tmp_path / f"tier{next(numbers)}", **{"ring_nbytes": RING_NBYTES, **settings})
 
     return make

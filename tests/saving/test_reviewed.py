@@ -15,6 +15,7 @@ from worlds import World, on_ranks, ranked
 
 import zerokern as zk
 from zerokern.core.errors import BudgetError, StateError
+from zerokern.io import Store
 from zerokern.saving.intake import Intake
 from zerokern.saving.subject import Subject
 
@@ -270,3 +271,17 @@ def test_room_on_disk_is_tried_before_anything_is_laid_out(tmp_path: Path) -> No
     again = zk.AdamW(other[1].parameters(), tier=zk.Nvme(tmp_path / "more", budget="8M", ring_nbytes="1M"))
     take(tmp_path / "kept", other, [large, again])
     again.step()
+
+
+@pytest.mark.parametrize("formats", [{}, {"state_format": "int8"}])
+def test_room_on_disk_is_taken_once(formats: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was tried before anything is changed is what is laid out then."""
+    model, other = (nn.Sequential(nn.Linear(50, 50), nn.Linear(500, 500)).bfloat16() for _ in range(2))
+    put(tmp_path / "kept", model, stepped(model, zk.AdamW(model.parameters(), **formats)))
+    opt = zk.AdamW(other.parameters(), tier=zk.Nvme(tmp_path / "tier", budget="8M", ring_nbytes="1M"), **formats)
+    taken, reserve = [], Store.reserve
+    monkeypatch.setattr(Store, "reserve", lambda self, key, *rest: taken.append(key) or reserve(self, key, *rest))
+    take(tmp_path / "kept", other, opt)
+    assert taken == list(opt._disk.records) and len(taken) > 2
+    stepped(other, opt)
+    assert taken == list(opt._disk.records)

@@ -1,117 +1,37 @@
-"""The state of one optimizer on disk: room for it, and all of it read or written at once.
-
-A parameter's tensors are spread over records, and small parameters share one. A record is one key of the Store; it is
-fetched into a slot of the ring, and stored from there, without a copy.
-"""
+"""The state of one optimizer on disk: room for it, and all of it read or written at once."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import ZerokernError
-from zerokern.io import Nvme, Store
-from zerokern.memory import Arena, DevicePlace, Ring, Slot, Wanted, flow
+from zerokern.io import Nvme
+from zerokern.io.place import NvmePlace, Record
+from zerokern.memory import DevicePlace, Slot, Wanted
 from zerokern.optim.formats import Layout
-from zerokern.optim.pieces import PAGE, plan
-from zerokern.optim.records import OnDisk, Place, Record, copy_out, fill, settle
+from zerokern.optim.records import OnDisk, Place, copy_out, fill, settle
 
-__all__ = ["SLOTS", "Disk"]
+__all__ = ["Disk"]
 
-SLOTS = 8
-# Two columns of 4 MiB side by side take turns on the same banks of memory: 0.61 ns per parameter, 0.56 with slots that
-# are no power of two (fp32 Adam).
-LARGE, SKEW = 4 << 20, 16 << 10
 Visit = tuple[OnDisk, Place, dict[str, Tensor]]
 
 
-class Disk:
-    """Opens its Store and takes its memory when state is first made."""
+class Disk(NvmePlace):
+    """The place on disk, which tells parameters' states apart."""
 
     def __init__(self, tier: Nvme) -> None:
-        nbytes = tier.ring_nbytes // SLOTS // PAGE * PAGE
-        self.slot_nbytes = nbytes - SKEW if nbytes >= LARGE else nbytes
-        self.tier = tier
-        self.records: dict[str, Record] = {}
-        self.ahead: dict[Record, tuple[Slot, Any]] = {}  # what is read for a save: slots of the ring, and tickets
-        self.version = 0  # counts what may have changed records
-        self._numbers = itertools.count()
-
-    @property
-    def is_open(self) -> bool:
-        return hasattr(self, "store")
-
-    def open(self) -> None:
-        """Take memory for the ring, then the folder, which is refused where another job has it."""
-        if not self.is_open:
-            arena = Arena(SLOTS * self.slot_nbytes)
-            ring = Ring(arena, SLOTS, self.slot_nbytes, "optimizer state")
-            tier = self.tier
-            try:
-                self.store = Store(
-                    tier.path, budget=tier.budget, engine=tier.engine, checksum=tier.checksum, arena=arena
-                )
-            except BaseException:
-                _give_back(ring)
-                raise
-            self.ring = ring
-            weakref.finalize(self, _give_back, ring).atexit = False
-
-    def refuse_in_child(self) -> None:
-        """In a forked child the ring's memory is not there, and an update would write to it all the same."""
-        if self.is_open:
-            self.ring.slots[0].lease.tensor(torch.uint8, (1,))
-
-    def stop_reading(self) -> None:
-        """Nothing is on its way into the ring that a save has yet to ask for."""
-        while self.ahead:
-            _, ticket = self.ahead.popitem()[1]
-            if ticket is not None:
-                with contextlib.suppress(ZerokernError):  # nobody has asked for it
-                    ticket.wait()
-
-    def begin_change(self) -> None:
-        """Records are about to be written: what a save has read of them is of no more use, nor what it will read."""
-        self.stop_reading()
-        self.version += 1
-
-    def view(self, slot: Slot, record: Record) -> Tensor:
-        """The bytes that a record has in a slot."""
-        return slot.lease.tensor(torch.uint8, (record.nbytes,))
+        super().__init__(tier, "optimizer state")
 
     def make(self, wanted: Iterable[tuple[Tensor, Layout, float, bool]]) -> list[OnDisk]:
         """Room on disk for the state of these (parameter, layout, initial moment, first): all of it, or an error."""
-        self.open()
         made = [OnDisk(self, *one) for one in wanted]
-        pieces = plan([owner.shape.numel() for owner in made], [owner.widths for owner in made], self.slot_nbytes)
-        taken: list[Record] = []
-        try:
-            for piece in pieces:
-                record = Record(f"state/{next(self._numbers):06}", piece.nbytes)
-                self.store.reserve(record.key, torch.uint8, (record.nbytes,))
-                self.records[record.key] = record
-                taken.append(record)
-                for param, start, numel, offset in piece.segments:
-                    made[param].places.append(Place(record, start, numel, offset))
-        except BaseException as error:
-            self.drop(taken)
-            if isinstance(error, ZerokernError):
-                error.args = (f"{error}\nThe state needs {sum(piece.nbytes for piece in pieces):,} bytes on disk",)
-            raise
+        for record, piece in self.lay_out([(one.shape.numel(), one.widths) for one in made]):
+            for param, start, numel, offset in piece.segments:
+                made[param].places.append(Place(record, start, numel, offset))
         return made
-
-    def drop(self, records: Iterable[Record]) -> None:
-        """Give their room back."""
-        for record in list(records):
-            record.dropped = True
-            self.store.delete(record.key)
-            del self.records[record.key]
 
     def sweep(self, owners: Iterable[OnDisk]) -> None:
         """Drop the records that hold state of none of these."""
@@ -125,13 +45,12 @@ class Disk:
         cut = iter(DevicePlace(torch.device("cpu"), "optimizer state").take(wanted))
         made = [{key: next(cut) for key in tensors} for tensors in described]
         visits = _by_record(owners, made)
-        stored = [record for record in visits if record.stored]
 
-        def take(i: int, slot: Slot) -> None:
-            for owner, place, tensors in visits[stored[i]]:
+        def take(record: Record, slot: Slot) -> None:
+            for owner, place, tensors in visits[record]:
                 copy_out(owner, place, slot.lease.ptr, tensors)
 
-        self._flow(stored, take, lambda i, slot: None, fetched=True)
+        self.read_through([record for record in visits if record.stored], take)
         for record, some in visits.items():
             for owner, place, tensors in some:
                 if place in record.unsettled:
@@ -141,47 +60,22 @@ class Disk:
     def write(self, owners: Sequence[OnDisk], entries: Sequence[dict[str, Any]]) -> None:
         """Write the tensors of the entries, which have been checked. Nothing else survives in the records written."""
         visits = _by_record(owners, entries)
-        records = list(visits)
         last: dict[int, dict[str, Tensor]] = {}
 
-        def put_together(i: int, slot: Slot) -> None:
-            self.view(slot, records[i]).zero_()
-            for owner, place, entry in visits[records[i]]:
+        def put_together(record: Record, slot: Slot) -> None:
+            self.view(slot, record).zero_()
+            for owner, place, entry in visits[record]:
                 if id(owner) not in last:
                     last.clear()  # one parameter at a time: a copy may be needed to have it contiguous in host memory
                     last[id(owner)] = _contiguous(owner, entry)
                 fill(owner, place, slot.lease.ptr, last[id(owner)])
 
-        self._flow(records, put_together, lambda i, slot: self.store.put(records[i].key, self.view(slot, records[i])))
+        self.write_through(list(visits), put_together)
         for record, some in visits.items():
             record.stored = True
             record.unsettled.clear()
             for _, place, _ in some:
                 place.begun = True
-
-    def _flow(
-        self,
-        records: Sequence[Record],
-        compute: Callable[[int, Slot], object],
-        store: Callable[[int, Slot], Any],
-        *,
-        fetched: bool = False,
-    ) -> None:
-        self.stop_reading()
-        self.version += not fetched
-
-        def fetch(i: int, slot: Slot, after: Any) -> Any:
-            return self.store.get(records[i].key, self.view(slot, records[i]), after=after) if fetched else None
-
-        flow(self.ring, len(records), fetch, compute, store)
-
-
-def _give_back(ring: Ring) -> None:
-    """Leases and their arena refer to each other, so that memory would wait for the garbage collector."""
-    with contextlib.suppress(ZerokernError):  # in a forked child, whose memory it is not
-        arena = ring.arena
-        ring.close()
-        arena.close()
 
 
 def spans(owner: OnDisk, place: Place, tensors: dict[str, Tensor]) -> list[Tensor]:

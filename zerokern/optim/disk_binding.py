@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
+from zerokern.io.place import Record
 from zerokern.memory import Slot, flow
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_state import described, moved_in, stand_ins
@@ -17,7 +16,7 @@ from zerokern.optim.exact import Exact
 from zerokern.optim.formats import Algorithm, Layout
 from zerokern.optim.interrupts import whole
 from zerokern.optim.masters import Witness
-from zerokern.optim.records import Place, Record, on_disk_of, settle
+from zerokern.optim.records import Place, on_disk_of, settle
 from zerokern.optim.rows import count_step, pointer_words, set_groups, table_of
 from zerokern.optim.state import Entry, check_entries, make
 from zerokern.optim.steps import StepBook
@@ -38,7 +37,6 @@ class Item(NamedTuple):
     """A record on its way through the ring, and the rows of the table that it has; it always has the same slot."""
 
     record: Record
-    view: Tensor
     begin: int
     end: int
     visits: list[tuple[int, Place]]  # (number in the survey, place)
@@ -164,7 +162,7 @@ class DiskBinding:
                 self._index.append(i)
                 starts.append(place.start)
                 self.numels.append(place.numel)
-            self._items.append(Item(record, self._disk.view(slot, record), begin, len(rows), some))
+            self._items.append(Item(record, begin, len(rows), some))
         self._loose = len(rows)
         for i in loose:
             rows.append(self._row(i, None, None))
@@ -201,7 +199,7 @@ class DiskBinding:
 
     def run(self, scale: float) -> None:
         """The update, record by record. An error before the first of them is updated leaves everything as it was."""
-        self._disk.refuse_in_child()
+        self._disk.check()
         self._disk.begin_change()
         self._scale, self._computing, self.carried_out = scale, -1, False
         try:
@@ -224,8 +222,7 @@ class DiskBinding:
         return begun and not self.carried_out
 
     def _fetch(self, i: int, slot: Slot, after: Any) -> Any:
-        item = self._items[i]
-        return self._disk.store.get(item.record.key, item.view, after=after) if item.record.stored else None
+        return self._disk.fetch(self._items[i].record, slot, after)
 
     def _compute(self, i: int, slot: Slot) -> None:
         item = self._items[i]
@@ -237,7 +234,7 @@ class DiskBinding:
     def _settle(self, item: Item, slot: Slot) -> None:
         """Begin what is new in the record, and masters of parameters that were written from outside."""
         if not item.record.stored:
-            item.view.zero_()
+            self._disk.view(slot, item.record).zero_()
         for i, place in item.visits:
             owner = self._owners[i]
             if owner is not None and place in item.record.unsettled:
@@ -252,8 +249,7 @@ class DiskBinding:
                 )
 
     def _store(self, i: int, slot: Slot) -> Any:
-        item = self._items[i]
-        return self._disk.store.put(item.record.key, item.view)
+        return self._disk.put(self._items[i].record, slot)
 
     def stepped(self) -> None:
         """Account for an update that was made."""

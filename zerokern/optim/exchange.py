@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
+from zerokern.io.place import Record
 from zerokern.memory import Slot
 from zerokern.optim import disk_state, loading
 from zerokern.optim.bound import Bound
@@ -22,7 +23,7 @@ from zerokern.optim.disk import Disk
 from zerokern.optim.formats import Layout
 from zerokern.optim.local import PENDING
 from zerokern.optim.masters import Witness, tracked
-from zerokern.optim.records import OnDisk, Place, Record, on_disk_of, settle
+from zerokern.optim.records import OnDisk, Place, on_disk_of, settle
 from zerokern.optim.scheduled import LATE
 from zerokern.optim.state import Entry, laid_out, make
 from zerokern.optim.survey import Groups
@@ -272,12 +273,9 @@ class Outflow:
         taken = {slot.index for slot, _ in disk.ahead.values()}
         free = [slot for slot in disk.ring.slots if slot.index not in taken]
         for slot, record in zip(free, self._order[self._next :], strict=False):
-            view = disk.view(slot, record)
-            ticket: Any = None
-            if record.stored:
-                ticket = disk.store.get(record.key, view)
-            else:
-                view.zero_()
+            ticket = disk.fetch(record, slot)
+            if ticket is None:
+                disk.view(slot, record).zero_()
             if record.unsettled:
                 if ticket is not None:
                     ticket.wait()
@@ -334,7 +332,7 @@ class Inflow:
             if "remainder" in cells and not owner.kept:
                 owner.kept = bool(cells["remainder"].any())
         for record, slot in some.records:
-            self._leaving[slot.index] = self._disk.store.put(record.key, self._disk.view(slot, record))
+            self._leaving[slot.index] = self._disk.put(record, slot)
             record.stored = True
             record.unsettled.clear()
             for _, place in self._visits[record]:

@@ -10,25 +10,14 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
+from zerokern.io.pieces import Width, columns
+from zerokern.io.place import Record
 from zerokern.kernels.formats import BLOCK
 from zerokern.optim.exact import begin
 from zerokern.optim.formats import Layout, Slot
-from zerokern.optim.pieces import Width, columns
 from zerokern.optim.watched import ON_DISK
 
-__all__ = ["OnDisk", "Place", "Record", "copy_out", "fill", "on_disk_of", "settle"]
-
-
-class Record:
-    """The state of one piece: one key of the Store."""
-
-    __slots__ = ("dropped", "key", "nbytes", "stored", "unsettled")
-
-    def __init__(self, key: str, nbytes: int) -> None:
-        self.key, self.nbytes = key, nbytes
-        self.stored = False  # the Store has contents for the key
-        self.dropped = False
-        self.unsettled: set[Place] = set()  # to be begun, or their masters to be begun anew, before they are next used
+__all__ = ["OnDisk", "Place", "copy_out", "fill", "on_disk_of", "settle"]
 
 
 class Place:

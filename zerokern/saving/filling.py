@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory.here import Cuboid, Here
@@ -282,28 +283,17 @@ def convert_state(
 
 
 def refuse_without_room(steps: Steps, plans: Mapping[int, StatePlan]) -> None:
-    """What an optimizer will keep on disk must fit there, which is tried: nothing of the others is replaced before."""
+    """Room on disk for what an optimizer will keep there, until it is laid out: before anything is replaced."""
     disk = getattr(steps.opt, "_disk", None)
     if disk is None or stand_ins(steps.opt._held):
         return
-    nbytes = 0
+    spans: list[tuple[int, tuple[Width, ...]]] = []
     for plan in plans.values():
-        here = here_of_state(plan.param)
-        for key, (dtype, shape) in plan.wanted.items():
-            there = here.of(key)
-            nbytes += there.numel * dtype.itemsize if shape == there.shape else 0
-    if not nbytes:
-        return
-    disk.open()
-    tried: list[str] = []
-    try:
-        for begin in range(0, nbytes, disk.slot_nbytes):
-            key = f"room/{begin}"
-            disk.store.reserve(key, torch.uint8, (min(disk.slot_nbytes, nbytes - begin),))
-            tried.append(key)
-    finally:
-        for key in tried:
-            disk.store.delete(key)
+        columns = [(key, dtype.itemsize) for key, (dtype, _) in plan.wanted.items() if key != "step"]
+        widths = (Width(nbytes, BLOCK if key.endswith("_scale") else 1) for key, nbytes in columns)
+        spans += [(here_of_state(plan.param).numel, tuple(widths))] if columns else []
+    if spans:
+        disk.hold(spans)
 
 
 def on_disk(steps: Steps, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:

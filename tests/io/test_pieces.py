@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from zerokern.optim.pieces import ALIGNMENT, PAGE, Width, columns, plan
+from zerokern.io.pieces import ALIGNMENT, PAGE, Width, columns, plan
 
 FP32_ADAM = (Width(4, 1), Width(4, 1))
 INT8_SPLIT8 = (Width(1, 1), Width(4, 128), Width(1, 1), Width(4, 128), Width(1, 1))
@@ -27,10 +27,10 @@ def test_every_element_has_one_place_of_its_own(seed: int) -> None:
         end = 0
         for segment in piece.segments:
             assert segment.offset >= end and segment.offset % ALIGNMENT == 0
-            assert segment.start == covered[segment.param] and segment.start % 128 == 0
+            assert segment.start == covered[segment.span] and segment.start % 128 == 0
             assert segment.numel > 0
-            covered[segment.param] += segment.numel
-            end = segment.offset + columns(widths[segment.param], segment.numel)[1]
+            covered[segment.span] += segment.numel
+            end = segment.offset + columns(widths[segment.span], segment.numel)[1]
         assert piece.nbytes - PAGE < end <= piece.nbytes
     assert covered == [numel if mine else 0 for numel, mine in zip(numels, widths, strict=True)]
 

@@ -1,4 +1,4 @@
-"""How state is cut for the disk: spans of parameters, packed into records that each fit a slot of the ring.
+"""How what rests on disk is cut: spans with columns, packed into records that each fit a slot of the ring.
 
 Arithmetic alone, without torch: which spans lie in which record, and where in it.
 """
@@ -15,20 +15,20 @@ __all__ = ["ALIGNMENT", "PAGE", "Piece", "Segment", "Width", "columns", "plan"]
 
 ALIGNMENT = 64
 PAGE = 4096
-_LEAST_SHARE = 8  # a parameter is cut only where at least this fraction of a slot is filled by what is cut off
+_LEAST_SHARE = 8  # a span is cut only where at least this fraction of a slot is filled by what is cut off
 
 
 class Width(NamedTuple):
-    """What a column of state takes: `nbytes` for every `per` elements, and for a last part of these."""
+    """What a column takes: `nbytes` for every `per` elements, and for a last part of these."""
 
     nbytes: int
     per: int
 
 
 class Segment(NamedTuple):
-    """`numel` elements of a parameter from `start` on, a multiple of 128; their state lies at `offset` of a record."""
+    """`numel` elements of a span from `start` on, a multiple of 128; their columns lie at `offset` of a record."""
 
-    param: int
+    span: int
     start: int
     numel: int
     offset: int
@@ -56,19 +56,19 @@ def columns(widths: tuple[Width, ...], numel: int) -> tuple[tuple[int, ...], int
 
 
 def plan(numels: Sequence[int], widths: Sequence[tuple[Width, ...]], slot_nbytes: int) -> list[Piece]:
-    """Pieces of at most `slot_nbytes` each that hold the state of all parameters, in order.
+    """Pieces of at most `slot_nbytes` each that hold the columns of all spans, in order.
 
-    Small parameters lie side by side in one piece, large ones in several. Records are whole pages, so that they move
+    Small spans lie side by side in one piece, large ones in several. Records are whole pages, so that they move
     without a bounce.
 
     >>> plan([100, 1000], [(Width(4, 1),)] * 2, 4096)[0]
-    Piece(segments=(Segment(param=0, start=0, numel=100, offset=0), Segment(param=1, start=0, numel=896, offset=448)),\
+    Piece(segments=(Segment(span=0, start=0, numel=100, offset=0), Segment(span=1, start=0, numel=896, offset=448)),\
  nbytes=4096)
     """
     pieces: list[Piece] = []
     segments: list[Segment] = []
     used = 0
-    for param, (numel, mine) in enumerate(zip(numels, widths, strict=True)):
+    for span, (numel, mine) in enumerate(zip(numels, widths, strict=True)):
         start = 0
         while mine and start < numel:
             count = _within(mine, numel - start, slot_nbytes - used)
@@ -79,7 +79,7 @@ def plan(numels: Sequence[int], widths: Sequence[tuple[Width, ...]], slot_nbytes
                 continue
             if not count:
                 raise ValueError(f"a slot of {slot_nbytes} B cannot hold the state of {BLOCK} elements")
-            segments.append(Segment(param, start, count, used))
+            segments.append(Segment(span, start, count, used))
             used += columns(mine, count)[1]
             start += count
     return [*pieces, _closed(segments, used)] if segments else pieces
