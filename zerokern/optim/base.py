@@ -17,7 +17,8 @@ from zerokern.core.errors import CommError, StateError, got
 from zerokern.io import Nvme
 from zerokern.optim import checks, device
 from zerokern.optim.accord import say_outcome
-from zerokern.optim.bound import AnyBinding, Bound, FormatKey, bind
+from zerokern.optim.binding import Binding
+from zerokern.optim.bound import Bound, FormatKey, bind
 from zerokern.optim.checkpointed import Checkpointed, Inheritance
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import Disk
@@ -228,8 +229,8 @@ class FusedOptimizer(Checkpointed):
         return True
 
     def _rebound(
-        self, survey: Survey, groups: Groups, formats: list[FormatKey], binding: AnyBinding | None, *, intact: bool
-    ) -> AnyBinding:
+        self, survey: Survey, groups: Groups, formats: list[FormatKey], binding: Binding | None, *, intact: bool
+    ) -> Binding:
         """The binding, or a new one where there is none that fits."""
         state = self._held
         if binding is None:
@@ -256,9 +257,7 @@ class FusedOptimizer(Checkpointed):
             reading=None if local is None or local.host is None else local.host.reading,
         )
 
-    def _bind(
-        self, survey: Survey, groups: Groups, formats: list[FormatKey], previous: AnyBinding | None
-    ) -> AnyBinding:
+    def _bind(self, survey: Survey, groups: Groups, formats: list[FormatKey], previous: Binding | None) -> Binding:
         self.state = watched(self.state)
         local, last, witness = self._local, self._bound.binding, self._bound.witness
         self._bound.binding = None
@@ -278,11 +277,11 @@ class FusedOptimizer(Checkpointed):
     def _carry_out(
         self,
         survey: Survey,
-        binding: AnyBinding | None,
-        bind: Callable[[AnyBinding | None], AnyBinding],
-        prepare: Callable[[AnyBinding], None],
+        binding: Binding | None,
+        bind: Callable[[Binding | None], Binding],
+        prepare: Callable[[Binding], None],
         scale: float,
-    ) -> AnyBinding | None:
+    ) -> Binding | None:
         """The update, as one of all ranks where it may fail on some; returns what it was made with."""
         accord = None if self._local is None else self._local.accord
         if accord is None:  # nobody to agree with
@@ -293,7 +292,7 @@ class FusedOptimizer(Checkpointed):
             return binding
         with accord.prepared():
             binding = bind(binding) if survey.params else None
-        ran: list[AnyBinding] = []
+        ran: list[Binding] = []
         with (
             nullcontext()
             if accord is None or self._disk is None
@@ -305,7 +304,7 @@ class FusedOptimizer(Checkpointed):
                 self._run(binding, scale)
         return binding
 
-    def _run(self, binding: AnyBinding, scale: float) -> None:
+    def _run(self, binding: Binding, scale: float) -> None:
         self._torn = True
         try:
             binding.run(scale)
@@ -345,7 +344,7 @@ class FusedOptimizer(Checkpointed):
                 "different steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
             )
 
-    def _publish(self, local: Local, binding: AnyBinding | None) -> None:
+    def _publish(self, local: Local, binding: Binding | None) -> None:
         """Every rank's parameters to all: until then they are of different steps."""
         self._torn = local.accord.publishes = True
         local.publish()
@@ -362,5 +361,5 @@ class FusedOptimizer(Checkpointed):
         return self._has_moments(group), group["state_format"], group["master_format"], group["stochastic_seed"]
 
 
-def _prepare(settings: list[dict[str, Any]], pointers: array[int], binding: AnyBinding) -> None:
+def _prepare(settings: list[dict[str, Any]], pointers: array[int], binding: Binding) -> None:
     binding.prepare(settings, pointers)

@@ -42,26 +42,28 @@ class Binding:
         `previous` is an intact binding of the same state, whose rows need no second look. `exact` knows of values that
         parameters began with and that were rounded away. `room`: where state is to lie, if not in memory of its own.
         """
-        self.survey, self._exact, self._room = survey, exact, room
+        self._algorithm, self.survey, self._state = algorithm, survey, state
+        self._exact, self._room = exact, room
         present = set(map(id, survey.everyone))
         last = {} if previous is None else previous.rows
         self.rows: dict[int, Row] = {key: row for key, row in last.items() if key in present}
-        aspects = zip(survey.params, survey.param_pointers, survey.layouts, strict=True)
-        new = [i for i, aspect in enumerate(aspects) if not self._knows(*aspect)]
+        new = [i for i in range(len(survey.params)) if not self._knows(i)]
         if new:
-            self._add(algorithm, groups, state, initial, new)
+            self._add(groups, initial, new)
         if new or previous is None or not same_objects(survey.everyone, previous.survey.everyone):
             self.book = self._open_book([state.get(param, {}) for param in survey.everyone])
         else:
             self.book = previous.book
         self.witness = Witness.renewed(witness, state)
-        self._state = state
+        self._find()
         if state.mark.changed:
             state.watch_all()
-        rows = [self.rows[id(param)] for param in survey.params]
-        self._rows = rows
-        self._whereabouts = Whereabouts([tensor for row in rows for tensor in row.tensors])
         self._plan(groups)
+
+    def _find(self) -> None:
+        """Where the state is that the update is about."""
+        self._rows: Sequence[Any] = [self.rows[id(param)] for param in self.survey.params]
+        self._whereabouts = Whereabouts([tensor for row in self._rows for tensor in row.tensors])
 
     def _open_book(self, entries: Sequence[Entry]) -> Any:
         return StepBook(entries)
@@ -70,15 +72,14 @@ class Binding:
         """Put the rows into a table."""
         self.table, self.groups = table_of(self.survey, groups, self._rows, self.book.choose(self.survey.numbers))
 
-    def _knows(self, param: Tensor, *aspects: Any) -> bool:
+    def _knows(self, i: int) -> bool:
+        param, survey = self.survey.params[i], self.survey
         row = self.rows.get(id(param))
-        return row is not None and row.fits(param, *aspects)
+        return row is not None and row.fits(param, survey.param_pointers[i], survey.layouts[i])
 
-    def _add(
-        self, algorithm: Algorithm, groups: Groups, state: WatchedState, initial: Sequence[float], new: Sequence[int]
-    ) -> None:
-        survey = self.survey
-        optional = algorithm.optional
+    def _add(self, groups: Groups, initial: Sequence[float], new: Sequence[int]) -> None:
+        """Check all state of these parameters, then make what is missing."""
+        survey, state, optional = self.survey, self._state, self._algorithm.optional
         check_entries(survey, groups, state, new, [state.get(survey.params[i]) for i in new], optional)
         made: list[tuple[int, Tensor, Entry, Slot]] = []
         entries: list[Entry] = []
@@ -90,7 +91,7 @@ class Binding:
             if self._room is not None:
                 self._untangle(entries, new)
             make([(param, entry, slot) for _, param, entry, slot in made], self._room)
-            self._start(algorithm, state, initial, made)
+            self._start(initial, made)
             for i, entry in zip(new, entries, strict=True):
                 pull(entry, survey.layouts[i], survey.params[i], self._room)
         firsts = {i for i, _, _, slot in made if slot.key in optional}
@@ -105,16 +106,10 @@ class Binding:
         for i, entry in zip(new, entries, strict=True):
             entry.update(untangled(entry, self.survey.params[i], places))
 
-    def _start(
-        self,
-        algorithm: Algorithm,
-        state: WatchedState,
-        initial: Sequence[float],
-        made: Sequence[tuple[int, Tensor, Entry, Slot]],
-    ) -> None:
-        moments = {key for key, _ in algorithm.moments}
+    def _start(self, initial: Sequence[float], made: Sequence[tuple[int, Tensor, Entry, Slot]]) -> None:
+        moments = {key for key, _ in self._algorithm.moments}
         for i, param, entry, slot in made:
-            state[param] = entry
+            self._state[param] = entry
             if slot.key in ("master", "remainder"):
                 begin(param, slot, entry[slot.key], None if self._exact is None else self._exact(param))
             elif slot.key in moments and initial[self.survey.owners[i]]:

@@ -16,9 +16,8 @@ from zerokern.optim.masters import Witness
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.watched import WatchedState
 
-__all__ = ["AnyBinding", "Bound", "FormatKey", "bind"]
+__all__ = ["Bound", "FormatKey", "bind"]
 
-AnyBinding = Binding | DiskBinding
 FormatKey = tuple[bool, str, str | None, int | None]
 
 
@@ -26,7 +25,7 @@ FormatKey = tuple[bool, str, str | None, int | None]
 class Bound:
     """All of it can be learned anew from parameters, groups and state."""
 
-    binding: AnyBinding | None = None
+    binding: Binding | None = None
     witness: Witness | None = None
     formats: list[FormatKey] = field(default_factory=list)
 
@@ -35,11 +34,11 @@ def bind(
     subject: tuple[Algorithm, Survey, Groups, WatchedState],
     disk: Disk | None,
     decision: Decision,
-    last: AnyBinding | None,
-    previous: AnyBinding | None,
+    last: Binding | None,
+    previous: Binding | None,
     room: HostPlace | None = None,
     **begins: Any,
-) -> AnyBinding:
+) -> Binding:
     """State on disk, on a device or in host memory. `last` is the binding before, `previous` is the same if intact.
 
     `begins`: what new state and its witness begin with.

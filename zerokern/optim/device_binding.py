@@ -55,7 +55,7 @@ class DeviceBinding(Binding):
         self.place = decision.device
         if previous is None:
             device.refuse_capture(self.place)
-        self._algorithm, self._decision, self._last = algorithm, decision, last
+        self._decision, self._last = decision, last
         self._kernels = device.kernels()
         self._sums: _Sums | None = None
         self._in_graph = self._done = False
@@ -65,24 +65,22 @@ class DeviceBinding(Binding):
             )
         self._last = None
 
-    def _add(
-        self, algorithm: Algorithm, groups: Groups, state: WatchedState, initial: Sequence[float], new: Sequence[int]
-    ) -> None:
+    def _add(self, groups: Groups, initial: Sequence[float], new: Sequence[int]) -> None:
         device.refuse_capture(self.place)
-        self._refuse_late_moments(groups, state, new)
-        super()._add(algorithm, groups, state, initial, new)
+        self._refuse_late_moments(groups, new)
+        super()._add(groups, initial, new)
         for i in new:
             row = self.rows[id(self.survey.params[i])]
             before = self._row_before(row.param)
             if before is not None and before.first and row.layout is before.layout:
                 pairs = zip(row.layout.columns, row.tensors, before.tensors, strict=True)
-                row.first |= all(now is then for slot, now, then in pairs if slot.key in algorithm.optional)
+                row.first |= all(now is then for slot, now, then in pairs if slot.key in self._algorithm.optional)
 
-    def _refuse_late_moments(self, groups: Groups, state: WatchedState, new: Sequence[int]) -> None:
+    def _refuse_late_moments(self, groups: Groups, new: Sequence[int]) -> None:
         """The counter tells the device whether a moment has started: it must be at 0 when one begins."""
         for i in new:
             param, layout = self.survey.params[i], self.survey.layouts[i]
-            entry = state.get(param) or {}
+            entry = self._state.get(param) or {}
             begins = [s.key for s in layout.slots if s.key in self._algorithm.optional and entry.get(s.key) is None]
             if begins and entry.get("step") is not None and float(entry["step"]):
                 name = names_of(groups)[self.survey.numbers[i]]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from zerokern.io.place import Record
 from zerokern.memory import Slot, flow
+from zerokern.optim.binding import Binding
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_state import described, moved_in, stand_ins
 from zerokern.optim.exact import Exact
@@ -17,11 +18,11 @@ from zerokern.optim.formats import Algorithm, Layout
 from zerokern.optim.interrupts import whole
 from zerokern.optim.masters import Witness
 from zerokern.optim.records import Place, on_disk_of, settle
-from zerokern.optim.rows import count_step, pointer_words, set_groups, table_of
+from zerokern.optim.rows import pointer_words, table_of
 from zerokern.optim.state import Entry, check_entries, make
-from zerokern.optim.steps import StepBook
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.optim.watched import ON_DISK, WatchedState
+from zerokern.optim.whereabouts import Whereabouts
 
 
 @dataclass
@@ -42,8 +43,8 @@ class Item(NamedTuple):
     visits: list[tuple[int, Place]]  # (number in the survey, place)
 
 
-class DiskBinding:
-    """What `Binding` is to state in memory: valid as long as the survey is and `intact` says so."""
+class DiskBinding(Binding):
+    """What `Binding` is to state in memory: the rows of its table are spans, whose state is in the ring in its turn."""
 
     def __init__(
         self,
@@ -57,36 +58,30 @@ class DiskBinding:
         witness: Witness | None,
         exact: Exact | None = None,
     ) -> None:
-        """Check all state, make room for what is missing (moments start at `initial[owner]`, or zero), plan the update.
+        """As `Binding`. Nothing is written to the state before there is room on disk for all of it."""
+        self._disk = disk
+        self._computing, self._done = -1, False
+        super().__init__(algorithm, survey, groups, state, initial=initial, previous=None, witness=witness, exact=exact)
 
-        Nothing is written to the state before there is room on disk for all of it. `exact` as for `Binding`.
-        """
-        self._exact = exact
-        self.survey, self._disk, self._state = survey, disk, state
-        unknown = [i for i in range(len(survey.params)) if state.mark.changed or not self._knows(i)]
-        if unknown:
-            self._add(algorithm, groups, initial, unknown)
-        self._owners = [on_disk_of(state.get(param)) for param in survey.params]
-        self.book = StepBook([state.get(param, {}) for param in survey.everyone])
-        self.witness = Witness.renewed(witness, state)
-        if state.mark.changed:
-            disk.sweep(stand_ins(state))
-            state.watch_all()
-        self._steps = self.book.choose(survey.numbers)
-        self._plan(groups)
-        self._computing = -1
-        self.carried_out = False
+    def _find(self) -> None:
+        self._owners = [on_disk_of(self._state.get(param)) for param in self.survey.params]
+        self._rows = [owner for owner in self._owners if owner is not None]
+        self._whereabouts = Whereabouts([])
+        if self._state.mark.changed:
+            self._disk.sweep(stand_ins(self._state))
 
     def _knows(self, i: int) -> bool:
         param, layout = self.survey.params[i], self.survey.layouts[i]
         entry = self._state.get(param)
         owner = on_disk_of(entry)
+        if self._state.mark.changed:
+            return False
         if owner is None:
             return not layout.columns and (not layout.counter or (entry is not None and "step" in entry))
         return owner.fits(self._disk, param, layout)
 
-    def _add(self, algorithm: Algorithm, groups: Groups, initial: Sequence[float], unknown: Sequence[int]) -> None:
-        survey, disk, state = self.survey, self._disk, self._state
+    def _add(self, groups: Groups, initial: Sequence[float], unknown: Sequence[int]) -> None:
+        survey, disk, state, algorithm = self.survey, self._disk, self._state, self._algorithm
         entries = [state.get(survey.params[i]) or {} for i in unknown]
         seen = []
         for i, entry in zip(unknown, entries, strict=True):
@@ -106,9 +101,9 @@ class DiskBinding:
             wanted = [(survey.params[i], entry, survey.layouts[i]) for i, entry in moving]
             self._put(moving, moved_in(disk, wanted, algorithm))
         if fresh:
-            self._put([(i, state.get(survey.params[i]) or {}) for i in fresh], self._begun(algorithm, initial, fresh))
+            self._put([(i, state.get(survey.params[i]) or {}) for i in fresh], self._begun(initial, fresh))
 
-    def _begun(self, algorithm: Algorithm, initial: Sequence[float], fresh: Sequence[int]) -> list[Entry]:
+    def _begun(self, initial: Sequence[float], fresh: Sequence[int]) -> list[Entry]:
         """Entries for parameters without state, with room on disk for all of it."""
         survey = self.survey
         stored = [i for i in fresh if survey.layouts[i].columns]
@@ -117,7 +112,7 @@ class DiskBinding:
                 survey.params[i],
                 layout,
                 initial[survey.owners[i]],
-                any(s.key in algorithm.optional for s in layout.columns),
+                any(s.key in self._algorithm.optional for s in layout.columns),
             )
             for i in stored
             for layout in (survey.layouts[i],)
@@ -175,7 +170,8 @@ class DiskBinding:
         self.grad_dtypes = [survey.grad_dtypes[i] for i in chosen]
         self.firsts = [survey.firsts[i] + start for i, start in zip(chosen, starts, strict=True)]
         self._shifts = [start * dtype.itemsize for start, dtype in zip(starts, self.grad_dtypes, strict=True)]
-        self.table, self.groups = table_of(self, groups, rows, [self._steps[i] for i in chosen])
+        steps = self.book.choose(survey.numbers)
+        self.table, self.groups = table_of(self, groups, rows, [steps[i] for i in chosen])
 
     def _row(self, i: int, place: Place | None, slot: Slot | None) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
@@ -187,21 +183,15 @@ class DiskBinding:
                 pointers.setdefault(column.column, slot.lease.ptr + inside)
         return SpanRow(layout, owner is not None and owner.first, pointer_words(pointers))
 
-    def intact(self, state: WatchedState) -> bool:
-        """Whether the state is as this knows it: nothing was assigned, no step counter was written."""
-        return state is self._state and not state.mark.changed and self.book.untouched()
-
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
-        """Everything that the native calls read: hyperparameters, step counts, where the gradients are."""
-        set_groups(self.table, self.groups, settings)
         starts = map(pointers.__getitem__, self._index)
-        self.table.columns["grad"][:] = array("Q", map(operator.add, starts, self._shifts))
+        super().prepare(settings, array("Q", map(operator.add, starts, self._shifts)))
 
     def run(self, scale: float) -> None:
         """The update, record by record. An error before the first of them is updated leaves everything as it was."""
         self._disk.check()
         self._disk.begin_change()
-        self._scale, self._computing, self.carried_out = scale, -1, False
+        self._scale, self._computing, self._done = scale, -1, False
         try:
             with whole("the step"):
                 if self._items:
@@ -209,17 +199,21 @@ class DiskBinding:
                 if self._loose < self.table.nseg:
                     self._computing = len(self._items)
                     self.table.run(scale, self._loose)
-                self.carried_out = True
+                self._done = True
         except BaseException:
             if self.torn:
                 self.survey.cells.raise_versions()
             raise
 
     @property
+    def carried_out(self) -> bool:
+        return self._done
+
+    @property
     def torn(self) -> bool:
         """Whether the last update was broken off when a part of the parameters had been updated."""
         begun = self._computing > 0 or (self._computing == 0 and self.table.carried_out)
-        return begun and not self.carried_out
+        return begun and not self._done
 
     def _fetch(self, i: int, slot: Slot, after: Any) -> Any:
         return self._disk.fetch(self._items[i].record, slot, after)
@@ -260,11 +254,4 @@ class DiskBinding:
                     place.begun = True
                     item.record.unsettled.discard(place)
                     self._owners[i].forget_exact()  # type: ignore[union-attr]
-        if any(group.first for group in self.groups):
-            for owner in self._owners:
-                if owner is not None:
-                    owner.first = False
-        count_step(self.groups)
-        self.book.advance()
-        self.survey.cells.raise_versions()
-        self.witness.stepped()
+        super().stepped()
