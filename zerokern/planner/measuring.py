@@ -14,7 +14,7 @@ from zerokern.optim.records import on_disk_of
 from zerokern.planner import table
 from zerokern.planner.planning import Plan
 from zerokern.planner.recipe import short
-from zerokern.planner.share import STATES, WORKING, Holding, summed
+from zerokern.planner.share import STATES, WORKING, Holding, Sums
 from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import local_of, shardings_of
 
@@ -25,7 +25,7 @@ __all__ = ["Measured", "measure"]
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Sums):
     """Bytes that this rank holds now, by role and tier: a sum over distinct storages.
 
     >>> import zerokern as zk
@@ -40,26 +40,6 @@ class Measured:
     stage: int = 0
     pinned: int = 0
     """Bytes that the optimizer has locked in host memory, in whole pages: what `Plan.pinned` says"""
-
-    @property
-    def roles(self) -> dict[str, int]:
-        """Bytes by role, all tiers together."""
-        return summed(self.held, lambda one: one.role)
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        """Bytes by tier, all roles together; "device" is where the parameters are."""
-        return summed(self.held, lambda one: one.tier)
-
-    @property
-    def states(self) -> int:
-        """Bytes of parameters, gradients and optimizer state, wherever they lie."""
-        return sum(one.nbytes for one in self.held if one.role in STATES)
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device."""
-        return self.tiers.get("device", 0)
 
     def beside(self, plan: Plan) -> str:
         """The plan's table at its stage with a column of what is held, and by how much it differs.

@@ -41,10 +41,6 @@ class Outline:
         return self.bare_numel or sum(member.numel for member in self.members)
 
     @cached_property
-    def trainable_numel(self) -> int:
-        return self.bare_numel or sum(member.numel for member in self.members if member.trainable)
-
-    @cached_property
     def main_dtype(self) -> str:
         """The dtype of most trainable elements, or of most elements."""
         if not self.members:

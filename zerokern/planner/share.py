@@ -11,7 +11,7 @@ from zerokern.planner.outline import Outline
 from zerokern.planner.recipe import Arrangement, Recipe, StateRole, itemsize, short
 from zerokern.zero.stage import shards_gradients, shards_parameters, shards_state
 
-__all__ = ["STATES", "TWINS", "WORKING", "Holding", "Share", "pinned_nbytes", "share_of", "summed"]
+__all__ = ["STATES", "TWINS", "WORKING", "Holding", "Share", "Sums", "pinned_nbytes", "share_of", "summed"]
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 TWINS = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
@@ -29,8 +29,34 @@ class Holding:
     nbytes: int
 
 
+class Sums:
+    """What is held, summed."""
+
+    held: tuple[Holding, ...]
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """Bytes by role, all tiers together."""
+        return summed(self.held, lambda one: one.role)
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Bytes by tier, all roles together; "device" is where the parameters are."""
+        return summed(self.held, lambda one: one.tier)
+
+    @property
+    def states(self) -> int:
+        """Bytes of parameters, gradients and optimizer state, wherever they lie."""
+        return sum(one.nbytes for one in self.held if one.role in STATES)
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.tiers.get("device", 0)
+
+
 @dataclass(frozen=True)
-class Share:
+class Share(Sums):
     """One rank's part at one stage.
 
     `padding`: elements of all buckets that belong to no parameter. `arriving`: bytes of a bucket's gradients as
@@ -41,26 +67,6 @@ class Share:
     held: tuple[Holding, ...]
     padding: int = 0
     arriving: int = 0
-
-    @property
-    def roles(self) -> dict[str, int]:
-        """Bytes by role, all tiers together."""
-        return summed(self.held, lambda one: one.role)
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        """Bytes by tier, all roles together."""
-        return summed(self.held, lambda one: one.tier)
-
-    @property
-    def states(self) -> int:
-        """Bytes of model states: parameters, gradients and optimizer state, wherever they lie."""
-        return sum(one.nbytes for one in self.held if one.role in STATES)
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device."""
-        return self.tiers.get("device", 0)
 
 
 def summed(held: Iterable[Holding], key: Callable[[Holding], str]) -> dict[str, int]:
