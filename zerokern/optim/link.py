@@ -32,7 +32,7 @@ def driver_of(param: Tensor) -> Any:
 
 def is_apart(param: Tensor) -> bool:
     """Whether a parameter lies on a device, so that host memory is elsewhere."""
-    return device.serves(param.device) or param in OTHERS
+    return device.serves(param.device) or (len(OTHERS) > 0 and param in OTHERS)
 
 
 def on_device(driver: Any, work: Callable[[], object]) -> None:

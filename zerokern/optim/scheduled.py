@@ -77,8 +77,10 @@ class Scheduled:
 
     def _is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are twins in host memory."""
+        if isinstance(self.tier, Nvme) or (self.tier != "cpu" and self.schedule == "sync"):
+            return False
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
-        if not everyone or isinstance(self.tier, Nvme):
+        if not everyone:
             return False
         there = is_apart(everyone[0])
         if there and self.tier != "cpu" and self.schedule != "sync":
