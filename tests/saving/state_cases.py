@@ -22,9 +22,9 @@ for folder in ("zero", "optim", "comm"):
 from worlds import built  # noqa: E402
 
 from zerokern.saving.index import Box, TensorRow  # noqa: E402
-from zerokern.saving.intake import Intake  # noqa: E402
-from zerokern.saving.planners import SavePlanner  # noqa: E402
+from zerokern.saving.loader import Intake  # noqa: E402
 from zerokern.saving.source import Foreign, dtype_name  # noqa: E402
+from zerokern.saving.storage import SavePlanner  # noqa: E402
 from zerokern.saving.subject import Subject  # noqa: E402
 from zerokern.zero.sharded import Sharded  # noqa: E402
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zerokern.saving.index import BLOCK_NBYTES, Box, FileRow, Index, TensorRow
-from zerokern.saving.landing import landings
+from zerokern.saving.source import landings
 from zerokern.zero.partition import Bucket, Member, partition
 from zerokern.zero.sharded import Sharded
 

@@ -16,7 +16,7 @@ from worlds import World, on_ranks, ranked
 import zerokern as zk
 from zerokern.core.errors import BudgetError, StateError
 from zerokern.io import Store
-from zerokern.saving.intake import Intake
+from zerokern.saving.loader import Intake
 from zerokern.saving.subject import Subject
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -22,8 +22,8 @@ from zerokern.core.errors import BudgetError
 from zerokern.memory.arena import Arena
 from zerokern.memory.layout import nbytes_of, offsets_of
 from zerokern.memory.room import amount, room
-from zerokern.saving.planners import OnDiskPart, SavePlanner
 from zerokern.saving.ranks import Ranks
+from zerokern.saving.storage import OnDiskPart, SavePlanner
 
 __all__ = ["Lane", "Saving", "StagedPlanner"]
 

@@ -16,8 +16,8 @@ from zerokern.kernels.formats import BLOCK
 from zerokern.memory.here import Cuboid, Here
 from zerokern.optim.disk_state import stand_ins
 from zerokern.saving.formats import MASTERS, exact_values, is_coded, master_kind, moment, published, refuse_infinite
-from zerokern.saving.landing import Parts
 from zerokern.saving.optimizers import Steps, Wanted
+from zerokern.saving.source import Parts
 from zerokern.zero.homes import here_of_state
 from zerokern.zero.kinds import here_of, local_of
 

@@ -156,7 +156,7 @@ def wrote(model: nn.Module, exact: Mapping[str, Any] | None = None) -> None:
         if is_divided(tensor):
             written.append(local_of(tensor))
     torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
-    for sharding in shardings_of(map(home_of, named_tensors(model).values())):
+    for sharding in shardings_of(map(home_of, named.values())):
         if sharding.gatherer is not None:
             sharding.gatherer.settle()
         sharding.publisher.announce()

@@ -9,10 +9,9 @@ import torch
 
 from zerokern.core.errors import IoError, got
 from zerokern.io.ticket import again
-from zerokern.saving.landing import Landing, landings
 from zerokern.saving.published import Published
 from zerokern.saving.reading import FileReader
-from zerokern.saving.source import Source, Told, untold
+from zerokern.saving.source import Landing, Source, Told, landings, untold
 from zerokern.saving.staging import Staging
 
 __all__ = ["Saved"]

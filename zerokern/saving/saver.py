@@ -17,10 +17,9 @@ from zerokern.saving import rng as random_state
 from zerokern.saving.background import Lane, Saving, StagedPlanner, arrived
 from zerokern.saving.extra import described
 from zerokern.saving.folder import Draft
-from zerokern.saving.planners import SavePlanner
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable, shown
-from zerokern.saving.storage import Writer
+from zerokern.saving.storage import SavePlanner, Writer
 from zerokern.saving.subject import Subject
 from zerokern.zero.kinds import here_of, is_divided
 from zerokern.zero.sharded import Sharded

@@ -1,10 +1,11 @@
-"""Our files below torch.distributed.checkpoint: its planner says which rank writes which box, this moves the bytes."""
+"""Our part of a save by torch.distributed.checkpoint: its planner, who writes which box, and the files they go into."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -12,25 +13,144 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner as AnyPlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.futures import Future
 
 from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
+from zerokern.memory.here import Here
 from zerokern.saving.files import FileWriter, pieces
 from zerokern.saving.folder import Draft
 from zerokern.saving.index import Box, FileRow, Index, TensorRow
 from zerokern.saving.source import Told, dtype_name, untold
 from zerokern.saving.staging import BLOCK
 from zerokern.saving.zipped import ALIGN, envelope
+from zerokern.zero.chunks import write_items
 
-__all__ = ["Writer"]
+__all__ = ["OnDiskPart", "SavePlanner", "Writer"]
 
+STATE = "optim.state."
 STEP = 64 * BLOCK  # bytes between two reports of progress
 AROUND = 1024  # bytes that an envelope and the gap behind it take, at most
+
+
+class OnDiskPart:
+    """One tensor of state that lies on disk, as something to be saved: read when it is written, never all at once.
+
+    `order` says in which order items are best asked for: that of the records, each of which is read once then.
+    """
+
+    def __init__(self, here: Here, key: str, column: Any) -> None:
+        self.column, self.dtype, self.shape = column, column.dtype, here.of(key).shape
+        self._places = {
+            at: (place, first, sizes)
+            for place in column.places
+            for at, sizes, first in here.within(place.start, place.numel).of(key).boxes()
+        }
+
+    def size(self) -> torch.Size:
+        """As a tensor's."""
+        return self.shape
+
+    def or_empty(self) -> OnDiskPart | Tensor:
+        """Itself; where the whole tensor has no elements, and so lies nowhere, one that is saved like any other."""
+        return self if self.shape.numel() else torch.empty(self.shape, dtype=self.dtype, device="cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is here."""
+        return sum(prod(sizes) for _, _, sizes in self._places.values()) * self.dtype.itemsize
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        cuboids = [(at, sizes, first) for at, (_, first, sizes) in self._places.items()]
+        return write_items(fqn, self.shape, self.dtype, cuboids)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """A view of memory that holds it until a few more have been asked for."""
+        place, first, sizes = self._places[tuple(index.offset or ())]
+        flat = self.column.read(place)
+        return flat[first : first + prod(sizes)].view(sizes)
+
+    def record(self, index: MetadataIndex) -> Any:
+        """Where it lies."""
+        return self._places[tuple(index.offset or ())][0].record
+
+    def order(self, index: MetadataIndex) -> tuple[int, ...]:
+        """Sorts items by where they lie."""
+        place, first, _ = self._places[tuple(index.offset or ())]
+        return (*self.column.order(place), first)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """torch's, for a flat dict of items, among them parts that lie on disk: these come first, in their order.
+
+    What each rank has whole, one of them writes: of the parameters that an optimizer steps some each, everything else
+    of a model the first, for buffers that ranks count by themselves must not be a mixture of theirs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the items as they are."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what."""
+        return super().create_global_plan(_undivided(all_plans))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """In the order in which items are best written."""
+        plan = super().finish_plan(new_plan)
+        near: list[WriteItem] = []
+        far: list[tuple[Any, WriteItem]] = []
+        asked: dict[Any, list[Any]] = {}
+        for item in plan.items:
+            source = self.state_dict[item.index.fqn]
+            if isinstance(source, OnDiskPart):
+                far.append(((id(source.column.home), *source.order(item.index)), item))
+                asked.setdefault(source.column.stream, []).append(source.record(item.index))
+            else:
+                near.append(item)
+        for stream, records in asked.items():  # replicated state is written by one of those who have it
+            stream.expect(records)
+        items = [*(item for _, item in sorted(far, key=lambda pair: pair[0])), *near]
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What an item is made of."""
+        item = self.state_dict[index.fqn]
+        if isinstance(item, OnDiskPart):
+            return item.__get_tensor_shard__(index)
+        return find_state_dict_object(self.state_dict, index).detach()
+
+
+def _undivided(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """The plans, where only the first rank that has it writes a tensor of the model that no optimizer steps."""
+    names = {item.index.fqn for plan in plans for item in plan.items}
+    stepped = {f"model.{key.removeprefix(STATE).rpartition('.')[0]}" for key in names if key.startswith(STATE)}
+    taken: set[MetadataIndex] = set()
+    made = []
+    for plan in plans:
+        own = {
+            item.index
+            for item in plan.items
+            if item.type is WriteItemType.TENSOR
+            and item.index.fqn.startswith("model.")
+            and item.index.fqn not in stepped
+        }
+        made.append(replace(plan, items=[one for one in plan.items if one.index not in own & taken]))
+        taken |= own
+    return made
 
 
 @dataclass(frozen=True)
@@ -69,13 +189,13 @@ class Writer(StorageWriter):
         """Tells each rank its number, which names its file."""
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: AnyPlanner) -> Future[list[WriteResult]]:
         """Returns when all of it lasts on the disk. A rank that has nothing to write makes no file."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._written(plan, planner) if plan.items else [])
         return done
 
-    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _written(self, plan: SavePlan, planner: AnyPlanner) -> list[WriteResult]:
         placed: list[tuple[WriteItem, int, tuple[int, int]]] = []
         expected = sum(_nbytes(item) + AROUND for item in plan.items)
         expected += 4 * (expected // BLOCK + 1)
@@ -95,7 +215,7 @@ class Writer(StorageWriter):
             for item, offset, whole in placed
         ]
 
-    def _write(self, writer: FileWriter, item: WriteItem, planner: SavePlanner) -> tuple[int, tuple[int, int]]:
+    def _write(self, writer: FileWriter, item: WriteItem, planner: AnyPlanner) -> tuple[int, tuple[int, int]]:
         """Where the bytes begin; where the zip around them begins, and its length."""
         tensor = _resolved(item, planner)
         before, after = envelope(tensor.dtype, tensor.shape)
@@ -139,7 +259,7 @@ class Writer(StorageWriter):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> Tensor:
+def _resolved(item: WriteItem, planner: AnyPlanner) -> Tensor:
     key = item.index.fqn
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         raise TypeError(f"{key} is no tensor, and data files hold tensors alone: other values go into `extra`")

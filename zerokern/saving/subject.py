@@ -19,7 +19,7 @@ from zerokern.saving.parameters import (
     refuse_meta,
     settle,
 )
-from zerokern.saving.planners import OnDiskPart
+from zerokern.saving.storage import OnDiskPart
 from zerokern.zero.homes import here_of_state, home_of
 
 __all__ = ["Subject"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.zero.kinds import is_divided
 
-__all__ = ["decode", "encode", "restore"]
+__all__ = ["decode", "encode"]
 
 ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.Size, torch.dtype, "
@@ -144,22 +144,6 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         return FORMS[form](content, tensors)
     except KeyError as error:
         raise StateError(f"a value names the tensor {error}, which the checkpoint does not have") from None
-
-
-def restore(target: Any, tree: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Gives `target`, a scheduler or the like, the state that it, or one like it, had when it was saved.
-
-    >>> opt = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    >>> scheduler = torch.optim.lr_scheduler.StepLR(opt, 10)
-    >>> tree, tensors = encode(scheduler)
-    >>> scheduler.last_epoch = 7
-    >>> restore(scheduler, tree, tensors)
-    >>> scheduler.last_epoch
-    0
-    """
-    if not _stateful(target):
-        raise TypeError(f"{type(target).__name__} has no load_state_dict: take its value from what is returned instead")
-    target.load_state_dict(decode(tree, tensors))
 
 
 def _stateful(value: Any) -> bool:

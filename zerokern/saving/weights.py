@@ -27,7 +27,6 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SMALL_NBYTES = 1 << 20  # of what several ranks have, one writes all
 Interval = tuple[int, int]  # start, numel
 Values = Callable[[int, int], Tensor]  # elements from begin to end, 1-D
-ExactPart = tuple[int, int, Values]  # start in the tensor, numel, and what gives them
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Elements:
 
     start: int
     numel: int
-    take: Callable[[int, int], Tensor]
+    take: Values
 
 
 @dataclass
@@ -82,15 +81,16 @@ def weights(
             wanted = dtype if dtype is not None and span.dtype in FLOATS else span.dtype
             there = made[span.name] = Weight(name, wanted, tuple(span.shape))
         if span.name in exact and there.dtype != span.dtype:
-            there.parts = [Elements(*part) for part in exact[span.name]]
+            there.parts = exact[span.name]
         else:
             there.parts.append(Elements(span.start, span.numel, _within(span.flat)))
     _refuse_same_names(names)
     return list(made.values())
 
 
-def _within(flat: Tensor) -> Callable[[int, int], Tensor]:
-    return lambda begin, end: flat[begin:end]
+def _within(flat: Tensor, low: Tensor | None = None) -> Values:
+    """A span's elements; `low`: their remainders."""
+    return lambda begin, end: flat[begin:end] if low is None else join(flat[begin:end], low[begin:end])
 
 
 def _refuse_same_names(names: dict[str, str]) -> None:
@@ -156,13 +156,13 @@ def portions(everyone: Sequence[Sequence[Interval]], rank: int, itemsize: int, t
     return mine
 
 
-def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[ExactPart]]:
+def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[Elements]]:
     """By name, this rank's elements of the parameters that have a master, a remainder, or exact initial values.
 
     >>> exact_parts(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
     {}
     """
-    found: dict[str, list[ExactPart]] = {}
+    found: dict[str, list[Elements]] = {}
     known = _known(opt) if isinstance(opt, Checkpointed) else {}
     disk = _OneAtATime(opt._disk) if isinstance(opt, Checkpointed) and opt._disk is not None else None
     for name, param in named_tensors(model).items():
@@ -177,7 +177,7 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
             found[name] = []  # its owner has them: what is whole here is rounded
         elif values is not None:
             runs = (here_of(param) if where is None else where.here).runs()
-            found[name] = [(start, numel, _from(values, first)) for start, numel, first in runs]
+            found[name] = [Elements(start, numel, _from(values, first)) for start, numel, first in runs]
     return found
 
 
@@ -199,11 +199,9 @@ def _of_state(piece: Tensor, entry: dict[str, Any], disk: _OneAtATime | None) ->
     if owner is not None and disk is not None:
         return (lambda begin, end: disk.values(owner, begin, end)) if owner.has_master else None
     if "master" in entry:
-        master = entry["master"].detach().reshape(-1)
-        return lambda begin, end: master[begin:end]
+        return _within(entry["master"].detach().reshape(-1))
     if "remainder" in entry:
-        high, low = piece.detach().reshape(-1), entry["remainder"].detach().reshape(-1)
-        return lambda begin, end: join(high[begin:end], low[begin:end])
+        return _within(piece.detach().reshape(-1), entry["remainder"].detach().reshape(-1))
     return None
 
 
@@ -229,9 +227,7 @@ def _initial(home: Home, param: Tensor) -> Values | None:
     kept, piece = home.initial(param), home.piece.detach()
     if kept is None:
         return None
-    if kept.dtype is torch.float32:
-        return lambda begin, end: kept[begin:end]
-    return lambda begin, end: join(piece[begin:end], kept[begin:end])
+    return _within(kept) if kept.dtype is torch.float32 else _within(piece, kept)
 
 
 def _from(values: Values, first: int) -> Values:
