@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -274,26 +274,30 @@ def _room_for_lost(home: Home | None, load: _Load) -> Tensor | None:
 
 
 def _read_one(fd: int, load: _Load, home: Home | None, lost: Tensor | None, progress: Progress) -> None:
-    flat = load.span.flat
-    if flat.dtype == load.dtype and flat.device.type == "cpu":
-        for begin, end in _steps(load):
-            _fill(fd, flat[begin:end].view(torch.uint8).numpy().data, load, begin)
-            progress((end - begin) * load.itemsize)
-        return
-    for begin, end, raw in _pieces(fd, load):
-        values = raw if raw.device == flat.device else raw.to(flat.device)
-        into = flat[begin:end]
-        if values.dtype == into.dtype or home is None or into.dtype not in (torch.bfloat16, torch.float16):
-            into.copy_(values)
-        else:
-            exact = values.float()
-            rounded, low = split(exact, "split16") if into.dtype is torch.bfloat16 else (exact, exact)
-            into.copy_(rounded)  # as zk.shard and the optimizers round
-            if lost is not None:
-                _put(lost, low, load.span.start + begin - home.start)
-            del exact, rounded, low
-        _refuse_overflow(load, values, into)
-        progress((end - begin) * load.itemsize)
+    flat, step = load.span.flat, PIECE_NBYTES // load.itemsize
+    straight = flat.dtype == load.dtype and flat.device.type == "cpu"
+    room = torch.empty(0 if straight else min(step, len(flat)), dtype=load.dtype)
+    for begin in range(0, len(flat), step):
+        into = flat[begin : begin + step]
+        values = into if straight else room[: len(into)]
+        _fill(fd, values.view(torch.uint8).numpy().data, load, begin)
+        if not straight:
+            found = values.to(flat.device)
+            _convert(found, into, load, begin, home, lost)
+            _refuse_overflow(load, found, into)
+        progress(values.nbytes)
+
+
+def _convert(values: Tensor, into: Tensor, load: _Load, begin: int, home: Home | None, lost: Tensor | None) -> None:
+    """What the file has from element `begin` of the span on, as the model has it."""
+    if values.dtype == into.dtype or home is None or into.dtype not in (torch.bfloat16, torch.float16):
+        into.copy_(values)
+    else:
+        exact = values.float()
+        rounded, low = split(exact, "split16") if into.dtype is torch.bfloat16 else (exact, exact)
+        into.copy_(rounded)  # as zk.shard and the optimizers round
+        if lost is not None:
+            _put(lost, low, load.span.start + begin - home.start)
 
 
 def _put(lost: Tensor, values: Tensor, at: int) -> None:
@@ -309,22 +313,6 @@ def _refuse_overflow(load: _Load, values: Tensor, into: Tensor) -> None:
             f"{lost} values of {load.span.name!r} in {load.entry.path} are beyond the range of {into.dtype}, and a "
             "part of the model is loaded by now; load into a model in torch.bfloat16 or torch.float32"
         )
-
-
-def _steps(load: _Load) -> Iterator[tuple[int, int]]:
-    """The span in parts: begin, end."""
-    step = PIECE_NBYTES // load.itemsize
-    for begin in range(0, load.span.numel, step):
-        yield begin, min(begin + step, load.span.numel)
-
-
-def _pieces(fd: int, load: _Load) -> Iterator[tuple[int, int, Tensor]]:
-    """The span's elements as the file has them, in memory that is used again: begin, end, values."""
-    room = torch.empty(min(PIECE_NBYTES, load.span.numel * load.itemsize), dtype=torch.uint8)
-    for begin, end in _steps(load):
-        some = room[: (end - begin) * load.itemsize]
-        _fill(fd, some.numpy().data, load, begin)
-        yield begin, end, some.view(load.dtype)
 
 
 def _fill(fd: int, into: memoryview, load: _Load, begin: int) -> None:
