@@ -46,8 +46,8 @@ class GatheredUnit:
         self.tenants = [tenant for memory in memories for tenant in memory.tenants]
         self._params = [tenant.param for tenant in self.tenants]
         self._fulls = [tenant.full for tenant in self.tenants if tenant.full is not None]
-        pairs = zip(self._fulls, self.tenants, strict=True)
-        self._places = [(owner, one, full) for full, one in pairs for owner in owners[id(one.param)]]
+        pairs = zip(self._fulls, self._params, strict=True)
+        self._places = [(one.module, one.attribute, param, full) for full, param in pairs for one in owners[id(param)]]
         self._comes_and_goes = [memory for memory in memories if memory.sharded]
         self.computing = 0  # forwards of this unit that are running
         self.pending = 0  # forwards whose backward has not begun
@@ -57,7 +57,7 @@ class GatheredUnit:
         self.apart = 0  # forwards that are running with nothing else
         self.held: set[int] = set()  # units that something has been done with since they were last released
         self._is_in = False
-        modules = {id(owner.module): owner.module for owner, *_ in self._places}
+        modules = {id(module): module for module, *_ in self._places}
         self._rnns = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
         self._pieces = [home.piece for tenant in self.tenants if (home := home_of(tenant.param)) is not None]
         self._versions = list(map(_version_of, self._pieces))
@@ -84,7 +84,7 @@ class GatheredUnit:
         self.held.add(self.number)
         self.prepare()
         self._notice_writes()
-        if not self.whole:
+        if self._comes_and_goes and not self.whole:
             kept = False
             with during(self.called, of=self.called), hooks.outside_of_transforms():
                 for memory in self.memories:
@@ -96,10 +96,11 @@ class GatheredUnit:
 
     def _notice_writes(self) -> None:
         """A graph that was made with other values must not go on with these: autograd compares versions."""
-        before, self._versions = self._versions, list(map(_version_of, self._pieces))
-        if self._versions != before:
-            pairs = zip(self._fulls, before, self._versions, strict=True)
-            torch.autograd.graph.increment_version([full for full, was, now in pairs if now != was])
+        before, now = self._versions, list(map(_version_of, self._pieces))
+        if now != before:
+            self._versions = now
+            pairs = zip(self._fulls, before, now, strict=True)
+            torch.autograd.graph.increment_version([full for full, was, found in pairs if found != was])
 
     def watch(self) -> None:
         """From here on somebody has the whole parameters and may write to them."""
@@ -168,27 +169,31 @@ class GatheredUnit:
         self.held.add(self.number)
         with without_waiting():
             frozen_alike = list(map(_is_trained, self._params)) == list(map(_is_trained, self._fulls))
-        for owner, tenant, full in self._places:
-            there = owner.module._parameters
-            found = there.get(owner.attribute)
-            if found is not tenant.param and found is not full:  # by functional_call, say: that is what is to compute
-                if found is not None and guards.is_trained(found) and torch.is_grad_enabled() and not in_backward():
-                    guards.refuse_stranger(tenant.name, found)
-                continue
-            if self.lent and not isinstance(tenant.param, Sharded):
-                continue
-            if not frozen_alike:
-                full.requires_grad_(tenant.param.requires_grad)
-            there[owner.attribute] = full
+        usual = frozen_alike and not self.lent
+        for module, attribute, param, full in self._places:
+            there = module._parameters
+            found = there.get(attribute)
+            if found is not param and found is not full:  # by functional_call, say: that is what is to compute
+                self._refuse_stranger(found, param)
+            elif usual:
+                there[attribute] = full
+            elif isinstance(param, Sharded):
+                full.requires_grad_(param.requires_grad)
+                there[attribute] = full
         self._refresh_rnns()
+
+    def _refuse_stranger(self, found: Tensor | None, param: Tensor) -> None:
+        if guards.is_trained(found) and torch.is_grad_enabled() and not in_backward():
+            assert found is not None
+            guards.refuse_stranger(next(tenant.name for tenant in self.tenants if tenant.param is param), found)
 
     def take_out(self) -> None:
         if self._is_in:
             self._is_in = False
-            for owner, tenant, full in self._places:
-                there = owner.module._parameters
-                if there.get(owner.attribute) is full:
-                    there[owner.attribute] = tenant.param
+            for module, attribute, param, full in self._places:
+                there = module._parameters
+                if there.get(attribute) is full:
+                    there[attribute] = param
             self._refresh_rnns()
 
     def _refresh_rnns(self) -> None:
@@ -243,10 +248,12 @@ class Gatherer:
             unit.apart += 1
             return
         unit.computing += 1
-        if in_backward():  # a forward that is repeated for its activations: its order is the backward's
+        if not in_backward():
+            self._fetch(unit, self.forward)
+        else:  # a forward that is repeated for its activations: its order is the backward's
             self.joins_backward()
-        if not (in_backward() and unit.ready):
-            self._fetch(unit, self.backward if in_backward() else self.forward)
+            if not unit.ready:
+                self._fetch(unit, self.backward)
         unit.put_in()
         unit.keep_writes()  # by others, who use it from outside
         unit.watch()
@@ -262,15 +269,20 @@ class Gatherer:
 
     def _ends(self, unit: GatheredUnit) -> int:
         """A forward is over, and with it those within that broke off; returns the number of its first node."""
-        ended, first = None, 0
-        while ended is not unit and any(one is unit for one, *_ in self._running):
+        first, running = 0, sum(one is unit for one, *_ in self._running)
+        while running:
             ended, tells, first = self._running.pop()
             if tells:
                 self.reads.end()
+            if ended is unit:
+                break
         return first
 
     def _fetch(self, unit: GatheredUnit, trace: Trace) -> None:
-        goes_back = trace is self.backward and unit is not self.root and not self.group.alone
+        if self.group.alone:  # nothing comes and goes, in whatever order
+            unit.launch()
+            return
+        goes_back = trace is self.backward and unit is not self.root
         if goes_back:
             self._flush_done(unit)  # before the others are waited for: they may wait for these
         with during(trace.of(unit)):

@@ -39,9 +39,8 @@ class GradientBucket:
         # on a device gradients are kept until one launch flattens them all; on a CPU each goes to its place at once, so
         # that the memory it came in, and the cache, serve the next
         self.keeps = memory.device.type != "cpu"
-        self.opened = self.closed = self.launched = False
+        self.opened = self.closed = self.launched = self._adds = False
         self._kept: set[int] = set()
-        self._adds = False
         self.arrived: dict[int, Tensor | None] = {}
         self.arrived_places: tuple[int, ...] = ()
         self.beside: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
@@ -55,8 +54,10 @@ class GradientBucket:
         self._references: References | None = None
         # where each lies in a buffer, which begins its storage
         self._spots = [(tenant.shape, strides(tenant.shape), tenant.place.offset) for tenant in self.tenants]
+        self._spans: list[Tensor] = []  # of the buffer, by place
         self._places = frozenset(range(len(self.tenants)))
-        self._expected = len(self.tenants)
+        self._wanted: list[bool] = []
+        self.expected = len(self.tenants)  # with so many, every parameter that wanted a gradient has one
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
         self.listeners: list[Callable[[], None]] = []  # are told whenever a pass has reduced this bucket
         self._guards: list[Callable[[], None]] = []
@@ -69,41 +70,21 @@ class GradientBucket:
 
     def begin(self) -> None:
         """A pass begins."""
-        self._expected = sum(tenant.param.requires_grad for tenant in self.tenants)
+        self._wanted = [tenant.param.requires_grad for tenant in self.tenants]
+        self.expected = sum(self._wanted)
         for tenant, home in zip(self.tenants, self.homes, strict=True):
             if home.leaf is None or home.loan is not None or self.exposed:
                 home.adopt_hooks(home.piece if self.exposed else tenant.param)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every parameter that wanted a gradient when the pass began has one."""
-        return self._expected <= len(self.arrived)
 
     def take(self, place: int, grad: Tensor, beside: bool) -> None:
         """A gradient of this pass, as autograd made it; one from `beside` the usual leaf waits for the bucket's end.
 
         It must not be what completes the bucket: it may have come on this rank alone, and all launch at one time.
         """
-        tenant = self.tenants[place]
-        if not tenant.param.requires_grad:  # frozen since the forward: autograd drops what arrives then
+        if not self._wanted[place]:  # frozen since the forward: autograd drops what arrives then
             return
-        if grad.is_neg():
-            grad = grad.resolve_neg()
-        if grad.layout is not torch.strided:
-            raise TypeError(
-                f"the gradient of {tenant.name!r} is {grad.layout}; allowed: dense gradients (Embedding: sparse=False)"
-            )
-        if isinstance(grad, Sharded):
-            raise StateError(
-                f"a torch.autograd.Function was given {tenant.name!r}, and returned a gradient made of its part "
-                "on this rank alone; compute with the whole parameter: call the Function in the forward of the module "
-                "that holds it, or use stage 2 or less"
-            )
-        if grad.requires_grad:
-            raise StateError(
-                f"the gradient of {tenant.name!r} was computed with create_graph=True, and its graph would be lost in "
-                "reducing it; take gradients of gradients by torch.autograd.grad, and of the sum a plain backward()"
-            )
+        if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad:
+            self._refuse(self.tenants[place].name, grad)
         if self.closed:
             self._take_late(place, grad)
         elif beside:
@@ -111,15 +92,36 @@ class GradientBucket:
         else:
             self._take_in(place, grad)
 
+    @staticmethod
+    def _refuse(name: str, grad: Tensor) -> None:
+        """What cannot be reduced."""
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {name!r} is {grad.layout}; allowed: dense gradients (Embedding: sparse=False)"
+            )
+        if isinstance(grad, Sharded):
+            raise StateError(
+                f"a torch.autograd.Function was given {name!r}, and returned a gradient made of its part "
+                "on this rank alone; compute with the whole parameter: call the Function in the forward of the module "
+                "that holds it, or use stage 2 or less"
+            )
+        if grad.requires_grad:
+            raise StateError(
+                f"the gradient of {name!r} was computed with create_graph=True, and its graph would be lost in "
+                "reducing it; take gradients of gradients by torch.autograd.grad, and of the sum a plain backward()"
+            )
+
     def _take_in(self, place: int, grad: Tensor) -> None:
-        if self.keeps:
-            before = self.arrived.get(place)
-            self.arrived[place] = grad.detach() if before is None else before + grad
-        else:
-            assert self.buffer is not None
-            span, again = self._span(self.buffer, place), place in self._kept or place in self.arrived
-            span.add_(grad) if again else span.copy_(grad)
+        if not self.keeps:
+            if place in self._kept or place in self.arrived:
+                self._spans[place].add_(grad)
+            else:
+                self._spans[place].copy_(grad)
             self.arrived[place] = None
+            return
+        grad = grad.resolve_neg()
+        before = self.arrived.get(place)
+        self.arrived[place] = grad.detach() if before is None else before + grad
 
     def _take_late(self, place: int, grad: Tensor) -> None:
         """The order of the units did not show that more would come."""
@@ -133,7 +135,7 @@ class GradientBucket:
             self.local.add(place)
             self.arrived_places += (place,)
         assert into is not None
-        self._span(into, place).add_(grad)
+        into.as_strided(*self._spots[place]).add_(grad)
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self.bucket.padded_numel, dtype=self.dtype, device=self.memory.device)
@@ -151,7 +153,7 @@ class GradientBucket:
         """A gradient that was set by hand: it counts as reduced already."""
         home, param = self.homes[place], self.tenants[place].param
         span = home.local_gradient(param)
-        assert span is not None and grad is not None
+        assert span is not None
         self._show()
         self.reduced_span(place).copy_(span.reshape(-1) if self.replicated else span)
         param.grad = self.shown[place]
@@ -191,7 +193,7 @@ class GradientBucket:
             return
         if self.in_place:
             assert self.buffer is not None
-            self.buffer = self.buffer.clone()
+            self._lay(self.buffer.clone())
             self.reduced = self._room()
         else:
             self.reduced = self.reduced.clone()
@@ -203,7 +205,7 @@ class GradientBucket:
         """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
         self._guard()
         self._guards.clear()
-        self.buffer = buffer
+        self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
             lives = set(filter(self.live, self._places))
         if self.shown:  # what they show is about to be written
@@ -217,6 +219,13 @@ class GradientBucket:
         self._adds = not in_buffer and bool(self.held)
         self.opened = True
 
+    def _lay(self, buffer: Tensor) -> Tensor:
+        """What arrives goes there. The spans are kept, and made before anybody counts who refers to the memory."""
+        self.buffer = buffer
+        if not self._spans or self._spans[0].untyped_storage()._cdata != buffer.untyped_storage()._cdata:
+            self._spans = [buffer.as_strided(*spot) for spot in self._spots]
+        return buffer
+
     def close(self, *, reduces: bool) -> bool:
         """No more is to arrive: zeros where nothing did and nothing was left. Whether to add to `reduced`."""
         assert self.buffer is not None
@@ -228,9 +237,9 @@ class GradientBucket:
         self._flatten({place: grad for place, grad in waiting.items() if place not in self._kept}, self.buffer)
         for place, grad in waiting.items():
             if place in self._kept:
-                self._span(self.buffer, place).add_(grad)
+                self._spans[place].add_(grad)
         for place in self._places - self.arrived.keys() - self._kept:
-            self._span(self.buffer, place).zero_()
+            self._spans[place].zero_()
         if self._adds or not reduces:
             self._begin_anew()
         if not reduces:
@@ -254,9 +263,6 @@ class GradientBucket:
             offsets = [self.tenants[place].place.offset for place in grads]
             flattener = self._flatteners[key] = Flattener(tensors, self.dtype, offsets=offsets)
         flattener.flatten(tensors, buffer)
-
-    def _span(self, buffer: Tensor, place: int) -> Tensor:
-        return buffer.as_strided(*self._spots[place])
 
     @property
     def in_place(self) -> bool:
@@ -311,9 +317,7 @@ class GradientBucket:
 
     def whole_buffer(self) -> Tensor:
         """A buffer of this bucket's own, for as long as it is needed."""
-        if self.buffer is None:
-            self.buffer = self._zeros()
-        return self.buffer
+        return self._lay(self._zeros()) if self.buffer is None else self.buffer
 
     def _make_shown(self) -> None:
         assert self.reduced is not None
@@ -361,15 +365,15 @@ class GradientBucket:
         self._show()
         for place in places:
             self._give(place)
-            if reduced:
-                self.held.add(place)
+        if reduced:
+            self.held.update(places)
 
     def _give(self, place: int) -> None:
         if self.exposed:
             home, group = self.homes[place], None if self.replicated else self.group
             home.piece.grad = SpanGradient.of(self.reduced_span(place), home.name, group)
         else:
-            self.tenants[place].param.grad = self._own(place)
+            self.tenants[place].param.grad = self._own(place) if self.replicated else self.shown[place]
 
     def call_hooks(self, places: Iterable[int]) -> None:
         """Hooks on the accumulation of these gradients, which are reduced."""
@@ -396,5 +400,5 @@ class GradientBucket:
         self.arrived_places = ()
         self.launched = self.opened = self.closed = False
         self.late, self.late_places = None, set()
-        if self.lends_buffer and not self.local:
-            self.buffer = None
+        if self.lends_buffer and not self.local and self.buffer is not None:
+            self.buffer, self._spans = None, []

@@ -116,15 +116,16 @@ class Home(Residence):
 
         Of the leaf that modules compute with, or of one `beside` that: then two of them may arrive in one pass.
         """
-        return hooks.before_accumulation(leaf, partial(self._hand_over, beside=beside))
+        return hooks.before_accumulation(leaf, partial(self._hand_over, beside))
 
-    def _hand_over(self, grad: Tensor, beside: bool) -> None:
-        if self.gradients is None:
+    def _hand_over(self, beside: bool, grad: Tensor) -> None:
+        bucket = self.gradients
+        if bucket is None:
             raise ShardError(
                 f"{self.name!r} was frozen when the model was sharded, and has no place for gradients; "
                 "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
             )
-        self.sharding.arrived(self.gradients, self.place, grad, beside)
+        self.sharding.reduction.arrived(bucket, self.place, grad, beside)
 
     def adopt_hooks(self, param: Tensor) -> None:
         """Hooks on the accumulation of a gradient are called when it has been reduced."""
@@ -158,13 +159,14 @@ class Home(Residence):
         grad = param.grad
         if grad is None:
             return None
-        if self.gradients is not None:
-            self.gradients.refuse_unreduced()
+        bucket = self.gradients
+        if bucket is not None and bucket.local:
+            bucket.refuse_unreduced()
         if param is self.piece:
             return grad
         if isinstance(grad, Sharded):
             return grad.span
-        if self.gradients is not None and not self.gradients.shows(self.place, grad):
+        if bucket is not None and not bucket.shows(self.place, grad):
             self.sharding.watch.refuse_lost(self, param)
         if grad.shape != self.shape:
             raise StateError(

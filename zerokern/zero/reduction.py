@@ -44,6 +44,7 @@ class Reduction:
         self._lent: dict[int, Tensor] = {}
         self._pooled = 0
         self.scratch: list[Tensor] = []
+        self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -52,29 +53,37 @@ class Reduction:
 
     def arrived(self, bucket: GradientBucket, place: int, grad: Tensor, beside: bool) -> None:
         """Called by autograd, once for each parameter and pass; more often for leaves `beside` the usual one."""
-        task = torch._C._current_graph_task_id()
-        if not self.active or task != self._task:
-            self._begin(task)
-        if not bucket.keeps and not bucket.opened and not beside:
+        if not self.active or self._task != torch._C._current_graph_task_id():
+            self._begin()
+        if not bucket.opened and not bucket.keeps and not beside:
             self._open(bucket)
         bucket.take(place, grad, beside)
-        if bucket.complete:
+        if bucket.expected <= len(bucket.arrived):
             self._complete(bucket)
 
-    def _begin(self, task: int) -> None:
+    def _begin(self) -> None:
         if self.active:
             raise StateError(
                 "a backward pass began while another one had not ended. Within it: checkpoint(use_reentrant=True) is "
                 "not possible under zk.shard, use_reentrant=False is. After one that broke off: run a forward first"
             )
         self.group.settle()
-        self.active, self._task = True, task
+        self.settle()
+        self.active, self._task = True, torch._C._current_graph_task_id()
         self._next = 0
         self._completed.clear()
         with without_waiting():  # what is asked here of parameters are no values
             for bucket in self.buckets:
                 bucket.begin()
         hooks.at_end_of_backward(self._finish)
+
+    def settle(self) -> None:
+        """Apply the pending factor to the gradients themselves."""
+        factor, self.factor = self.factor, 1.0
+        if isinstance(factor, Tensor) or factor != 1.0:
+            for bucket in self.buckets:
+                if bucket.held and bucket.reduced is not None:
+                    bucket.reduced.mul_(factor)
 
     def flush(self, buckets: Sequence[GradientBucket]) -> None:
         """No more gradients of these will arrive: their unit's backward is over."""

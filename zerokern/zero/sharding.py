@@ -55,7 +55,6 @@ class Sharding:
         self.everyone = group  # those with copies too
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
-        self._fold: float | Tensor = 1.0
         self.nodes: dict[str, object] = {}  # what autograd asks before it accumulates; it lives as long as it is here
         self._stream = stream_number(group.device)  # which they were made on
         self.more_nodes: list[object] = []
@@ -146,12 +145,6 @@ class Sharding:
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.publisher.gradient_buckets = self.gradient_buckets
         self.reduction = Reduction(self.gradient_buckets, self.group)
-
-    def arrived(self, bucket: GradientBucket, number: int, grad: Tensor, beside: bool) -> None:
-        """Autograd has a gradient."""
-        if not isinstance(self._fold, float) or self._fold != 1.0:
-            self.settle()
-        self.reduction.arrived(bucket, number, grad, beside)
 
     def _hook_forwards(self, units: Sequence[Unit]) -> None:
         self.gatherer: Gatherer | None = None
@@ -295,19 +288,16 @@ class Sharding:
 
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""
-        self._fold = self._fold * factor
+        self.reduction.factor = self.reduction.factor * factor
 
     def take_fold(self) -> float | Tensor:
         """The pending factor, which is the caller's to apply from now on."""
-        factor, self._fold = self._fold, 1.0
+        factor, self.reduction.factor = self.reduction.factor, 1.0
         return factor
 
     def settle(self) -> None:
         """Apply the pending factor to the gradients themselves."""
-        factor = self.take_fold()
-        for bucket in self.gradient_buckets:
-            if bucket.held and bucket.reduced is not None:
-                bucket.reduced.mul_(factor)
+        self.reduction.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
