@@ -16,6 +16,7 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import Flattener
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import Home, alias, strides
+from zerokern.zero.hooks import hooks_after_accumulation
 from zerokern.zero.kept import References, shares
 from zerokern.zero.params import BucketMemory, Tenant, whole_like
 from zerokern.zero.sharded import Sharded
@@ -74,7 +75,9 @@ class GradientBucket:
         self.expected = sum(self._wanted)
         for tenant, home in zip(self.tenants, self.homes, strict=True):
             if home.leaf is None or home.loan is not None or self.exposed:
-                home.adopt_hooks(home.piece if self.exposed else tenant.param)
+                found = home.piece if self.exposed else tenant.param
+                if hooks_after_accumulation(found) is not None:
+                    home.adopt_hooks(found)
 
     def take(self, place: int, grad: Tensor, beside: bool) -> None:
         """A gradient of this pass, as autograd made it; one from `beside` the usual leaf waits for the bucket's end.
@@ -166,7 +169,7 @@ class GradientBucket:
     def _own(self, place: int) -> Tensor:
         """What shows a gradient; anew where it was given other memory (`.data =`), which nothing is reduced into."""
         shown, tenant = self.shown[place], self.tenants[place]
-        if self.reduced is not None and not isinstance(shown, Sharded) and not shares(shown, self.reduced):
+        if self.replicated and self.reduced is not None and not shares(shown, self.reduced):
             self.shown[place] = alias(self.reduced, tenant.place.offset, tenant.shape)
         return self.shown[place]
 
@@ -198,8 +201,7 @@ class GradientBucket:
         else:
             self.reduced = self.reduced.clone()
         self._make_shown()
-        for place in live:
-            self._give(place)
+        self.give(live)
 
     def open(self, buffer: Tensor) -> None:
         """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
@@ -274,8 +276,7 @@ class GradientBucket:
         assert self.reduced is not None
         self.reduced = self.reduced.clone()
         self._make_shown()
-        for place in self.held:
-            self._give(place)
+        self.give(self.held)
 
     def reduce(self, buffer: Tensor, add: bool, scratch: Tensor | None) -> Handle | None:
         """Send the buffer on its way; None where there is nothing to wait for."""
@@ -360,20 +361,15 @@ class GradientBucket:
             if isinstance(shown, Sharded):
                 shown.settle = settle
 
-    def give(self, places: Iterable[int], *, reduced: bool) -> None:
+    def give(self, places: Iterable[int]) -> None:
         """Put the gradients where the user looks for them."""
         self._show()
         for place in places:
-            self._give(place)
-        if reduced:
-            self.held.update(places)
-
-    def _give(self, place: int) -> None:
-        if self.exposed:
-            home, group = self.homes[place], None if self.replicated else self.group
-            home.piece.grad = SpanGradient.of(self.reduced_span(place), home.name, group)
-        else:
-            self.tenants[place].param.grad = self._own(place) if self.replicated else self.shown[place]
+            if self.exposed:
+                home, group = self.homes[place], None if self.replicated else self.group
+                home.piece.grad = SpanGradient.of(self.reduced_span(place), home.name, group)
+            else:
+                self.tenants[place].param.grad = self._own(place) if self.replicated else self.shown[place]
 
     def call_hooks(self, places: Iterable[int]) -> None:
         """Hooks on the accumulation of these gradients, which are reduced."""

@@ -118,14 +118,17 @@ class Home(Residence):
         """
         return hooks.before_accumulation(leaf, partial(self._hand_over, beside))
 
-    def _hand_over(self, beside: bool, grad: Tensor) -> None:
-        bucket = self.gradients
-        if bucket is None:
-            raise ShardError(
-                f"{self.name!r} was frozen when the model was sharded, and has no place for gradients; "
-                "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
-            )
-        self.sharding.reduction.arrived(bucket, self.place, grad, beside)
+    def _hand_over(self, beside: bool, grads: tuple[Tensor | None, ...]) -> tuple[None]:
+        """Nothing is left to accumulate."""
+        grad, bucket = grads[0], self.gradients
+        if grad is not None:
+            if bucket is None:
+                raise ShardError(
+                    f"{self.name!r} was frozen when the model was sharded, and has no place for gradients; "
+                    "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
+                )
+            self.sharding.reduction.arrived(bucket, self.place, grad, beside)
+        return (None,)
 
     def adopt_hooks(self, param: Tensor) -> None:
         """Hooks on the accumulation of a gradient are called when it has been reduced."""
@@ -152,7 +155,7 @@ class Home(Residence):
             self.seen_version = version
 
     def stays(self, param: Tensor) -> bool:
-        return home_of(param) is self
+        return getattr(param, "_zk_home", None) is self
 
     def local_gradient(self, param: Tensor) -> Tensor | None:
         """As everywhere; a plain gradient of the whole shape, set by hand, counts as reduced already."""

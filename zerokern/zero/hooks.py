@@ -6,6 +6,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "hear_saved_no_more",
     "hears_of_saved",
     "hears_saved",
+    "hooks_after_accumulation",
     "in_backward",
     "keep_hook",
     "made_anew",
@@ -47,20 +49,14 @@ Before = Callable[[Args, Kwargs], tuple[Args, Kwargs] | None]
 After = Callable[[Any], Any]
 
 
-def before_accumulation(param: Tensor, receive: Callable[[Tensor], None]) -> object:
-    """Hand each complete gradient of a leaf to `receive`, not to its `.grad`, for as long as the result is held.
+def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None]]) -> object:
+    """Ask `receive`, given each complete gradient of a leaf, what to add to its `.grad`, while the result is held.
 
     The node that would accumulate asks its pre-hooks first, after the hooks of the tensor itself; None in place of the
     gradient leaves it with nothing to do. The node lives as long as somebody holds it.
     """
     node: Any = _node_of(param)
-
-    def intercept(grads: tuple[Tensor | None, ...]) -> tuple[None]:
-        if grads[0] is not None:
-            receive(grads[0])
-        return (None,)
-
-    node.register_prehook(intercept)
+    node.register_prehook(receive)
     return node
 
 
@@ -101,9 +97,13 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+#: what is to be called after accumulation into a tensor, if anything
+hooks_after_accumulation = attrgetter("_post_accumulate_grad_hooks")
+
+
 def take_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]] | None:
     """Take over what is to be called after accumulation, by handle, from the node that has nothing to do."""
-    found = param._post_accumulate_grad_hooks
+    found = hooks_after_accumulation(param)
     if found is not None:
         param._post_accumulate_grad_hooks = OrderedDict()  # this is what the node knows from here on: None is not heard
         param._post_accumulate_grad_hooks = None  # type: ignore[assignment]

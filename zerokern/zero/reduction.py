@@ -185,7 +185,9 @@ class Reduction:
             given.append([place for place, mark in enumerate(mine) if mark])
         with without_waiting():
             for bucket, places in zip(self.buckets, given, strict=True):
-                bucket.give(places, reduced=self.synchronizes)
+                bucket.give(places)
+                if self.synchronizes:
+                    bucket.held.update(places)
         if self._learns_order and self.synchronizes:
             self._learn_order()
         self._reset()
