@@ -58,7 +58,7 @@ class TieredStep:
 
     @property
     def _disk(self) -> Any:
-        return self.on_disk._disk  # type: ignore[attr-defined]
+        return self.on_disk.holdings.disk  # type: ignore[attr-defined]
 
     def move(self) -> None:
         """Every record through the ring and back, as a step moves it; nothing is changed."""

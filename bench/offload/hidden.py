@@ -28,7 +28,7 @@ from zerokern.examples.trace.timeline import hidden, step_begins
 from zerokern.optim.link import put_in_place
 from zerokern.optim.parts import parts_of
 from zerokern.schedule import Delayed, Machine, Program, Span, flow_bound, program_of, simulate
-from zerokern.schedule.recorder import Event, Recorder, record
+from zerokern.schedule.recorder import Event, Recorder
 
 from ..machine import birth, today
 from ..report import SCHEMA, columns, write_json
@@ -242,7 +242,7 @@ def _events(case: Case, steps: int) -> list[Event]:
             recorder=recorder,
         )
         optimizer = zk.AdamW(training.parameters, tier="cpu", schedule=SCHEDULES[case.schedule], max_grad_norm=1.0)
-        record(optimizer, recorder)
+        optimizer.holdings.recorder = recorder
         training.train(optimizer, WARM_STEPS + steps + 1)
         optimizer.flush()
         training.synchronize()

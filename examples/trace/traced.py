@@ -18,7 +18,7 @@ from zerokern.memory.staging import CudaDriver
 from zerokern.planner import plan
 from zerokern.planner.forecast import step_program
 from zerokern.schedule import Delayed, Program, machine_of, simulate
-from zerokern.schedule.recorder import Event, Recorder, record
+from zerokern.schedule.recorder import Event, Recorder
 
 from ..model import GPT, Shape
 from ..played import PlayedTraining
@@ -221,7 +221,7 @@ def simulated(schedule: str, steps: int, hardware: str, numel: str, tokens: int,
 def _optimizer(params: Any, schedule: str, recorder: Recorder) -> Any:
     chosen = Delayed() if schedule == "delayed" else schedule
     optimizer = zk.AdamW(params, lr=3e-4, tier="cpu", schedule=chosen, max_grad_norm=MAX_NORM)
-    record(optimizer, recorder)
+    optimizer.holdings.recorder = recorder
     return optimizer
 
 

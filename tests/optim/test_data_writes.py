@@ -274,7 +274,7 @@ def test_who_never_asks_pays_nothing() -> None:
     params = make_params((4,) * 300, BF16)
     optimizer = AdamW(params, master_format="fp32")
     train(optimizer, params, 1)
-    calls = python_calls(optimizer._data_writes.count)
+    calls = python_calls(optimizer.holdings.data_writes.count)
     assert calls <= 2
 
 

@@ -192,9 +192,9 @@ def moves(rank: int) -> None:
     pair.train([2])
     pair.agree()
     assert all(pair.ours.state[param]["exp_avg"] is one for param, one in zip(pair.params, moments, strict=True))
-    bound = pair.ours._bound.binding
+    bound = pair.ours.holdings.bound.binding
     pair.train([3])
-    assert pair.ours._bound.binding is bound  # nothing moved: nothing is looked for again
+    assert pair.ours.holdings.bound.binding is bound  # nothing moved: nothing is looked for again
 
 
 def test_parameters_may_be_exchanged_until_the_first_step() -> None:
@@ -244,7 +244,7 @@ def partial(rank: int) -> None:
     pair.reference.step()
     pair.agree()
     assert pair.params[0].grad.placements == pair.params[0].placements
-    assert all(home.piece.grad is None for home in pair.ours._local.homes)
+    assert all(home.piece.grad is None for home in pair.ours.holdings.local.homes)
 
 
 def test_what_cannot_be_updated_is_refused_by_name() -> None:

@@ -74,12 +74,13 @@ def test_in_their_order_each_record_is_read_once(tier: Callable[..., Nvme], monk
     _, opt = begun(tier())
     columns = [c for e in Exchange(opt).entries() for c in (e or {}).values() if isinstance(c, Column)]
     reads: list[str] = []
-    get = opt._disk.store.get
-    monkeypatch.setattr(opt._disk.store, "get", lambda key, *rest, **more: reads.append(key) or get(key, *rest, **more))
+    store = opt.holdings.disk.store
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda key, *rest, **more: reads.append(key) or get(key, *rest, **more))
     parts = sorted(((c.order(p), c, p) for c in columns for p in c.places), key=lambda part: part[0])
     for _, column, place in parts:
         column.read(place)
-    assert len(reads) == len(set(reads)) == len(opt._disk.records) > 8
+    assert len(reads) == len(set(reads)) == len(opt.holdings.disk.records) > 8
     reads.clear()
     last = [part for part in parts if part[0][0] >= 5]
     last[0][1].stream.expect([part[2].record for part in last])
@@ -124,7 +125,7 @@ def test_room_for_a_load_is_neither_moved_nor_written() -> None:
     kept = [
         [(opt.state[param][key].data_ptr(), opt.state[param][key].clone()) for key in entries[0]] for param in params
     ]
-    Exchange(opt).lay_out(before["param_groups"], entries)
+    Exchange(opt).take_room(before["param_groups"], entries)
     for param, values in zip(params, kept, strict=True):
         for key, (address, value) in zip(entries[0], values, strict=True):
             if value.ndim:  # counters are made anew

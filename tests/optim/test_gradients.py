@@ -124,7 +124,7 @@ def test_the_python_path_finds_the_same() -> None:
     params = make(torch.bfloat16)
     opt = zk.AdamW(params)
     opt.step()
-    survey = opt._bound.binding.survey
+    survey = opt.holdings.bound.binding.survey
     assert survey._reader is not None, "the native reader did not run"
     native = survey.pointers(opt.param_groups)
     survey._reader = None

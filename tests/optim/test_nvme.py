@@ -72,14 +72,14 @@ def test_thousands_of_small_parameters_share_records(tier: Tier) -> None:
     twins = Twins("adamw", tier(), sizes=(10,) * 3_000)
     twins.train(2)
     assert twins.agree()
-    assert len(twins.ours._disk.records) == 3  # 3,000 x 2 x 64 bytes in slots of 128 KiB
+    assert len(twins.ours.holdings.disk.records) == 3  # 3,000 x 2 x 64 bytes in slots of 128 KiB
 
 
 def test_a_parameter_larger_than_the_ring(tier: Tier) -> None:
     twins = Twins("adamw", tier(), sizes=(300_001,))
     twins.train(3)
     assert twins.agree()
-    assert len(twins.ours._disk.records) > len(twins.ours._disk.ring.slots)
+    assert len(twins.ours.holdings.disk.records) > len(twins.ours.holdings.disk.ring.slots)
 
 
 def test_gradients_come_and_go(tier: Tier) -> None:
@@ -95,11 +95,11 @@ def test_gradients_come_and_go(tier: Tier) -> None:
 def test_records_of_idle_parameters_do_not_move(tier: Tier) -> None:
     twins = Twins("adamw", tier(), sizes=(100_000, 100_000))
     twins.train(1)
-    before = twins.ours._disk.store.stats()
+    before = twins.ours.holdings.disk.store.stats()
     twins.train(1, 1, idle=(1,))
-    after = twins.ours._disk.store.stats()
+    after = twins.ours.holdings.disk.store.stats()
     touched = {place.record for place in twins.ours.state[twins.params[0]]["on_disk"].places}
-    assert len(touched) < len(twins.ours._disk.records)
+    assert len(touched) < len(twins.ours.holdings.disk.records)
     for direction in ("read_nbytes", "written_nbytes"):
         assert after[direction] - before[direction] == sum(record.nbytes for record in touched)
     assert twins.agree()
@@ -113,7 +113,7 @@ def test_a_step_reads_and_writes_each_byte_of_state_once_and_no_gradient(
     optimizer = AdamW(params, tier=tier(), state_format=state_format)
     train(optimizer, params, 1)
     set_grads(params)
-    store, per_step = optimizer._disk.store, per_parameter * (1 << 20)
+    store, per_step = optimizer.holdings.disk.store, per_parameter * (1 << 20)
 
     def too_much() -> float:
         """What the system has seen besides: pages of code that it had taken away are read again, and count."""
@@ -145,7 +145,7 @@ def test_bookkeeping_is_for_records_and_not_for_parameters(tier: Tier, native_ca
         set_grads(params)
         native_calls.clear()
         calls[count] = python_calls(optimizer.step)
-        assert len(native_calls) == len(optimizer._disk.records)
+        assert len(native_calls) == len(optimizer.holdings.disk.records)
         assert sum(native_calls) == count
     assert (calls[10_000] - calls[1_000]) / 9_000 < 0.1
 

@@ -92,14 +92,14 @@ def test_loading_takes_no_more_room_and_overwrites_in_place(tier: Tier) -> None:
     twins.train(1)
     saved, values = twins.reference.state_dict(), copies(twins.straight)
     twins.train(2, 1)
-    records = dict(twins.ours._disk.records)
+    records = dict(twins.ours.holdings.disk.records)
     for optimizer, params in twins.pairs:
         for param, value in zip(params, values, strict=True):
             param.data.copy_(value)
         optimizer.load_state_dict(saved)
     twins.train(2, 1)
     assert twins.agree()
-    assert twins.ours._disk.records == records
+    assert twins.ours.holdings.disk.records == records
 
 
 def test_parameters_that_a_checkpoint_leaves_out_begin_anew(tier: Tier) -> None:
@@ -240,12 +240,12 @@ def test_copies_are_refused_once_there_is_state_on_disk(tier: Tier, how: Callabl
 def test_state_reset_by_hand_starts_anew_and_its_room_is_given_back(tier: Tier) -> None:
     twins = Twins("adamw", tier())
     twins.train(3)
-    taken = twins.ours._disk.store.stats()["taken_nbytes"]
+    taken = twins.ours.holdings.disk.store.stats()["taken_nbytes"]
     for optimizer, params in twins.pairs:
         del optimizer.state[params[0]]
         optimizer.state[params[2]].clear()
     twins.train(1, 3, idle=(0,))
-    assert twins.ours._disk.store.stats()["taken_nbytes"] < taken / 2
+    assert twins.ours.holdings.disk.store.stats()["taken_nbytes"] < taken / 2
     twins.train(1, 4)
     assert same_bits(twins.params, twins.straight)
 

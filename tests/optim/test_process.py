@@ -22,6 +22,7 @@ import zerokern as zk
 from zerokern.core import native
 from zerokern.core.env import usable_cpus
 from zerokern.optim import AdamW
+from zerokern.optim.formats import Algorithm
 
 
 @pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
@@ -204,14 +205,14 @@ def test_a_step_from_a_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch)
     train(optimizer, params, 1)
     before = contents(optimizer, params)
     inside, go_on = threading.Event(), threading.Event()
-    checked = AdamW._checked
+    checked = Algorithm.checked
 
-    def slowly(self: AdamW, group: dict[str, Any]) -> dict[str, Any]:
+    def slowly(self: Algorithm, group: dict[str, Any]) -> dict[str, Any]:
         inside.set()
         assert go_on.wait(120)
         return checked(self, group)
 
-    monkeypatch.setattr(AdamW, "_checked", slowly)
+    monkeypatch.setattr(Algorithm, "checked", slowly)
     set_grads(params, seed=1)
     first = threading.Thread(target=optimizer.step)
     first.start()

@@ -18,7 +18,7 @@ from zerokern.optim import parts
 from zerokern.optim.hosted import Host
 from zerokern.schedule import Machine, Op, Program, simulate
 from zerokern.schedule.executor import Executor
-from zerokern.schedule.recorder import Event, Recorder, record
+from zerokern.schedule.recorder import Event, Recorder
 
 EVEN = Machine("even", flops_s=1, device_gb_s=1, down_gb_s=1, up_gb_s=1, host_gb_s=1, net_gb_s=1)
 COMPUTE = {"Forward", "Backward"}  # the model's own
@@ -110,7 +110,7 @@ def test_every_op_and_edge_on_a_device(
     device, recorder = PlayedDevice(poison=True, **SLOW[slow]), Recorder()
     training = PlayedTraining(device, (3000, 700, 5000), forward_seconds=1e-4, backward_seconds=1e-4, recorder=recorder)
     optimizer = MAKERS["adamw"](training.parameters, tier="cpu", schedule=SCHEDULES[schedule], max_grad_norm=1.0)
-    record(optimizer, recorder)
+    optimizer.holdings.recorder = recorder
     training.train(optimizer, STEPS + 1)
     optimizer.flush()
     training.synchronize()
@@ -130,7 +130,7 @@ def ran(world: World, row: Row, schedule: str, submitted: Callable, device: Play
     if device is not None:
         on_device(device, row, model)
     optimizer = optimizer_of(row, model, tier="cpu", schedule=SCHEDULES[schedule])
-    record(optimizer, recorder)
+    optimizer.holdings.recorder = recorder
     wait = (lambda step: None) if device is None else (lambda step: device.synchronize())
     train(world, row, model, optimizer, between=wait)
     optimizer.flush()

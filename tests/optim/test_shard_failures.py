@@ -196,7 +196,7 @@ def test_an_update_that_fails_on_one_rank_tears_all_by_the_next_step(
         assert not learn(model, optimizer, 0) and not learn(model, optimizer, 1)
         optimizer.flush()
         if world.rank == 1:
-            failing.add(id(optimizer._bound.binding.table))
+            failing.add(id(optimizer.holdings.bound.binding.table))
         said = [learn(model, optimizer, seed) for seed in (2, 3, 4)]
         assert any("refused" in one for one in said[:2]) and "load a checkpoint" in said[2], said
 
@@ -210,7 +210,7 @@ def fail_once(world: World, stage: int, folder: str) -> list[str]:
     world.shard(model, stage=stage)
     optimizer = MAKERS["adamw"](model.parameters(), tier=Nvme(f"{folder}/rank{world.rank}", ring_nbytes=1 << 20))
     said = [learn(model, optimizer, 0)]
-    store, put = optimizer._disk.store, optimizer._disk.store.put
+    store, put = optimizer.holdings.disk.store, optimizer.holdings.disk.store.put
     if world.rank == 1:
         store.put = lambda *_: (_ for _ in ()).throw(zk.IoError("the disk failed"))
     said.append(learn(model, optimizer, 1))

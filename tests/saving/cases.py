@@ -18,6 +18,7 @@ from worlds import built
 from zero_cases import IN, OUT, Block
 
 import zerokern as zk
+from zerokern.optim.base import FusedOptimizer
 from zerokern.saving import load, save
 
 __all__ = ["BF16", "Case", "Run", "digest", "full_words", "load", "same", "save"]
@@ -125,8 +126,8 @@ class Run:
 
     def whole(self) -> dict[str, Tensor]:
         """Everything that training goes on from, in whole tensors: parameters, buffers, optimizer state."""
-        if isinstance(self.opt, torch.optim.Optimizer) and hasattr(self.opt, "_finish"):
-            self.opt._finish()
+        if isinstance(self.opt, FusedOptimizer):
+            self.opt.course.finish(self.opt.param_groups)
         found: dict[str, Tensor] = {}
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             found[_plain(name)] = _full(tensor)

@@ -282,6 +282,6 @@ def test_room_on_disk_is_taken_once(formats: dict[str, Any], tmp_path: Path, mon
     taken, reserve = [], Store.reserve
     monkeypatch.setattr(Store, "reserve", lambda self, key, *rest: taken.append(key) or reserve(self, key, *rest))
     take(tmp_path / "kept", other, opt)
-    assert taken == list(opt._disk.records) and len(taken) > 2
+    assert taken == list(opt.holdings.disk.records) and len(taken) > 2
     stepped(other, opt)
-    assert taken == list(opt._disk.records)
+    assert taken == list(opt.holdings.disk.records)

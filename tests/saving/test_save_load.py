@@ -327,7 +327,7 @@ def test_rounding_must_be_asked_for(tmp_path: Path) -> None:
 
 def test_what_no_optimizer_can_continue_is_not_saved(tmp_path: Path) -> None:
     run = Case().begin(tmp_path).train(1)
-    run.opt._torn = True
+    run.opt.holdings.torn = True
     with pytest.raises(StateError, match="broken off"):
         run.save(tmp_path / "x")
     assert not (tmp_path / "x").exists()

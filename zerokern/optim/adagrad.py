@@ -14,6 +14,20 @@ from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
 
 
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "lr": checks.rate("lr", group["lr"]),
+        "lr_decay": checks.number("lr_decay", group["lr_decay"]),
+        "eps": checks.number("eps", group["eps"]),
+        "weight_decay": checks.number("weight_decay", group["weight_decay"]),
+        "maximize": checks.flag("maximize", group["maximize"]),
+    }
+
+
+def _first_sum(group: dict[str, Any]) -> float:
+    return checks.number("initial_accumulator_value", group["initial_accumulator_value"])
+
+
 class Adagrad(FusedOptimizer):
     """Adagrad as torch defines it, except that `sum` is made at the first step. Keywords beside torch's are those of
     `zerokern.optim.Adam`, without state_format="int8".
@@ -26,7 +40,12 @@ class Adagrad(FusedOptimizer):
     """
 
     _algorithm = Algorithm(
-        name="adagrad", moments=(("sum", "exp_avg"),), state_formats=("fp32", "bf16"), counts_steps=True
+        name="adagrad",
+        moments=(("sum", "exp_avg"),),
+        state_formats=("fp32", "bf16"),
+        counts_steps=True,
+        values=_values,
+        first_moment=_first_sum,
     )
 
     def __init__(
@@ -49,36 +68,4 @@ class Adagrad(FusedOptimizer):
         max_grad_norm: float | None = None,
         stochastic_seed: int | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(
-            params,
-            defaults,
-            tier=tier,
-            schedule=schedule,
-            state_format=state_format,
-            master_format=master_format,
-            stochastic_seed=stochastic_seed,
-            max_grad_norm=max_grad_norm,
-        )
-
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": checks.rate("lr", group["lr"]),
-            "lr_decay": checks.number("lr_decay", group["lr_decay"]),
-            "eps": checks.number("eps", group["eps"]),
-            "weight_decay": checks.number("weight_decay", group["weight_decay"]),
-            "maximize": checks.flag("maximize", group["maximize"]),
-        }
-
-    def _initial_moment(self, group: dict[str, Any]) -> float:
-        return checks.number("initial_accumulator_value", group["initial_accumulator_value"])
+        super().__init__(params, locals())

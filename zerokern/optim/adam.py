@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,19 @@ from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = checks.pair("betas", group["betas"])
+    return {
+        "lr": checks.rate("lr", group["lr"]),
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": checks.number("eps", group["eps"]),
+        "weight_decay": checks.number("weight_decay", group["weight_decay"]),
+        "decoupled": checks.flag("decoupled_weight_decay", group["decoupled_weight_decay"]),
+        "maximize": checks.flag("maximize", group["maximize"]),
+    }
 
 
 class Adam(FusedOptimizer):
@@ -49,6 +63,7 @@ class Adam(FusedOptimizer):
         moments=(("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")),
         state_formats=("fp32", "bf16", "int8"),
         counts_steps=True,
+        values=_values,
     )
 
     def __init__(
@@ -73,41 +88,7 @@ class Adam(FusedOptimizer):
         max_grad_norm: float | None = None,
         stochastic_seed: int | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(
-            params,
-            defaults,
-            tier=tier,
-            schedule=schedule,
-            state_format=state_format,
-            master_format=master_format,
-            stochastic_seed=stochastic_seed,
-            max_grad_norm=max_grad_norm,
-        )
-
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = checks.pair("betas", group["betas"])
-        return {
-            "lr": checks.rate("lr", group["lr"]),
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": checks.number("eps", group["eps"]),
-            "weight_decay": checks.number("weight_decay", group["weight_decay"]),
-            "decoupled": checks.flag("decoupled_weight_decay", group["decoupled_weight_decay"]),
-            "maximize": checks.flag("maximize", group["maximize"]),
-        }
+        super().__init__(params, locals())
 
 
 class AdamW(Adam):
@@ -119,6 +100,8 @@ class AdamW(Adam):
     >>> weight.grad = torch.zeros_like(weight); opt.step(); weight.data, opt.grad_norm
     (tensor([0.7500, 0.7500], dtype=torch.bfloat16), 0.0)
     """
+
+    _algorithm = replace(Adam._algorithm, fixed=(("decoupled_weight_decay", True),))
 
     def __init__(
         self,
@@ -141,26 +124,4 @@ class AdamW(Adam):
         max_grad_norm: float | None = None,
         stochastic_seed: int | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            tier=tier,
-            schedule=schedule,
-            state_format=state_format,
-            master_format=master_format,
-            max_grad_norm=max_grad_norm,
-            stochastic_seed=stochastic_seed,
-        )
-
-    def _adopt_group(self, group: dict[str, Any]) -> None:
-        group["decoupled_weight_decay"] = True
+        FusedOptimizer.__init__(self, params, {**locals(), "decoupled_weight_decay": True})

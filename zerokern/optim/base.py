@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,76 +15,69 @@ from torch.optim.optimizer import ParamsT
 
 from zerokern.comm import during
 from zerokern.core.errors import CommError, StateError, got
-from zerokern.io import Nvme
-from zerokern.optim import checks, device
+from zerokern.optim import checks, device, disk_state, loading
 from zerokern.optim.accord import say_outcome
 from zerokern.optim.binding import Binding
-from zerokern.optim.bound import Bound, FormatKey, bind
-from zerokern.optim.checkpointed import Checkpointed, Inheritance
+from zerokern.optim.bound import Bound
+from zerokern.optim.course import Course
 from zerokern.optim.decide import Decision
-from zerokern.optim.disk import Disk
-from zerokern.optim.formats import Layout, check_formats, layout_of
+from zerokern.optim.formats import Algorithm, as_saved
+from zerokern.optim.holdings import Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.local import Local, sharded
+from zerokern.optim.masters import Witness, tracked
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.watched import WatchedState, watched
-from zerokern.schedule import Delayed
+from zerokern.optim.watched import WatchedState, plain
 from zerokern.zero import guards
 from zerokern.zero.awaited import without_waiting
-from zerokern.zero.data_writes import DataWrites
+from zerokern.zero.sharded import Sharded
+from zerokern.zero.sharded_refusals import refuse
 
 _TWICE = (
     "step() was called while another step() of this optimizer runs, in another thread or in a signal handler: the two "
     "would write the same state; call it from one thread, or build an optimizer for each"
 )
+_NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "max_grad_norm")
 
 
-class FusedOptimizer(Checkpointed):
+class FusedOptimizer(torch.optim.Optimizer):
     """What all optimizers here share; the subclasses say which update rule and which hyperparameters.
 
     Nothing is kept about a parameter before the first `step()` that finds a gradient on it, so parameters may be
     exchanged until then. A step is one native call for all parameters.
+
+    `holdings`: its state, and where that lies. `decision`: whether a step is carried out. `course`: when.
     """
 
+    _algorithm: ClassVar[Algorithm]
     _step_supports_amp_scaling = True
     _zk_shards = True  # steps parameters that zk.shard divides
 
-    def __init__(
-        self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        *,
-        tier: str | Nvme,
-        schedule: str | Delayed,
-        state_format: str,
-        master_format: str | None,
-        stochastic_seed: int | None,
-        max_grad_norm: float | None,
-    ) -> None:
-        checks.tier(tier)
-        self.tier = tier
-        self._choose(tier, schedule)
-        self._disk = Disk(tier) if isinstance(tier, Nvme) else None
-        self.max_grad_norm = max_grad_norm
-        self._decision = Decision()
-        self._torn = False
-        self._local = None  # what is known of parameters that have stand-ins, once there are some
-        self._bound = Bound()
-        self._data_writes = DataWrites()
-        formats = {"state_format": state_format, "master_format": master_format, "stochastic_seed": stochastic_seed}
-        super().__init__(params, {**defaults, **formats})
+    def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
+        """`given`: all that the subclass was called with, by name."""
+        checks.tier(given["tier"])
+        self._furnish(given["tier"], given["schedule"], Decision())
+        self.max_grad_norm = given["max_grad_norm"]
+        super().__init__(params, {name: value for name, value in given.items() if name not in _NOT_OF_GROUPS})
         self.state = WatchedState()
-        self._inheritance = Inheritance(self)
 
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The group's values, checked, as `UpdateTable.set_group` spells them."""
-        raise NotImplementedError
+    def _furnish(self, tier: Any, schedule: Any, decision: Decision) -> None:
+        self.tier, self.decision = tier, decision
+        self.holdings = Holdings(self._algorithm, tier, schedule, type(self).__name__)
+        self.schedule = self.holdings.schedule
+        self.course = Course(self.holdings, decision)
+        self._stepping = threading.Lock()
 
-    def _has_moments(self, group: dict[str, Any]) -> bool:
-        return True
+    @property  # type: ignore[override]
+    def state(self) -> WatchedState:
+        """As torch's. Whoever asks for it while an update is under way waits: it is about to write there."""
+        if self.course.under_way is not None and not self._stepping.locked():
+            self.course.under_way.finish()
+        return self.holdings.state
 
-    def _initial_moment(self, group: dict[str, Any]) -> float:
-        return 0.0
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.holdings.state = state
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -106,8 +100,8 @@ class FusedOptimizer(Checkpointed):
 
         For parameters on a GPU, reading it waits for the step.
         """
-        self._look_at_decision()
-        return self._decision.grad_norm
+        self.course.look_at_decision()
+        return self.decision.grad_norm
 
     @property
     def skipped_steps(self) -> int:
@@ -115,14 +109,14 @@ class FusedOptimizer(Checkpointed):
 
         For parameters on a GPU, reading it waits for the step.
         """
-        self._look_at_decision()
-        return self._decision.skipped_steps
+        self.course.look_at_decision()
+        return self.decision.skipped_steps
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; where an update that is under way still reads gradients, zeroing them in place waits for it."""
         if not set_to_none:
-            self._release_gradients()
+            self.course.release_gradients()
         with without_waiting():  # gradients are not what parameters are awaited for
             super().zero_grad(set_to_none)
 
@@ -132,16 +126,9 @@ class FusedOptimizer(Checkpointed):
             if not isinstance(param_group["params"], (Tensor, set)):
                 param_group["params"] = list(param_group["params"])
                 checks.distinct(param_group["params"])
-            self._checked({**self.defaults, **param_group})
+            self._algorithm.checked({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        self._watch_data(self.param_groups[-1:])
-
-    def _checked(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The group's hyperparameters, after everything in it has been checked."""
-        checks.hints(group)
-        check_formats(self._algorithm, group)
-        self._initial_moment(group)
-        return self._hyperparameters(group)
+        self.holdings.watch_data(self.param_groups[-1:])
 
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,10 +146,11 @@ class FusedOptimizer(Checkpointed):
                 loss = closure()
         if not self._stepping.acquire(blocking=False):
             raise StateError(_TWICE)
-        known = self._torn and not self._untold
+        here = self.holdings
+        known = here.torn and not here.untold
         try:
-            if self._local is not None:
-                self._local.accord.begin()
+            if here.local is not None:
+                here.local.accord.begin()
             with during("opt.step"):
                 self._step()
         except BaseException as error:
@@ -174,76 +162,67 @@ class FusedOptimizer(Checkpointed):
         return loss
 
     def _step(self) -> None:
-        self._refuse_in_child()
-        self._finish()
-        for publisher in () if self._local is None else self._local.publishers:
+        here, groups = self.holdings, self.param_groups
+        here.refuse_in_child()
+        self.course.finish(groups)
+        for publisher in () if here.local is None else here.local.publishers:
             publisher.finish()
-        self._refuse_if_torn()
-        settings = [self._checked(group) for group in self.param_groups]
-        if self._local is not None or not self._update(self.param_groups, settings):
+        here.refuse_if_torn()
+        settings = [self._algorithm.checked(group) for group in groups]
+        if here.local is not None or not self._update(groups, settings):
             self._update_pieces(settings)
 
     def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
         """The update of what stands for parameters: this rank's pieces, twins on the host. Every rank takes part."""
-        local = self._localise()
+        local = self.course.localise(self.param_groups)
         guards.refuse_lent(local.homes)
         done = False
+        unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         with whole("the step") if local.accord.in_company else nullcontext():  # which other ranks are in
             try:
-                self._enter(local)
+                self.course.enter(local, unscaled=unscaled)
                 done = self._update(local.groups(self.param_groups), settings)
                 local.accord.begin()  # what is raised from here on is no failure of the step
             finally:
-                local.leave(undone=not done and not self._torn)
+                local.leave(undone=not done and not self.holdings.torn)
 
     def _update(self, groups: Groups, settings: list[dict[str, Any]]) -> bool:
         """The update; False: nothing was done, because the parameters need stand-ins that they have not."""
-        formats = [self._format_key(group) for group in groups]
-        binding = self._bound.binding if formats == self._bound.formats else None
+        here, local = self.holdings, self.holdings.local
+        formats = [self._algorithm.key(group) for group in groups]
+        binding = here.bound.binding if formats == here.bound.formats else None
         held = binding.survey.hold() if binding is not None else []
         pointers = binding.survey.pointers(groups) if binding is not None else None
         if binding is None or pointers is None:
-            if self._local is None and (sharded(groups) or self._is_apart(groups)):
+            if local is None and (sharded(groups) or here.is_apart(groups)):
                 return False
-            cuts = () if self._local is None else (self._local.shares, self._local.starts)
-            survey, binding = Survey(groups, self._layout, *cuts), None
+            cuts = () if local is None else (local.shares, local.starts)
+            survey, binding = Survey(groups, self._algorithm.layout, *cuts), None
             if survey.device is not None:
                 device.require(survey.device, self.tier)
             held = survey.hold()
             pointers = survey.pointers(groups) or survey.gradient_pointers
         else:
             survey = binding.survey
-        intact = binding is not None and binding.intact(self._held)
-        if self._local is not None:
-            self._local.accord.makes_state = not intact
-        prepare = partial(_prepare, settings, pointers)
-        where = partial(self._rebound, survey, groups, formats, intact=intact)
+        intact = binding is not None and binding.intact(here.held)
+        if local is not None:
+            local.accord.makes_state = not intact
         self._ask(survey, pointers)
-        if self._is_scheduled():
-            self._submit(survey, binding, where, prepare)
-        elif (scale := self._decision.take()) is not None:
-            binding = self._carry_out(survey, binding, where, prepare, scale)
-            if self._local is not None:
-                self._publish(self._local, binding)
+        everyone = self.param_groups
+        bind = partial(here.bind, binding, survey, groups, formats, everyone, self.decision, intact=intact)
+        prepare = partial(_prepare, settings, pointers)
+        if self.course.is_scheduled:
+            self.course.submit(survey, bind, prepare, first=binding is None)
+        elif (scale := self.decision.take()) is not None:
+            made = self._carry_out(survey, bind, prepare, scale)
+            if local is not None:
+                self._publish(local, made)
         del held  # until here no other thread could free a gradient under the native calls
         return True
 
-    def _rebound(
-        self, survey: Survey, groups: Groups, formats: list[FormatKey], binding: Binding | None, *, intact: bool
-    ) -> Binding:
-        """The binding, or a new one where there is none that fits."""
-        state = self._held
-        if binding is None:
-            last = self._bound.binding
-            return self._bind(survey, groups, formats, last if last and last.intact(state) else None)
-        if not intact:
-            return self._bind(survey, groups, formats, None)
-        binding.witness.catch_up(state, in_place=True)
-        return binding
-
     def _ask(self, survey: Survey, pointers: array[int]) -> None:
         """Whether, and how, gradients are applied. Divided ones are always looked at: all ranks skip, or none."""
-        local, decision = self._local, self._decision
+        local, decision = self.holdings.local, self.decision
         if survey.params:
             decision.move(survey.device)  # parameters may be moved
         decision.ask(
@@ -257,45 +236,27 @@ class FusedOptimizer(Checkpointed):
             reading=None if local is None or local.host is None else local.host.reading,
         )
 
-    def _bind(self, survey: Survey, groups: Groups, formats: list[FormatKey], previous: Binding | None) -> Binding:
-        self.state = watched(self.state)
-        local, last, witness = self._local, self._bound.binding, self._bound.witness
-        self._bound.binding = None
-        self._watch_data(self.param_groups)
-        subject = self._algorithm, survey, groups, self._held
-        room = self._room if survey.device is None else None
-        initial = [self._initial_moment(group) for group in groups]
-        exact = None if local is None else local.exact
-        binding = bind(
-            subject, self._disk, self._decision, last, previous, room, initial=initial, witness=witness, exact=exact
-        )
-        if local is not None:
-            local.bound(survey.params, self.state)
-        self._bound = Bound(binding, binding.witness, formats)
-        return binding
-
     def _carry_out(
         self,
         survey: Survey,
-        binding: Binding | None,
-        bind: Callable[[Binding | None], Binding],
+        bind: Callable[[], Binding],
         prepare: Callable[[Binding], None],
         scale: float,
     ) -> Binding | None:
-        """The update, as one of all ranks where it may fail on some; returns what it was made with."""
-        accord = None if self._local is None else self._local.accord
+        """The update, as one of all ranks where it may fail on some; returns what it was made with, if they agree."""
+        accord = None if self.holdings.local is None else self.holdings.local.accord
         if accord is None:  # nobody to agree with
             if survey.params:
-                binding = bind(binding)
-                prepare(binding)
-                self._run(binding, scale)
-            return binding
+                made = bind()
+                prepare(made)
+                self._run(made, scale)
+            return None
         with accord.prepared():
-            binding = bind(binding) if survey.params else None
+            binding = bind() if survey.params else None
         ran: list[Binding] = []
         with (
             nullcontext()
-            if accord is None or self._disk is None
+            if self.holdings.disk is None
             else accord.reported(lambda: any(one.carried_out or one.torn for one in ran))
         ):
             if binding is not None:
@@ -305,60 +266,134 @@ class FusedOptimizer(Checkpointed):
         return binding
 
     def _run(self, binding: Binding, scale: float) -> None:
-        self._torn = True
+        self.holdings.torn = True
         try:
             binding.run(scale)
         except BaseException:  # refused, or Ctrl-C, which Python delivers before a native call or after it
             if binding.carried_out:
                 binding.stepped()
-            self._torn = binding.torn
+            self.holdings.torn = binding.torn
             raise
         binding.stepped()
-        self._torn = False
+        self.holdings.torn = False
 
     def _tell(self, error: BaseException) -> None:
         """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
-        accord = None if self._local is None else self._local.accord
-        if self._local is None or accord is None or not accord.in_company:
-            if self._disk is not None:
-                say_outcome(error, torn=self._torn)
+        accord = None if self.holdings.local is None else self.holdings.local.accord
+        if self.holdings.local is None or accord is None or not accord.in_company:
+            if self.holdings.disk is not None:
+                say_outcome(error, torn=self.holdings.torn)
             return
-        decided_there = self._local.host is None and device.holds(self._local.pieces)  # nobody here has added up
+        decided_there = self.holdings.local.host is None and device.holds(
+            self.holdings.local.pieces
+        )  # nobody here has added up
         if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
             with suppress(CommError):
-                self._keep_up(self._local)
-                accord.refuse(self._untold or str(error), torn=self._torn, reports=self._disk is not None)
+                self.course.keep_up(self.holdings.local)
+                accord.refuse(
+                    self.holdings.untold or str(error), torn=self.holdings.torn, reports=self.holdings.disk is not None
+                )
         if accord.agreed:
-            self._torn, self._untold = accord.torn, ""
+            self.holdings.torn, self.holdings.untold = accord.torn, ""
             say_outcome(error, torn=accord.torn)
         elif accord.met:
-            self._torn, self._untold = True, str(error)
-            if isinstance(error, Exception) and not accord.publishes and not self._is_scheduled():
+            self.holdings.torn, self.holdings.untold = True, str(error)
+            if isinstance(error, Exception) and not accord.publishes and not self.course.is_scheduled:
                 with suppress(CommError):
-                    self._local.publish()  # the others do, and wait for this rank's part
-
-    def _refuse_if_torn(self) -> None:
-        if self._torn:
-            raise StateError(
-                "a step or a load was broken off while parameters and state were being written, so that they may be of "
-                "different steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
-            )
+                    self.holdings.local.publish()  # the others do, and wait for this rank's part
 
     def _publish(self, local: Local, binding: Binding | None) -> None:
         """Every rank's parameters to all: until then they are of different steps."""
-        self._torn = local.accord.publishes = True
+        self.holdings.torn = local.accord.publishes = True
         local.publish()
         if binding is not None:
             binding.witness.stepped()
-        self._torn = False
+        self.holdings.torn = False
 
-    def _layout(self, group: dict[str, Any], dtype: torch.dtype, holds_moments: bool = False) -> Layout:
-        needs_moments, state_format, master_format, seed = self._format_key(group)
-        has_moments = needs_moments or holds_moments
-        return layout_of(self._algorithm, dtype, has_moments, state_format, master_format, seed is not None)
+    @torch._disable_dynamo
+    def flush(self) -> None:
+        """Finish what is under way, and publish an update that was kept back (`schedule=zk.Delayed(...)`).
 
-    def _format_key(self, group: dict[str, Any]) -> FormatKey:
-        return self._has_moments(group), group["state_format"], group["master_format"], group["stochastic_seed"]
+        Nothing else does: saving, evaluating and logging leave a pending update pending. Under `zk.shard` every rank
+        calls it.
+
+        >>> import zerokern as zk
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> opt = zk.SGD([weight], lr=0.5, schedule=zk.Delayed(after=0))
+        >>> weight.grad = torch.ones(2); opt.step(); weight.data
+        tensor([1., 1.])
+        >>> opt.flush(); weight.data
+        tensor([0.5000, 0.5000])
+        """
+        self.course.flush(self.param_groups)
+
+    @torch._disable_dynamo
+    def refresh_masters(self) -> None:
+        """Begin masters and remainders anew from the parameters, after a write that nobody counts.
+
+        Such are torch.distributed's (`broadcast(p, 0)`), those through numpy or a pointer, and those by `.data` of a
+        view, or by what `p.data` gave before there was an optimizer. Others (`load_state_dict`, `copy_`,
+        `p.data.clamp_`) are followed without this call.
+
+        >>> from zerokern.optim import AdamW
+        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        >>> opt = AdamW([weight]); weight.grad = torch.ones_like(weight); opt.step()
+        >>> weight.detach().data.fill_(2.0); opt.refresh_masters(); opt.state[weight]["remainder"]
+        tensor([2., 2., 2.], dtype=torch.bfloat16)
+        tensor([0, 0, 0], dtype=torch.int16)
+        """
+        self.course.finish(self.param_groups)
+        self.holdings.refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: the same keys, so that fp32 state goes into torch.optim's optimizers and back.
+
+        State on disk is read into memory, all of it. With `zk.Delayed`, state is that after the last update, published
+        or not, and "pending" beside it are the parameter's values then: whoever loads both goes on as if nothing was.
+        """
+        self.course.settle(self.param_groups)
+        held = self.holdings.state
+        try:
+            self.state = WatchedState({key: as_saved(entry) for key, entry in self.holdings.shown().items()})
+            state_dict = super().state_dict()
+        finally:
+            self.state = held
+        return {**state_dict, "state": plain(state_dict["state"])}
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but nothing is cast: state of another format or shape is refused, and nothing is changed then.
+
+        Load the model before its optimizer: a parameter written later drops its remainder.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        loading.take_over(self.holdings, self.course, self.param_groups, state_dict, loading.keep)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        here = self.holdings
+        here.refuse_in_child()
+        self.course.finish(self.param_groups)
+        disk_state.refuse_copy(here.state)
+        here.catch_up()
+        own = {"tier": self.tier, "schedule": self.schedule, "_max_grad_norm": self._max_grad_norm}
+        own |= {"_grad_norm": self.grad_norm, "_skipped_steps": self.skipped_steps, "_torn": here.torn}
+        shown = plain(here.shown())
+        for part in (value for entry in shown.values() for value in entry.values() if isinstance(value, Sharded)):
+            refuse("a copy of an optimizer, or a pickle", part, "owner")
+        return {**super().__getstate__(), "state": shown, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        mine = dict(state)
+        held, torn = mine.pop("state"), mine.pop("_torn")
+        self._furnish(mine["tier"], mine["schedule"], Decision(mine.pop("_grad_norm"), mine.pop("_skipped_steps")))
+        super().__setstate__(mine)
+        self.state, self.holdings.torn = WatchedState(held), torn
+        self.holdings.watch_data(self.param_groups)
+        self.holdings.bound = Bound(witness=Witness(tracked(self.state)))
 
 
 def _prepare(settings: list[dict[str, Any]], pointers: array[int], binding: Binding) -> None:

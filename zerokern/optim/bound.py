@@ -11,14 +11,12 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_binding import DiskBinding
-from zerokern.optim.formats import Algorithm
+from zerokern.optim.formats import Algorithm, FormatKey
 from zerokern.optim.masters import Witness
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.watched import WatchedState
 
-__all__ = ["Bound", "FormatKey", "bind"]
-
-FormatKey = tuple[bool, str, str | None, int | None]
+__all__ = ["Bound", "bind"]
 
 
 @dataclass

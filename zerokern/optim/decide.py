@@ -31,11 +31,15 @@ class Decision:
     """
 
     def __init__(self, grad_norm: float | None = None, skipped_steps: int = 0) -> None:
-        self._norm, self._skipped = grad_norm, skipped_steps  # as far as they are known here
-        self.device: torch.device | None = None
+        self.begin(grad_norm, skipped_steps)
         self.scale: float | None = None
         self.known = True  # whether what was asked for last has been decided
         self._decide: Callable[[], float | None]
+
+    def begin(self, grad_norm: float | None, skipped_steps: int) -> None:
+        """Go on from these."""
+        self._norm, self._skipped = grad_norm, skipped_steps  # as far as they are known here
+        self.device: torch.device | None = None
 
     @property
     def grad_norm(self) -> float | None:

@@ -7,7 +7,7 @@ the ring's slots while it is loaded: never all of it is in memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +16,17 @@ from zerokern.core.errors import StateError
 from zerokern.io.place import Record
 from zerokern.memory import Slot
 from zerokern.optim import disk_state, loading
+from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.bound import Bound
-from zerokern.optim.decide import Decision
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.formats import Layout
-from zerokern.optim.local import PENDING
-from zerokern.optim.masters import Witness, tracked
+from zerokern.optim.holdings import Holdings
+from zerokern.optim.local import LATE, PENDING
 from zerokern.optim.records import OnDisk, Place, on_disk_of, settle
-from zerokern.optim.scheduled import LATE
-from zerokern.optim.state import Entry, laid_out, make
+from zerokern.optim.state import Checked, Entry, laid_out, make
 from zerokern.optim.survey import Groups
 from zerokern.optim.watched import ON_DISK
-
-if TYPE_CHECKING:
-    from zerokern.optim.checkpointed import Checkpointed
 
 __all__ = ["Column", "Exchange", "Inflow", "Round"]
 
@@ -40,41 +36,51 @@ _STEPPED = "the optimizer has stepped, or was loaded, since its state was descri
 class Exchange:
     """What saving asks of one of our optimizers."""
 
-    def __init__(self, opt: Checkpointed) -> None:
-        self._opt = opt
+    def __init__(self, opt: FusedOptimizer) -> None:
+        self.opt = opt
+        self._here, self._course = opt.holdings, opt.course
 
     @property
     def params(self) -> list[Tensor]:
         """The parameters of all groups, in order."""
-        return [param for group in self._opt.param_groups for param in group["params"]]
+        return [param for group in self.opt.param_groups for param in group["params"]]
 
     @property
     def late(self) -> bool:
         """Whether an update waits to be published."""
-        return any(group.get(LATE, False) for group in self._opt.param_groups)
+        return any(group.get(LATE, False) for group in self.opt.param_groups)
+
+    @property
+    def delays(self) -> bool:
+        """Whether updates may wait to be published."""
+        return self._here.delays
+
+    @property
+    def disk(self) -> Disk | None:
+        """Where the state lies, if on a disk."""
+        return self._here.disk
 
     def settle(self) -> None:
         """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
-        opt = self._opt
-        opt._refuse_in_child()
-        opt._finish()
-        opt._refuse_if_torn()
-        opt._catch_up()
+        self._course.settle(self.opt.param_groups)
+
+    def held(self) -> list[tuple[Tensor, Tensor, Any, Entry | None]]:
+        """Each parameter, what is updated in its place, where that lies, and its state."""
+        local, state = self._here.local, self._here.held
+        if local is None:
+            return [(param, param, None, state.get(param)) for param in self.params]
+        triples = zip(local.everyone, local.pieces, local.homes, strict=True)
+        return [(param, piece, home, state.get(piece)) for param, piece, home in triples]
 
     def entries(self) -> list[dict[str, Any] | None]:
         """The state of each parameter: what lies in memory as it is shown, what lies on disk as columns."""
-        opt, held = self._opt, self._opt._held
-        stream = None
-        if opt._disk is not None and disk_state.stand_ins(held):
-            stream = Outflow(opt._disk, disk_state.stand_ins(held))
-        made = dict(held)
-        if isinstance(opt._bound.binding, DeviceBinding):
-            made = opt._bound.binding.shown(held)
-        params, optional = self.params, opt._algorithm.optional
+        here, held = self._here, self._here.held
+        owners = disk_state.stand_ins(held)
+        stream = Outflow(here.disk, owners) if here.disk is not None and owners else None
+        made = here.bound.binding.shown(held) if isinstance(here.bound.binding, DeviceBinding) else dict(held)
+        optional = here.algorithm.optional
         found: list[dict[str, Any] | None] = []
-        pieces = params if opt._local is None else opt._local.pieces
-        homes = [None] * len(params) if opt._local is None else opt._local.homes
-        for piece, home in zip(pieces, homes, strict=True):
+        for _, piece, home, _ in self.held():
             entry = made.get(piece)
             if not entry:
                 found.append(None)
@@ -92,80 +98,47 @@ class Exchange:
 
     def layout(self, group: dict[str, Any], param: Tensor, keys: Sequence[str]) -> tuple[Layout, frozenset[str]]:
         """What state a parameter would have that is loaded with these keys, and which of it need not be there."""
-        algorithm = self._opt._algorithm
+        algorithm = self._here.algorithm
         moments = {key for key, _ in algorithm.moments}
-        return self._opt._layout(group, param.dtype, any(key in moments for key in keys)), algorithm.optional
+        return algorithm.layout(group, param.dtype, any(key in moments for key in keys)), algorithm.optional
 
     def merged(self, saved: Groups) -> Groups:
         """The groups as they would be with saved hyperparameters, which are checked."""
-        groups = loading.merged_groups(self._opt.param_groups, saved)
-        for group in groups:
-            self._opt._checked(group)
-        return groups
+        return loading.checked_groups(self._here.algorithm, self.opt.param_groups, saved)
 
-    def lay_out(self, saved: Groups, entries: Sequence[Entry | None]) -> None:
+    def take_room(self, saved: Groups, entries: Sequence[Entry | None]) -> None:
         """Take over groups, and room for state as these stand-ins describe it; what it holds is undefined then.
 
-        The optimizer counts as torn until `complete`.
+        The optimizer counts as torn until `filled`.
         """
-        opt = self._opt
         numbers = iter(range(len(entries)))
         groups = [
             {**group, "params": [next(numbers) for _ in own["params"]]}
-            for group, own in zip(saved, opt.param_groups, strict=True)
+            for group, own in zip(saved, self.opt.param_groups, strict=True)
         ]
-        state = {number: entry for number, entry in enumerate(entries) if entry}
-        opt._take_over({"state": state, "param_groups": groups}, self._emptied if opt._disk is None else self._roomed)
-        opt._torn = True
-
-    def _emptied(self, entries: Sequence[loading.Checked]) -> list[Entry]:
-        """Room in memory for checked entries. What was there goes first, so that there is never twice the state."""
-        opt = self._opt
-        opt._torn = True
-        if opt._room is None:  # else it is written where it lies
-            opt._bound = Bound()
-            for state in (opt._held, opt.state):
-                state.clear()
-            if opt._local is not None:
-                opt._local.export(opt.state)  # forgets what it has shown
-        return laid_out(entries, opt._room_for(entries))
-
-    def _roomed(self, entries: Sequence[loading.Checked]) -> list[Entry]:
-        """Room on disk for checked entries, which nobody has written yet."""
-        opt = self._opt
-        assert opt._disk is not None
-        owners = disk_state.housed(opt._disk, entries, opt._held)
-        opt._torn = True
-        mine: list[Entry] = [{} for _ in entries]
-        slots = [(param, one, layout) for (param, _, layout), one in zip(entries, mine, strict=True)]
-        make([(param, one, slot) for param, one, layout in slots for slot in layout.counter])
-        for (_, entry, _), one, owner in zip(entries, mine, owners, strict=True):
-            if owner is not None:
-                missing = [slot.key for slot in owner.slots if entry.get(slot.key) is None]
-                owner.first, owner.kept, owner.exact = bool(missing), False, None
-                one[ON_DISK] = owner
-        return mine
+        state_dict = {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
+        keep = _emptied if self.disk is None else _roomed
+        loading.take_over(self._here, self._course, self.opt.param_groups, state_dict, keep)
+        self._here.torn = True
 
     def pieces(self) -> list[Tensor]:
         """What is updated for each parameter: itself, its piece, or a twin in host memory."""
-        return self.params if self._opt._local is None else self._opt._local.pieces
+        return self.params if self._here.local is None else self._here.local.pieces
 
     def inflow(self) -> Inflow | None:
-        """The room on disk that `lay_out` has made, to be filled."""
-        opt = self._opt
-        owners = [(number, on_disk_of(opt._held.get(piece))) for number, piece in enumerate(self.pieces())]
-        there = [(number, owner) for number, owner in owners if owner is not None]
-        return Inflow(opt._disk, there) if opt._disk is not None and there else None
+        """The room on disk that `take_room` has made, to be filled."""
+        there = [(i, owner) for i, (*_, entry) in enumerate(self.held()) if (owner := on_disk_of(entry)) is not None]
+        return Inflow(self.disk, there) if self.disk is not None and there else None
 
     def look(self) -> None:
         """Follow what was written to parameters."""
-        if self._opt._local is not None:
-            self._opt._local.refetch()
-            self._opt._local.look()
+        if self._here.local is not None:
+            self._here.local.refetch()
+            self._here.local.look()
 
     def pend(self, numbers: Sequence[int]) -> None:
         """The twins of these hold values that an update made and nobody has published."""
-        local = self._opt._local
+        local = self._here.local
         host = None if local is None else local.host
         if local is None or host is None:
             return
@@ -180,17 +153,43 @@ class Exchange:
 
     def counters(self) -> dict[str, Any]:
         """What the optimizer counts beside its state."""
-        return {"skipped_steps": self._opt.skipped_steps, "grad_norm": self._opt.grad_norm}
+        return {"skipped_steps": self.opt.skipped_steps, "grad_norm": self.opt.grad_norm}
 
-    def complete(self, counters: dict[str, Any] | None) -> None:
-        """All that `lay_out` made room for has been written: the optimizer goes on from there."""
-        opt = self._opt
-        if opt._local is not None:
-            opt._local.look()
-        opt._bound = Bound(witness=Witness(tracked(opt._held), loaded=True))
+    def filled(self, counters: dict[str, Any] | None) -> None:
+        """All that `take_room` made room for has been written: the optimizer goes on from there."""
+        if self._here.local is not None:
+            self._here.local.look()
+        self._here.renew()
         if counters is not None:
-            opt._decision = Decision(**counters)
-        opt._torn, opt._untold = False, ""
+            self.opt.decision.begin(**counters)
+
+
+def _emptied(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
+    """Room in memory for checked entries. What was there goes first, so that there is never twice the state."""
+    here.torn = True
+    if here.room is None:  # else it is written where it lies
+        here.bound = Bound()
+        for state in (here.held, here.state):
+            state.clear()
+        if here.local is not None:
+            here.local.export(here.state)  # forgets what it has shown
+    return laid_out(entries, loading.room_for(here, entries))
+
+
+def _roomed(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
+    """Room on disk for checked entries, which nobody has written yet."""
+    assert here.disk is not None
+    owners = disk_state.housed(here.disk, entries, here.held)
+    here.torn = True
+    mine: list[Entry] = [{} for _ in entries]
+    slots = [(param, one, layout) for (param, _, layout), one in zip(entries, mine, strict=True)]
+    make([(param, one, slot) for param, one, layout in slots for slot in layout.counter])
+    for (_, entry, _), one, owner in zip(entries, mine, owners, strict=True):
+        if owner is not None:
+            missing = [slot.key for slot in owner.slots if entry.get(slot.key) is None]
+            owner.first, owner.kept, owner.exact = bool(missing), False, None
+            one[ON_DISK] = owner
+    return mine
 
 
 def _without_elements(entry: dict[str, Any], optional: frozenset[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,6 +14,7 @@ from zerokern.core.errors import got
 from zerokern.core.units import MASTERS
 from zerokern.kernels.formats import MASTER_FORMATS, blocks
 from zerokern.memory import Wanted
+from zerokern.optim import checks
 
 # bytes per bf16 parameter: values, split8, int8 moments, gradient, scales
 _SMALLEST = 2 + 1 + 1 + 1 + 2 + 2 * 4 / 128
@@ -22,6 +24,16 @@ TAKES_LESS = (
     "says beforehand what fits"
 )
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
+Group = dict[str, Any]
+FormatKey = tuple[bool, str, str | None, int | None]
+
+
+def _always(_: Group) -> bool:
+    return True
+
+
+def _zero(_: Group) -> float:
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -45,18 +57,38 @@ class Slot:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the formats need to know of an update rule."""
+    """An update rule, as far as it differs from the others."""
 
     name: str
     moments: tuple[tuple[str, str], ...]  # (state key, column of the update table)
     state_formats: tuple[str, ...]
     counts_steps: bool
+    values: Callable[[Group], Group]  # a group's, checked, as `UpdateTable.set_group` spells them
     starts_from_gradient: bool = False  # the moment of the first step is the gradient itself
+    has_moments: Callable[[Group], bool] = _always
+    first_moment: Callable[[Group], float] = _zero
+    fixed: tuple[tuple[str, Any], ...] = ()  # of each group, whatever a checkpoint says
 
     @property
     def optional(self) -> frozenset[str]:
         """The keys of state that need not be there before the first step that uses them."""
         return frozenset(key for key, _ in self.moments if self.starts_from_gradient)
+
+    def checked(self, group: Group) -> Group:
+        """The group's hyperparameters, after everything in it has been checked."""
+        checks.hints(group)
+        check_formats(self, group)
+        self.first_moment(group)
+        return self.values(group)
+
+    def key(self, group: Group) -> FormatKey:
+        """What of a group decides the layouts of its parameters."""
+        return self.has_moments(group), group["state_format"], group["master_format"], group["stochastic_seed"]
+
+    def layout(self, group: Group, dtype: torch.dtype, holds_moments: bool = False) -> Layout:
+        """The state of a parameter of this group."""
+        needs_moments, state_format, master_format, seed = self.key(group)
+        return layout_of(self, dtype, needs_moments or holds_moments, state_format, master_format, seed is not None)
 
 
 @dataclass(frozen=True)

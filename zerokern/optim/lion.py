@@ -14,6 +14,17 @@ from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
 
 
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = checks.pair("betas", group["betas"])
+    return {
+        "lr": checks.rate("lr", group["lr"]),
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": checks.number("weight_decay", group["weight_decay"]),
+        "maximize": checks.flag("maximize", group["maximize"]),
+    }
+
+
 class Lion(FusedOptimizer):
     """Lion with decoupled weight decay; one moment, half the state of Adam. Keywords beside torch's are those of
     `zerokern.optim.Adam`.
@@ -26,7 +37,11 @@ class Lion(FusedOptimizer):
     """
 
     _algorithm = Algorithm(
-        name="lion", moments=(("exp_avg", "exp_avg"),), state_formats=("fp32", "bf16", "int8"), counts_steps=False
+        name="lion",
+        moments=(("exp_avg", "exp_avg"),),
+        state_formats=("fp32", "bf16", "int8"),
+        counts_steps=False,
+        values=_values,
     )
 
     def __init__(
@@ -48,33 +63,4 @@ class Lion(FusedOptimizer):
         max_grad_norm: float | None = None,
         stochastic_seed: int | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(
-            params,
-            defaults,
-            tier=tier,
-            schedule=schedule,
-            state_format=state_format,
-            master_format=master_format,
-            stochastic_seed=stochastic_seed,
-            max_grad_norm=max_grad_norm,
-        )
-
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = checks.pair("betas", group["betas"])
-        return {
-            "lr": checks.rate("lr", group["lr"]),
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": checks.number("weight_decay", group["weight_decay"]),
-            "maximize": checks.flag("maximize", group["maximize"]),
-        }
+        super().__init__(params, locals())

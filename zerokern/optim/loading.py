@@ -10,13 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import StateError
-from zerokern.optim.formats import Algorithm, Layout
-from zerokern.optim.state import Entry, check_entry
-from zerokern.optim.survey import names_of
+from zerokern.core.errors import StateError, got
+from zerokern.memory import HostPlace
+from zerokern.optim import disk_state
+from zerokern.optim.course import Course
+from zerokern.optim.formats import Algorithm, Layout, as_kept
+from zerokern.optim.holdings import Holdings
+from zerokern.optim.local import LATE, NOT_DELAYED, PENDING, Local, localised, sharded
+from zerokern.optim.state import Checked, Entry, check_entry, copied
+from zerokern.optim.survey import Groups, names_of
+from zerokern.optim.watched import WatchedState
 
-Groups = Sequence[dict[str, Any]]
-Checked = tuple[Tensor, Entry, Layout]
+__all__ = ["checked_groups", "keep", "merged_groups", "room_for", "take_over"]
+
+Keep = Callable[[Holdings, Sequence[Checked]], list[Entry]]
 
 # A checkpoint decides hyperparameters. It does not decide how the optimizer is implemented, nor in which formats: state
 # in other formats is refused parameter by parameter.
@@ -45,15 +52,56 @@ def merged_groups(groups: Groups, saved_groups: Groups) -> list[dict[str, Any]]:
     return merged
 
 
-def loaded_state(
-    algorithm: Algorithm,
-    layout_of: Callable[[dict[str, Any], torch.dtype, bool], Layout],
-    groups: Groups,
-    merged: Groups,
-    state_dict: dict[str, Any],
-    keep: Callable[[Sequence[Checked]], list[Entry]],
+def take_over(here: Holdings, course: Course, groups: Groups, state_dict: dict[str, Any], keep: Keep) -> None:
+    """Groups and state are those of the state_dict, whose entries are held as `keep` keeps them."""
+    here.refuse_in_child()
+    course.abandon(groups)
+    state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
+    merged = checked_groups(here.algorithm, groups, state_dict["param_groups"])
+    apart = bool(state_dict["state"]) and here.is_apart(groups)
+    local = localised(here.local, groups, host=here.hosting(groups)) if apart or sharded(groups) else None
+    subject = (groups, merged, state_dict) if local is None else local.loading(groups, merged, state_dict)
+    rest, pending = _set_apart(subject[2], local, [param for group in merged for param in group["params"]])
+    state = _loaded_state(here, *subject[:2], rest, keep)
+    for mine, group in zip(groups, merged, strict=True):
+        mine.update(group)
+    here.local = local
+    here.state = WatchedState(state if local is None else local.loaded(state, pending))
+    here.renew()
+    said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
+    course.keep_back(any(said) if said else bool(pending))
+
+
+def keep(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
+    """Loaded entries as the optimizer holds them: copies in memory of our own, or on disk."""
+    if here.disk is None:
+        return copied(entries, room_for(here, entries))
+    owners = disk_state.housed(here.disk, entries, here.held)
+    here.torn = True  # from here on a failure leaves neither the old state nor the new one
+    return disk_state.put_down(here.disk, owners, entries, here.algorithm)
+
+
+def room_for(here: Holdings, entries: Sequence[Checked]) -> HostPlace | None:
+    """Where state lies on the host, for entries that may lie there: it is about to be written."""
+    room = here.room if all(param.is_cpu for param, _, _ in entries) else None
+    here.torn = here.torn or room is not None  # until the load has ended
+    return room
+
+
+def checked_groups(algorithm: Algorithm, groups: Groups, saved: Groups) -> list[dict[str, Any]]:
+    """As `merged_groups`, with hyperparameters that have been checked."""
+    merged = merged_groups(groups, saved)
+    for group in merged:
+        group.update(algorithm.fixed)
+        algorithm.checked(group)
+    return merged
+
+
+def _loaded_state(
+    here: Holdings, groups: Groups, merged: Groups, state_dict: dict[str, Any], keep: Keep
 ) -> dict[Any, Any]:
-    """The state_dict's state by parameter, as `keep` keeps it: a copy in memory of our own, or on disk."""
+    """The state_dict's state by parameter."""
+    algorithm = here.algorithm
     saved_ids = chain.from_iterable(saved["params"] for saved in state_dict["param_groups"])
     owned = [(param, group) for group in merged for param in group["params"]]
     places = dict(zip(saved_ids, zip(owned, names_of(groups), strict=True), strict=True))
@@ -67,12 +115,12 @@ def loaded_state(
         (param, group), name = places[key]
         if not entry:
             continue
-        layout = layout_of(group, param.dtype, any(entry.get(moment) is not None for moment in moments))
+        layout = algorithm.layout(group, param.dtype, any(entry.get(moment) is not None for moment in moments))
         check_entry(name, param, entry, layout, optional=algorithm.optional)
         _refuse_extra(name, entry, layout)
         entries.append((param, entry, layout))
     with torch.no_grad():
-        loaded = keep(entries)
+        loaded = keep(here, entries)
     return {**{param: mine for (param, _, _), mine in zip(entries, loaded, strict=True)}, **others}
 
 
@@ -86,3 +134,29 @@ def _refuse_extra(name: str, entry: Entry, layout: Layout) -> None:
             f"{name}: the state_dict has {keys}, which this optimizer does not keep; it keeps {needed}. "
             "It was saved by another algorithm or with other formats; loading only part of it would change its meaning"
         )
+
+
+def _set_apart(
+    state_dict: dict[str, Any], local: Local | None, everyone: Sequence[Tensor]
+) -> tuple[dict[str, Any], dict[int, Tensor]]:
+    """Without the values that a delayed update left pending, and these, by their place among the parameters."""
+    order = [key for group in state_dict["param_groups"] for key in group["params"]]
+    entries = {key: entry for key, entry in state_dict["state"].items() if isinstance(entry, dict) and PENDING in entry}
+    if not entries:
+        return state_dict, {}
+    places = {place: key for place, key in enumerate(order) if key in entries}
+    near = everyone if local is None else local.near
+    for place, key in places.items():
+        values, mine = entries[key][PENDING], near[place]
+        if (values.shape, values.dtype) != (mine.shape, mine.dtype):
+            what = f"{PENDING!r} of parameter {place}", f"{tuple(values.shape)} {values.dtype}"
+            raise StateError(got(*what, f"{tuple(mine.shape)} {mine.dtype}, as the parameter; nothing is cast"))
+    if local is None or local.host is None or not local.host.delays:
+        for place, key in places.items():
+            if not torch.equal(entries[key][PENDING].to(near[place].device), near[place]):
+                raise StateError(NOT_DELAYED)
+        places = {}
+    rest = {key: {name: one for name, one in entry.items() if name != PENDING} for key, entry in entries.items()}
+    # copies: what was loaded in place may be the twins themselves, which follow their parameters first
+    pending = {place: entries[key][PENDING].clone() for place, key in places.items()}
+    return {**state_dict, "state": {**state_dict["state"], **rest}}, pending

@@ -26,15 +26,16 @@ from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import Residence, is_divided, shardings_of
 
-__all__ = ["NOT_DELAYED", "PENDING", "Local", "localised", "scale_gradients", "sharded"]
+__all__ = ["LATE", "NOT_DELAYED", "PENDING", "Local", "localised", "scale_gradients", "sharded"]
 
+LATE = "delayed_pending"  # in param_groups: whether an update waits to be published
 PENDING = "pending"  # in a state_dict: values of a parameter that an update has made and no step has published
 NOT_DELAYED = (
     "this state was saved while a delayed update was pending, which this optimizer would lose; load it into one with "
     "schedule=zk.Delayed(...), and flush() that, or call opt.flush() before saving"
 )
 
-_LATE = (
+_TOO_LATE = (
     "{name}: its optimizer has stepped before zk.shard divided it, so its state is of another shape. Build the "
     "optimizer after zk.shard (or fully_shard); to keep the state, take state_dict() and load it into that one"
 )
@@ -213,7 +214,7 @@ class Local:
                 made[piece] = entry
                 continue
             if entry and refuse_plain:
-                raise StateError(_LATE.format(name=home.name))
+                raise StateError(_TOO_LATE.format(name=home.name))
             mine, shown = self.state.get(piece) or {}, self._exported.get(id(piece), {})
             made[piece] = {
                 key: mine[key]

@@ -15,6 +15,27 @@ from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
 
 
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    momentum = checks.number("momentum", group["momentum"])
+    dampening = checks.number("dampening", group["dampening"])
+    nesterov = checks.flag("nesterov", group["nesterov"])
+    if nesterov and (momentum == 0.0 or dampening != 0.0):
+        do = "pass momentum > 0 and dampening=0"
+        raise ValueError(got("nesterov", True, f"False with momentum={momentum:g}, dampening={dampening:g}", do))
+    return {
+        "lr": checks.rate("lr", group["lr"]),
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": checks.number("weight_decay", group["weight_decay"]),
+        "nesterov": nesterov,
+        "maximize": checks.flag("maximize", group["maximize"]),
+    }
+
+
+def _has_momentum(group: dict[str, Any]) -> bool:
+    return float(group["momentum"]) != 0.0
+
+
 class SGD(FusedOptimizer):
     """SGD as torch defines it. Keywords beside torch's are those of `zerokern.optim.Adam`, without state_format="int8".
 
@@ -32,6 +53,8 @@ class SGD(FusedOptimizer):
         state_formats=("fp32", "bf16"),
         counts_steps=False,
         starts_from_gradient=True,
+        values=_values,
+        has_moments=_has_momentum,
     )
 
     def __init__(
@@ -54,43 +77,4 @@ class SGD(FusedOptimizer):
         max_grad_norm: float | None = None,
         stochastic_seed: int | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(
-            params,
-            defaults,
-            tier=tier,
-            schedule=schedule,
-            state_format=state_format,
-            master_format=master_format,
-            stochastic_seed=stochastic_seed,
-            max_grad_norm=max_grad_norm,
-        )
-
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        momentum = checks.number("momentum", group["momentum"])
-        dampening = checks.number("dampening", group["dampening"])
-        nesterov = checks.flag("nesterov", group["nesterov"])
-        if nesterov and (momentum == 0.0 or dampening != 0.0):
-            do = "pass momentum > 0 and dampening=0"
-            raise ValueError(got("nesterov", True, f"False with momentum={momentum:g}, dampening={dampening:g}", do))
-        return {
-            "lr": checks.rate("lr", group["lr"]),
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": checks.number("weight_decay", group["weight_decay"]),
-            "nesterov": nesterov,
-            "maximize": checks.flag("maximize", group["maximize"]),
-        }
-
-    def _has_moments(self, group: dict[str, Any]) -> bool:
-        return float(group["momentum"]) != 0.0
+        super().__init__(params, locals())

@@ -15,6 +15,7 @@ from zerokern.optim.formats import TAKES_LESS, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 
 Entry = dict[str, Any]
+Checked = tuple[Tensor, Entry, Layout]
 _HOST = torch.device("cpu")
 
 

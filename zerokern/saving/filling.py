@@ -14,7 +14,6 @@ from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory.here import Cuboid, Here
-from zerokern.optim.disk_state import stand_ins
 from zerokern.saving.formats import MASTERS, exact_values, is_coded, master_kind, moment, published, refuse_infinite
 from zerokern.saving.optimizers import Steps, Wanted
 from zerokern.saving.source import Parts
@@ -284,8 +283,8 @@ def convert_state(
 
 def refuse_without_room(steps: Steps, plans: Mapping[int, StatePlan]) -> None:
     """Room on disk for what an optimizer will keep there, until it is laid out: before anything is replaced."""
-    disk = getattr(steps.opt, "_disk", None)
-    if disk is None or stand_ins(steps.opt._held):
+    disk = steps.disk
+    if disk is None or steps.inflow() is not None:
         return
     spans: list[tuple[int, tuple[Width, ...]]] = []
     for plan in plans.values():

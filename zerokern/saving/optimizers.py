@@ -1,7 +1,7 @@
 """Optimizers as a checkpoint sees them: groups as plain values, state by parameter and key, room for what is loaded.
 
-`Steps` is any torch.optim.Optimizer, whose state is what it has in `.state`; `Ours` goes through
-`zerokern.optim.exchange`.
+`Steps` is any torch.optim.Optimizer, whose state is what it has in `.state`; `Ours` is one of ours, with what
+`zerokern.optim.exchange` tells of it. Both answer to the same names.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.disk import Disk
 from zerokern.optim.exchange import Exchange, Inflow
-from zerokern.optim.local import NOT_DELAYED, PENDING
-from zerokern.optim.scheduled import LATE
+from zerokern.optim.local import LATE, NOT_DELAYED, PENDING
 from zerokern.saving.formats import is_coded
 from zerokern.zero.homes import here_of_state, home_of
 
@@ -37,10 +37,18 @@ _ALIKE = ({"Adam", "AdamW"},)
 class Steps:
     """Any torch.optim.Optimizer."""
 
-    late = False  # whether an update waits to be published
-
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt: Any = opt
+
+    @property
+    def late(self) -> bool:
+        """Whether an update waits to be published."""
+        return False
+
+    @property
+    def disk(self) -> Disk | None:
+        """Where the state lies, if on a disk."""
+        return None
 
     @property
     def params(self) -> list[Tensor]:
@@ -133,32 +141,25 @@ class Steps:
             self.opt._zk_half_loaded = None
 
 
-class Ours(Steps):
+class Ours(Exchange, Steps):
     """One of zerokern's."""
 
     def __init__(self, opt: FusedOptimizer) -> None:
         super().__init__(opt)
-        self._exchange = Exchange(opt)
-        for name in ("settle", "entries", "inflow", "look", "pieces", "pend"):
-            setattr(self, name, getattr(self._exchange, name))
         self._merged: Sequence[dict[str, Any]] = opt.param_groups
         self._counters: dict[str, Any] | None = None
-
-    @property
-    def late(self) -> bool:  # type: ignore[override]
-        return self._exchange.late
 
     def values(self) -> dict[str, Any]:
         opt = self.opt
         tier = opt.tier if isinstance(opt.tier, str) else "nvme"
-        counters = {name: plain(value, name) for name, value in self._exchange.counters().items()}
+        counters = {name: plain(value, name) for name, value in self.counters().items()}
         return {"class": type(opt).__name__, "tier": tier, "schedule": str(opt.schedule), "counters": counters}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
-        if any(group.get(LATE, False) for group in saved) and not self.opt._delays:
+        if any(group.get(LATE, False) for group in saved) and not self.delays:
             return [NOT_DELAYED]
         try:
-            self._merged = self._exchange.merged(_with_places(self.opt, saved))
+            self._merged = self.merged(_with_places(self.opt, saved))
         except (TypeError, ValueError) as error:
             return [f"its groups do not suit {type(self.opt).__name__}: {error}"]
         self._counters = self._counted(values.get("counters"))
@@ -167,7 +168,7 @@ class Ours(Steps):
     def _counted(self, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if saved is None:
             return None
-        found = {name: back(saved[name]) for name in self._exchange.counters()}
+        found = {name: back(saved[name]) for name in self.counters()}
         for name, value in found.items():
             if type(value) not in _COUNTED[name]:
                 raise StateError(
@@ -182,7 +183,7 @@ class Ours(Steps):
             if not there:
                 made.append(({}, frozenset()))
                 continue
-            layout, optional = self._exchange.layout(owner, param, list(there))
+            layout, optional = self.layout(owner, param, list(there))
             like = torch.empty(here_of_state(param).shape, dtype=param.dtype, device="meta")
             made.append(({slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}, optional))
         return made
@@ -192,10 +193,10 @@ class Ours(Steps):
             {key: _stand_in(param, *one) for key, one in wanted.items()} if wanted else None
             for param, wanted in zip(self.params, entries, strict=True)
         ]
-        self._exchange.lay_out(groups, made)
+        self.take_room(groups, made)
 
     def complete(self) -> None:
-        self._exchange.complete(self._counters)
+        self.filled(self._counters)
 
 
 def steps_of(opt: Any) -> Steps:

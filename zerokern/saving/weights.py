@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import StateError
 from zerokern.kernels import join
-from zerokern.optim.checkpointed import Checkpointed
+from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk
+from zerokern.optim.exchange import Exchange
 from zerokern.optim.records import OnDisk, on_disk_of
 from zerokern.saving.parameters import named_tensors, spans
 from zerokern.zero.homes import Home, home_of
@@ -163,8 +164,8 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
     {}
     """
     found: dict[str, list[Elements]] = {}
-    known = _known(opt) if isinstance(opt, Checkpointed) else {}
-    disk = _OneAtATime(opt._disk) if isinstance(opt, Checkpointed) and opt._disk is not None else None
+    known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
+    disk = _OneAtATime(opt.holdings.disk) if isinstance(opt, FusedOptimizer) and opt.holdings.disk is not None else None
     for name, param in named_tensors(model).items():
         home = home_of(param)
         piece, where, entry = known.get(id(param)) or known.get(id(getattr(home, "piece", None))) or (None, home, None)
@@ -181,17 +182,11 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
     return found
 
 
-def _known(opt: Checkpointed) -> dict[int, tuple[Tensor, Any, Any]]:
+def _known(opt: FusedOptimizer) -> dict[int, tuple[Tensor, Any, Any]]:
     """By parameter: what is updated in its place, where that lies, and its state; as of the last step."""
-    opt._finish()
-    opt._refuse_if_torn()
-    opt._catch_up()
-    local, held = opt._local, opt._held
-    everyone = [param for group in opt.param_groups for param in group["params"]]
-    if local is None:
-        return {id(param): (param, None, held.get(param)) for param in everyone}
-    triples = zip(local.everyone, local.pieces, local.homes, strict=True)
-    return {id(param): (piece, home, held.get(piece)) for param, piece, home in triples}
+    ours = Exchange(opt)
+    ours.settle()
+    return {id(param): (piece, home, entry) for param, piece, home, entry in ours.held()}
 
 
 def _of_state(piece: Tensor, entry: dict[str, Any], disk: _OneAtATime | None) -> Values | None:

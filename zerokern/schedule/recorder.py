@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from zerokern.core.errors import got
 
-__all__ = ["Event", "Launched", "Recorder", "record", "recorder_of"]
+__all__ = ["Event", "Launched", "Recorder"]
 
 LIMIT = 1 << 16
 
@@ -84,30 +83,6 @@ class Recorder:
     def clear(self) -> None:
         """Forgets everything."""
         self._kept.clear()
-
-
-_RECORDERS: WeakKeyDictionary[Any, Recorder] = WeakKeyDictionary()
-
-
-def record(owner: Any, recorder: Recorder) -> None:
-    """What runs for an optimizer that has yet to step is noted there.
-
-    >>> import zerokern as zk
-    >>> optimizer, recorder = zk.SGD([torch.nn.Parameter(torch.ones(2))], schedule=zk.Delayed()), Recorder()
-    >>> record(optimizer, recorder)
-    >>> recorder_of(optimizer) is recorder
-    True
-    """
-    _RECORDERS[owner] = recorder
-
-
-def recorder_of(owner: Any) -> Recorder | None:
-    """Where what runs for an optimizer is noted, if anywhere.
-
-    >>> recorder_of(Recorder()) is None
-    True
-    """
-    return _RECORDERS.get(owner)
 
 
 def _event(one: Event | Launched) -> Event:

@@ -1,0 +1,184 @@
+"""What an optimizer has: its state and where that lies, what stands for its parameters, and whether it is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerokern.core.errors import StateError, got
+from zerokern.io import Nvme
+from zerokern.io.lock import let_go_in_child
+from zerokern.memory import HostPlace
+from zerokern.optim import disk_state
+from zerokern.optim.binding import Binding
+from zerokern.optim.bound import Bound, bind
+from zerokern.optim.decide import Decision
+from zerokern.optim.device_binding import DeviceBinding
+from zerokern.optim.disk import Disk
+from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
+from zerokern.optim.hosted import Host, LayoutOf
+from zerokern.optim.link import is_apart
+from zerokern.optim.local import LATE, Local
+from zerokern.optim.masters import Witness, follow, tracked
+from zerokern.optim.survey import Groups, Survey
+from zerokern.optim.watched import Elsewhere, WatchedState, watched
+from zerokern.schedule import Delayed, check_schedule
+from zerokern.schedule.recorder import Recorder
+from zerokern.zero.data_writes import DataWrites
+
+__all__ = ["Holdings"]
+
+_TORN = (
+    "a step or a load was broken off while parameters and state were being written, so that they may be of "
+    "different steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
+)
+
+
+class Holdings:
+    """Of one optimizer, called `name` where it asks for host memory.
+
+    `state` is by parameter, as its users see it; `held` by what is updated here.
+    """
+
+    def __init__(self, algorithm: Algorithm, tier: str | Nvme, schedule: str | Delayed, name: str) -> None:
+        self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
+        if isinstance(tier, Nvme) and self.schedule != "sync":
+            do = "state on disk is updated as it streams by, before step() returns"
+            raise ValueError(got("schedule", schedule, f"'sync' with tier={tier!r}", do))
+        self.room = HostPlace(name, TAKES_LESS) if tier == "cpu" or self.delays else None
+        self.disk = Disk(tier) if isinstance(tier, Nvme) else None
+        self.state: WatchedState = WatchedState()
+        self.local: Local | None = None  # what is known of parameters that have stand-ins, once there are some
+        self.host: Host | None = None
+        self.recorder: Recorder | None = None  # notes what runs; set before the first step
+        self.bound = Bound()
+        self.torn = False
+        self.untold = ""  # why this is torn here, where other ranks have yet to hear of it
+        self.data_writes = DataWrites()
+        self._left_behind: Any = None
+        let_go_in_child(self)
+
+    @property
+    def delays(self) -> bool:
+        return isinstance(self.schedule, Delayed)
+
+    @property
+    def held(self) -> WatchedState:
+        """The state by what is updated here: parameters, or this rank's pieces of them."""
+        return self.state if self.local is None else self.local.state
+
+    def let_go(self) -> None:
+        """In a forked child, where memory of the room is not, whoever reads the state is told so by name."""
+        if self.room is not None and self.room.nbytes:
+            self._left_behind, self.state = self.state, Elsewhere()
+
+    def refuse_in_child(self) -> None:
+        if self.room is not None:
+            self.room.check()
+
+    def refuse_if_torn(self) -> None:
+        if self.torn:
+            raise StateError(_TORN)
+
+    def is_apart(self, groups: Groups) -> bool:
+        """Whether what is updated are twins in host memory."""
+        if isinstance(self.tier, Nvme) or (self.tier != "cpu" and self.schedule == "sync"):
+            return False
+        everyone = [param for group in groups for param in group["params"] if param.requires_grad]
+        if not everyone:
+            return False
+        there = is_apart(everyone[0])
+        if there and self.tier != "cpu" and self.schedule != "sync":
+            do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
+            raise ValueError(got("schedule", self.schedule, "'sync' for parameters on a device, or tier='cpu'", do))
+        return self.delays or (there and self.tier == "cpu")
+
+    def hosting(self, groups: Groups) -> tuple[Host, LayoutOf] | None:
+        """What makes twins of these parameters, if they are to have some."""
+        if not self.is_apart(groups):
+            return None
+        if self.host is None:
+            assert self.room is not None
+            self.host = Host(self.room, self.delays, late=any(group.get(LATE, False) for group in groups))
+        trained = next(param for group in groups for param in group["params"] if param.requires_grad)
+        self.host.reach(trained, measured=self.recorder is not None)
+        owners = [group for group in groups for _ in group["params"]]
+        return self.host, lambda place, dtype: self.algorithm.layout(owners[place], dtype)
+
+    def watch_data(self, groups: Groups, *, all_of_them: bool = True) -> None:
+        """Writes by way of `.data` are to be noticed where the state has another value for what is written."""
+        for group in groups:
+            apart = self.room is not None  # twins, and updates that are pending
+            rounded = set() if group["master_format"] == "none" else {torch.bfloat16, torch.float16}
+            self.data_writes.watch(param for param in group["params"] if apart or param.dtype in rounded)
+        if all_of_them:
+            self.data_writes.keep(param for group in groups for param in group["params"])
+
+    def catch_up(self) -> None:
+        """Follow writes that no step has seen yet, so that what is saved is consistent."""
+        if self.local is not None:
+            self.local.adopt(self.state)
+            self.local.look()
+        if self.bound.witness is not None:
+            self.bound.witness.catch_up(self.held)
+
+    def refresh(self) -> None:
+        """Masters and remainders begin anew from the parameters, however these were written."""
+        if self.local is not None:
+            self.local.adopt(self.state)
+            self.local.refetch()
+        follow(tracked(self.held), self.held)
+        if self.bound.witness is not None:
+            self.bound.witness.look()
+
+    def shown(self) -> WatchedState:
+        """The state as it is saved."""
+        binding, made = self.bound.binding, self.held
+        if self.disk is not None:
+            made = WatchedState(disk_state.in_memory(self.disk, made))
+        elif isinstance(binding, DeviceBinding):
+            made = WatchedState(binding.shown(made))
+        return made if self.local is None else WatchedState(self.local.saved(made, self.state))
+
+    def renew(self) -> None:
+        """Another state was loaded: what points at it is made anew."""
+        self.bound = Bound(witness=Witness(tracked(self.held), loaded=True))
+        self.torn, self.untold = False, ""
+
+    def bind(
+        self,
+        binding: Binding | None,
+        survey: Survey,
+        groups: Groups,
+        formats: list[FormatKey],
+        everyone: Groups,
+        decision: Decision,
+        *,
+        intact: bool,
+    ) -> Binding:
+        """The binding, or a new one where there is none that fits. `everyone`: the groups as users have them."""
+        last, witness = self.bound.binding, self.bound.witness
+        if binding is not None and intact:
+            binding.witness.catch_up(self.held, in_place=True)
+            return binding
+        previous = last if binding is None and last and last.intact(self.held) else None
+        self.state = watched(self.state)
+        self.bound.binding = None
+        self.watch_data(everyone)
+        local = self.local
+        made = bind(
+            (self.algorithm, survey, groups, self.held),
+            self.disk,
+            decision,
+            last,
+            previous,
+            self.room if survey.device is None else None,
+            initial=[self.algorithm.first_moment(group) for group in groups],
+            witness=witness,
+            exact=None if local is None else local.exact,
+        )
+        if local is not None:
+            local.bound(survey.params, self.state)
+        self.bound = Bound(made, made.witness, formats)
+        return made
