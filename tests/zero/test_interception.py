@@ -81,6 +81,27 @@ def test_loaded_by_swapping_before_the_first_step_and_with_another_gradient_dtyp
     on_threads(2, work)
 
 
+def frozen_by_a_hook(run: Run) -> None:
+    """Freezes what comes last in the backward pass when its gradient is on the way; it is thawed after the step."""
+    weight = run.model.enter.weight
+
+    def freeze(grad: torch.Tensor) -> None:
+        weight.requires_grad_(False)
+
+    optimizer = run.optimizer()
+    run.train(optimizer)
+    handle = run.model.leave.weight.register_hook(freeze)
+    run.train(optimizer, steps=[2])
+    handle.remove()
+    weight.requires_grad_(True)
+    run.train(optimizer, steps=[3])
+
+
+@pytest.mark.parametrize("stage", (*BELOW, 3))
+def test_frozen_in_the_middle_of_a_backward_pass(stage: int) -> None:
+    same_as_plain(2, frozen_by_a_hook, stage=stage, bucket_bytes=600)
+
+
 def elsewhere(param: nn.Parameter) -> None:
     param.data = param.data * 2
 

@@ -57,7 +57,6 @@ class GradientBucket:
         self._spots = [(tenant.shape, strides(tenant.shape), tenant.place.offset) for tenant in self.tenants]
         self._spans: list[Tensor] = []  # of the buffer, by place
         self._places = frozenset(range(len(self.tenants)))
-        self._wanted: list[bool] = []
         self.expected = len(self.tenants)  # with so many, every parameter that wanted a gradient has one
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
         self.listeners: list[Callable[[], None]] = []  # are told whenever a pass has reduced this bucket
@@ -71,8 +70,7 @@ class GradientBucket:
 
     def begin(self) -> None:
         """A pass begins."""
-        self._wanted = [tenant.param.requires_grad for tenant in self.tenants]
-        self.expected = sum(self._wanted)
+        self.expected = sum(tenant.param.requires_grad for tenant in self.tenants)
         for tenant, home in zip(self.tenants, self.homes, strict=True):
             if home.leaf is None or home.loan is not None or self.exposed:
                 found = home.piece if self.exposed else tenant.param
@@ -84,7 +82,7 @@ class GradientBucket:
 
         It must not be what completes the bucket: it may have come on this rank alone, and all launch at one time.
         """
-        if not self._wanted[place]:  # frozen since the forward: autograd drops what arrives then
+        if not self.tenants[place].param.requires_grad:  # frozen since the forward: autograd drops what arrives then
             return
         if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad:
             self._refuse(self.tenants[place].name, grad)
