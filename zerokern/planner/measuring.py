@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import got
+from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.records import on_disk_of
 from zerokern.planner import table
 from zerokern.planner.planning import Plan
@@ -88,7 +89,7 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
         _of_optimizer(opt, tally)
     world = max((one.group.size for one in shardings), default=1)
     stage = max((one.stage for one in shardings), default=0)
-    room = getattr(opt, "_room", None)
+    room = opt.holdings.room if isinstance(opt, FusedOptimizer) else None
     pinned = 0 if room is None else room.nbytes
     return Measured(f"{type(model).__name__}, what this rank holds", tuple(tally.rows()), world, stage, pinned)
 
@@ -134,7 +135,8 @@ def _of_model(params: Iterable[nn.Parameter], shardings: Iterable[Sharding]) -> 
 
 
 def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
-    host = getattr(getattr(opt, "_local", None), "host", None)
+    here = opt.holdings if isinstance(opt, FusedOptimizer) else None
+    host = None if here is None or here.local is None else here.local.host
     for twin in [] if host is None else host.twins.values():
         tally.add("host parameters", twin.values.detach())
         tally.add("host gradients", twin.grad)
@@ -150,7 +152,7 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
         for key, stand_in in ({} if owner is None else owner.described()).items():
             role, _, form = _role(key, stand_in)
             tally.put(role, form, "nvme", stand_in.numel() * stand_in.dtype.itemsize)
-    disk = getattr(opt, "_disk", None)
+    disk = None if here is None else here.disk
     if disk is not None and disk.is_open:
         tally.put("ring", "", "cpu", sum(slot.lease.nbytes for slot in disk.ring.slots))
 
