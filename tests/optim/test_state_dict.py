@@ -288,6 +288,20 @@ def test_a_buffer_that_momentum_0_does_not_use_is_carried_along() -> None:
     assert same_bits(kept, [optimizer.state[param]["momentum_buffer"] for param in params])
 
 
+def test_a_live_optimizer_is_given_its_state_and_groups_alone() -> None:
+    """As torch's own load_state_dict does it: tier, schedule and clipping stay what they are."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], max_grad_norm=5.0)
+    for _ in range(2):
+        weight.grad = torch.full((3,), 2.0)
+        optimizer.step()
+    moments, before = copy.deepcopy(dict(optimizer.state[weight])), weight.detach().clone()
+    optimizer.__setstate__({"state": {weight: moments}, "param_groups": optimizer.param_groups})
+    assert (optimizer.max_grad_norm, optimizer.grad_norm) == (5.0, pytest.approx(12**0.5))
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 3 and not torch.equal(weight, before)
+
+
 def test_state_dict_hooks_run_as_torchs() -> None:
     params = make_params()
     optimizer = AdamW(params)

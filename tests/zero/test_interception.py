@@ -97,7 +97,7 @@ def frozen_by_a_hook(run: Run) -> None:
     run.train(optimizer, steps=[3])
 
 
-@pytest.mark.parametrize("stage", (*BELOW, 3))
+@pytest.mark.parametrize("stage", [*BELOW, 3])
 def test_frozen_in_the_middle_of_a_backward_pass(stage: int) -> None:
     same_as_plain(2, frozen_by_a_hook, stage=stage, bucket_bytes=600)
 

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
+from operator import methodcaller
 from typing import Any, ClassVar
 
 import torch
@@ -210,7 +211,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._ask(survey, pointers)
         everyone = self.param_groups
         bind = partial(here.bind, binding, survey, groups, formats, everyone, self.decision, intact=intact)
-        prepare = partial(_prepare, settings, pointers)
+        prepare = methodcaller("prepare", settings, pointers)
         if self.course.is_scheduled:
             self.course.submit(survey, bind, prepare, first=binding is None)
         elif (scale := self.decision.take()) is not None:
@@ -379,22 +380,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.course.finish(self.param_groups)
         disk_state.refuse_copy(here.state)
         here.catch_up()
-        own = {"tier": self.tier, "schedule": self.schedule, "_max_grad_norm": self._max_grad_norm}
-        own |= {"_grad_norm": self.grad_norm, "_skipped_steps": self.skipped_steps, "_torn": here.torn}
         shown = plain(here.shown())
         for part in (value for entry in shown.values() for value in entry.values() if isinstance(value, Sharded)):
             refuse("a copy of an optimizer, or a pickle", part, "owner")
-        return {**super().__getstate__(), "state": shown, **own}
+        return {**super().__getstate__(), "state": shown, **self._own()}
+
+    def _own(self) -> dict[str, Any]:
+        own = {"tier": self.tier, "schedule": self.schedule, "_max_grad_norm": self._max_grad_norm}
+        return {**own, "_grad_norm": self.grad_norm, "_skipped_steps": self.skipped_steps, "_torn": self.holdings.torn}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        mine = dict(state)
+        # a live optimizer may be given its state and groups alone, as torch does it: all else stays
+        mine = {**(self._own() if "holdings" in self.__dict__ else {}), **state}
         held, torn = mine.pop("state"), mine.pop("_torn")
         self._furnish(mine["tier"], mine["schedule"], Decision(mine.pop("_grad_norm"), mine.pop("_skipped_steps")))
         super().__setstate__(mine)
         self.state, self.holdings.torn = WatchedState(held), torn
         self.holdings.watch_data(self.param_groups)
         self.holdings.bound = Bound(witness=Witness(tracked(self.state)))
-
-
-def _prepare(settings: list[dict[str, Any]], pointers: array[int], binding: Binding) -> None:
-    binding.prepare(settings, pointers)
