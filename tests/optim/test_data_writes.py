@@ -229,6 +229,33 @@ def test_a_pending_update_gives_way_and_says_so() -> None:
     assert params[4].eq(3.0).all()
 
 
+def in_groups(*params: Tensor) -> AdamW:
+    return AdamW([{"params": [param]} for param in params], lr=0.0, weight_decay=0.0, master_format="fp32")
+
+
+def test_all_groups_are_followed_when_one_is_added() -> None:
+    params = make_params(dtype=BF16)[3:]
+    optimizer = in_groups(params[0])
+    train(optimizer, params[:1], 1)
+    optimizer.add_param_group({"params": params[1:]})
+    params[0].data.fill_(3.0)
+    train(optimizer, params, 1)
+    assert params[0].eq(3.0).all()
+
+
+def test_all_groups_are_followed_before_the_first_step_after_a_load() -> None:
+    params = make_params(dtype=BF16)[3:5]
+    first = in_groups(*params)
+    train(first, params, 1)
+    mine = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer = in_groups(*mine)
+    optimizer.load_state_dict(first.state_dict())
+    for param in mine:
+        param.data.fill_(3.0)
+    train(optimizer, mine, 1)
+    assert all(param.eq(3.0).all() for param in mine)
+
+
 def test_a_copy_of_an_optimizer_follows_as_well() -> None:
     params = make_params(dtype=BF16)
     optimizer = AdamW(params, lr=1e-2, master_format="fp32")

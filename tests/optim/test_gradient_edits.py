@@ -99,12 +99,17 @@ CASES += [(stage, edit) for stage in (1, 2, 3) for edit in (*ANYWHERE, *SHARDED)
 
 
 def trained(
-    edit: Edit, stage: int | None, schedule: object, device: PlayedDevice | None, hooked: Edit | None = None
+    edit: Edit,
+    stage: int | None,
+    schedule: object,
+    device: PlayedDevice | None,
+    hooked: Edit | None = None,
+    bucket_bytes: int = 1 << 20,
 ) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 8))
     if stage is not None:
-        zk.shard(model, stage=stage)
+        zk.shard(model, stage=stage, bucket_bytes=bucket_bytes)
     params = list(model.parameters())
     for param in params if device is not None else ():
         device.own(param)
@@ -197,6 +202,20 @@ def test_a_backward_that_nobody_expected(stage: int | None, breaks: bool, device
 
     expected = trained(again(), stage, "sync", None)
     assert all(map(torch.equal, trained(again(), stage, "overlap", device), expected))
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipped_and_then_a_backward_that_breaks_off(stage: int, schedule: str, device: PlayedDevice) -> None:
+    """The factor is applied to all that is shown when it begins, also to buckets that it never comes to."""
+
+    def edit(params: list[Tensor], _: torch.optim.Optimizer) -> None:
+        zk.clip_grad_norm_(params, 0.01)
+        with contextlib.suppress(InterruptedError), zk.gathered(params):
+            (Breaks.apply(params[0] * 1.0).sum() + (params[-1] * 0.0).sum()).backward()
+
+    expected = trained(edit, stage, "sync", None, bucket_bytes=512)
+    assert all(map(torch.equal, trained(edit, stage, EXACT[schedule], device, bucket_bytes=512), expected))
 
 
 def test_an_array_that_is_kept_from_step_to_step(device: PlayedDevice) -> None:

@@ -22,7 +22,7 @@ from optim_cases import (
     train,
 )
 
-from zerokern import StateError
+from zerokern import Delayed, StateError
 from zerokern.optim import SGD, Adagrad, Adam, AdamW, convert_state
 
 PEERS = {
@@ -300,6 +300,31 @@ def test_a_live_optimizer_is_given_its_state_and_groups_alone() -> None:
     assert (optimizer.max_grad_norm, optimizer.grad_norm) == (5.0, pytest.approx(12**0.5))
     optimizer.step()
     assert optimizer.state[weight]["step"] == 3 and not torch.equal(weight, before)
+
+
+def test_what_is_late_is_not_lost_when_a_live_optimizer_is_given_its_state() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = SGD([weight], lr=0.5, schedule=Delayed(after=0))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.__setstate__({"state": {}, "param_groups": optimizer.param_groups})
+    assert weight.tolist() == [0.5, 0.5]
+
+
+def test_tier_and_schedule_are_kept() -> None:
+    """The step from which updates are delayed may change; anything else is refused by name."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = SGD([weight], lr=0.5, schedule=Delayed(after=5))
+    optimizer.schedule = Delayed(after=0)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.tolist() == [1.0]
+    optimizer.flush()
+    assert weight.tolist() == [0.5]
+    optimizer.tier = optimizer.tier
+    for name, value in (("schedule", "sync"), ("tier", "cpu")):
+        with pytest.raises(AttributeError, match=rf"keeps the {name} that it was built with.*state_dict\(\)"):
+            setattr(optimizer, name, value)
 
 
 def test_state_dict_hooks_run_as_torchs() -> None:

@@ -23,7 +23,7 @@ from optim_cases import (
 )
 
 import zerokern as zk
-from zerokern import StateError
+from zerokern import Delayed, StateError
 from zerokern.optim import SGD, AdamW, whereabouts
 
 KEEPS_MASTER = [("split16", "remainder"), ("split8", "remainder"), ("fp32", "master")]
@@ -239,6 +239,25 @@ def test_an_exchanged_memory_is_found_when_the_gradients_change_with_it() -> Non
     optimizer.step()
     after = [entry["exp_avg"] for entry in optimizer.state.values()]
     assert [torch.equal(a, b) for a, b in zip(after, before, strict=True)] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tier": "cpu"}, {"schedule": Delayed(after=9)}], ids=["device", "cpu", "late"]
+)
+def test_state_that_is_a_transposed_view_of_what_it_was(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    plain = torch.nn.Parameter(weight.detach().clone())
+    ours, theirs = AdamW([weight], lr=0.1, **settings), torch.optim.AdamW([plain], lr=0.1)
+    for step in range(4):
+        weight.grad = torch.randn(4, 4)
+        plain.grad = weight.grad.clone()
+        if step == 2:
+            for entry in (ours.state[weight], theirs.state[plain]):
+                entry["exp_avg"], entry["exp_avg_sq"] = entry["exp_avg"].t(), entry["exp_avg_sq"].t()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(weight, plain, rtol=1e-6, atol=1e-6)
 
 
 def test_a_changed_step_counter_counts() -> None:

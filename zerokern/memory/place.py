@@ -169,10 +169,12 @@ class HostPlace:
     def settled(self, owner: Tensor, wanted: Wanted, value: Tensor) -> Tensor:
         """A value in the tensor that it has here: itself, unless it was moved elsewhere."""
         found = self.of(owner, wanted)
-        if found is not None and found.data_ptr() == value.data_ptr() and found.dtype == value.dtype:
+        is_there = found is not None and found.data_ptr() == value.data_ptr()
+        if is_there and value.dtype == wanted.dtype and value.is_contiguous():
             return value
         (tensor,) = self.rest([(owner, wanted)])
-        return tensor.copy_(value.detach().reshape(tensor.shape))
+        shown = value.detach().reshape(tensor.shape)
+        return tensor.copy_(shown.clone() if is_there else shown)  # a transposed view of itself, say
 
 
 @contextlib.contextmanager

@@ -124,4 +124,4 @@ class AdamW(Adam):
         max_grad_norm: float | None = None,
         stochastic_seed: int | None = None,
     ) -> None:
-        FusedOptimizer.__init__(self, params, {**locals(), "decoupled_weight_decay": True})
+        super(Adam, self).__init__(params, {**locals(), "decoupled_weight_decay": True})

@@ -23,7 +23,7 @@ from zerokern.optim.bound import Bound
 from zerokern.optim.course import Course
 from zerokern.optim.decide import Decision
 from zerokern.optim.formats import Algorithm, as_saved
-from zerokern.optim.holdings import Holdings
+from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.local import Local, sharded
 from zerokern.optim.masters import Witness, tracked
@@ -53,6 +53,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _algorithm: ClassVar[Algorithm]
     _step_supports_amp_scaling = True
     _zk_shards = True  # steps parameters that zk.shard divides
+    tier, schedule = Chosen(), Chosen()
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
@@ -63,9 +64,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state = WatchedState()
 
     def _furnish(self, tier: Any, schedule: Any, decision: Decision) -> None:
-        self.tier, self.decision = tier, decision
+        self.decision = decision
         self.holdings = Holdings(self._algorithm, tier, schedule, type(self).__name__)
-        self.schedule = self.holdings.schedule
         self.course = Course(self.holdings, decision)
         self._stepping = threading.Lock()
 
@@ -255,11 +255,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         with accord.prepared():
             binding = bind() if survey.params else None
         ran: list[Binding] = []
-        with (
-            nullcontext()
-            if self.holdings.disk is None
-            else accord.reported(lambda: any(one.carried_out or one.torn for one in ran))
-        ):
+        reported = accord.reported(lambda: any(one.carried_out or one.torn for one in ran))
+        with nullcontext() if self.holdings.disk is None else reported:
             if binding is not None:
                 prepare(binding)
                 ran.append(binding)
@@ -391,9 +388,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a live optimizer may be given its state and groups alone, as torch does it: all else stays
-        mine = {**(self._own() if "holdings" in self.__dict__ else {}), **state}
+        if live := "holdings" in self.__dict__:
+            self.flush()
+        mine = {**(self._own() if live else {}), **state}
         held, torn = mine.pop("state"), mine.pop("_torn")
-        self._furnish(mine["tier"], mine["schedule"], Decision(mine.pop("_grad_norm"), mine.pop("_skipped_steps")))
+        decision = Decision(mine.pop("_grad_norm"), mine.pop("_skipped_steps"))
+        self._furnish(mine.pop("tier"), mine.pop("schedule"), decision)
         super().__setstate__(mine)
         self.state, self.holdings.torn = WatchedState(held), torn
         self.holdings.watch_data(self.param_groups)

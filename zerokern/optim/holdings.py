@@ -27,12 +27,25 @@ from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.data_writes import DataWrites
 
-__all__ = ["Holdings"]
+__all__ = ["Chosen", "Holdings"]
 
 _TORN = (
     "a step or a load was broken off while parameters and state were being written, so that they may be of "
     "different steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
 )
+
+
+class Chosen:
+    """An attribute of an optimizer that was chosen when it was built, and that its holdings follow: tier, schedule."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, opt: Any, owner: type | None = None) -> Any:
+        return self if opt is None else getattr(opt.holdings, self.name)
+
+    def __set__(self, opt: Any, value: Any) -> None:
+        opt.holdings.change(self.name, value)
 
 
 class Holdings:
@@ -58,6 +71,16 @@ class Holdings:
         self.data_writes = DataWrites()
         self._left_behind: Any = None
         let_go_in_child(self)
+
+    def change(self, name: str, value: Any) -> None:
+        """Of what was chosen, the step from which updates are delayed alone may change."""
+        if name == "schedule" and self.delays and isinstance(value, Delayed):
+            self.schedule = value
+        elif value != (now := getattr(self, name)):
+            raise AttributeError(
+                f"an optimizer keeps the {name} that it was built with, {now!r}; build another one with "
+                f"{name}={value!r}, and load this one's state_dict() into it"
+            )
 
     @property
     def delays(self) -> bool:
@@ -106,14 +129,12 @@ class Holdings:
         owners = [group for group in groups for _ in group["params"]]
         return self.host, lambda place, dtype: self.algorithm.layout(owners[place], dtype)
 
-    def watch_data(self, groups: Groups, *, all_of_them: bool = True) -> None:
+    def watch_data(self, groups: Groups) -> None:
         """Writes by way of `.data` are to be noticed where the state has another value for what is written."""
         for group in groups:
             apart = self.room is not None  # twins, and updates that are pending
             rounded = set() if group["master_format"] == "none" else {torch.bfloat16, torch.float16}
             self.data_writes.watch(param for param in group["params"] if apart or param.dtype in rounded)
-        if all_of_them:
-            self.data_writes.keep(param for group in groups for param in group["params"])
 
     def catch_up(self) -> None:
         """Follow writes that no step has seen yet, so that what is saved is consistent."""
@@ -166,6 +187,7 @@ class Holdings:
         self.state = watched(self.state)
         self.bound.binding = None
         self.watch_data(everyone)
+        self.data_writes.keep(param for group in everyone for param in group["params"])
         local = self.local
         made = bind(
             (self.algorithm, survey, groups, self.held),
