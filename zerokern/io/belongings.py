@@ -75,7 +75,7 @@ class Belongings:
             self.transfers = Transfers(self.engine, self.files.paths)
             if arena is not None:
                 # The ring goes on moving these very pages: an arena that is closed meanwhile must not give them back.
-                self._pages = arena._view(arena.base, torch.uint8, arena.nbytes)
+                self._pages = arena.view_at(arena.base, torch.uint8, arena.nbytes)
                 if self.engine.register(arena):
                     self._registered = arena
         except BaseException as error:

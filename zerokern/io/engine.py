@@ -114,6 +114,10 @@ class Engine:
         return refusal
 
     @property
+    def closed(self) -> bool:
+        return self._handle is None
+
+    @property
     def handle(self) -> int:
         """The engine as native calls know it."""
         if self._handle is None:

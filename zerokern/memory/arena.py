@@ -82,7 +82,7 @@ class Lease:
             )
         if numel == 0:  # which torch.frombuffer refuses
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        return self.arena._view(self.ptr + offset, dtype, numel).view(tuple(shape))
+        return self.arena.view_at(self.ptr + offset, dtype, numel).view(tuple(shape))
 
     def release(self) -> None:
         """Gives the bytes back. Releasing twice is a bug of the owner, and raises."""
@@ -210,7 +210,7 @@ class Arena:
         lines += [f"{owner:<{width}}{count:>9,}{nbytes:>18,}" for owner, count, nbytes in rows]
         return "\n".join([*lines, f"{'free':<{width}}{'':>9}{self._free.total:>18,}"])
 
-    def _view(self, ptr: int, dtype: torch.dtype, numel: int) -> Tensor:
+    def view_at(self, ptr: int, dtype: torch.dtype, numel: int) -> Tensor:
         self.check()
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=ptr - self.base + self._skip)
 

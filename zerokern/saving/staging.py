@@ -92,7 +92,7 @@ class Staging:
 
     def close(self) -> None:
         """Ends the engine, then gives the memory back; the second time it does nothing."""
-        if self.engine._handle is None:
+        if self.engine.closed:
             return
         self.drain()
         self.engine.close()
