@@ -153,7 +153,7 @@ class Reduction:
         while not self._free and self._pooled >= BUFFERS and self._outstanding:
             self._wait_for_oldest()
         if self._free:
-            return self._free.pop()
+            return self._free.pop(0)  # in turns, so that a bucket meets its own again
         self._pooled += 1
         return self._bytes(max(bucket.nbytes for bucket in self.buckets))
 

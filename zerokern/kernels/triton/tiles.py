@@ -31,7 +31,7 @@ def tile_map(numels: Sequence[int], tile: int) -> Tensor:
     return make(tuple(numels), tile)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=256)  # parts of 8 MiB have small ones, and each optimizer many of them
 def _map(numels: tuple[int, ...], tile: int) -> Tensor:
     tiles = -(-torch.tensor(numels, dtype=torch.int64, device="cpu") // tile)
     total = int(tiles.sum())
