@@ -14,9 +14,10 @@ from torch.distributed.tensor import Shard
 from worlds import World, on_ranks, ranked
 
 import zerokern as zk
-from zerokern.core.errors import BudgetError, StateError
+from zerokern.core.errors import BudgetError, IoError, StateError
 from zerokern.io import Store
 from zerokern.saving.loader import Intake
+from zerokern.saving.ranks import Ranks
 from zerokern.saving.subject import Subject
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -285,3 +286,36 @@ def test_room_on_disk_is_taken_once(formats: dict[str, Any], tmp_path: Path, mon
     assert taken == list(opt.holdings.disk.records) and len(taken) > 2
     stepped(other, opt)
     assert taken == list(opt.holdings.disk.records)
+
+
+@pytest.mark.parametrize("failure", ["damage", "another optimizer", "another rank"])
+def test_room_on_disk_is_given_back_where_a_load_is_refused(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = (nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 500)) for _ in range(2))
+    zk.save(tmp_path / "kept", model, [stepped(layer, zk.AdamW(layer.parameters())) for layer in model])
+    budgets = ("8M", "1M" if failure == "another optimizer" else "9M")
+    opts = [
+        zk.AdamW(layer.parameters(), tier=zk.Nvme(tmp_path / budget, budget=budget, ring_nbytes="1M"))
+        for layer, budget in zip(other, budgets, strict=True)
+    ]
+    each, error = Ranks.each, BudgetError if failure == "another optimizer" else StateError
+    if failure == "damage":
+        error = IoError
+        with next((tmp_path / "kept").glob("*.distcp")).open("r+b") as file:
+            file.seek(1000)
+            file.write(bytes(64))
+
+    def refused_elsewhere(self: Ranks, what: str, work: Any) -> list[Any]:
+        found = each(self, what, work)
+        if what == "check":
+            raise StateError("rank 1 refuses")
+        return found
+
+    if failure == "another rank":
+        monkeypatch.setattr(Ranks, "each", refused_elsewhere)
+    with pytest.raises(error):
+        zk.load(tmp_path / "kept", other, opts)
+    assert [opt.holdings.disk.store.stats()["taken_nbytes"] for opt in opts] == [0, 0]
+    for layer, opt in zip(other, opts[: 1 if failure == "another optimizer" else 2], strict=False):
+        stepped(layer, opt)

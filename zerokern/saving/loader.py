@@ -82,6 +82,9 @@ def load(
     try:
         loading.open()
         return _loaded(loading, ranks, model, opt, extra, lossy, verify, rng)
+    except BaseException:
+        loading.give_room_back()
+        raise
     finally:
         loading.close()
 
@@ -115,6 +118,7 @@ class Loading:
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self.path, self.ranks = path, ranks
         self._source: Source | None = None
+        self._subject: Subject | None = None
 
     @property
     def source(self) -> Source:
@@ -135,9 +139,15 @@ class Loading:
         if self._source is not None:
             self._source.close()
 
+    def give_room_back(self) -> None:
+        """What disks hold for state that is not going to come."""
+        for steps in [] if self._subject is None else self._subject.steps:
+            if steps.disk is not None and steps.disk.is_open:
+                steps.disk.hold([])
+
     def check(self, model: nn.Module, opt: Any, extra: Any, lossy: bool) -> None:
         """Raises where the checkpoint does not fit; changes nothing."""
-        subject = Subject(model, opt)
+        subject = self._subject = Subject(model, opt)
         with sound(self.path, TypeError):
             if subject.params:
                 self.source.name_parameters(subject.params)
