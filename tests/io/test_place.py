@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerokern.core.errors import BudgetError
+from zerokern.core.errors import BudgetError, IoError
 from zerokern.io import Nvme
 from zerokern.io import place as module
 from zerokern.io.pieces import Width
@@ -91,3 +91,24 @@ def test_too_much_is_refused_whole(place: NvmePlace) -> None:
         with pytest.raises(BudgetError, match=r"(?s)budget=.*needs 4,\d+,\d+ bytes on disk"):
             ask([(1 << 20, FP32)])
         assert taken(place) == before and list(place.records.values()) == [record for record, _ in kept]
+
+
+def test_where_one_cannot_be_given_back_the_place_knows_what_is_left(
+    place: NvmePlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (record for record, _ in place.lay_out([(100_000, FP32)])[:3])
+    delete = place.store.delete
+
+    def failing(key: str) -> None:
+        if key == second.key:
+            raise IoError("the disk has gone")
+        delete(key)
+
+    monkeypatch.setattr(place.store, "delete", failing)
+    with pytest.raises(IoError, match="has gone"):
+        place.drop([first, second, third])
+    assert first.key not in place.records and {second.key, third.key} <= place.records.keys()
+    assert sum(record.nbytes for record in place.records.values()) == taken(place)
+    monkeypatch.undo()
+    place.drop(list(place.records.values()))
+    assert taken(place) == 0

@@ -121,15 +121,14 @@ class NvmePlace:
 
     def drop(self, records: Iterable[Record]) -> None:
         """Give their room back."""
-        records = list(records)
-        self._give(records)
-        for record in records:
+        for record in list(records):
+            self._give([record])
             del self.records[record.key]
 
     def _give(self, records: Iterable[Record]) -> None:
         for record in records:
-            record.dropped = True
             self.store.delete(record.key)
+            record.dropped = True
 
     def view(self, slot: Slot, record: Record) -> Tensor:
         """The bytes that a record has in a slot."""
