@@ -213,7 +213,8 @@ class PartsWriter:
     def __init__(self, staging: Staging, path: Path, direct: int, cached: int) -> None:
         """`direct` and `cached`: the file, opened twice."""
         self._outgoing, self._fd = Outgoing(staging, direct, path), cached
-        self._page = max(mmap.PAGESIZE, staging.offset_align, os.fstat(cached).st_blksize)
+        preferred = min(os.fstat(cached).st_blksize, BLOCK)  # beyond a slot nothing would go past the page cache
+        self._page = max(mmap.PAGESIZE, staging.offset_align, preferred)
         self._begin = self._end = 0  # what the slot holds of the file
 
     def room(self, at: int) -> Tensor:
