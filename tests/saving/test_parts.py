@@ -1,4 +1,4 @@
-"""Parts of a file that others write into as well."""
+"""Parts of a file that others write into as well, and what is copied into their slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zerokern.saving.files import PartsWriter
-from zerokern.saving.staging import BLOCK, Outgoing, Staging
+from zerokern.saving.staging import BLOCK, Outgoing, Staging, put
 
 
 @pytest.mark.parametrize("preferred", [4096, 1 << 16, 4 << 20])
@@ -41,3 +41,11 @@ def test_parts_go_past_the_page_cache_whatever_size_the_file_system_prefers(
         os.close(fd)
     assert (BLOCK, BLOCK) in sent
     assert (tmp_path / "a").read_bytes() == bytes(begin) + bytes(data.numpy()) + bytes(5)
+
+
+@pytest.mark.parametrize("there", [3, 5])
+def test_more_or_fewer_elements_than_there_is_room_for_are_refused(there: int) -> None:
+    around = torch.zeros(8)
+    with pytest.raises(RuntimeError):
+        put(around[:4], torch.ones(16)[:there])
+    assert not around.any()

@@ -170,7 +170,8 @@ def copy(target: int, source: int, nbytes: int) -> None:
 def put(target: Tensor, source: Tensor) -> None:
     """Copies elements into as many in host memory, 1-D; by torch, whose threads would disturb training, if it must."""
     plain = source.is_contiguous() and not (source.is_conj() or source.is_neg())
-    if plain and target.dtype is source.dtype and source.device.type == "cpu":
+    alike = target.dtype is source.dtype and target.numel() == source.numel()
+    if plain and alike and source.device.type == "cpu":
         copy(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.copy_(source)
