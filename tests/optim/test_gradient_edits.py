@@ -242,6 +242,7 @@ def test_what_counts_every_write_is_not_looked_at(
     monkeypatch.setattr(leaving, "fingerprints", lambda some, out: looks.append(len(some)) or original(some, out))
     nothing = lambda *_: None  # noqa: E731
     trained(ANYWHERE["mul_"], stage, "overlap", device)
+    trained(lambda params, opt: zk.measure(nn.ParameterList(params), opt), stage, "overlap", device)
     assert looks == []
     trained(nothing, None, "overlap", device)
     assert looks == [4] * 2 * (STEPS - 2), "each part once when it leaves and once in step()"

@@ -52,7 +52,7 @@ def held(tensor: Sharded) -> list[Cuboid]:
     """The boxes that are here. A tensor without elements is everywhere: somebody has to say that it exists."""
     if not tensor.numel():
         return [((0,) * tensor.ndim, tuple(tensor.shape), 0)]
-    return boxes(tensor.shape, tensor.start, tensor.local.numel())
+    return boxes(tensor.shape, tensor.start, tensor.span.numel())
 
 
 def part_of(tensor: Sharded, offsets: Sequence[int] | None) -> Tensor:

@@ -47,7 +47,7 @@ def local_of(tensor: Tensor) -> Tensor:
     tensor([1., 1., 1., 1.])
     """
     if isinstance(tensor, Sharded):
-        return tensor.local
+        return tensor.span
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -79,7 +79,7 @@ def take(here: Here, value: Tensor, what: str, *, own: bool = False) -> Tensor:
             f"{what} holds {there}, and this rank's are {here}; it was kept on another rank, or divided "
             "in another way. Load whole tensors, or a checkpoint with zk.load, which divides it anew"
         )
-    return value.local if isinstance(value, Sharded) else local_of(value).detach().reshape(-1)
+    return value.span if isinstance(value, Sharded) else local_of(value).detach().reshape(-1)
 
 
 class Spanned(Here):
@@ -88,10 +88,10 @@ class Spanned(Here):
     @staticmethod
     def by(one: Sharded) -> Spanned:
         """What one holds."""
-        return Spanned(one.shape, (0,) * one.ndim, tuple(one.shape), one.start, one.local.numel(), one.group)
+        return Spanned(one.shape, (0,) * one.ndim, tuple(one.shape), one.start, one.span.numel(), one.group)
 
     def show(self, local: Tensor, before: Any = None, name: str = "") -> Tensor:
-        if isinstance(before, Sharded) and before.local is local and here_of(before) == self:
+        if isinstance(before, Sharded) and before.span is local and here_of(before) == self:
             return before
         return Sharded(local, self.shape, self.start, name=name, kind="state", group=self.group)
 

@@ -65,8 +65,8 @@ def whole_like(group: Group, shard_numel: int, place: Piece, one: Sharded) -> Te
     if group.size == 1:
         return one.local.detach().view(one.shape)
     window = min(shard_numel, place.numel)
-    mine = torch.zeros(window, dtype=one.local.dtype, device=one.local.device)
-    mine[: one.local.numel()] = one.local.detach()
+    mine = torch.zeros(window, dtype=one.span.dtype, device=one.span.device)
+    mine[: one.span.numel()] = one.span.detach()
     everyone = torch.empty(window * group.size, dtype=mine.dtype, device=mine.device)
     group.all_gather(everyone, mine).wait()
     spans = []
