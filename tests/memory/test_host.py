@@ -15,7 +15,7 @@ import torch
 from memory_cases import in_child
 
 from zerokern.core.errors import BudgetError
-from zerokern.memory import HostPlace, Wanted, layout
+from zerokern.memory import DevicePlace, HostPlace, Wanted, layout
 from zerokern.memory.layout import LINE, SKEW, nbytes_of, offsets_of
 
 MIB = 1 << 20
@@ -210,3 +210,9 @@ assert os.waitpid(pid, 0)[1] == 0
 place.check()
 """)
     assert "forked from it: the memory is not here" in said
+
+
+@pytest.mark.parametrize("place", [DevicePlace(torch.device("cpu"), "state"), HostPlace("state")])
+def test_a_refusal_without_advice_ends_with_its_table(place: DevicePlace | HostPlace) -> None:
+    with pytest.raises(BudgetError, match=r"in all +[\d,]+\Z"):
+        place.take([Wanted("state", torch.Size([1 << 50]), torch.int8)])

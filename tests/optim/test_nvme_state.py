@@ -30,7 +30,9 @@ from optim_cases import (
 
 import zerokern as zk
 from zerokern import StateError
+from zerokern.core.errors import BudgetError
 from zerokern.io import Nvme
+from zerokern.memory import place
 from zerokern.optim import SGD, Adagrad, Adam, AdamW
 
 Tier = Callable[..., Nvme]
@@ -141,6 +143,23 @@ def test_state_dict_hands_out_copies(tier: Tier) -> None:
             assert value.untyped_storage().nbytes() == value.nbytes
             if value.ndim:
                 value.fill_(99)
+    twins.train(1, 1)
+    assert twins.agree()
+
+
+def test_state_that_memory_cannot_hold_is_refused_with_what_takes_less(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise BudgetError("there is no memory left")
+
+    twins = Twins("adamw", tier())
+    twins.train(1)
+    monkeypatch.setattr(place, "HUGE_PAGE", 4096)
+    monkeypatch.setattr(place, "refuse_beyond", refused)
+    with pytest.raises(BudgetError, match=r"in all +[\d,]+\nstate_format=.*tier=zk.Nvme"):
+        twins.ours.state_dict()
+    monkeypatch.undo()
     twins.train(1, 1)
     assert twins.agree()
 

@@ -1,8 +1,8 @@
 """Places: where tensors rest, beside their parameters or in host memory of exactly the planned bytes.
 
 A place hands out zeroed tensors, laid out as `memory/layout.py` says, so that a plan and what the system counts agree
-to the page. Each has a storage of its own size, because saving a tensor saves its storage. What does not fit is refused
-before anything is taken, with who would have held how much.
+to the page. Each has a storage of its own size, because saving a tensor saves its storage. What does not fit into host
+memory is refused before anything is taken, with who would have held how much.
 """
 
 from __future__ import annotations
@@ -188,4 +188,5 @@ def _explained(wanted: Sequence[Wanted], advice: str) -> Iterator[None]:
             held[one.role] = held.get(one.role, 0) + one.nbytes
         rows = [*sorted(held.items(), key=lambda row: -row[1]), ("in all", sum(held.values()))]
         lines = [f"{role:<20}{nbytes:>20,}" for role, nbytes in rows]
-        raise BudgetError("\n".join([str(error), f"{'role':<20}{'bytes':>20}", *lines, advice])) from None
+        said = [str(error), f"{'role':<20}{'bytes':>20}", *lines, *filter(None, [advice])]
+        raise BudgetError("\n".join(said)) from None

@@ -11,7 +11,7 @@ from torch import Tensor
 from zerokern.io import Nvme
 from zerokern.io.place import NvmePlace, Record
 from zerokern.memory import DevicePlace, Slot, Wanted
-from zerokern.optim.formats import Layout
+from zerokern.optim.formats import TAKES_LESS, Layout
 from zerokern.optim.records import OnDisk, Place, copy_out, fill, settle
 
 __all__ = ["Disk"]
@@ -42,7 +42,7 @@ class Disk(NvmePlace):
         """All tensors of each, by key, in memory of their own: as much memory as they have on disk."""
         described = [owner.described() for owner in owners]
         wanted = [Wanted(key, one.shape, one.dtype) for tensors in described for key, one in tensors.items()]
-        cut = iter(DevicePlace(torch.device("cpu"), "optimizer state").take(wanted))
+        cut = iter(DevicePlace(torch.device("cpu"), "optimizer state", TAKES_LESS).take(wanted))
         made = [{key: next(cut) for key in tensors} for tensors in described]
         visits = _by_record(owners, made)
 
