@@ -25,7 +25,7 @@ SPANS = [(5, FP32), (100_000, FP32), (0, INT8), (300, INT8), (1, FP32)]
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NvmePlace]:
     store = module.Store
     monkeypatch.setattr(module, "Store", lambda *a, **k: store(*a, depth=8, block=1 << 16, **k))
-    place = NvmePlace(Nvme(tmp_path / "tier", budget="2M", ring_nbytes="1M"), "test")
+    place = NvmePlace(Nvme(tmp_path / "tier", budget="2M", ring_nbytes="1M"), "test", "cargo")
     yield place
     if place.is_open:
         place.store.close()
@@ -39,6 +39,7 @@ def taken(place: NvmePlace) -> int:
 
 def test_records_come_back_as_they_were_put(place: NvmePlace) -> None:
     records = [record for record, _ in place.lay_out(SPANS)]
+    assert [record.key for record in records[:2]] == ["cargo/000000", "cargo/000001"]
     assert len(records) > 3 and sum(record.nbytes for record in records) == taken(place)
     written: dict[str, torch.Tensor] = {}
 
@@ -88,7 +89,7 @@ def test_too_much_is_refused_whole(place: NvmePlace) -> None:
     kept = place.lay_out([(100_000, FP32)])
     before = taken(place)
     for ask in (place.lay_out, place.hold):
-        with pytest.raises(BudgetError, match=r"(?s)budget=.*needs 4,\d+,\d+ bytes on disk"):
+        with pytest.raises(BudgetError, match=r"(?s)budget=.*The cargo needs 4,\d+,\d+ bytes on disk"):
             ask([(1 << 20, FP32)])
         assert taken(place) == before and list(place.records.values()) == [record for record, _ in kept]
 

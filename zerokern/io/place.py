@@ -48,16 +48,17 @@ class NvmePlace:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     place = NvmePlace(Nvme(folder, ring_nbytes="1M"), "state")
+    ...     place = NvmePlace(Nvme(folder, ring_nbytes="1M"), "example", "cargo")
     ...     rows = place.lay_out([(1000, (Width(4, 1),))])
     ...     [(record.nbytes, piece.segments[0].numel) for record, piece in rows]
     [(4096, 1000)]
     """
 
-    def __init__(self, tier: Nvme, owner: str) -> None:
+    def __init__(self, tier: Nvme, owner: str, contents: str) -> None:
+        """`owner`: who takes the memory. `contents`: what is kept, as keys and refusals call it."""
         nbytes = tier.ring_nbytes // SLOTS // PAGE * PAGE
         self.slot_nbytes = nbytes - SKEW if nbytes >= LARGE else nbytes
-        self.tier, self._owner = tier, owner
+        self.tier, self._owner, self._contents = tier, owner, contents
         self.records: dict[str, Record] = {}
         self.ahead: dict[Record, tuple[Slot, Any]] = {}  # what is read before it is asked for: slots, and tickets
         self.version = 0  # counts what may have changed records
@@ -109,13 +110,14 @@ class NvmePlace:
         made: list[tuple[Record, Piece]] = []
         try:
             for piece in pieces:
-                record = Record(f"state/{next(self._numbers):06}", piece.nbytes)
+                record = Record(f"{self._contents}/{next(self._numbers):06}", piece.nbytes)
                 self.store.reserve(record.key, torch.uint8, (record.nbytes,))
                 made.append((record, piece))
         except BaseException as error:
             self._give([record for record, _ in made])
             if isinstance(error, ZerokernError):
-                error.args = (f"{error}\nThe state needs {sum(piece.nbytes for piece in pieces):,} bytes on disk",)
+                nbytes = sum(piece.nbytes for piece in pieces)
+                error.args = (f"{error}\nThe {self._contents} needs {nbytes:,} bytes on disk",)
             raise
         return made
 

@@ -23,7 +23,7 @@ class Disk(NvmePlace):
     """The place on disk, which tells parameters' states apart."""
 
     def __init__(self, tier: Nvme) -> None:
-        super().__init__(tier, "optimizer state")
+        super().__init__(tier, "optimizer state", "state")
 
     def make(self, wanted: Iterable[tuple[Tensor, Layout, float, bool]]) -> list[OnDisk]:
         """Room on disk for the state of these (parameter, layout, initial moment, first): all of it, or an error."""
