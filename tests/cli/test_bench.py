@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tries import Missed, best, in_time
+from tries import Missed, in_time
 
 from zerokern.cli.main import main
 from zerokern.core import native
@@ -160,12 +160,15 @@ class TestTurns:
         """In a new interpreter, whose OpenMP waits busily, as it does where nobody has said otherwise."""
         waiting = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
 
-        def failed() -> float:
+        def settled() -> bool:
             ran = subprocess.run([sys.executable, "-c", SETTLING], env=waiting, capture_output=True, text=True)
             assert ran.returncode == 0 or "AssertionError" in ran.stderr, ran.stderr
-            return ran.returncode
+            return ran.returncode == 0
 
-        assert best(failed, 1) == 0, "they are waited for by time, and get no core in it"
+        tries: list[bool] = []  # most of five: now and then they get no core in the time that they are waited for
+        while max(tries.count(True), tries.count(False)) < 3:
+            tries.append(settled())
+        assert tries.count(True) == 3
 
     def test_one_name_twice_is_refused(self) -> None:
         with pytest.raises(ValueError, match="each name once"):

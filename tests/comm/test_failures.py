@@ -18,12 +18,13 @@ import torch.distributed as dist
 from comm_cases import refused
 from ranks import RanksFailed, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from tries import Missed, in_time
+from tries import Missed, best, in_time
 
 from zerokern.comm import Group, agreement, group_on
 
 PATIENCE_S = 180.0  # the groups' timeout, which nobody waits for
-SOON_S = 60.0  # for what a closed connection or the store shows
+SOON_S = 6.0  # for what a closed connection or the store shows, in the best of some tries
+LATE_S = 60.0  # where one try must do
 Words = tuple[str, tuple[int, ...], str]
 
 
@@ -83,12 +84,14 @@ SHORT = {("gather", WAITING), ("sum_up", WAITING), ("step", WAITING), ("reduce",
     ],
 )
 def test_a_dead_rank_is_named(act: str, when: str) -> None:
-    for (words, gone, operation), seconds in run_ranks(
-        3, one_dies, act, when == WAITING, dies=[2], patience=PATIENCE_S
-    )[:2]:
-        assert "rank 2 is gone" in words and gone == (2,)
-        assert operation and operation in words and "ranks 0, 1 and 2" in words
-        assert seconds < SOON_S
+    def named() -> float:
+        answers = run_ranks(3, one_dies, act, when == WAITING, dies=[2], patience=PATIENCE_S)[:2]
+        for (words, gone, operation), _ in answers:
+            assert "rank 2 is gone" in words and gone == (2,)
+            assert operation and operation in words and "ranks 0, 1 and 2" in words
+        return max(seconds for _, seconds in answers)
+
+    assert best(named, SOON_S) < SOON_S
 
 
 def the_host_dies(rank: int) -> tuple[Words, float]:
@@ -101,7 +104,7 @@ def the_host_dies(rank: int) -> tuple[Words, float]:
 def test_the_rank_that_serves_the_store_is_named_too() -> None:
     for (words, gone, _), seconds in run_ranks(3, the_host_dies, dies=[0], store="rank0", patience=PATIENCE_S)[1:]:
         assert gone == (0,) and "rank 0" in words
-        assert seconds < SOON_S
+        assert seconds < LATE_S
 
 
 def one_leaves_a_chain(rank: int) -> tuple[Words, float]:
@@ -116,7 +119,7 @@ def one_leaves_a_chain(rank: int) -> tuple[Words, float]:
 def test_a_death_reaches_those_who_do_something_else() -> None:
     for (words, gone, _), seconds in run_ranks(3, one_leaves_a_chain, dies=[2], patience=PATIENCE_S)[:2]:
         assert "rank 2 is gone" in words and gone == (2,)
-        assert seconds < SOON_S
+        assert seconds < LATE_S
 
 
 def impatient(seconds: float) -> Group:
@@ -128,15 +131,25 @@ def impatient(seconds: float) -> Group:
     return group
 
 
-def heard(size: int, act: Callable, words: str, seconds: float) -> list[tuple[Words, float]]:
-    """What all ranks but the first hear, unless another one was late as well: those words are not said then."""
+def waited(size: int, act: Callable, words: str, seconds: float) -> float:
+    """How long it was until all ranks but the first had heard these words of it.
+
+    Missed where another one was late too, for what the first ends before the group's time is then named as well:
+    while they met, in the only collective of that which has the group's time, or afterwards.
+    """
     try:
         answers = run_ranks(size, act, seconds, dies=[0])[1:]
     except RanksFailed as error:
-        raise Missed(str(error)) from error
-    if not all(words in said for (said, *_), _ in answers):
+        if any(re.search("CommError: all_reduce number 0 .* did not end", said) for said in error.errors.values()):
+            raise Missed(str(error)) from error
+        raise
+    late = [re.search("(ranks? [0-9, and]+) did not take part in", said) for (said, *_), _ in answers]
+    if any(found and found[1] != "rank 0" for found in late):
         raise Missed(str(answers))
-    return answers
+    assert all(words.format(seconds) in said and gone == () for (said, gone, _), _ in answers), answers
+    longest = max(took for _, took in answers)
+    assert longest >= seconds  # who begins later is told by the first one
+    return longest
 
 
 def one_stops(rank: int, seconds: float) -> tuple[Words, float]:
@@ -147,8 +160,8 @@ def one_stops(rank: int, seconds: float) -> tuple[Words, float]:
 
 
 def test_a_rank_that_stands_still_is_named_when_the_time_is_over() -> None:
-    for (_, gone, _), seconds in in_time(partial(heard, 3, one_stops, "rank 0 did not take part in all_reduce"), 1):
-        assert gone == () and 1 <= seconds < 64 + SOON_S
+    told = partial(waited, 3, one_stops, "rank 0 did not take part in all_reduce")
+    assert best(partial(in_time, told, 1), 1 + SOON_S) < 1 + SOON_S
 
 
 def other_sizes(rank: int, kind: str) -> tuple[Words, float, Words]:
@@ -175,7 +188,7 @@ def test_ranks_that_move_different_sizes_hear_which(kind: str) -> None:
     """Without the sizes in the tags gloo ends the process."""
     for (words, gone, _), seconds, (afterwards, _, _) in run_ranks(3, other_sizes, kind, patience=PATIENCE_S):
         assert "ranks differ in" in words and "rank 1: '" in words and gone == ()
-        assert seconds < SOON_S
+        assert seconds < LATE_S
         assert "has failed before: ranks differ in" in afterwards
 
 
@@ -203,7 +216,7 @@ def test_a_rank_that_leaves_the_order_raises_everywhere(size: int) -> None:
     for (words, _, _), seconds in run_ranks(size, another_order, size, patience=PATIENCE_S):
         assert "ranks differ in step 6" in words
         assert f"rank {size - 1}: 'block 9'" in words and "'c'" in words
-        assert seconds < SOON_S
+        assert seconds < LATE_S
 
 
 def unlike_first_passes(rank: int) -> tuple[Words, float]:
@@ -213,9 +226,13 @@ def unlike_first_passes(rank: int) -> tuple[Words, float]:
 
 
 def test_first_passes_that_differ_raise_everywhere() -> None:
-    for (words, _, _), seconds in run_ranks(3, unlike_first_passes, patience=PATIENCE_S):
-        assert "step 1 of their order: ranks 0 and 2: 'block 0', rank 1: 'block 1'" in words
-        assert seconds < SOON_S
+    def told() -> float:
+        answers = run_ranks(3, unlike_first_passes, patience=PATIENCE_S)
+        for (words, _, _), _ in answers:
+            assert "step 1 of their order: ranks 0 and 2: 'block 0', rank 1: 'block 1'" in words
+        return max(seconds for _, seconds in answers)
+
+    assert best(told, SOON_S) < SOON_S
 
 
 def absent(rank: int, seconds: float) -> tuple[Words, float]:
@@ -226,10 +243,8 @@ def absent(rank: int, seconds: float) -> tuple[Words, float]:
 
 
 def test_an_agreement_that_nobody_comes_to_ends() -> None:
-    said = "rank 0 did not come to that step within "
-    (((words, _, _), seconds),) = in_time(partial(heard, 2, absent, said), 1)
-    assert "rank 1 wants 'a step'" in words and re.search(f"{said}\\d+ s", words)
-    assert 1 <= seconds < 64 + SOON_S
+    words = "rank 1 wants 'a step' as step 0 of its order; rank 0 did not come to that step within {:g} s"
+    assert best(partial(in_time, partial(waited, 2, absent, words), 1), 1 + SOON_S) < 1 + SOON_S
 
 
 def recording_anew(rank: int) -> list[int]:
@@ -313,4 +328,4 @@ def round_over_four_groups(rank: int) -> tuple[Words, float]:
 def test_who_waits_for_ever_over_several_groups_is_told() -> None:
     for (words, gone, _), seconds in run_ranks(4, round_over_four_groups, patience=PATIENCE_S):
         assert gone == () and "ranks wait for each other in different collectives, for ever: rank" in words
-        assert words.count(" is in ") == 4 and seconds < SOON_S
+        assert words.count(" is in ") == 4 and seconds < LATE_S

@@ -129,6 +129,11 @@ def data_of(store: Any) -> Path:
     return Path(f"/proc/self/fd/{store._files.all[0].fd}")
 
 
+def alignment_of(store: Any) -> int:
+    """What the disk moves is a multiple of this; 1 where a store's files go through the page cache."""
+    return store._files.offset_align
+
+
 def open_descriptors() -> Counter[str]:
     """By what they lead to: a later look may miss what earlier tests have left, and must show nothing new."""
     found: Counter[str] = Counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from tries import best
 from worlds import on_ranks, ranked, says
 from zero_cases import IN, Net
 
 import zerokern as zk
 
-SOON_S = 60.0
+SOON_S = 10.0  # in the best of some tries
+LATE_S = 60.0  # where one try must do
 PATIENCE_S = 180.0  # the group's timeout, which nobody waits for
 
 
@@ -288,19 +291,22 @@ def go(world: Any, numbers: list[int], folder: str) -> list[tuple[str, float]]:
     return answers
 
 
-def told(ways: list[Way], folder: Path, size: int = 2) -> None:
-    """Every rank hears it, soon and by name, and all ranks go on to another group: none of them was ended."""
+def told(ways: list[Way], folder: Path, size: int = 2) -> float:
+    """Every rank hears it, by name, and all ranks go on to another group: none of them was ended. After how long."""
     answers = on_ranks(
         size, go, [WAYS.index(way) for way in ways], str(folder), patience=PATIENCE_S, timeout=3 * PATIENCE_S
     )
     for rank, mine in enumerate(answers):
         for way, (said, seconds) in zip(ways, mine, strict=True):
-            assert seconds < SOON_S, f"{way} on rank {rank}: {seconds:.1f} s, {said}"
+            assert seconds < LATE_S, f"{way} on rank {rank}: {seconds:.1f} s, {said}"
             says(said, ("rank", *way.says))
+    return max(seconds for mine in answers for _, seconds in mine)
 
 
 def test_ranks_that_make_different_calls_are_told_which(tmp_path: Path) -> None:
-    told([way for way in WAYS if way.quick], tmp_path)
+    tries = itertools.count()
+    quick = [way for way in WAYS if way.quick]
+    assert best(lambda: told(quick, tmp_path / f"{next(tries)}"), SOON_S) < SOON_S
 
 
 @pytest.mark.slow

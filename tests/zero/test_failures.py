@@ -10,12 +10,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from tries import best
 from worlds import STAGES, World, anywhere, built, full, on_ranks, on_threads, ranked, refusal, says
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
 
 PATIENCE_S = 60.0  # the group's timeout
+SOON_S = 20.0  # for what nobody waits that long for, in the best of some tries
 
 
 class Trouble(Exception):
@@ -186,10 +188,13 @@ def deviate(world: World, stage: int, warm: int, deviation: str) -> tuple[str, f
 
 @pytest.mark.parametrize("warm", [0, 2])
 def test_ranks_that_do_different_things_are_told(warm: int) -> None:
-    answers = on_ranks(3, deviate, 3, warm, "skips_a_unit", patience=PATIENCE_S, timeout=3 * PATIENCE_S)
-    for message, took in answers:
-        says(message, ["CommError", "rank 1", "unit"])
-        assert took < PATIENCE_S, f"{took} s"
+    def told() -> float:
+        answers = on_ranks(3, deviate, 3, warm, "skips_a_unit", patience=PATIENCE_S, timeout=3 * PATIENCE_S)
+        for message, _ in answers:
+            says(message, ["CommError", "rank 1", "unit"])
+        return max(took for _, took in answers)
+
+    assert best(told, SOON_S) < SOON_S
 
 
 @pytest.mark.slow
@@ -245,10 +250,13 @@ LOST_TOO = [(2, 1, "step"), (3, 3, "step"), (2, 2, "forward"), (3, 3, "backward"
     "size, stage, when", [*LOST, *(pytest.param(*row, marks=pytest.mark.slow) for row in LOST_TOO)]
 )
 def test_a_rank_that_dies_is_named(size: int, stage: int, when: str) -> None:
-    answers = on_ranks(size, die, stage, when, dies=[size - 1], patience=PATIENCE_S, timeout=2 * PATIENCE_S)
-    for message, took in answers[:-1]:
-        says(message, [f"rank {size - 1}"])
-        assert took < PATIENCE_S
+    def named() -> float:
+        answers = on_ranks(size, die, stage, when, dies=[size - 1], patience=PATIENCE_S, timeout=2 * PATIENCE_S)
+        for message, _ in answers[:-1]:
+            says(message, [f"rank {size - 1}"])
+        return max(took for _, took in answers[:-1])
+
+    assert best(named, SOON_S) < SOON_S
 
 
 def thrown_by_one_thread(world: World) -> None:
