@@ -115,6 +115,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
+        """Whether it serves nobody any more."""
         return self._handle is None
 
     @property
