@@ -13,8 +13,8 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.kernels import join, split
 from zerokern.optim import AdamW
-from zerokern.optim.exact import begin
 from zerokern.optim.formats import Slot
+from zerokern.optim.state import begin
 from zerokern.zero.sharded import Sharded
 
 STAGES = (0, 1, 3)

@@ -13,7 +13,7 @@ from shard_double import Divided, gradients, on_ranks, whole_state
 
 from zerokern.io import Nvme
 from zerokern.optim.disk_binding import DiskBinding
-from zerokern.optim.watched import ON_DISK
+from zerokern.optim.formats import ON_DISK
 
 Tier = Callable[..., Nvme]
 SIZES = (70_000, 1, 300, 128, 0, 129)  # one that is cut into pieces on either rank

@@ -24,7 +24,7 @@ from optim_cases import (
 
 import zerokern as zk
 from zerokern import Delayed, StateError
-from zerokern.optim import SGD, AdamW, whereabouts
+from zerokern.optim import SGD, AdamW, gradients
 
 KEEPS_MASTER = [("split16", "remainder"), ("split8", "remainder"), ("fp32", "master")]
 
@@ -213,7 +213,7 @@ def test_a_single_exchanged_memory_is_found_by_the_next_step(settings: dict[str,
 
 
 def test_exchanged_memory_is_found_where_torch_offers_no_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whereabouts, "torch_calls", lambda: None)
+    monkeypatch.setattr(gradients, "torch_calls", lambda: None)
     optimizer, params = trained(None, FP32)
     value = optimizer.state[params[3]]["exp_avg"]
     value.data = torch.zeros_like(value)

@@ -3,7 +3,7 @@
 from zerokern.optim.adagrad import Adagrad
 from zerokern.optim.adam import Adam, AdamW
 from zerokern.optim.clip import clip_grad_norm_
-from zerokern.optim.convert import convert_state
+from zerokern.optim.formats import convert_state
 from zerokern.optim.lion import Lion
 from zerokern.optim.sgd import SGD
 

@@ -26,9 +26,8 @@ from zerokern.optim.formats import Algorithm, as_saved
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.local import Local, sharded
-from zerokern.optim.masters import Witness, tracked
+from zerokern.optim.outside import WatchedState, Witness, plain, tracked
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.watched import WatchedState, plain
 from zerokern.zero import guards
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.sharded import Sharded

@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 
 from zerokern.memory import HostPlace
-from zerokern.optim.exact import Exact, begin
 from zerokern.optim.formats import Algorithm, Slot
-from zerokern.optim.masters import Witness
+from zerokern.optim.gradients import Whereabouts
+from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.rows import Row, count_step, set_groups, table_of
-from zerokern.optim.state import Entry, check_entries, make, pull, untangled
-from zerokern.optim.steps import StepBook
+from zerokern.optim.state import Entry, Exact, StepBook, begin, check_entries, make, pull, untangled
 from zerokern.optim.survey import Groups, Survey, same_objects
-from zerokern.optim.watched import WatchedState
-from zerokern.optim.whereabouts import Whereabouts
 
 
 class Binding:

@@ -12,9 +12,8 @@ from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import Algorithm, FormatKey
-from zerokern.optim.masters import Witness
+from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.watched import WatchedState
 
 __all__ = ["Bound", "bind"]
 

@@ -16,9 +16,9 @@ from zerokern.optim.holdings import Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.leaving import Departure, Leaving
 from zerokern.optim.local import LATE, PENDING, Local, localised
+from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.watched import watched
 from zerokern.schedule import Delayed
 
 __all__ = ["Course"]

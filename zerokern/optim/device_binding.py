@@ -17,14 +17,12 @@ from zerokern.optim import device
 from zerokern.optim.binding import Binding
 from zerokern.optim.decide import Decision
 from zerokern.optim.device_steps import DeviceSteps
-from zerokern.optim.exact import Exact
 from zerokern.optim.formats import Algorithm
 from zerokern.optim.interrupts import whole
-from zerokern.optim.masters import Witness
+from zerokern.optim.outside import WatchedState, Witness, plain
 from zerokern.optim.rows import table_of
-from zerokern.optim.state import Entry
+from zerokern.optim.state import Entry, Exact
 from zerokern.optim.survey import Groups, Survey, names_of, same_objects
-from zerokern.optim.watched import WatchedState, plain
 
 
 class DeviceBinding(Binding):

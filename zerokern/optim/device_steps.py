@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zerokern.kernels.triton.upload import upload
 from zerokern.optim import device
-from zerokern.optim.whereabouts import Whereabouts
+from zerokern.optim.gradients import Whereabouts
 
 __all__ = ["DeviceSteps"]
 

@@ -13,16 +13,14 @@ from zerokern.memory import Slot, flow
 from zerokern.optim.binding import Binding
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_state import described, moved_in, stand_ins
-from zerokern.optim.exact import Exact
-from zerokern.optim.formats import Algorithm, Layout
+from zerokern.optim.formats import ON_DISK, Algorithm, Layout
+from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.interrupts import whole
-from zerokern.optim.masters import Witness
+from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.records import Place, on_disk_of, settle
 from zerokern.optim.rows import pointer_words, table_of
-from zerokern.optim.state import Entry, check_entries, make
+from zerokern.optim.state import Entry, Exact, check_entries, make
 from zerokern.optim.survey import Groups, Survey, names_of
-from zerokern.optim.watched import ON_DISK, WatchedState
-from zerokern.optim.whereabouts import Whereabouts
 
 
 @dataclass

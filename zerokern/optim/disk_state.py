@@ -7,11 +7,10 @@ from typing import Any
 
 from zerokern.core.errors import StateError
 from zerokern.optim.disk import Disk
-from zerokern.optim.formats import Algorithm
+from zerokern.optim.formats import ON_DISK, Algorithm
 from zerokern.optim.interrupts import whole
 from zerokern.optim.records import OnDisk, on_disk_of
 from zerokern.optim.state import Checked, Entry, make
-from zerokern.optim.watched import ON_DISK
 
 __all__ = ["described", "housed", "in_memory", "moved_in", "put_down", "refuse_copy", "stand_ins"]
 

@@ -20,13 +20,12 @@ from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.bound import Bound
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
-from zerokern.optim.formats import Layout
+from zerokern.optim.formats import ON_DISK, Layout
 from zerokern.optim.holdings import Holdings
 from zerokern.optim.local import LATE, PENDING
 from zerokern.optim.records import OnDisk, Place, on_disk_of, settle
 from zerokern.optim.state import Checked, Entry, laid_out, make
 from zerokern.optim.survey import Groups
-from zerokern.optim.watched import ON_DISK
 
 __all__ = ["Column", "Exchange", "Inflow", "Round"]
 

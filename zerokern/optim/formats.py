@@ -1,4 +1,7 @@
-"""Which tensors a parameter's state is made of, for each algorithm, state format and master format."""
+"""Which tensors a parameter's state is made of, for each algorithm, state format and master format.
+
+State goes from one format to another by name, and never on the way.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.core.units import MASTERS
-from zerokern.kernels.formats import MASTER_FORMATS, blocks
+from zerokern.kernels import ops
+from zerokern.kernels.formats import MASTER_FORMATS, STATE_FORMATS, blocks
 from zerokern.memory import Wanted
 from zerokern.optim import checks
+from zerokern.zero.kinds import here_of, is_divided, take
 
 # bytes per bf16 parameter: values, split8, int8 moments, gradient, scales
 _SMALLEST = 2 + 1 + 1 + 1 + 2 + 2 * 4 / 128
@@ -23,7 +28,11 @@ TAKES_LESS = (
     'divides it by the ranks from stage=1 on; tier=zk.Nvme(path) keeps state on disk; zk.plan(..., tier="cpu") '
     "says beforehand what fits"
 )
+ON_DISK = "on_disk"  # the key in an entry of what stands for the tensors that lie on disk
 CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, which need their scales
+_MOMENTS = ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
+_CODED = ("exp_avg", "exp_avg_sq")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Group = dict[str, Any]
 FormatKey = tuple[bool, str, str | None, int | None]
 
@@ -215,3 +224,55 @@ def format_name(dtype: torch.dtype) -> str:
     """The state format that keeps moments in this dtype, for messages."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8", torch.uint8: "int8"}
     return names.get(dtype, str(dtype))
+
+
+def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str, Any]:
+    """A copy of an optimizer's state_dict with its moments in another format; masters and steps stay as they are.
+
+    Takes state_dicts of these optimizers and of torch.optim's. fp32 to "bf16" or "int8" rounds.
+
+    >>> from zerokern.optim import AdamW
+    >>> weight = torch.nn.Parameter(torch.ones(4)); weight.grad = torch.ones(4)
+    >>> exact, small = AdamW([weight]), AdamW([weight], state_format="int8")
+    >>> exact.step()
+    >>> small.load_state_dict(convert_state(exact.state_dict(), state_format="int8"))
+    >>> small.state[weight]["exp_avg"]
+    tensor([127, 127, 127, 127], dtype=torch.int8)
+    """
+    if state_format not in STATE_FORMATS:
+        raise ValueError(got("state_format", state_format, " | ".join(map(repr, STATE_FORMATS))))
+    state = {key: as_saved(_converted(as_kept(one), state_format)) for key, one in state_dict["state"].items()}
+    groups = [{**group, "state_format": state_format} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _converted(entry: dict[str, Any], state_format: str) -> dict[str, Any]:
+    divided = [key for key, value in entry.items() if is_divided(value)]
+    if divided:
+        first = next((key for key in divided if not key.endswith("_scale")), divided[0])
+        here, prefix = here_of(entry[first]), (getattr(entry[first], "name", None) or first).removesuffix(first)
+        if state_format == "int8" and here.misaligned:
+            raise ValueError(got("state_format", state_format, "'fp32' or 'bf16'", here.misaligned))
+        local = {**entry, **{key: take(here.of(key), entry[key], f"state {key!r}") for key in divided}}
+        found = _converted(local, state_format)
+        shown = [key for key in found if key in divided or key.endswith("_scale")]
+        return {**found, **{key: here.of(key).show(found[key], name=prefix + key) for key in shown}}
+    made: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key not in _MOMENTS or not isinstance(value, Tensor):
+            if not key.endswith("_scale"):
+                made[key] = value
+        elif state_format != "int8":
+            made[key] = _widened(key, entry).to(_DTYPES[state_format])
+        elif key in _CODED:
+            made[key], made[f"{key}_scale"] = ops.encode_int8(_widened(key, entry).contiguous(), key)
+        else:
+            raise ValueError(got("state_format", state_format, f"'fp32' or 'bf16' for {key!r}"))
+    return made
+
+
+def _widened(key: str, entry: dict[str, Any]) -> Tensor:
+    value = entry[key].detach().to("cpu")
+    if value.dtype in (torch.int8, torch.uint8):
+        return ops.decode_int8(value, entry[f"{key}_scale"].detach().to("cpu"), key)
+    return value.to(torch.float32)

@@ -1,4 +1,4 @@
-"""Where the gradients of many parameters lie, in one native call.
+"""Where many tensors and their gradients lie, in one native call.
 
 Reading `p.grad`, its address, dtype and layout from Python takes a microsecond per parameter, nearly all of it in cache
 misses that wait for each other. The native loop lets them overlap. It asks torch itself, through its C interface
@@ -12,6 +12,7 @@ import ctypes
 import functools
 import logging
 import operator
+import weakref
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from zerokern.core import native
 
-__all__ = ["Cells", "GradientReader", "reader_of", "torch_calls"]
+__all__ = ["Cells", "GradientReader", "Whereabouts", "reader_of"]
 
 _IMPORTS = {
     "grad": ("libc10.so", "_ZNK3c1010TensorImpl4gradEv"),
@@ -40,6 +41,7 @@ _COUNTS_A_WRITE = (  # `torch::autograd::impl::bump_version`, of whichever class
 _WORDS = torch._C.TensorBase.__basicsize__ // 8  # of a tensor's Python object, one of which is its cell
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = operator.attrgetter("_cdata")
+_pointer_of = torch.Tensor.data_ptr
 Calls = tuple[native.TensorCalls, dict[torch.dtype, int], int]
 
 
@@ -171,3 +173,32 @@ class Cells:
             torch.autograd.graph.increment_version(self._tensors)
         else:
             native.library().zk_raise_versions(raising, *self._cells.buffer_info())
+
+
+class Whereabouts:
+    """Tensors and where they lie at first. Memory that is exchanged (`.data =`) leaves no other trace.
+
+    >>> moment = torch.zeros(3); known = Whereabouts([moment]); known.unchanged()
+    True
+    >>> moment.data = torch.ones(3); known.unchanged()
+    False
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._addresses = array("Q", map(_pointer_of, tensors))
+        calls = torch_calls()
+        self._calls = None if calls is None else ctypes.byref(calls[0])
+        if calls is not None:
+            self._bodies = array("Q", map(_tensor_of, tensors))
+            # torch.utils.swap_tensors, which would let another tensor free a body, refuses what has a weak reference
+            self._kept = list(map(weakref.ref, tensors))
+            self._look = native.library().zk_in_place
+
+    def unchanged(self) -> bool:
+        """Whether every one of them lies there still."""
+        count = len(self._tensors)
+        if self._calls is None:
+            return array("Q", map(_pointer_of, self._tensors)) == self._addresses
+        bodies, addresses = self._bodies.buffer_info()[0], self._addresses.buffer_info()[0]
+        return bool(self._look(self._calls, bodies, addresses, count) == count)

@@ -20,9 +20,8 @@ from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
 from zerokern.optim.hosted import Host, LayoutOf
 from zerokern.optim.link import is_apart
 from zerokern.optim.local import LATE, Local
-from zerokern.optim.masters import Witness, follow, tracked
+from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.survey import Groups, Survey
-from zerokern.optim.watched import Elsewhere, WatchedState, watched
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.data_writes import DataWrites

@@ -17,9 +17,9 @@ from zerokern.optim.course import Course
 from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Holdings
 from zerokern.optim.local import LATE, NOT_DELAYED, PENDING, Local, localised, sharded
+from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import Checked, Entry, check_entry, copied
 from zerokern.optim.survey import Groups, names_of
-from zerokern.optim.watched import WatchedState
 
 __all__ = ["checked_groups", "keep", "merged_groups", "room_for", "take_over"]
 

@@ -18,10 +18,10 @@ from zerokern.core.errors import StateError
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord
 from zerokern.optim.dtensors import homes_of, norm_of_all, refuse_int8, stays
+from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.hosted import Host, LayoutOf, Twin
+from zerokern.optim.outside import WatchedState
 from zerokern.optim.survey import Groups, names_of, same_objects
-from zerokern.optim.watched import WatchedState
-from zerokern.optim.whereabouts import Whereabouts
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import Residence, is_divided, shardings_of

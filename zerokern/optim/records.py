@@ -13,9 +13,8 @@ from zerokern.core.errors import StateError
 from zerokern.io.pieces import Width, columns
 from zerokern.io.place import Record
 from zerokern.kernels.formats import BLOCK
-from zerokern.optim.exact import begin
-from zerokern.optim.formats import Layout, Slot
-from zerokern.optim.watched import ON_DISK
+from zerokern.optim.formats import ON_DISK, Layout, Slot
+from zerokern.optim.state import begin
 
 __all__ = ["OnDisk", "Place", "copy_out", "fill", "on_disk_of", "settle"]
 

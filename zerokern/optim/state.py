@@ -1,21 +1,25 @@
-"""The entries of `optimizer.state`: checked against a layout, made, and brought in from a state_dict."""
+"""The entries of `optimizer.state`: checked against a layout, made, begun, counted, brought in from a state_dict."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import mmap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
+from zerokern.kernels import split
 from zerokern.memory import DevicePlace, HostPlace
 from zerokern.optim.formats import TAKES_LESS, Layout, Slot, format_name
+from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.survey import Groups, Survey, names_of
 
 Entry = dict[str, Any]
 Checked = tuple[Tensor, Entry, Layout]
+Exact = Callable[[Tensor], Tensor | None]  # the fp32 values of a parameter, if there are any, handed over once
 _HOST = torch.device("cpu")
 
 
@@ -187,3 +191,77 @@ def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostPlace | No
             value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
             target.copy_(value.reshape(()) if key == "step" else value)
     return made
+
+
+def begin(param: Tensor, slot: Slot, kept: Tensor, exact: Tensor | None) -> None:
+    """Let a new master, or a remainder that is zero, begin from what the parameter holds.
+
+    `exact`: the fp32 values that it was rounded from. They count where they still round to it.
+    """
+    if exact is None:
+        if slot.key == "master":
+            kept.copy_(param)
+        return
+    param, exact = param.detach(), exact.view_as(param)
+    if slot.key == "master":
+        kept.copy_(torch.where(_rounds_to(param, exact), exact, param.float()))
+    elif slot.dtype is torch.int16:
+        kept.copy_(torch.where(_rounds_to(param, exact), split(exact, "split16")[1], 0))
+    else:  # rounded to 24 bits first, a value may lie in the upper half of the next bf16
+        high, remainder = split(exact, "split8")
+        same = _rounds_to(param, exact) | (high.view(torch.int16) == param.view(torch.int16))
+        kept.copy_(torch.where(same, remainder, 0))
+        param.copy_(torch.where(same, high, param))
+
+
+def _rounds_to(param: Tensor, exact: Tensor) -> Tensor:
+    """Where a parameter holds what zk.shard rounds a value to."""
+    rounded = split(exact, "split16")[0] if param.dtype is torch.bfloat16 else exact.to(param.dtype)
+    return rounded.view(torch.int16) == param.view(torch.int16)
+
+
+class StepBook:
+    """The counters of all parameters of an optimizer, side by side.
+
+    >>> entries = [{"step": torch.tensor(3.0)}, {}]
+    >>> book = StepBook(entries)
+    >>> book.choose([0])
+    [3]
+    >>> book.advance(); entries[0]["step"]
+    tensor(4.)
+    """
+
+    def __init__(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Replaces each `entries[i]["step"]` by a tensor of the book with the same value."""
+        count = max(len(entries), 1)
+        buffer = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._flat = torch.frombuffer(buffer, dtype=torch.float32)
+        # each with a storage of its own
+        each = [torch.frombuffer(buffer, dtype=torch.float32, count=1, offset=4 * i).view(()) for i in range(count)]
+        self._counts = torch.zeros_like(self._flat)
+        mine = []
+        for number, entry in enumerate(entries):
+            if "step" in entry:
+                entry["step"] = each[number].copy_(torch.as_tensor(entry["step"], device="cpu").reshape(()))
+                self._counts[number] = 1.0
+                mine.append(each[number])
+        self._whereabouts = Whereabouts(mine)
+        self.choose([])
+
+    def choose(self, numbers: Sequence[int]) -> list[int]:
+        """Which counters `advance` moves; returns the steps that these have made, 0 where there is no counter."""
+        self._increments = torch.zeros_like(self._flat)
+        self._increments[list(numbers)] = 1.0
+        self._increments.mul_(self._counts)
+        self._expected = self._flat.clone()
+        steps = self._flat.tolist()
+        return [int(steps[number]) for number in numbers]
+
+    def untouched(self) -> bool:
+        """Whether nobody has written a counter since, or exchanged the memory of one."""
+        return self._whereabouts.unchanged() and torch.equal(self._flat, self._expected)
+
+    def advance(self) -> None:
+        """One more step for the chosen."""
+        self._flat.add_(self._increments)
+        self._expected.add_(self._increments)
