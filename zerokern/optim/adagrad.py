@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.io import Nvme
-from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
-
-
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "lr": checks.rate("lr", group["lr"]),
-        "lr_decay": checks.number("lr_decay", group["lr_decay"]),
-        "eps": checks.number("eps", group["eps"]),
-        "weight_decay": checks.number("weight_decay", group["weight_decay"]),
-        "maximize": checks.flag("maximize", group["maximize"]),
-    }
-
-
-def _first_sum(group: dict[str, Any]) -> float:
-    return checks.number("initial_accumulator_value", group["initial_accumulator_value"])
 
 
 class Adagrad(FusedOptimizer):
@@ -44,8 +27,8 @@ class Adagrad(FusedOptimizer):
         moments=(("sum", "exp_avg"),),
         state_formats=("fp32", "bf16"),
         counts_steps=True,
-        values=_values,
-        first_moment=_first_sum,
+        settings=("lr", "lr_decay", "eps", "weight_decay", "maximize"),
+        begins_by="initial_accumulator_value",
     )
 
     def __init__(

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.io import Nvme
-from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
-
-
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    beta1, beta2 = checks.pair("betas", group["betas"])
-    return {
-        "lr": checks.rate("lr", group["lr"]),
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": checks.number("eps", group["eps"]),
-        "weight_decay": checks.number("weight_decay", group["weight_decay"]),
-        "decoupled": checks.flag("decoupled_weight_decay", group["decoupled_weight_decay"]),
-        "maximize": checks.flag("maximize", group["maximize"]),
-    }
 
 
 class Adam(FusedOptimizer):
@@ -63,7 +48,7 @@ class Adam(FusedOptimizer):
         moments=(("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")),
         state_formats=("fp32", "bf16", "int8"),
         counts_steps=True,
-        values=_values,
+        settings=("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
     )
 
     def __init__(

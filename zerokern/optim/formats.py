@@ -33,16 +33,13 @@ CODES = ".codes"  # in a state_dict: after the name of a moment that is codes, w
 _MOMENTS = ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 _CODED = ("exp_avg", "exp_avg_sq")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "lr": checks.rate,
+    "betas": checks.pair,
+    **dict.fromkeys(("nesterov", "maximize", "decoupled_weight_decay"), checks.flag),
+}
 Group = dict[str, Any]
 FormatKey = tuple[bool, str, str | None, int | None]
-
-
-def _always(_: Group) -> bool:
-    return True
-
-
-def _zero(_: Group) -> float:
-    return 0.0
 
 
 @dataclass(frozen=True)
@@ -72,10 +69,11 @@ class Algorithm:
     moments: tuple[tuple[str, str], ...]  # (state key, column of the update table)
     state_formats: tuple[str, ...]
     counts_steps: bool
-    values: Callable[[Group], Group]  # a group's, checked, as `UpdateTable.set_group` spells them
+    settings: tuple[str, ...]  # of a group, that the update reads
+    refuse: Callable[[Group], None] | None = None  # settings that do not go together
     starts_from_gradient: bool = False  # the moment of the first step is the gradient itself
-    has_moments: Callable[[Group], bool] = _always
-    first_moment: Callable[[Group], float] = _zero
+    moments_by: str = ""  # the setting without which there are no moments
+    begins_by: str = ""  # the setting that moments begin with; else they begin with zero
     fixed: tuple[tuple[str, Any], ...] = ()  # of each group, whatever a checkpoint says
 
     @property
@@ -84,15 +82,27 @@ class Algorithm:
         return frozenset(key for key, _ in self.moments if self.starts_from_gradient)
 
     def checked(self, group: Group) -> Group:
-        """The group's hyperparameters, after everything in it has been checked."""
+        """The group's hyperparameters as `UpdateTable.set_group` spells them; everything in it has been checked."""
         checks.hints(group)
         check_formats(self, group)
         self.first_moment(group)
-        return self.values(group)
+        found = {name: _CHECKS.get(name, checks.number)(name, group[name]) for name in self.settings}
+        if self.refuse is not None:
+            self.refuse(found)
+        if "betas" in found:
+            found["beta1"], found["beta2"] = found.pop("betas")
+        if "decoupled_weight_decay" in found:
+            found["decoupled"] = found.pop("decoupled_weight_decay")
+        return found
+
+    def first_moment(self, group: Group) -> float:
+        """What the group's moments begin with."""
+        return checks.number(self.begins_by, group[self.begins_by]) if self.begins_by else 0.0
 
     def key(self, group: Group) -> FormatKey:
         """What of a group decides the layouts of its parameters."""
-        return self.has_moments(group), group["state_format"], group["master_format"], group["stochastic_seed"]
+        has_moments = not self.moments_by or float(group[self.moments_by]) != 0.0
+        return has_moments, group["state_format"], group["master_format"], group["stochastic_seed"]
 
     def layout(self, group: Group, dtype: torch.dtype, holds_moments: bool = False) -> Layout:
         """The state of a parameter of this group."""

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.io import Nvme
-from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
-
-
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    beta1, beta2 = checks.pair("betas", group["betas"])
-    return {
-        "lr": checks.rate("lr", group["lr"]),
-        "beta1": beta1,
-        "beta2": beta2,
-        "weight_decay": checks.number("weight_decay", group["weight_decay"]),
-        "maximize": checks.flag("maximize", group["maximize"]),
-    }
 
 
 class Lion(FusedOptimizer):
@@ -41,7 +27,7 @@ class Lion(FusedOptimizer):
         moments=(("exp_avg", "exp_avg"),),
         state_formats=("fp32", "bf16", "int8"),
         counts_steps=False,
-        values=_values,
+        settings=("lr", "betas", "weight_decay", "maximize"),
     )
 
     def __init__(

@@ -9,31 +9,16 @@ from torch.optim.optimizer import ParamsT
 
 from zerokern.core.errors import got
 from zerokern.io import Nvme
-from zerokern.optim import checks
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
 from zerokern.schedule import Delayed
 
 
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    momentum = checks.number("momentum", group["momentum"])
-    dampening = checks.number("dampening", group["dampening"])
-    nesterov = checks.flag("nesterov", group["nesterov"])
-    if nesterov and (momentum == 0.0 or dampening != 0.0):
+def _refuse(group: dict[str, Any]) -> None:
+    momentum, dampening = group["momentum"], group["dampening"]
+    if group["nesterov"] and (momentum == 0.0 or dampening != 0.0):
         do = "pass momentum > 0 and dampening=0"
         raise ValueError(got("nesterov", True, f"False with momentum={momentum:g}, dampening={dampening:g}", do))
-    return {
-        "lr": checks.rate("lr", group["lr"]),
-        "momentum": momentum,
-        "dampening": dampening,
-        "weight_decay": checks.number("weight_decay", group["weight_decay"]),
-        "nesterov": nesterov,
-        "maximize": checks.flag("maximize", group["maximize"]),
-    }
-
-
-def _has_momentum(group: dict[str, Any]) -> bool:
-    return float(group["momentum"]) != 0.0
 
 
 class SGD(FusedOptimizer):
@@ -53,8 +38,9 @@ class SGD(FusedOptimizer):
         state_formats=("fp32", "bf16"),
         counts_steps=False,
         starts_from_gradient=True,
-        values=_values,
-        has_moments=_has_momentum,
+        settings=("momentum", "dampening", "nesterov", "lr", "weight_decay", "maximize"),
+        moments_by="momentum",
+        refuse=_refuse,
     )
 
     def __init__(
