@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError, got
-from zerokern.optim.link import OTHERS
+from zerokern.optim.device import OTHERS
 
 __all__ = ["PlayedDevice", "PlayedMark", "PlayedStream"]
 

@@ -25,7 +25,7 @@ from zerokern.core import native
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.trace.timeline import hidden, step_begins
-from zerokern.optim.link import put_in_place
+from zerokern.optim.device import put_in_place
 from zerokern.optim.parts import parts_of
 from zerokern.schedule import Delayed, Machine, Program, Span, flow_bound, program_of, simulate
 from zerokern.schedule.recorder import Event, Recorder

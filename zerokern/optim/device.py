@@ -1,17 +1,37 @@
-"""Parameters that do not lie in host memory: which devices are served, and what is needed there."""
+"""Parameters that do not lie in host memory: which devices are served, what is needed there, and the way to them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.core.errors import StateError, got
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.backend import capturing
+from zerokern.memory.copies import Driver
+from zerokern.memory.staging import CudaDriver
 
-__all__ = ["Kernels", "capturing", "holds", "kernels", "refuse_capture", "require", "serves"]
+__all__ = [
+    "OTHERS",
+    "Kernels",
+    "capturing",
+    "driver_of",
+    "holds",
+    "is_apart",
+    "kernels",
+    "on_device",
+    "put_in_place",
+    "refuse_capture",
+    "require",
+    "serves",
+]
+
+OTHERS = WeakTensorKeyDictionary()
+"""Tensors on devices that torch does not know, with their drivers: who plays a device writes its tensors in here."""
 
 
 def serves(device: torch.device) -> bool:
@@ -61,3 +81,38 @@ def kernels() -> Kernels:
     from zerokern.kernels.triton.table import Control, DeviceTable
 
     return Kernels(DeviceTable, Control, SumsqTable)
+
+
+def driver_of(param: Tensor) -> Any:
+    """What copies to and from a parameter's device go through; None in host memory.
+
+    >>> driver_of(torch.ones(1)) is None
+    True
+    """
+    if serves(param.device):
+        return CudaDriver(param.device)
+    return OTHERS.get(param)
+
+
+def is_apart(param: Tensor) -> bool:
+    """Whether a parameter lies on a device, so that host memory is elsewhere."""
+    return serves(param.device) or (len(OTHERS) > 0 and param in OTHERS)
+
+
+def on_device(driver: Any, work: Callable[[], object]) -> None:
+    """What `work` launches comes behind all that the device's compute stream has been given; nobody waits."""
+    launch = getattr(driver, "launch", None)
+    if launch is None:
+        work()
+    else:
+        launch(work)
+
+
+def put_in_place(driver: Driver, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies (dst, src) on the device. The tensors' versions are the caller's to count, now."""
+
+    def copy() -> None:
+        with torch.no_grad():
+            torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
+
+    on_device(driver, copy)

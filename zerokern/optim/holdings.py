@@ -14,11 +14,11 @@ from zerokern.optim import disk_state
 from zerokern.optim.binding import Binding
 from zerokern.optim.bound import Bound, bind
 from zerokern.optim.decide import Decision
+from zerokern.optim.device import is_apart
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
 from zerokern.optim.hosted import Host, LayoutOf
-from zerokern.optim.link import is_apart
 from zerokern.optim.local import LATE, Local
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.survey import Groups, Survey

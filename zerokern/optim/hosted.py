@@ -20,8 +20,8 @@ from zerokern.kernels.ops import fingerprints
 from zerokern.memory import HostPlace, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
+from zerokern.optim.device import driver_of, put_in_place
 from zerokern.optim.formats import Layout
-from zerokern.optim.link import driver_of, put_in_place
 from zerokern.zero.homes import alias
 
 __all__ = ["Host", "Twin"]

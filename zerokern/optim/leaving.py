@@ -21,8 +21,8 @@ from torch import Tensor
 from zerokern.comm import world_size
 from zerokern.core.errors import StateError
 from zerokern.kernels.ops import fingerprints
+from zerokern.optim.device import on_device
 from zerokern.optim.hosted import Host, Twin
-from zerokern.optim.link import on_device
 from zerokern.optim.local import Local
 from zerokern.optim.parts import Part
 from zerokern.zero import hooks
