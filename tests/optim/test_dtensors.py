@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.optim import AdamW
-from zerokern.optim.dtensors import homes_of, stays
+from zerokern.optim.dtensors import Alone, homes_of
 from zerokern.zero.kinds import here_of, take
 from zerokern.zero.sharded import Sharded
 
@@ -221,11 +221,11 @@ def found_again(rank: int) -> None:
     mesh = mesh_of(2)
     plain, param, other = nn.Parameter(torch.ones(4)), *(nn.Parameter(cut(torch.ones(4), mesh)) for _ in range(2))
     homes = homes_of([plain, param], ["bias", "weight"])
-    assert homes[0] is None and stays(plain, None) and stays(param, homes[1])
+    assert isinstance(homes[0], Alone) and homes[0].stays(plain) and homes[1].stays(param)
     assert homes_of([param, other], ["a", "b"], homes)[0] is homes[1]
-    assert not stays(param, None) and not stays(other, homes[1]) and not stays(plain, homes[1])
+    assert not homes[0].stays(param) and not homes[1].stays(other) and not homes[1].stays(plain)
     torch.utils.swap_tensors(param, other)
-    assert not stays(param, homes[1])
+    assert not homes[1].stays(param)
 
 
 def test_gradients_are_lent_and_a_partial_sum_is_summed_once() -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from zerokern.comm.fake import FakeWorld, lonely
 from zerokern.comm.group import Group
 from zerokern.comm.handle import Handle
-from zerokern.comm.joining import group_on, joined, world_size
+from zerokern.comm.joining import Team, group_on, joined, world_size
 from zerokern.comm.whereabouts import during
 from zerokern.core.errors import CommError
 
-__all__ = ["CommError", "FakeWorld", "Group", "Handle", "during", "group_on", "joined", "lonely", "world_size"]
+__all__ = ["CommError", "FakeWorld", "Group", "Handle", "Team", "during", "group_on", "joined", "lonely", "world_size"]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import weakref
 import zlib
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerokern.comm.common import Common
 from zerokern.comm.device import DeviceGroup
 from zerokern.comm.group import Group
+from zerokern.comm.handle import Handle
 from zerokern.comm.peers import PeerGroup
 from zerokern.comm.whereabouts import Presence
 from zerokern.core import env
 from zerokern.core.errors import got
 
-__all__ = ["group_on", "joined", "world_size"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Team", "group_on", "joined", "world_size"]
 
 # What was posted is counted per process group: messages of two groups that share one must not be mistaken.
 _PRESENCE = Presence()
@@ -60,6 +67,42 @@ def joined(pg: Any) -> Group:
     except RuntimeError:
         device = torch.device("cuda", torch.cuda.current_device())
     return _join(pg, device)
+
+
+class Team:
+    """The ranks along some dimensions of a mesh, as those that hold the parts of a DTensor.
+
+    One group for each dimension: sums go along one after the other, so that every rank has the same bits.
+    """
+
+    def __init__(self, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+        self.size = math.prod(mesh.size(dim) for dim in dims)
+        self.device = torch.device(mesh.device_type)
+        self._mesh, self._dims = mesh, dims
+        self._groups: list[Group] | None = None
+
+    def join(self) -> list[Group]:
+        """The groups, which find each other the first time: every rank comes here then, in its user's thread."""
+        if self._groups is None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            mesh, kind = self._mesh, self._mesh.device_type
+            each = [mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), kind) for dim in self._dims]
+            self._groups = [group_on(one, self.device) for one in each]
+        return self._groups
+
+    def follow(self, key: str) -> None:
+        """As `Group.follow`, on all of them."""
+        for group in self.join():
+            group.follow(key)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
+        """As `Group.all_reduce`, over all of them."""
+        handle = Handle()
+        for group in self.join():
+            handle.wait()
+            handle = group.all_reduce(tensor, op)
+        return handle
 
 
 def _join(pg: Any, device: torch.device) -> Group:

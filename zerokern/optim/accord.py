@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from zerokern.comm import during
+from zerokern.comm import Group, Team, during
 from zerokern.core.errors import StateError, ZerokernError
-from zerokern.optim.dtensors import norm_of_all
 from zerokern.optim.survey import added
 
-__all__ = ["TORN", "WHOLE", "Accord", "say_outcome"]
+__all__ = ["TORN", "WHOLE", "Accord", "norm_of_all", "say_outcome"]
 
 WHOLE = "Nothing was changed: parameters and state are as they were before the step, which may be tried again"
 TORN = "The step was broken off, so that parameters and state are of different steps: load a checkpoint to go on"
@@ -122,6 +122,13 @@ class Accord:
                 said = _exchanged([group], said)
         self.agreed, self.torn = bool(said), torn and bool(said)
         return said
+
+
+def norm_of_all(team: Group | Team, own: Tensor, op: str, call: str) -> None:
+    """A norm over all ranks in place, for this call of theirs and no other."""
+    with during(call, of=f"the norm in {call}"):
+        team.follow(call)
+        team.all_reduce(own, op).wait()
 
 
 def say_outcome(error: BaseException, *, torn: bool) -> None:

@@ -14,7 +14,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from zerokern.core.errors import got
 from zerokern.kernels import sumsq
 from zerokern.kernels.ops import sumsq_there
-from zerokern.optim.dtensors import norm_of_all, spans_of
+from zerokern.optim.accord import norm_of_all
+from zerokern.optim.dtensors import spans_of
 from zerokern.optim.local import gradient_of, scale_gradients, with_gradients
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import is_divided

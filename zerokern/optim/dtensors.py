@@ -1,12 +1,11 @@
-"""FSDP2's parameters and other DTensors: what this rank holds of them stands in for them, as with zk.shard's.
+"""Where parameters live, whoever divided them: plain ones, zk.shard's, FSDP2's and other DTensors.
 
-`homes_of` finds where parameters live, whoever divided them. A `DTensorHome` is what a `zerokern.zero.homes.Home` is to
-zk.shard's; the two differ in who moves the values: here the program that made the DTensor does.
+A `DTensorHome` is what a `zerokern.zero.homes.Home` is to zk.shard's: what this rank holds stands in for the parameter.
+The two differ in who moves the values: here the program that made the DTensor does.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,64 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zerokern.comm import Group, during, group_on
-from zerokern.comm.handle import Handle
+from zerokern.comm import Team
 from zerokern.core.errors import StateError, got
+from zerokern.memory.here import Here
 from zerokern.zero.homes import alias, home_of
 from zerokern.zero.kinds import Placed, Residence, is_divided, over
 
-__all__ = [
-    "DTensorHome",
-    "homes_of",
-    "local_gradient",
-    "norm_of_all",
-    "refuse_int8",
-    "spans_of",
-    "stays",
-]
+__all__ = ["Alone", "DTensorHome", "homes_of", "local_gradient", "refuse_int8", "spans_of"]
 
 _PLAIN = (Tensor, nn.Parameter)
-
-
-class Team:
-    """The ranks that hold the parts of a DTensor: those along the sharded dimensions of its mesh.
-
-    One group for each dimension: sums go along one after the other, so that every rank has the same bits.
-    """
-
-    def __init__(self, mesh: DeviceMesh, dims: Sequence[int]) -> None:
-        self.size = math.prod(mesh.size(dim) for dim in dims)
-        self.device = torch.device(mesh.device_type)
-        self._mesh, self._dims = mesh, dims
-        self._groups: list[Group] | None = None
-
-    def join(self) -> list[Group]:
-        """The groups, which find each other the first time: every rank comes here then, in its user's thread."""
-        if self._groups is None:
-            mesh, kind = self._mesh, self._mesh.device_type
-            each = [mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), kind) for dim in self._dims]
-            self._groups = [group_on(one, self.device) for one in each]
-        return self._groups
-
-    def follow(self, key: str) -> None:
-        """As `Group.follow`, on all of them."""
-        for group in self.join():
-            group.follow(key)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """As `Group.all_reduce`, over all of them."""
-        handle = Handle()
-        for group in self.join():
-            handle.wait()
-            handle = group.all_reduce(tensor, op)
-        return handle
-
-
-def norm_of_all(team: Group | Team, own: Tensor, op: str, call: str) -> None:
-    """A norm over all ranks in place, for this call of theirs and no other."""
-    with during(call, of=f"the norm in {call}"):
-        team.follow(call)
-        team.all_reduce(own, op).wait()
 
 
 class DTensorSharding:
@@ -111,8 +61,28 @@ class DTensorSharding:
         """No factor is ever pending."""
         return 1.0
 
-    def settle(self) -> None:
-        """There is nothing to settle."""
+
+class Alone(Residence):
+    """Of a plain parameter, or of what is to be taken for one: all of it is here, and it is its own piece."""
+
+    def __init__(self, name: str, param: Tensor) -> None:
+        self.name, self.here, self.piece = name, Here.span(param.shape, 0, param.numel()), param
+        self.shape, self.start, self.numel = param.shape, 0, param.numel()
+
+    def look(self, param: Tensor) -> None:
+        pass
+
+    def stays(self, param: Tensor) -> bool:
+        return param is self.piece and home_of(param) is None and not is_divided(param)
+
+    def local_gradient(self, param: Tensor) -> Tensor | None:
+        return param.grad
+
+    def take(self, key: str, value: Any, *, own: bool = False) -> Any:
+        return value
+
+    def show(self, key: str, value: Any, before: Any = None) -> Any:
+        return value
 
 
 class DTensorHome(Residence):
@@ -170,49 +140,35 @@ class DTensorHome(Residence):
         return grad
 
 
-def homes_of(
-    params: Sequence[Tensor], names: Sequence[str], before: Sequence[Residence | None] = ()
-) -> list[Residence | None]:
-    """Where each parameter lives; None for a plain one. Of those `before`, the ones that still fit are kept.
+def homes_of(params: Sequence[Tensor], names: Sequence[str], before: Sequence[Residence] = ()) -> list[Residence]:
+    """Where each parameter lives. Of those `before`, the ones of DTensors that still fit are kept.
 
     >>> homes_of([nn.Parameter(torch.ones(2))], ["weight"])
-    [None]
+    [Alone('weight', elements 0:2 of (2,))]
     """
     known = {id(home.param): home for home in before if isinstance(home, DTensorHome)}
     shardings = {(home.here.mesh, home.here.dims): home.sharding for home in known.values()}
-    found: list[Residence | None] = []
+    found: list[Residence] = []
     for name, param in zip(names, params, strict=True):
-        if not isinstance(param, DTensor):
-            found.append(home_of(param))
-            continue
         last = known.get(id(param))
-        if last is not None and last.stays(param):
+        if not isinstance(param, DTensor):
+            found.append(home_of(param) or Alone(name, param))
+        elif last is not None and last.stays(param):
             found.append(last)
-            continue
-        mesh, dims = param.device_mesh, _divided(name, param)
-        if (mesh, dims) not in shardings:
-            shardings[mesh, dims] = DTensorSharding(mesh, dims)
-        found.append(DTensorHome(name, param, shardings[mesh, dims]))
+        else:
+            mesh, dims = param.device_mesh, _divided(name, param)
+            if (mesh, dims) not in shardings:
+                shardings[mesh, dims] = DTensorSharding(mesh, dims)
+            found.append(DTensorHome(name, param, shardings[mesh, dims]))
     for sharding in shardings.values():
-        sharding.homes = [home for home in found if home is not None and home.sharding is sharding]
+        sharding.homes = [home for home in found if home.sharding is sharding]
     return found
 
 
-def stays(param: Tensor, home: Residence | None) -> bool:
-    """Whether a parameter lives where it was found to.
-
-    >>> stays(nn.Parameter(torch.ones(2)), None)
-    True
-    """
-    if home is not None:
-        return home.stays(param)
-    return home_of(param) is None and not is_divided(param)
-
-
-def refuse_int8(homes: Iterable[Residence | None]) -> None:
+def refuse_int8(homes: Iterable[Residence]) -> None:
     """Blocks are counted from a whole parameter's element 0, so no block may be on two ranks."""
     for home in homes:
-        if home is not None and home.here.misaligned:
+        if home.here.misaligned:
             do = f"{home.here.misaligned}, so {home.name} goes into a param_group with state_format='fp32'"
             raise ValueError(got("state_format", "int8", "'fp32' or 'bf16'", do))
 

@@ -20,12 +20,14 @@ from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.bound import Bound
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
+from zerokern.optim.dtensors import Alone
 from zerokern.optim.formats import ON_DISK, Layout
 from zerokern.optim.holdings import Holdings
 from zerokern.optim.local import LATE, PENDING
 from zerokern.optim.records import OnDisk, Place, on_disk_of, settle
 from zerokern.optim.state import Checked, Entry, laid_out, make
 from zerokern.optim.survey import Groups
+from zerokern.zero.kinds import Residence
 
 __all__ = ["Column", "Exchange", "Inflow", "Round"]
 
@@ -63,11 +65,11 @@ class Exchange:
         """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
         self._course.settle(self.opt.param_groups)
 
-    def held(self) -> list[tuple[Tensor, Tensor, Any, Entry | None]]:
+    def held(self) -> list[tuple[Tensor, Tensor, Residence, Entry | None]]:
         """Each parameter, what is updated in its place, where that lies, and its state."""
         local, state = self._here.local, self._here.held
         if local is None:
-            return [(param, param, None, state.get(param)) for param in self.params]
+            return [(param, param, Alone("", param), state.get(param)) for param in self.params]
         triples = zip(local.everyone, local.pieces, local.homes, strict=True)
         return [(param, piece, home, state.get(piece)) for param, piece, home in triples]
 
@@ -91,7 +93,7 @@ class Exchange:
                     begun = [i for i, slot in enumerate(value.slots) if not (value.first and slot.key in optional)]
                     shown.update((value.slots[i].key, Column(stream, value, i)) for i in begun)
                 elif key != PENDING or self.late:
-                    shown[key] = value if home is None else home.show(key, value)
+                    shown[key] = home.show(key, value)
             found.append(shown)
         return found
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from zerokern.comm import during
 from zerokern.core.errors import StateError
 from zerokern.optim import checks
-from zerokern.optim.accord import Accord
-from zerokern.optim.dtensors import homes_of, norm_of_all, refuse_int8, stays
+from zerokern.optim.accord import Accord, norm_of_all
+from zerokern.optim.dtensors import Alone, homes_of, refuse_int8
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.hosted import Host, LayoutOf, Twin
 from zerokern.optim.outside import WatchedState
@@ -73,12 +73,11 @@ class Local:
 
     def __init__(self, groups: Groups, host: tuple[Host, LayoutOf] | None = None, last: Local | None = None) -> None:
         self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
-        self.homes: list[Residence | None] = homes_of(
-            self.everyone, names_of(groups), () if last is None else last.homes
-        )
+        self.homes = homes_of(self.everyone, names_of(groups), () if last is None else last.homes)
         pairs = list(zip(self.everyone, self.homes, strict=True))
-        self._wholes = [None if home is None or param is home.piece else home for param, home in pairs]
-        self.near: list[Tensor] = [param if home is None else home.piece for param, home in pairs]
+        # what a program steps itself, a plain parameter or a piece, is shown as it is
+        self._shown = [Alone(home.name, param) if param is home.piece else home for param, home in pairs]
+        self.near: list[Tensor] = [home.piece for home in self.homes]
         self.host = None if host is None else host[0]
         self._trained = [one.requires_grad for one in self.near]
         self.pieces = self.near if host is None else host[0].take_in(self.near, self._grad_dtypes(), host[1])
@@ -89,16 +88,15 @@ class Local:
         self.accord = Accord(self.shardings)
         self.teams = self.accord.teams
         numbers = {id(team): number for number, team in enumerate(self.teams, 1)}
-        self.shares = [
-            0 if home is None or home.sharding.replicated else numbers[id(home.sharding.group)] for home in self.homes
-        ]
-        self.starts = [0 if home is None else home.start for home in self.homes]
+        shardings = [home.sharding for home in self.homes]
+        self.shares = [numbers[id(s.group)] if s is not None and not s.replicated else 0 for s in shardings]
+        self.starts = [home.start for home in self.homes]
         self.state = WatchedState()
-        self._home_of = {id(p): home for p, home in zip(self.pieces, self.homes, strict=True) if home is not None}
-        self._stand_ins = [(p, h) for p, h in zip(self.everyone, self._wholes, strict=True) if h is not None]
+        self._home_of = {id(piece): home for piece, home in zip(self.pieces, self.homes, strict=True)}
+        self._stand_ins = [(param, home) for param, home in pairs if param is not home.piece]
         # a program that steps what zk.shards returned may write to the model's parameters all the same
-        shown = [(h.whole, h) for p, h in pairs if h is not None and p is h.piece]
-        self._written_to = self._stand_ins + [(whole, home) for whole, home in shown if whole is not None]
+        stepped = [(home.whole, home) for param, home in pairs if param is home.piece]
+        self._written_to = self._stand_ins + [(whole, home) for whole, home in stepped if whole is not None]
         self._outer: Mapping[Any, Any] | None = None
         self._exported: dict[int, dict[str, Any]] = {}
         self._views = Whereabouts([])
@@ -110,26 +108,26 @@ class Local:
     def knows(self, groups: Groups) -> bool:
         """Whether these are the parameters, and they live where they did."""
         everyone = [param for group in groups for param in group["params"]]
-        known = same_objects(everyone, self.everyone) and all(map(stays, everyone, self.homes))
+        same = same_objects(everyone, self.everyone)
+        known = same and all(home.stays(param) for param, home in zip(everyone, self.homes, strict=True))
         return known and (self.host is None or self._trained == [one.requires_grad for one in self.near])
 
     def _grad_dtypes(self) -> list[torch.dtype]:
         """What gradients come in, as far as that is known before they do."""
         made = []
         for param, home, near in zip(self.everyone, self.homes, self.near, strict=True):
-            found = param.grad if home is None else home.local_gradient(param)
+            found = home.local_gradient(param)
             made.append(found.dtype if found is not None else getattr(near, "grad_dtype", None) or near.dtype)
         return made
 
     def groups(self, groups: Groups) -> list[dict[str, Any]]:
         """The optimizer's groups, or these with loaded values, over pieces; messages call those by their parameters."""
         made, start = [], 0
-        for number, group in enumerate(groups):
+        for group in groups:
             some = slice(start, start := start + len(group["params"]))
             if group.get("state_format") == "int8":
                 refuse_int8(self.homes[some])
-            places = [f'param_groups[{number}]["params"][{i}]' for i in range(len(group["params"]))]
-            names = [place if h is None else h.name for place, h in zip(places, self.homes[some], strict=True)]
+            names = [home.name for home in self.homes[some]]
             made.append({"param_names": names, **group, "params": self.pieces[some]})
         return made
 
@@ -144,15 +142,15 @@ class Local:
         """The gradients that there are near the compute, by their place."""
         found: dict[int, Tensor] = {}
         for place, (param, home, near) in enumerate(zip(self.everyone, self.homes, self.near, strict=True)):
-            grad = param.grad if home is None else home.local_gradient(param)
-            if grad is None and home is not None and near.grad is not None and param is not near:
+            grad = home.local_gradient(param)
+            if grad is None and near.grad is not None and param is not near:
                 raise StateError(_EXPOSED.format(name=home.name))
             if grad is None:
                 continue
             grad = grad.resolve_neg() if grad.is_neg() else grad
             plain = grad.dtype == near.dtype and grad.shape == near.shape and grad.is_contiguous()
             if not plain or grad.device != near.device or grad.layout is not torch.strided:
-                checks.gradient(f"parameter {place}" if home is None else home.name, near, grad)
+                checks.gradient(home.name, near, grad)
             found[place] = grad
         return found
 
@@ -206,14 +204,11 @@ class Local:
         if outer is self._outer and not outer.mark.changed and self._views.unchanged():
             return
         made: dict[Any, Any] = {}
-        for param, piece, home in zip(self.everyone, self.pieces, self._wholes, strict=True):
+        for param, piece, home in zip(self.everyone, self.pieces, self._shown, strict=True):
             entry = outer.get(param)
             if entry is None:
                 continue
-            if home is None:
-                made[piece] = entry
-                continue
-            if entry and refuse_plain:
+            if entry and refuse_plain and home.sharding is not None:
                 raise StateError(_TOO_LATE.format(name=home.name))
             mine, shown = self.state.get(piece) or {}, self._exported.get(id(piece), {})
             made[piece] = {
@@ -242,13 +237,9 @@ class Local:
     def shown(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> dict[Any, Any]:
         """State of pieces as it is shown of their parameters; tensors that `outer` shows already are the same ones."""
         made = self._others(outer)
-        for param, piece, home in zip(self.everyone, self.pieces, self._wholes, strict=True):
+        for param, piece, home in zip(self.everyone, self.pieces, self._shown, strict=True):
             entry = state.get(piece)
-            if entry is None:
-                continue
-            if home is None:
-                made[param] = entry
-            else:
+            if entry is not None:
                 before = outer.get(param) or {}
                 made[param] = {key: home.show(key, value, before.get(key)) for key, value in entry.items()}
         return made
@@ -264,7 +255,7 @@ class Local:
             for param, piece in zip(self.everyone, self.pieces, strict=True)
             if param in outer
         }
-        wholes = [piece for piece, home in zip(self.pieces, self._wholes, strict=True) if home is not None]
+        wholes = [piece for piece, home in zip(self.pieces, self._shown, strict=True) if home.sharding is not None]
         shown = [one for piece in wholes for one in self._exported.get(id(piece), {}).values()]
         self._views = Whereabouts([one for one in shown if type(one) is Tensor])
         self._outer = outer
@@ -286,8 +277,8 @@ class Local:
         """Groups, merged groups and a state_dict as if they were about the pieces."""
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         state = dict(state_dict["state"])
-        for key, home in zip(ids, self._wholes, strict=True):
-            if home is not None and key in state:
+        for key, home in zip(ids, self._shown, strict=True):
+            if key in state:
                 state[key] = {name: home.take(name, value) for name, value in state[key].items()}
         return self.groups(groups), self.groups(merged), {**state_dict, "state": state}
 
@@ -318,8 +309,7 @@ class Local:
 
     def exact(self, piece: Tensor) -> Tensor | None:
         """The fp32 values that a piece began with, if its dtype rounded them: once."""
-        home = self._home_of.get(id(piece))
-        initial = None if home is None else home.take_initial()
+        initial = self._home_of[id(piece)].take_initial()
         return None if initial is None else initial.to(piece.device)
 
     def take_fold(self) -> float | Tensor:
@@ -338,7 +328,7 @@ class Local:
         folds = [(sharding, factor) for sharding, factor in folds if isinstance(factor, Tensor) or factor != 1.0]
         if not folds:
             return 1.0
-        mine = {id(self.homes[place] or self.pieces[place]) for place in places}
+        mine = {id(self.homes[place]) for place in places}
         if len(self.shardings) == 1 and mine == with_gradients(self.shardings[0]):
             self._folds = folds
             return folds[0][1]

@@ -25,11 +25,13 @@ class Part:
     bucket: int = -1
 
 
-def parts_of(pieces: Sequence[Tensor], homes: Sequence[Residence | None]) -> list[Part]:
+def parts_of(pieces: Sequence[Tensor], homes: Sequence[Residence]) -> list[Part]:
     """In the order in which forwards need them, as far as that is known: parameters in theirs, then buckets in theirs.
 
     >>> import torch
-    >>> [part.members for part in parts_of([torch.empty(3 << 20), torch.ones(1), torch.ones(2)], [None] * 3)]
+    >>> from zerokern.optim.dtensors import Alone
+    >>> some = [torch.empty(3 << 20), torch.ones(1), torch.ones(2)]
+    >>> [part.members for part in parts_of(some, [Alone("", one) for one in some])]
     [(0,), (1, 2)]
     """
     parts: list[Part] = []
@@ -38,7 +40,7 @@ def parts_of(pieces: Sequence[Tensor], homes: Sequence[Residence | None]) -> lis
     buckets: dict[tuple[int, int], list[int]] = {}
     shardings: dict[int, Any] = {}
     for place, (piece, home) in enumerate(zip(pieces, homes, strict=True)):
-        if home is not None and home.sharding.publisher is not None:
+        if home.sharding is not None and home.sharding.publisher is not None:
             if home.gradients is not None:
                 shardings[id(home.sharding)] = home.sharding
                 buckets.setdefault((id(home.sharding), home.gradients.number), []).append(place)

@@ -190,13 +190,13 @@ def over(
 
 
 class Residence:
-    """Where a parameter lives that is not a plain one: what an optimizer asks, whoever has divided it.
+    """Where a parameter lives: what an optimizer asks, whoever has divided it.
 
     `piece`: this rank's elements of it, 1-D, which stand in for it. `here`: which they are, of it and of its state.
-    `sharding`: those who live together, and the ranks that they are divided among.
+    `sharding`: those who live together, and the ranks that they are divided among; None for who lives alone.
     """
 
-    sharding: Any
+    sharding: Any = None
     gradients: Any = None  # the bucket that zk.shard reduces its gradient in
     loan: Any = None  # while it is whole in the user's object (stage 3)
 
@@ -243,9 +243,10 @@ class Residence:
 
 
 def shardings_of(homes: Iterable[Residence | None]) -> list[Any]:
-    """The shardings of all that are no plain parameters, each once.
+    """The shardings of all who do not live alone, each once.
 
     >>> shardings_of([None])
     []
     """
-    return list({id(home.sharding): home.sharding for home in homes if home is not None}.values())
+    found = [home.sharding for home in homes if home is not None]
+    return list({id(one): one for one in found if one is not None}.values())
