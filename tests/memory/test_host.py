@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from copy_cases import ThreadDriver
 from memory_cases import in_child
 
 from zerokern.core.errors import BudgetError
-from zerokern.memory import DevicePlace, HostPlace, Wanted, layout
+from zerokern.memory import Copies, DevicePlace, HostPlace, Wanted, layout
 from zerokern.memory.layout import LINE, SKEW, nbytes_of, offsets_of
 
 MIB = 1 << 20
@@ -25,7 +26,7 @@ HOST = """
 from zerokern.memory import HostPlace, Wanted
 def host(wanted, owner="AdamW"):
     place = HostPlace(owner)
-    return place, place.take([Wanted("state", torch.Size(shape), dtype) for shape, dtype in wanted])
+    return place, place.lay_out([Wanted("state", torch.Size(shape), dtype) for shape, dtype in wanted])
 """
 COUNTED = """
 import random
@@ -66,7 +67,7 @@ judge(3, 40)
 
 def host(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[HostPlace, list[torch.Tensor]]:
     place = HostPlace("AdamW")
-    return place, place.take([Wanted("state", torch.Size(shape), dtype) for shape, dtype in wanted])
+    return place, place.lay_out([Wanted("state", torch.Size(shape), dtype) for shape, dtype in wanted])
 
 
 def test_the_plan_is_what_the_system_counts() -> None:
@@ -215,4 +216,24 @@ place.check()
 @pytest.mark.parametrize("place", [DevicePlace(torch.device("cpu"), "state"), HostPlace("state")])
 def test_a_refusal_without_advice_ends_with_its_table(place: DevicePlace | HostPlace) -> None:
     with pytest.raises(BudgetError, match=r"in all +[\d,]+\Z"):
-        place.take([Wanted("state", torch.Size([1 << 50]), torch.int8)])
+        place.lay_out([Wanted("state", torch.Size([1 << 50]), torch.int8)])
+
+
+def test_with_copies_transfers_run_on_the_streams_of_the_device() -> None:
+    """Streams that take their time: what has been asked for is there when its ticket has ended, and not before."""
+    driver = ThreadDriver("in", delay=0.05)
+    place = HostPlace("twins", copies=Copies(driver))
+    (kept,) = place.lay_out([Wanted("values", torch.Size([1000]), torch.float32)])
+    there, back = torch.arange(1000.0), torch.zeros(1000)
+    stored = place.store(kept, there)
+    fetched = place.fetch(kept, back, after=stored)
+    assert not fetched.done()
+    fetched.wait()
+    assert torch.equal(back, there) and torch.equal(kept, there)
+    other = DevicePlace(torch.device("cpu"), "values", copies=place.copies)
+    (near,) = other.lay_out([Wanted("values", torch.Size([1000]), torch.float32)])
+    stored = other.store(near, kept)
+    back.zero_()
+    other.fetch(near, back, after=stored).wait()
+    assert torch.equal(back, there)
+    driver.end()

@@ -109,7 +109,7 @@ def test_an_arena_lies_where_the_pool_runs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_host_memory_is_bound_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[int | None] = []
     monkeypatch.setattr(placement, "bind", lambda base, nbytes: touched.append(resident(base, nbytes)) or ())
-    HostPlace("AdamW").take([Wanted("state", torch.Size([MIB]), torch.float32)])
+    HostPlace("AdamW").lay_out([Wanted("state", torch.Size([MIB]), torch.float32)])
     assert touched == [0]
 
 

@@ -180,7 +180,7 @@ def test_a_file_limit_in_the_middle_of_a_step(tier: Tier, engine: str) -> None:
 def test_a_file_changed_behind_its_back(tier: Tier, how: str) -> None:
     twins = Twins("adamw", tier(checksum=True), SIZES)
     twins.train(1)
-    file = f"/proc/self/fd/{twins.ours.holdings.disk.store._files.all[0].fd}"  # it has no name
+    file = f"/proc/self/fd/{twins.ours.holdings.disk.swap._files.all[0].fd}"  # it has no name
     if how == "truncated":
         os.truncate(file, 5 * RECORD)
     else:
@@ -309,12 +309,12 @@ def test_a_native_refusal_leaves_everything_as_it_was(tier: Tier, monkeypatch: p
 def test_gradients_that_are_refused_touch_no_record(tier: Tier) -> None:
     twins = Twins("adamw", tier(), (20_000, 300))
     twins.train(1)
-    before = twins.ours.holdings.disk.store.stats()
+    before = twins.ours.holdings.disk.swap.stats()
     set_grads(twins.params)
     twins.params[1].grad = torch.zeros(300, 2)[:, 0]
     with pytest.raises(ValueError, match="contiguous"):
         twins.ours.step()
-    assert twins.ours.holdings.disk.store.stats()["calls"] == before["calls"]
+    assert twins.ours.holdings.disk.swap.stats()["calls"] == before["calls"]
     twins.train(1, 1)
     assert twins.agree()
 

@@ -259,12 +259,12 @@ def test_copies_are_refused_once_there_is_state_on_disk(tier: Tier, how: Callabl
 def test_state_reset_by_hand_starts_anew_and_its_room_is_given_back(tier: Tier) -> None:
     twins = Twins("adamw", tier())
     twins.train(3)
-    taken = twins.ours.holdings.disk.store.stats()["taken_nbytes"]
+    taken = twins.ours.holdings.disk.swap.stats()["taken_nbytes"]
     for optimizer, params in twins.pairs:
         del optimizer.state[params[0]]
         optimizer.state[params[2]].clear()
     twins.train(1, 3, idle=(0,))
-    assert twins.ours.holdings.disk.store.stats()["taken_nbytes"] < taken / 2
+    assert twins.ours.holdings.disk.swap.stats()["taken_nbytes"] < taken / 2
     twins.train(1, 4)
     assert same_bits(twins.params, twins.straight)
 

@@ -1,46 +1,88 @@
-"""The place on disk: spans cut into records, which pass through a ring of host memory without a copy.
+"""The place on disk: records, which pass through a ring of host memory without a copy; and `Nvme`, which names one.
 
-A record is one key of a Store. Small spans share one, large ones are spread over several (`pieces.py`). What a span's
-columns mean is not known here.
+A record is one key of a Store. What it means is not known here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import ZerokernError
-from zerokern.io.pieces import PAGE, Piece, Width, plan
-from zerokern.io.store import Store
+from zerokern.core.errors import ZerokernError, got
+from zerokern.core.units import RING_NBYTES
+from zerokern.io.engine import KINDS
+from zerokern.io.store import PAGE, Store
 from zerokern.io.ticket import Ticket
-from zerokern.io.tier import Nvme
-from zerokern.memory import Arena, Ring, Slot, flow
+from zerokern.memory import Arena, Ring, Slot, Wanted, flow
+from zerokern.memory.budget import parse_nbytes
 
-__all__ = ["SLOTS", "NvmePlace", "Record"]
+__all__ = ["SLOTS", "Nvme", "NvmePlace", "Record"]
 
 SLOTS = 8
 # Two columns of 4 MiB side by side take turns on the same banks of memory: 0.61 ns per parameter, 0.56 with slots that
 # are no power of two (fp32 Adam).
 LARGE, SKEW = 4 << 20, 16 << 10
-Span = tuple[int, tuple[Width, ...]]  # elements, and what its columns take
+LEAST_RING = 1 << 20
+
+
+@dataclass(frozen=True)
+class Nvme:
+    """State rests in files below ``path``, a folder of its own for each optimizer and rank, and passes through a ring
+    of ``ring_nbytes`` of host memory. ``budget``: room on the disk, taken at once. ``checksum``: CRC32C of each record.
+
+    >>> Nvme("swap", budget="8G").budget == 8 * 2**30
+    True
+    """
+
+    path: str
+    budget: int | None = None
+    ring_nbytes: int = RING_NBYTES
+    engine: str = "auto"
+    checksum: bool = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        budget: int | str | None = None,
+        ring_nbytes: int | str = RING_NBYTES,
+        engine: str = "auto",
+        checksum: bool = False,
+    ) -> None:
+        if engine not in KINDS:
+            raise ValueError(got("engine", engine, ", ".join(map(repr, KINDS))))
+        ring = parse_nbytes("ring_nbytes", ring_nbytes)
+        if ring < LEAST_RING:
+            raise ValueError(got("ring_nbytes", ring_nbytes, f"at least {LEAST_RING} bytes"))
+        room = None if budget is None else parse_nbytes("budget", budget)
+        fields = {"path": os.fspath(path), "budget": room, "ring_nbytes": ring, "engine": engine, "checksum": checksum}
+        for name, value in fields.items():  # frozen from here on
+            object.__setattr__(self, name, value)
 
 
 class Record:
-    """One piece of what rests on disk."""
+    """What stands for a tensor that rests on disk."""
 
-    __slots__ = ("dropped", "key", "nbytes", "stored", "unsettled")
+    __slots__ = ("dropped", "key", "stored", "unsettled", "wanted")
 
-    def __init__(self, key: str, nbytes: int) -> None:
-        self.key, self.nbytes = key, nbytes
-        self.stored = False  # the Store has contents for the key
+    def __init__(self, key: str, wanted: Wanted) -> None:
+        self.key, self.wanted = key, wanted
+        self.stored = False  # the store has contents for the key, as far as its owner is concerned
         self.dropped = False
         self.unsettled: set[Any] = set()  # spans to be begun, or put in order, before they are next used
+
+    @property
+    def nbytes(self) -> int:
+        return self.wanted.nbytes
 
 
 class NvmePlace:
@@ -48,26 +90,32 @@ class NvmePlace:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     place = NvmePlace(Nvme(folder, ring_nbytes="1M"), "example", "cargo")
-    ...     rows = place.lay_out([(1000, (Width(4, 1),))])
-    ...     [(record.nbytes, piece.segments[0].numel) for record, piece in rows]
-    [(4096, 1000)]
+    ...     place = NvmePlace(Nvme(folder, ring_nbytes="1M"), "example")
+    ...     (record,) = place.lay_out([Wanted("cargo", torch.Size([1000]), torch.float32)])
+    ...     place.store(record, torch.ones(1000)).wait()
+    ...     place.held()
+    {'cargo': 4000}
     """
 
-    def __init__(self, tier: Nvme, owner: str, contents: str) -> None:
-        """`owner`: who takes the memory. `contents`: what is kept, as keys and refusals call it."""
+    def __init__(self, tier: Nvme, owner: str) -> None:
+        """`owner`: who takes the memory."""
         nbytes = tier.ring_nbytes // SLOTS // PAGE * PAGE
         self.slot_nbytes = nbytes - SKEW if nbytes >= LARGE else nbytes
-        self.tier, self._owner, self._contents = tier, owner, contents
+        self.tier, self._owner = tier, owner
         self.records: dict[str, Record] = {}
         self.ahead: dict[Record, tuple[Slot, Any]] = {}  # what is read before it is asked for: slots, and tickets
         self.version = 0  # counts what may have changed records
-        self._held: list[Record] = []  # room for what is about to be laid out
+        self._reserved: list[Record] = []  # room for what is about to be laid out
         self._numbers = itertools.count()
 
     @property
+    def budget(self) -> int | None:
+        """Of the files, which are allocated at once then."""
+        return self.tier.budget
+
+    @property
     def is_open(self) -> bool:
-        return hasattr(self, "store")
+        return hasattr(self, "swap")
 
     def open(self) -> None:
         """Take memory for the ring, then the folder, which is refused where another job has it."""
@@ -76,7 +124,7 @@ class NvmePlace:
             ring = Ring(arena, SLOTS, self.slot_nbytes, self._owner)
             tier = self.tier
             try:
-                self.store = Store(
+                self.swap = Store(
                     tier.path, budget=tier.budget, engine=tier.engine, checksum=tier.checksum, arena=arena
                 )
             except BaseException:
@@ -90,59 +138,64 @@ class NvmePlace:
         if self.is_open:
             self.ring.slots[0].lease.tensor(torch.uint8, (1,))
 
-    def lay_out(self, spans: Sequence[Span]) -> list[tuple[Record, Piece]]:
+    def lay_out(self, wanted: Sequence[Wanted]) -> list[Record]:
         """Room for all of these, or an error."""
-        made = self._reserved(spans)
-        self.records.update((record.key, record) for record, _ in made)
+        self.reserve(wanted)
+        made, self._reserved = self._reserved, []
+        self.records.update((record.key, record) for record in made)
         return made
 
-    def hold(self, spans: Sequence[Span]) -> None:
+    def reserve(self, wanted: Sequence[Wanted]) -> None:
         """Take the room for what is to be laid out next: a disk that is too small shows before anything is changed."""
-        self._held = [record for record, _ in self._reserved(spans)]
-
-    def _reserved(self, spans: Sequence[Span]) -> list[tuple[Record, Piece]]:
         self.open()
-        pieces = plan([numel for numel, _ in spans], [widths for _, widths in spans], self.slot_nbytes)
-        held, self._held = self._held, []
-        if [record.nbytes for record in held] == [piece.nbytes for piece in pieces]:
-            return list(zip(held, pieces, strict=True))
-        self._give(held)
-        made: list[tuple[Record, Piece]] = []
+        if [record.wanted for record in self._reserved] == list(wanted):
+            return
+        self._give_reserved_back()
         try:
-            for piece in pieces:
-                record = Record(f"{self._contents}/{next(self._numbers):06}", piece.nbytes)
-                self.store.reserve(record.key, torch.uint8, (record.nbytes,))
-                made.append((record, piece))
+            for one in wanted:
+                record = Record(f"{one.role}/{next(self._numbers):06}", one)
+                self.swap.reserve(record.key, one.dtype, one.shape)
+                self._reserved.append(record)
         except BaseException as error:
-            self._give([record for record, _ in made])
+            self._give_reserved_back()
             if isinstance(error, ZerokernError):
-                nbytes = sum(piece.nbytes for piece in pieces)
-                error.args = (f"{error}\nThe {self._contents} needs {nbytes:,} bytes on disk",)
+                roles, nbytes = (
+                    " and ".join(dict.fromkeys(one.role for one in wanted)),
+                    sum(one.nbytes for one in wanted),
+                )
+                error.args = (f"{error}\nThe {roles} needs {nbytes:,} bytes on disk",)
             raise
-        return made
 
-    def drop(self, records: Iterable[Record]) -> None:
+    def _give_reserved_back(self) -> None:
+        while self._reserved:
+            self.swap.delete(self._reserved[-1].key)
+            self._reserved.pop()
+
+    def evict(self, kept: Iterable[Record]) -> None:
         """Give their room back."""
-        for record in list(records):
-            self._give([record])
+        for record in list(kept):
+            self.swap.delete(record.key)
+            record.dropped = True
             del self.records[record.key]
 
-    def _give(self, records: Iterable[Record]) -> None:
-        for record in records:
-            self.store.delete(record.key)
-            record.dropped = True
+    def held(self) -> dict[str, int]:
+        """Bytes of all records, by role."""
+        held: Counter[str] = Counter()
+        for record in self.records.values():
+            held[record.wanted.role] += record.nbytes
+        return dict(held)
 
     def view(self, slot: Slot, record: Record) -> Tensor:
-        """The bytes that a record has in a slot."""
-        return slot.lease.tensor(torch.uint8, (record.nbytes,))
+        """What a record has in a slot."""
+        return slot.lease.tensor(record.wanted.dtype, record.wanted.shape)
 
-    def fetch(self, record: Record, slot: Slot, after: Any = None) -> Ticket | None:
-        """A record on its way into a slot; None where it has no contents yet."""
-        return self.store.get(record.key, self.view(slot, record), after=after) if record.stored else None
+    def fetch(self, kept: Record, out: Tensor, after: Any = None) -> Ticket:
+        """A record on its way into host memory."""
+        return self.swap.get(kept.key, out, after=after)
 
-    def put(self, record: Record, slot: Slot) -> Ticket:
-        """What the slot holds on its way into the record."""
-        return self.store.put(record.key, self.view(slot, record))
+    def store(self, kept: Record, value: Tensor, after: Any = None) -> Ticket:
+        """What host memory holds on its way into the record."""
+        return self.swap.put(kept.key, value, after)
 
     def stop_reading(self) -> None:
         """Nothing is on its way into the ring that nobody has asked for yet."""
@@ -163,7 +216,7 @@ class NvmePlace:
         flow(
             self.ring,
             len(records),
-            lambda i, slot, after: self.fetch(records[i], slot, after),
+            lambda i, slot, after: self.fetch(records[i], self.view(slot, records[i]), after),
             lambda i, slot: use(records[i], slot),
             lambda i, slot: None,
         )
@@ -176,7 +229,7 @@ class NvmePlace:
             len(records),
             lambda i, slot, after: None,
             lambda i, slot: fill(records[i], slot),
-            lambda i, slot: self.put(records[i], slot),
+            lambda i, slot: self.store(records[i], self.view(slot, records[i])),
         )
 
 

@@ -9,7 +9,7 @@ a GPU.
 
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies
-from zerokern.memory.place import DevicePlace, HostPlace, Wanted
+from zerokern.memory.place import DevicePlace, HostPlace, Place, Wanted
 from zerokern.memory.spans import FreeSpans
 from zerokern.memory.staging import CudaDriver, Ring, Slot, flow
 
@@ -21,6 +21,7 @@ __all__ = [
     "FreeSpans",
     "HostPlace",
     "Lease",
+    "Place",
     "Ring",
     "Slot",
     "Wanted",

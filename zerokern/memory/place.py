@@ -1,7 +1,8 @@
-"""Places: where tensors rest, beside their parameters or in host memory of exactly the planned bytes.
+"""Places: where tensors rest between their uses. Beside what computes, in host memory of exactly the planned bytes, or,
+with `zerokern.io.place`, on a disk; whoever uses a `Place` need not know which.
 
-A place hands out zeroed tensors, laid out as `memory/layout.py` says, so that a plan and what the system counts agree
-to the page. Each has a storage of its own size, because saving a tensor saves its storage. What does not fit into host
+Memory is handed out zeroed, laid out as `memory/layout.py` says, so that a plan and what the system counts agree to the
+page. Each tensor has a storage of its own size, because saving a tensor saves its storage. What does not fit into host
 memory is refused before anything is taken, with who would have held how much.
 """
 
@@ -10,22 +11,28 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import BudgetError
+from zerokern.core.errors import BudgetError, got
 from zerokern.memory.arena import HUGE_PAGE, Arena
+from zerokern.memory.copies import Copies
 from zerokern.memory.layout import nbytes_of, offsets_of
-from zerokern.memory.room import refuse_beyond
+from zerokern.memory.room import amount, refuse_beyond
+from zerokern.memory.staging import Ticket, given
 
-__all__ = ["DevicePlace", "HostPlace", "Wanted"]
+__all__ = ["DevicePlace", "DevicePool", "HostPlace", "Place", "Wanted"]
+
+Kept = TypeVar("Kept")
 
 
 class Wanted(NamedTuple):
-    """One tensor that is to rest somewhere. `role`: what a refusal calls it."""
+    """One tensor that is to rest somewhere. `role`: what it is, for refusals and for who asks what a place holds."""
 
     role: str
     shape: torch.Size
@@ -36,25 +43,137 @@ class Wanted(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-class DevicePlace:
+class Place(Protocol[Kept]):
+    """Where tensors rest, whatever they mean. `budget`: the most bytes that may rest there; None: what there is.
+
+    What `lay_out` returns stands for them: in memory the tensors themselves, on a disk records. Transfers have tickets;
+    those of one tensor happen in the order of the calls, and `after` is one more to come after. What has not been
+    stored yet is not to be fetched.
+
+    >>> place: Place[Tensor] = HostPlace("example", budget=1 << 20)
+    >>> (kept,) = place.lay_out([Wanted("weights", torch.Size([3]), torch.float32)])
+    >>> place.store(kept, torch.ones(3)).wait()
+    >>> out = torch.empty(3); place.fetch(kept, out).wait(); out
+    tensor([1., 1., 1.])
+    >>> place.held(); place.evict([kept]); place.held()
+    {'weights': 12}
+    {}
+    """
+
+    @property
+    def budget(self) -> int | None: ...
+
+    def lay_out(self, wanted: Sequence[Wanted]) -> list[Kept]:
+        """Room for all of these, or BudgetError and nothing taken."""
+        ...
+
+    def store(self, kept: Kept, value: Tensor, after: Ticket | None = None) -> Ticket:
+        """A value of that shape and dtype, whose memory must not change until the ticket has ended, on its way in."""
+        ...
+
+    def fetch(self, kept: Kept, out: Tensor, after: Ticket | None = None) -> Ticket:
+        """What was stored, on its way into `out`, which is undefined until the ticket has ended."""
+        ...
+
+    def evict(self, kept: Iterable[Kept]) -> None:
+        """Their room is free again, and they are not to be used."""
+        ...
+
+    def held(self) -> Mapping[str, int]:
+        """Bytes at rest, by role."""
+        ...
+
+
+class _Laid(NamedTuple):
+    """What was laid out together: each tensor, as long as somebody has it, and the arena that it is in."""
+
+    arena: Arena | None
+    tensors: list[tuple[weakref.ref[Tensor], Wanted]]
+
+
+class _InMemory:
+    """What places in memory have in common: their tensors are what stands for them."""
+
+    def __init__(
+        self, owner: str, advice: str = "", *, budget: int | None = None, copies: Copies | None = None
+    ) -> None:
+        """`advice`: what whoever is refused may do. `copies`: of the device that computes, on its streams."""
+        self._owner, self._advice, self.budget, self.copies = owner, advice, budget, copies
+        self._laid: list[_Laid] = []
+
+    def held(self) -> dict[str, int]:
+        """Bytes of the tensors that somebody has, by role."""
+        held: Counter[str] = Counter()
+        for _, tensors in self._laid:
+            for ref, one in tensors:
+                if ref() is not None:
+                    held[one.role] += one.nbytes
+        return dict(held)
+
+    def evict(self, kept: Iterable[Tensor]) -> None:
+        """They are not to be used any more; their memory is free once nobody has them."""
+        gone = {*map(id, kept), id(None)}
+        for _, tensors in self._laid:
+            tensors[:] = [(ref, one) for ref, one in tensors if id(ref()) not in gone]
+
+    def _sweep(self) -> None:
+        self._laid = [laid for laid in self._laid if any(ref() is not None for ref, _ in laid.tensors)]
+
+    def _add(self, wanted: Sequence[Wanted], tensors: list[Tensor], arena: Arena | None = None) -> list[Tensor]:
+        self._sweep()
+        self._laid.append(_Laid(arena, list(zip(map(weakref.ref, tensors), wanted, strict=True))))
+        return tensors
+
+    def _refuse_beyond_budget(self, wanted: Sequence[Wanted]) -> None:
+        asked = sum(one.nbytes for one in wanted)
+        if self.budget is None or asked <= (left := self.budget - sum(self.held().values())):
+            return
+        raise BudgetError(
+            f"{amount(asked)} more for {self._owner} do not fit into budget={amount(self.budget)}, of which "
+            f"{amount(max(left, 0))} are left"
+        )
+
+
+def _moved(src: Tensor, dst: Tensor, after: Ticket | None) -> Ticket:
+    """A copy within one memory; on a GPU its stream puts it in order."""
+    if (src.shape, src.dtype) != (dst.shape, dst.dtype):
+        both = f"{src.dtype} of shape {tuple(src.shape)}"
+        raise ValueError(got("tensor", f"{dst.dtype} of shape {tuple(dst.shape)}", f"{both}, as on the other side"))
+    if after is not None:
+        after.wait()
+    dst.detach().copy_(src.detach())
+    return given(dst.device if src.is_cuda else src.device)
+
+
+class DevicePlace(_InMemory):
     """Where a parameter is: on its device, or in a private mapping of host memory, on huge pages where there are any.
 
     Private, because a forked worker must not share it. A tensor keeps the memory mapped.
 
-    >>> (made,) = DevicePlace(torch.device("cpu"), "state").take([Wanted("exp_avg", torch.Size([3]), torch.float32)])
+    >>> (made,) = DevicePlace(torch.device("cpu"), "state").lay_out([Wanted("exp_avg", torch.Size([3]), torch.float32)])
     >>> made
     tensor([0., 0., 0.])
     """
 
-    def __init__(self, device: torch.device, owner: str, advice: str = "") -> None:
-        """`advice`: what whoever is refused may do."""
-        self._device, self._owner, self._advice = device, owner, advice
+    def __init__(
+        self,
+        device: torch.device,
+        owner: str,
+        advice: str = "",
+        *,
+        budget: int | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        super().__init__(owner, advice, budget=budget, copies=copies)
+        self._device = device
 
-    def take(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+    def lay_out(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         """Zeroed tensors, side by side in host memory."""
+        with _explained(wanted, self._advice):
+            self._refuse_beyond_budget(wanted)
         offsets, nbytes = offsets_of(one.nbytes for one in wanted)
         if self._device.type != "cpu" or not nbytes:
-            return [torch.zeros(one.shape, dtype=one.dtype, device=self._device) for one in wanted]
+            return self._add(wanted, [torch.zeros(one.shape, dtype=one.dtype, device=self._device) for one in wanted])
         slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
         if slack:  # beyond a control group's limit the system grants all, and ends the process when it is touched
             with _explained(wanted, self._advice):
@@ -67,15 +186,26 @@ class DevicePlace:
             with contextlib.suppress(OSError):  # advice: a kernel without huge pages keeps small ones
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE if slack else 0
-        return [
-            torch.frombuffer(mapping, dtype=one.dtype, count=one.shape.numel(), offset=start + offset).view(one.shape)
-            if one.nbytes
-            else torch.zeros(one.shape, dtype=one.dtype, device="cpu")
-            for offset, one in zip(offsets, wanted, strict=True)
-        ]
+        return self._add(
+            wanted,
+            [
+                torch.frombuffer(mapping, dtype=one.dtype, count=one.shape.numel(), offset=start + at).view(one.shape)
+                if one.nbytes
+                else torch.zeros(one.shape, dtype=one.dtype, device="cpu")
+                for at, one in zip(offsets, wanted, strict=True)
+            ],
+        )
+
+    def store(self, kept: Tensor, value: Tensor, after: Ticket | None = None) -> Ticket:
+        """From the host, where there are `copies`."""
+        return _moved(value, kept, after) if self.copies is None else self.copies.to_device(value, kept, after=after)
+
+    def fetch(self, kept: Tensor, out: Tensor, after: Ticket | None = None) -> Ticket:
+        """To the host, where there are `copies`."""
+        return _moved(kept, out, after) if self.copies is None else self.copies.to_host(kept, out, after=after)
 
 
-class HostPlace:
+class HostPlace(_InMemory):
     """Host memory that a device reaches: resident, locked, known to CUDA where that is in use. For what stays.
 
     What is taken together lies in one arena, which goes with the last of its tensors. A forked child has none of it:
@@ -83,15 +213,15 @@ class HostPlace:
     again by its role: what is loaded is written where its predecessor lay.
 
     >>> place = HostPlace("AdamW")
-    >>> (kept,) = place.take([Wanted("exp_avg", torch.Size([3]), torch.float32)])
+    >>> (kept,) = place.lay_out([Wanted("exp_avg", torch.Size([3]), torch.float32)])
     >>> kept.shape, place.nbytes
     (torch.Size([3]), 4096)
     """
 
-    def __init__(self, owner: str, advice: str = "") -> None:
-        """`advice`: what whoever is refused may do."""
-        self._owner, self._advice = owner, advice
-        self._arenas: list[tuple[Arena, list[weakref.ref[Tensor]]]] = []
+    def __init__(
+        self, owner: str, advice: str = "", *, budget: int | None = None, copies: Copies | None = None
+    ) -> None:
+        super().__init__(owner, advice, budget=budget, copies=copies)
         self._kept: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self._untouched: set[tuple[int, str]] = set()  # of these, what nobody has been handed yet: zeros
 
@@ -104,22 +234,20 @@ class HostPlace:
     def arenas(self) -> list[Arena]:
         """Those that a tensor lies in."""
         self._sweep()
-        return [arena for arena, _ in self._arenas]
-
-    def _sweep(self) -> None:
-        self._arenas = [(arena, refs) for arena, refs in self._arenas if any(ref() is not None for ref in refs)]
+        return [laid.arena for laid in self._laid if laid.arena is not None]
 
     def check(self) -> None:
         """Raises in a forked child, which has none of this memory."""
         for arena in self.arenas:
             arena.check()
 
-    def take(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+    def lay_out(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         """Zeroed tensors side by side."""
         nbytes = nbytes_of([(one.shape, one.dtype) for one in wanted])
         if not nbytes:
-            return [torch.zeros(one.shape, dtype=one.dtype, device="cpu") for one in wanted]
+            return self._add(wanted, [torch.zeros(one.shape, dtype=one.dtype, device="cpu") for one in wanted])
         with _explained(wanted, self._advice):
+            self._refuse_beyond_budget(wanted)
             refuse_beyond(nbytes, f"host memory for {self._owner}")
             arena = Arena(nbytes)
         lease = arena.lease(nbytes, self._owner)
@@ -127,9 +255,15 @@ class HostPlace:
             lease.tensor().zero_()
         offsets, _ = offsets_of(one.nbytes for one in wanted)
         tensors = [lease.tensor(one.dtype, one.shape, at) for at, one in zip(offsets, wanted, strict=True)]
-        self._sweep()
-        self._arenas.append((arena, list(map(weakref.ref, tensors))))
-        return tensors
+        return self._add(wanted, tensors, arena)
+
+    def store(self, kept: Tensor, value: Tensor, after: Ticket | None = None) -> Ticket:
+        """From the device, where there are `copies`."""
+        return _moved(value, kept, after) if self.copies is None else self.copies.to_host(value, kept, after=after)
+
+    def fetch(self, kept: Tensor, out: Tensor, after: Ticket | None = None) -> Ticket:
+        """To the device, where there are `copies`."""
+        return _moved(kept, out, after) if self.copies is None else self.copies.to_device(kept, out, after=after)
 
     def keep(self, owner: Tensor, wanted: Sequence[Wanted], tensors: Sequence[Tensor]) -> None:
         """These were taken for the owner."""
@@ -155,7 +289,7 @@ class HostPlace:
     def rest(self, wanted: Sequence[tuple[Tensor, Wanted]], *, zeroed: bool = False) -> list[Tensor]:
         """The tensors of these owners: new ones hold zeros, the others what they did, or zeros if `zeroed`."""
         missing = [(owner, one) for owner, one in wanted if self.of(owner, one) is None]
-        for (owner, one), tensor in zip(missing, self.take([one for _, one in missing]), strict=True):
+        for (owner, one), tensor in zip(missing, self.lay_out([one for _, one in missing]), strict=True):
             self.keep(owner, [one], [tensor])
         found = []
         for owner, one in wanted:
@@ -175,6 +309,27 @@ class HostPlace:
         (tensor,) = self.rest([(owner, wanted)])
         shown = value.detach().reshape(tensor.shape)
         return tensor.copy_(shown.clone() if is_there else shown)  # a transposed view of itself, say
+
+
+class DevicePool:
+    """A pool of torch's allocator on a GPU; elsewhere the system's own allocator serves.
+
+    >>> pool = DevicePool(torch.device("cpu"))
+    >>> with pool.allocating():
+    ...     torch.zeros(2)
+    tensor([0., 0.])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: torch.cuda.MemPool | None = None
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._pool = torch.cuda.MemPool()
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """What this thread allocates within comes from the pool, and goes back to it."""
+        return nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self.device)
 
 
 @contextlib.contextmanager

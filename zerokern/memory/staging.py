@@ -23,7 +23,7 @@ from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.batches import runtime_library
 from zerokern.memory.signals import HeldSignals
 
-__all__ = ["CudaDriver", "CudaMark", "Ring", "Slot", "Ticket", "flow", "passed", "stream_number"]
+__all__ = ["CudaDriver", "CudaMark", "Ring", "Slot", "Ticket", "flow", "given", "passed", "stream_number"]
 
 
 class Ticket(Protocol):
@@ -257,8 +257,28 @@ def passed(device: torch.device) -> Callable[[], None]:
     """
     if device.type != "cuda":
         return lambda: None
-    mark = CudaMark(torch.cuda.current_stream(device), None)
+    mark = CudaMark(torch.cuda.current_stream(device))
     return lambda: torch.cuda.current_stream(device).wait_event(mark.event)
+
+
+class Ended:
+    """The ticket of what has ended before anybody could wait."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def done(self) -> bool:
+        """It has ended."""
+        return True
+
+
+def given(device: torch.device) -> Ticket:
+    """The ticket of all that the current stream has been given; a CPU has done it already.
+
+    >>> given(torch.device("cpu")).done()
+    True
+    """
+    return CudaMark(torch.cuda.current_stream(device)) if device.type == "cuda" else Ended()
 
 
 class CudaDriver:

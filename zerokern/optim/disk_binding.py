@@ -17,7 +17,7 @@ from zerokern.optim.formats import ON_DISK, Algorithm, Layout
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness
-from zerokern.optim.records import Place, on_disk_of, settle
+from zerokern.optim.records import Stretch, on_disk_of, settle
 from zerokern.optim.rows import pointer_words, table_of
 from zerokern.optim.state import Entry, Exact, check_entries, make
 from zerokern.optim.survey import Groups, Survey, names_of
@@ -38,7 +38,7 @@ class Item(NamedTuple):
     record: Record
     begin: int
     end: int
-    visits: list[tuple[int, Place]]  # (number in the survey, place)
+    visits: list[tuple[int, Stretch]]  # (number in the survey, place)
 
 
 class DiskBinding(Binding):
@@ -134,7 +134,7 @@ class DiskBinding(Binding):
     def _plan(self, groups: Groups) -> None:
         """The rows of the table, record by record, with their state at the addresses that it will have in the ring."""
         survey, slots = self.survey, self._disk.ring.slots if self._disk.is_open else []
-        visits: dict[Record, list[tuple[int, Place]]] = {}
+        visits: dict[Record, list[tuple[int, Stretch]]] = {}
         loose: list[int] = []
         for i, owner in enumerate(self._owners):
             if owner is None:
@@ -171,7 +171,7 @@ class DiskBinding(Binding):
         steps = self.book.choose(survey.numbers)
         self.table, self.groups = table_of(self, groups, rows, [steps[i] for i in chosen])
 
-    def _row(self, i: int, place: Place | None, slot: Slot | None) -> SpanRow:
+    def _row(self, i: int, place: Stretch | None, slot: Slot | None) -> SpanRow:
         survey, owner = self.survey, self._owners[i]
         layout = survey.layouts[i]
         start = 0 if place is None else place.start
@@ -214,7 +214,8 @@ class DiskBinding(Binding):
         return begun and not self._done
 
     def _fetch(self, i: int, slot: Slot, after: Any) -> Any:
-        return self._disk.fetch(self._items[i].record, slot, after)
+        record = self._items[i].record
+        return self._disk.fetch(record, self._disk.view(slot, record), after) if record.stored else None
 
     def _compute(self, i: int, slot: Slot) -> None:
         item = self._items[i]
@@ -241,7 +242,8 @@ class DiskBinding(Binding):
                 )
 
     def _store(self, i: int, slot: Slot) -> Any:
-        return self._disk.put(self._items[i].record, slot)
+        record = self._items[i].record
+        return self._disk.store(record, self._disk.view(slot, record))
 
     def stepped(self) -> None:
         """Account for an update that was made."""

@@ -24,7 +24,7 @@ from zerokern.optim.dtensors import Alone
 from zerokern.optim.formats import ON_DISK, Layout
 from zerokern.optim.holdings import Holdings
 from zerokern.optim.local import LATE, PENDING
-from zerokern.optim.records import OnDisk, Place, on_disk_of, settle
+from zerokern.optim.records import OnDisk, Stretch, on_disk_of, settle
 from zerokern.optim.state import Checked, Entry, laid_out, make
 from zerokern.optim.survey import Groups
 from zerokern.zero.kinds import Residence
@@ -214,11 +214,11 @@ class Column:
         """The disk that it is on."""
         return self.stream.disk
 
-    def read(self, place: Place) -> Tensor:
+    def read(self, place: Stretch) -> Tensor:
         """Its part in a place, 1-D: memory that holds it until records that come later are asked for."""
         return _cells(self._owner, place, self.stream.slot(place.record))[self._number]
 
-    def order(self, place: Place) -> tuple[int, int, int]:
+    def order(self, place: Stretch) -> tuple[int, int, int]:
         """Sorts parts by the order in which they are best read."""
         return self.stream.number(place.record), place.offset, self._number
 
@@ -228,7 +228,7 @@ class Outflow:
 
     def __init__(self, disk: Disk, owners: Sequence[OnDisk]) -> None:
         self.disk, self._version = disk, disk.version
-        self._visits: dict[Record, list[tuple[OnDisk, Place]]] = {}
+        self._visits: dict[Record, list[tuple[OnDisk, Stretch]]] = {}
         for owner in owners:
             for place in owner.places:
                 self._visits.setdefault(place.record, []).append((owner, place))
@@ -273,7 +273,7 @@ class Outflow:
         taken = {slot.index for slot, _ in disk.ahead.values()}
         free = [slot for slot in disk.ring.slots if slot.index not in taken]
         for slot, record in zip(free, self._order[self._next :], strict=False):
-            ticket = disk.fetch(record, slot)
+            ticket = disk.fetch(record, disk.view(slot, record)) if record.stored else None
             if ticket is None:
                 disk.view(slot, record).zero_()
             if record.unsettled:
@@ -291,7 +291,7 @@ class Round(NamedTuple):
     """Records that are put together at the same time, and what belongs into each: (number of the parameter, place)."""
 
     records: list[tuple[Record, Slot]]
-    parts: list[tuple[int, Place, dict[str, Tensor]]]
+    parts: list[tuple[int, Stretch, dict[str, Tensor]]]
 
 
 class Inflow:
@@ -300,7 +300,7 @@ class Inflow:
     def __init__(self, disk: Disk, owners: Sequence[tuple[int, OnDisk]]) -> None:
         self._disk = disk
         self._owners = dict(owners)
-        self._visits: dict[Record, list[tuple[int, Place]]] = {}
+        self._visits: dict[Record, list[tuple[int, Stretch]]] = {}
         for number, owner in owners:
             for place in owner.places:
                 self._visits.setdefault(place.record, []).append((number, place))
@@ -315,7 +315,7 @@ class Inflow:
         for turn, begin in enumerate(range(0, len(records), half)):
             some = records[begin : begin + half]
             mine = [(record, slots[(turn % 2 * half + i) % len(slots)]) for i, record in enumerate(some)]
-            parts: list[tuple[int, Place, dict[str, Tensor]]] = []
+            parts: list[tuple[int, Stretch, dict[str, Tensor]]] = []
             for record, slot in mine:
                 self._wait(slot)
                 disk.view(slot, record).zero_()
@@ -332,7 +332,7 @@ class Inflow:
             if "remainder" in cells and not owner.kept:
                 owner.kept = bool(cells["remainder"].any())
         for record, slot in some.records:
-            self._leaving[slot.index] = self._disk.put(record, slot)
+            self._leaving[slot.index] = self._disk.store(record, self._disk.view(slot, record))
             record.stored = True
             record.unsettled.clear()
             for _, place in self._visits[record]:
@@ -349,7 +349,7 @@ class Inflow:
             ticket.wait()
 
 
-def _cells(owner: OnDisk, place: Place, slot: Slot) -> list[Tensor]:
+def _cells(owner: OnDisk, place: Stretch, slot: Slot) -> list[Tensor]:
     """A place's tensors, 1-D, where they lie in a slot."""
     return [
         slot.lease.tensor(column.dtype, (nbytes // column.dtype.itemsize,), offset=inside)

@@ -145,7 +145,7 @@ class Host:
         wanted += [slot.wanted(one) for one, slot in slots]
         if self.driver is not None:
             wanted.append(Wanted("fingerprints", torch.Size([2 * len(near)]), torch.int64))
-        tensors = self.room.take(wanted)
+        tensors = self.room.lay_out(wanted)
         if self.driver is not None:
             self._prints = tensors.pop()
         count = len(near)
@@ -171,7 +171,7 @@ class Host:
         """Two numbers for each of `count` gradients, which a copy may write."""
         free = 0 if self._prints is None else self._prints.numel()
         if free < 2 * count:
-            return self.room.take([Wanted("fingerprints", torch.Size([2, count]), torch.int64)])[0]
+            return self.room.lay_out([Wanted("fingerprints", torch.Size([2, count]), torch.int64)])[0]
         assert self._prints is not None
         found, self._prints = self._prints[: 2 * count].view(2, count), self._prints[2 * count :]
         return found
@@ -239,7 +239,7 @@ class Host:
         twin.others[twin.grad.dtype] = twin.grad
         found = twin.others.pop(dtype, None)
         if found is None:
-            (found,) = self.room.take([Wanted("gradients", twin.near.shape, dtype)])
+            (found,) = self.room.lay_out([Wanted("gradients", twin.near.shape, dtype)])
         twin.grad, twin.values.grad_dtype, twin.checked = found, dtype, False
 
     def store(self, twins: Sequence[Twin], ready: Any) -> Copy | None:
@@ -258,7 +258,7 @@ class Host:
             kept = value.detach().clone()
             return lambda: kept
         wanted = Wanted("scalars", torch.Size([1]), torch.float32)
-        cell = self._cells.pop() if self._cells else self.room.take([wanted])[0]
+        cell = self._cells.pop() if self._cells else self.room.lay_out([wanted])[0]
         ticket = self.copies.to_host(value.detach().to(torch.float32).reshape(1), cell)
 
         def read() -> Any:

@@ -16,10 +16,10 @@ from zerokern.kernels.formats import BLOCK
 from zerokern.optim.formats import ON_DISK, Layout, Slot
 from zerokern.optim.state import begin
 
-__all__ = ["OnDisk", "Place", "copy_out", "fill", "on_disk_of", "settle"]
+__all__ = ["OnDisk", "Stretch", "copy_out", "fill", "on_disk_of", "settle"]
 
 
-class Place:
+class Stretch:
     """Where the state of a span of one parameter lies within a record."""
 
     __slots__ = ("begun", "numel", "offset", "record", "start")
@@ -45,7 +45,7 @@ class OnDisk:
         self.widths = tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in self.slots)
         self.initial, self.first, self.kept = initial, first, False
         self.exact: Tensor | None = None
-        self.places: list[Place] = []
+        self.places: list[Stretch] = []
 
     @property
     def has_master(self) -> bool:
@@ -79,7 +79,7 @@ class OnDisk:
         if self.exact is not None and all(place.begun for place in self.places):
             self.exact = None
 
-    def spans(self, place: Place) -> Iterable[tuple[Slot, int, int, int]]:
+    def spans(self, place: Stretch) -> Iterable[tuple[Slot, int, int, int]]:
         """Each tensor's part in a place: (slot, offset in the record, offset in the whole tensor, bytes)."""
         offsets, _ = columns(self.widths, place.numel)
         for slot, width, offset in zip(self.slots, self.widths, offsets, strict=True):
@@ -103,20 +103,20 @@ def on_disk_of(entry: Any) -> OnDisk | None:
     return found if isinstance(found, OnDisk) else None
 
 
-def copy_out(owner: OnDisk, place: Place, base: int, tensors: dict[str, Tensor]) -> None:
+def copy_out(owner: OnDisk, place: Stretch, base: int, tensors: dict[str, Tensor]) -> None:
     """From a record at address `base` to whole, contiguous tensors by key."""
     for slot, inside, at, nbytes in owner.spans(place):
         ctypes.memmove(tensors[slot.key].data_ptr() + at, base + inside, nbytes)
 
 
-def fill(owner: OnDisk, place: Place, base: int, tensors: dict[str, Tensor]) -> None:
+def fill(owner: OnDisk, place: Stretch, base: int, tensors: dict[str, Tensor]) -> None:
     """The other way; what has no tensor stays as it is."""
     for slot, inside, at, nbytes in owner.spans(place):
         if slot.key in tensors:
             ctypes.memmove(base + inside, tensors[slot.key].data_ptr() + at, nbytes)
 
 
-def settle(owner: OnDisk, place: Place, tensors: Sequence[Tensor]) -> None:
+def settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
     """Give the span's tensors, flat and in the order of `owner.slots`, what they begin with, or masters anew."""
     mine = slice(place.start, place.start + place.numel)
     param = owner.param.detach().reshape(-1)[mine]

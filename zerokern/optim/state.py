@@ -135,7 +135,7 @@ def make(wanted: Sequence[tuple[Tensor, Entry, Slot]], room: HostPlace | None = 
     made = {}
     for device in dict.fromkeys(devices):
         some = [slot.wanted(param) for (param, _, slot), at in zip(order, devices, strict=True) if at == device]
-        made[device] = iter(DevicePlace(device, "optimizer state", TAKES_LESS).take(some))
+        made[device] = iter(DevicePlace(device, "optimizer state", TAKES_LESS).lay_out(some))
     for (_, entry, slot), device in zip(order, devices, strict=True):
         entry[slot.key] = next(made[device])
 

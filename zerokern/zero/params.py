@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError
 from zerokern.kernels import split
-from zerokern.memory.pool import DevicePool
+from zerokern.memory.place import DevicePool
 from zerokern.zero.homes import alias
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.sharded import Sharded

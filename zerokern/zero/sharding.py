@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zerokern.comm import Group
 from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed
-from zerokern.memory.pool import DevicePool
+from zerokern.memory.place import DevicePool
 from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
