@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +16,12 @@ from worlds import on_ranks
 import zerokern as zk
 from zerokern.core.errors import IoError, StateError
 from zerokern.saving import load as loading
-from zerokern.saving import pretrained
+from zerokern.saving import pretrained, reading
 from zerokern.saving.held import Held, likeness
+from zerokern.saving.published import Published
 from zerokern.saving.ranks import Ranks, open_alike
+from zerokern.saving.saved import Saved
+from zerokern.saving.staging import BLOCK
 
 Load: Any = __import__("importlib").import_module("zerokern.saving.loader")
 
@@ -32,6 +38,46 @@ def model_of(value: float) -> tuple[torch.nn.Linear, zk.AdamW]:
     model(torch.ones(1, 40)).sum().backward()
     opt.step()
     return model, opt
+
+
+def test_what_was_verified_is_read_once_where_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = {f"model.{i}": torch.randn(800_000) for i in range(6)}
+    zk.save(tmp_path / "c", torch.nn.ParameterDict({str(i): items[f"model.{i}"] for i in range(6)}), rng=False)
+
+    def both(**given: object) -> tuple[int, int]:
+        """Bytes from the disk to verify all and then to read all but one tensor."""
+        with monkeypatch.context() as patch:
+            for name, value in given.items():
+                patch.setattr(reading.Retained if name == "PATIENCE" else reading, name, value)
+            source = Saved(Published.open(tmp_path / "c"))
+            source.verify()
+            engine = source._staging.engine
+            first = engine.stats()["read_nbytes"]
+            found = {name: torch.zeros(800_000) for name in list(items)[1:]}
+            source.read(found)
+            second = engine.stats()["read_nbytes"] - first
+            source.close()
+        assert all(torch.equal(found[name], items[name]) for name in found)
+        return first, second
+
+    nbytes = Published.open(tmp_path / "c").index.files[0].table
+    first, second = both(PATIENCE=1 << 30)
+    assert first >= nbytes and second == 0
+    assert both(room=lambda: {"free": 4 * nbytes - 1})[1] > nbytes // 2
+    calls = itertools.count()
+    slow = SimpleNamespace(perf_counter=lambda: float(next(calls) // 2))  # no time passes but while something is kept
+    assert 0 < both(time=slow, PATIENCE=2 * BLOCK)[1] < nbytes
+
+
+def test_what_is_kept_is_not_believed_again(tmp_path: Path) -> None:
+    zk.save(tmp_path / "c", torch.nn.Linear(40, 30), rng=False)
+    source = Saved(Published.open(tmp_path / "c"))
+    source.verify()
+    with open(source.published.path(0), "r+b") as file:
+        file.seek(500)
+        file.write(b"spoilt")
+    assert [error.errno for error in source.damage()] == [errno.EBADMSG]
+    source.close()
 
 
 @pytest.mark.parametrize("when", ["check", "beside"])

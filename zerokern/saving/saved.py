@@ -10,7 +10,7 @@ import torch
 from zerokern.core.errors import IoError, got
 from zerokern.io.ticket import again
 from zerokern.saving.published import Published
-from zerokern.saving.reading import FileReader
+from zerokern.saving.reading import FileReader, Retained
 from zerokern.saving.source import Landing, Source, Told, landings, untold
 from zerokern.saving.staging import Staging
 
@@ -25,6 +25,14 @@ class Saved(Source):
     def __init__(self, published: Published) -> None:
         self.published, self.path, self.index = published, published.folder, published.index
         self.tensors, self.values = self.index.tensors, self.index.values
+        self._kept: Retained | None = None
+        self._slots: Staging | None = None
+
+    @property
+    def _staging(self) -> Staging:
+        """The slots that it all passes through, until `close`."""
+        self._slots = self._slots or Staging(self.path)
+        return self._slots
 
     def read(self, items: Mapping[str, Any], told: Told = untold) -> None:
         of_file: dict[int, list[Landing]] = {}
@@ -33,19 +41,24 @@ class Saved(Source):
         if not of_file:
             return
         try:
-            with Staging(self.path) as staging:
-                for number, some in sorted(of_file.items()):
-                    try:
-                        with self._reader(number, staging) as reader:
-                            reader.read(span for landing in some for span in landing.spans(told))
-                    except IoError as error:
-                        raise self._with_keys(error, number) from error
+            for number, some in sorted(of_file.items()):
+                try:
+                    with self._reader(number) as reader:
+                        reader.read(span for landing in some for span in landing.spans(told))
+                except IoError as error:
+                    raise self._with_keys(error, number) from error
         finally:  # what came from the processor's own copying is unknown to torch
             written = [one.target for some in of_file.values() for one in some if not one.target.is_inference()]
             torch.autograd.graph.increment_version(written)
 
-    def _reader(self, number: int, staging: Staging) -> FileReader:
-        return FileReader(self.path, self.index.files[number], staging=staging, held=self.published.held)
+    def _reader(self, number: int) -> FileReader:
+        row, held = self.index.files[number], self.published.held
+        return FileReader(self.path, row, staging=self._staging, held=held, kept=self._kept)
+
+    def verify(self, rank: int = 0, world: int = 1, told: Told = untold) -> None:
+        """Keeps what one rank alone has read, where memory allows; several read the most part of it once each."""
+        self._kept = Retained(self.nbytes) if world == 1 else None
+        super().verify(rank, world, told)
 
     def damage(self, rank: int = 0, world: int = 1, told: Told = untold) -> Iterator[IoError]:
         """All that is wrong with this rank's share of the blocks; each error names file, offset and keys."""
@@ -54,19 +67,18 @@ class Saved(Source):
         files = self.index.files
         total = sum(file.blocks for file in files)
         begin, end = total * rank // world, total * (rank + 1) // world
-        with Staging(self.path) as staging:
-            before = 0
-            for number, file in enumerate(files):
-                first, behind = max(begin - before, 0), min(end - before, file.blocks)
-                before += file.blocks
-                if first >= behind:
-                    continue
-                try:
-                    with self._reader(number, staging) as reader:
-                        for error in reader.damage(first, behind, told):
-                            yield self._with_keys(error, number)
-                except IoError as error:
-                    yield self._with_keys(error, number)
+        before = 0
+        for number, file in enumerate(files):
+            first, behind = max(begin - before, 0), min(end - before, file.blocks)
+            before += file.blocks
+            if first >= behind:
+                continue
+            try:
+                with self._reader(number) as reader:
+                    for error in reader.damage(first, behind, told):
+                        yield self._with_keys(error, number)
+            except IoError as error:
+                yield self._with_keys(error, number)
 
     def _with_keys(self, error: IoError, number: int) -> IoError:
         """The same error with the keys that it concerns."""
@@ -86,7 +98,13 @@ class Saved(Source):
         return f"the save {self.index.save_id} (its files end in {sum(file.crc for file in self.index.files):x})"
 
     def close(self) -> None:
+        self._kept, slots, self._slots = None, self._slots, None
+        if slots is not None:
+            slots.close()
         self.published.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def nbytes(self) -> int:
