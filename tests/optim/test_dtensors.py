@@ -288,6 +288,27 @@ def taken_where_it_is(rank: int, mesh: DeviceMesh) -> None:
             take(here_of(here), other, "exp_avg")
 
 
+def test_state_of_divided_parameters_is_refused_by_plain_ones() -> None:
+    on_ranks(2, given_to_plain)
+
+
+def given_to_plain(rank: int) -> None:
+    pair = Pair("adamw", mesh_of(2))
+    pair.train(range(1))
+    plain = [nn.Parameter(value.detach().clone()) for value in pair.straight]
+    ours = AdamW(plain)
+    with pytest.raises(
+        StateError, match=r"'exp_avg' is a DTensor, .* plain tensor; give whole tensors \(DTensor\.full_"
+    ):
+        ours.load_state_dict(pair.ours.state_dict())
+    assert not ours.state
+    ours.load_state_dict(pair.reference.state_dict())
+    ours.state[plain[0]]["exp_avg"] = pair.ours.state[pair.params[0]]["exp_avg"]
+    plain[0].grad = torch.zeros_like(plain[0])
+    with pytest.raises(StateError, match=r"'exp_avg' is a DTensor"):
+        ours.step()
+
+
 def test_clipping_apart_from_the_update() -> None:
     on_ranks(2, clips)
 

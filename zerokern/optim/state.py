@@ -16,6 +16,7 @@ from zerokern.memory import DevicePlace, HostPlace
 from zerokern.optim.formats import TAKES_LESS, Layout, Slot, format_name
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.survey import Groups, Survey, names_of
+from zerokern.zero.kinds import is_divided
 
 Entry = dict[str, Any]
 Checked = tuple[Tensor, Entry, Layout]
@@ -64,6 +65,11 @@ def check_entry(name: str, param: Tensor, entry: Entry, layout: Layout, *, optio
                 continue
         if not isinstance(value, Tensor):
             raise StateError(_missing(name, slot, entry, layout))
+        if is_divided(value) and not is_divided(param):
+            raise StateError(
+                f"{name}: state {slot.key!r} is a {type(value).__name__}, which ranks have divided, the parameter is a "
+                "plain tensor; give whole tensors (DTensor.full_tensor(), on all ranks), or load with zk.load"
+            )
         if slot.key != "step" and value.dtype != slot.dtype:
             raise StateError(_wrong_format(name, slot, value, layout))
         shape = slot.shape(param)
