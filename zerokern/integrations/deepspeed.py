@@ -1,8 +1,12 @@
-"""zk.from_deepspeed: a DeepSpeed configuration, read once, becomes keyword arguments."""
+"""zk.from_deepspeed: a DeepSpeed configuration, read once, becomes keyword arguments.
+
+Every key is judged first, by `deepspeed_keys`; those that are mapped become keywords then.
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -10,16 +14,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from zerokern import optim
+from zerokern.api.sharding import BUCKET_BYTES
 from zerokern.core.errors import got
-from zerokern.integrations import deepspeed_values as found
-from zerokern.integrations.deepspeed_keys import AUTO, KEYS
+from zerokern.integrations.deepspeed_keys import AUTO, DEFAULTS, KEYS
+from zerokern.io import Nvme
 
 __all__ = ["Settings", "from_deepspeed"]
 
 SECTIONS = {".".join(path.split(".")[:depth]) for path in KEYS for depth in range(1, path.count(".") + 1)}
 COMPUTED = {"train_batch_size", "zero_optimization.reduce_bucket_size"}  # "auto" there needs nobody
+CLIPS_AT = 1.0  # what DeepSpeed does since June 2026 where a configuration says nothing of it; before, it did not clip
+CLASSES = {"adam": optim.Adam, "adamw": optim.AdamW, "lion": optim.Lion, "adagrad": optim.Adagrad, "sgd": optim.SGD}
+PARAMS = "optimizer.params."
+SWITCHES = ("adam_w_mode", "torch_adam", "fp32_optimizer_states")  # which class, which defaults, which format
+DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
+}
+Values = Mapping[str, Any]
 
 
 @dataclass
@@ -90,26 +108,26 @@ def from_deepspeed(
     ignored
       steps_per_print               printing; zk.measure, zerokern trace
     """
-    rows = rows_of(config)
-    values, lacking, left = filled(rows, auto)
+    rows = _rows_of(config)
+    values, lacking, left = _filled(rows, auto)
     told = _judged(values)
     told["ignored"] |= dict.fromkeys(sorted(COMPUTED & set(rows) - set(values)), '"auto", as here')
     _refuse(told, lacking, values.get("optimizer.type"))
     told["yours"] |= {path: f'"auto", left to you: {KEYS[path].says}' for path in left}
     if "gradient_clipping" not in rows:
-        says = f"{found.CLIPS_AT}, DeepSpeed's since June 2026; before it did not clip: max_grad_norm="
+        says = f"{CLIPS_AT}, DeepSpeed's since June 2026; before it did not clip: max_grad_norm="
         told["mapped"]["gradient_clipping (left out)"] = says
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    optimizer, arguments = found.optimizer(values, rank)
+    optimizer, arguments = _optimizer(values, rank)
     for path in left:
-        arguments.pop("max_grad_norm" if path == "gradient_clipping" else path.removeprefix(found.PARAMS), None)
+        arguments.pop("max_grad_norm" if path == "gradient_clipping" else path.removeprefix(PARAMS), None)
     return Settings(
-        found.sharding(values),
+        _sharding(values),
         optimizer,
         arguments,
-        found.scaler(values),
-        found.autocast(values),
-        *found.accumulation(values, world or size),
+        _scaler(values),
+        _autocast(values),
+        *_accumulation(values, world or size),
         {"wait": False} if values.get("checkpoint.writer.decoupled") else {},
         told["mapped"],
         told["ignored"],
@@ -123,7 +141,7 @@ def _judged(values: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     for path, value in values.items():
         key = KEYS.get(path)
         if key is None:
-            likely = near(path)
+            likely = _near(path)
             told["unknown"][path] = f"is no key of DeepSpeed{f'; near it: {likely}' if likely else ''}"
         elif key.kind == "refused" and not key.asks(value):
             told["ignored"][path] = f"{value!r} asks for nothing"
@@ -136,18 +154,15 @@ def _refuse(told: Mapping[str, Mapping[str, str]], lacking: list[str], optimizer
     wrong = [f"{path} {says}" for path, says in told["unknown"].items()]
     wrong += [f"{path}={says}" for path, says in told["refused"].items()]
     wrong += [f'{path}="auto": somebody must fill it in, auto={{"{path}": ...}}' for path in lacking]
-    if optimizer is not None and str(optimizer).lower() not in found.CLASSES:
-        wrong.append(found.no_optimizer(optimizer))
+    if optimizer is not None and str(optimizer).lower() not in CLASSES:
+        advice = "For another element-wise optimizer of torch: torch.optim.X(zk.shards(model))"
+        wrong.append(got("optimizer.type", optimizer, "Adam, AdamW, Lion, Adagrad or SGD", advice))
     if wrong:
         raise ValueError("this DeepSpeed configuration cannot be honoured; change or remove\n  " + "\n  ".join(wrong))
 
 
-def rows_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """Keys with their values, as `zero_optimization.stage`.
-
-    >>> rows_of({"zero_optimization": True, "bfloat16": {"enabled": True}})
-    {'zero_optimization.stage': 1, 'bf16.enabled': True}
-    """
+def _rows_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """Keys with their values, as `zero_optimization.stage`."""
     config = dict(config if isinstance(config, Mapping) else _read(Path(config)))
     if isinstance(config.get("zero_optimization"), bool):  # the form of 2019
         config["zero_optimization"] = {"stage": int(config["zero_optimization"])}
@@ -157,12 +172,10 @@ def rows_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any
         config = {"bf16" if name == "bfloat16" else name: value for name, value in config.items()}
     rows = dict(_flat("", config))
     kind = rows.get("optimizer.type")
-    return rows if kind is None else {path: value for path, value in rows.items() if _fits(path, str(kind))}
-
-
-def _fits(path: str, kind: str) -> bool:
-    """What an optimizer that is refused was to get needs no judgement of its own."""
-    return kind.lower() in found.CLASSES or not path.startswith(found.PARAMS)
+    if kind is None or str(kind).lower() in CLASSES:
+        return rows
+    # what an optimizer that is refused was to get needs no judgement of its own
+    return {path: value for path, value in rows.items() if not path.startswith(PARAMS)}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -194,10 +207,11 @@ def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise TypeError(got(path, value, "a section of keys, or null"))
 
 
-def filled(rows: Mapping[str, Any], auto: Any) -> tuple[dict[str, Any], list[str], list[str]]:
+def _filled(rows: Mapping[str, Any], auto: Any) -> tuple[dict[str, Any], list[str], list[str]]:
     """The rows with values for "auto"; the keys that have none yet; and those that `auto` leaves to the caller."""
     values, lacking, left = dict(rows), [], []
-    asked = [path for path, value in rows.items() if isinstance(value, str) and value == "auto" and _matters(path)]
+    judged = [path for path in rows if path in KEYS and KEYS[path].kind in ("mapped", "refused")]
+    asked = [path for path in judged if isinstance(rows[path], str) and rows[path] == "auto"]
     if isinstance(auto, Mapping):
         given = dict(auto)
     else:
@@ -218,18 +232,165 @@ def filled(rows: Mapping[str, Any], auto: Any) -> tuple[dict[str, Any], list[str
     return values, lacking, left
 
 
-def _matters(path: str) -> bool:
-    return path in KEYS and KEYS[path].kind in ("mapped", "refused")
-
-
-def near(path: str) -> str:
-    """What an unknown key may have been meant to be.
-
-    >>> near("zero_optimisation"), near("bf16.stage")
-    ('zero_optimization', 'zero_optimization.stage')
-    """
+def _near(path: str) -> str:
+    """What an unknown key may have been meant to be."""
     names = [*SECTIONS, *KEYS]
     whole = difflib.get_close_matches(path, names, n=2, cutoff=0.85)
     last = path.rpartition(".")[2]  # the right key in the wrong section
     elsewhere = [name for name in names if name.rpartition(".")[2] == last]
     return ", ".join(list(dict.fromkeys([*whole, *elsewhere]))[:3])
+
+
+def _flag(values: Values, path: str, default: bool = False) -> bool:
+    value = values.get(path, default)
+    if not isinstance(value, bool):
+        raise TypeError(got(path, value, "true or false"))
+    return value
+
+
+def _number(values: Values, path: str, default: float) -> float:
+    value = values.get(path, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(got(path, value, "a number"))
+    return value
+
+
+def _count(values: Values, path: str) -> int | None:
+    if values.get(path) is None:
+        return None
+    value = _number(values, path, 0)
+    if value < 1 or value != int(value):
+        raise ValueError(got(path, value, "a whole number > 0"))
+    return int(value)
+
+
+def _dtype(values: Values, path: str) -> torch.dtype | None:
+    value = values.get(path)
+    if value is not None and value not in DTYPES:
+        raise ValueError(got(path, value, "fp32, bf16 or fp16"))
+    return None if value is None else DTYPES[value]
+
+
+def _autocast(values: Values) -> dict[str, Any] | None:
+    """Keywords of `torch.autocast`, after the device's type."""
+    if not _flag(values, "torch_autocast.enabled"):
+        return None
+    dtype = _dtype(values, "torch_autocast.dtype")
+    return {} if dtype is None else {"dtype": dtype}
+
+
+def _sharding(values: Values) -> dict[str, Any]:
+    """Keywords of `zk.shard`."""
+    stage = values.get("zero_optimization.stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ValueError(got("zero_optimization.stage", stage, "0, 1, 2 or 3"))
+    shard: dict[str, Any] = {"stage": stage}
+    compute = _compute_dtype(values)
+    ways = {path: _dtype(values, path) for path in ("communication_data_type", "data_types.grad_accum_dtype")}
+    chosen = {dtype for dtype in ways.values() if dtype is not None}
+    if len(chosen) > 1:
+        asked = ", ".join(f"{path} {values[path]}" for path in ways)
+        raise ValueError(f"{asked} is not possible; allowed: one dtype, in which gradients travel and are added up")
+    if compute or chosen:
+        shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=next(iter(chosen), None))
+    numel = _count(values, "zero_optimization.reduce_bucket_size")
+    nbytes = None if numel is None else numel * (compute or torch.float32).itemsize
+    if nbytes is not None and nbytes < BUCKET_BYTES:
+        shard["bucket_bytes"] = nbytes
+    return shard
+
+
+def _compute_dtype(values: Values) -> torch.dtype | None:
+    half, brain = _flag(values, "fp16.enabled"), _flag(values, "bf16.enabled")
+    if half and brain:
+        raise ValueError("fp16.enabled and bf16.enabled are both true; allowed: one of them, as in DeepSpeed")
+    dtype = torch.float16 if half else torch.bfloat16 if brain else None
+    asked = _dtype(values, "data_types.param_dtype")
+    if asked is not None and asked != (dtype or torch.float32):
+        raise ValueError(got("data_types.param_dtype", values["data_types.param_dtype"], "what fp16 and bf16 say"))
+    return dtype
+
+
+def _scaler(values: Values) -> dict[str, Any] | None:
+    """Keywords of `torch.amp.GradScaler`, for fp16."""
+    if not _flag(values, "fp16.enabled"):
+        return None
+    if _number(values, "fp16.loss_scale", 0):
+        advice = "Multiply the loss yourself, and give 0"
+        raise ValueError(got("fp16.loss_scale", values["fp16.loss_scale"], "0, a dynamic scale", advice))
+    power, window = _number(values, "fp16.initial_scale_power", 16), _number(values, "fp16.loss_scale_window", 1000)
+    return {"init_scale": 2.0**power, "growth_interval": int(window)}
+
+
+def _optimizer(values: Values, rank: int) -> tuple[type | None, dict[str, Any]]:
+    """The optimizer's class, if the configuration names one, and its keywords."""
+    params = {path.removeprefix(PARAMS): value for path, value in values.items() if path.startswith(PARAMS)}
+    kwargs: dict[str, Any] = {}
+    found: type | None = None
+    name = values.get("optimizer.type")
+    if name is None and any(map(_is_mapped, params)):
+        raise ValueError(got("optimizer.type", name, "the name of an optimizer, since optimizer.params is there"))
+    if name is not None:
+        kind = str(name).lower()
+        if kind == "adam" and _flag(params, "adam_w_mode", True):
+            kind = "adamw"  # DeepSpeed's Adam decays as AdamW does, unless it is told otherwise
+        found = CLASSES[kind]
+        kwargs = _hyperparameters(found, kind, params)
+    kwargs["max_grad_norm"] = _number(values, "gradient_clipping", CLIPS_AT) or None
+    if any(_flag(values, f"{half}_master_weights_and_grads") for half in ("fp16.fp16", "bf16.bf16")):
+        kwargs["master_format"] = "none"
+    if _flag(values, "bf16.bf16_optimizer_states") or not _flag(params, "fp32_optimizer_states", True):
+        kwargs["state_format"] = "bf16"
+    return found, kwargs | _tier(values, rank)
+
+
+def _hyperparameters(found: type, kind: str, params: Values) -> dict[str, Any]:
+    theirs = DEFAULTS["adam" if kind == "adamw" else kind]
+    if _flag(params, "torch_adam"):
+        theirs = {}
+    given = {name: value for name, value in params.items() if name not in SWITCHES and _is_mapped(name)}
+    allowed = [name for name in inspect.signature(found).parameters if _is_mapped(name)]
+    unused = sorted(set(given) - set(allowed))
+    if unused:
+        raise ValueError(got("optimizer.params", ", ".join(unused), f"for {found.__name__} {', '.join(allowed)}"))
+    both = {**theirs, **given}
+    kwargs = {name: both[name] for name in allowed if name in both}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
+
+
+def _is_mapped(name: str) -> bool:
+    key = KEYS.get(f"{PARAMS}{name}")
+    return key is not None and key.kind == "mapped"
+
+
+def _tier(values: Values, rank: int) -> dict[str, Any]:
+    section = "zero_optimization.offload_optimizer"
+    device = values.get(f"{section}.device") or "none"
+    if device not in ("none", "cpu", "nvme"):
+        raise ValueError(got(f"{section}.device", device, "none, cpu or nvme"))
+    if device == "none" and _flag(values, "zero_optimization.cpu_offload"):
+        device = "cpu"
+    if device != "nvme":
+        return {"tier": "cpu"} if device == "cpu" else {}
+    path = values.get(f"{section}.nvme_path")
+    if not path:
+        raise ValueError(got(f"{section}.nvme_path", path, "a folder on the disk, since device is nvme"))
+    return {"tier": Nvme(Path(path) / "zerokern" / f"rank{rank}")}
+
+
+def _accumulation(values: Values, world: int) -> tuple[int, int | None]:
+    """Backward passes for each step, and samples for each of them on a rank, where that is known."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch, micro, passes = (_count(values, name) for name in names)
+    if batch is not None:
+        if passes is None:
+            passes = 1 if micro is None else batch // (micro * world)
+        if micro is None:
+            micro = batch // (passes * world)
+        if batch != micro * passes * world:
+            asked = ", ".join(f"{name} {values[name]}" for name in names if values.get(name) is not None)
+            raise ValueError(
+                f"{asked} does not come out with {world} ranks; allowed: train_batch_size = micro batch x accumulation "
+                "x ranks. Give the number of ranks that will train: from_deepspeed(config, world=N)"
+            )
+    return passes or 1, micro
