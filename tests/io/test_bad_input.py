@@ -14,7 +14,7 @@ from io_cases import BLOCK, PAGE, EngineCase, files_of, pattern
 import zerokern as zk
 from zerokern import BackendError, BudgetError, IoError
 from zerokern.io import Engine, Nvme, Store
-from zerokern.memory.budget import parse_nbytes
+from zerokern.memory.room import parse_nbytes
 
 
 @pytest.fixture

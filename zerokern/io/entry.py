@@ -10,7 +10,7 @@ from zerokern.core.errors import IoError, got
 from zerokern.io.ticket import again
 
 if TYPE_CHECKING:
-    from zerokern.io.extents import Extent
+    from zerokern.io.space import Extent
     from zerokern.io.ticket import Ticket
 
 __all__ = ["Entry", "lost", "mismatch", "span_of", "unknown"]

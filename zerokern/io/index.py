@@ -11,8 +11,8 @@ import torch
 
 from zerokern.core import native
 from zerokern.core.errors import IoError
-from zerokern.io.extents import Extent
 from zerokern.io.renaming import Folder
+from zerokern.io.space import Extent
 
 __all__ = ["NAME", "IndexRow", "publish", "read"]
 

@@ -23,7 +23,7 @@ from zerokern.io.engine import KINDS
 from zerokern.io.store import PAGE, Store
 from zerokern.io.ticket import Ticket
 from zerokern.memory import Arena, Ring, Slot, Wanted, flow
-from zerokern.memory.budget import parse_nbytes
+from zerokern.memory.room import parse_nbytes
 
 __all__ = ["SLOTS", "Nvme", "NvmePlace", "Record"]
 

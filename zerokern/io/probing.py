@@ -238,7 +238,7 @@ class _Trial:
             pending: deque[Ticket] = deque()
             moved, begun = 0, time.perf_counter()
             while time.perf_counter() < begun + seconds and moved < most:
-                slot = transfers.slots.take()
+                slot = transfers.requests.take()
                 ticket = Ticket(transfers, slot, op, "probe", self.request, number, moved % self.span)
                 place = self.base + moved // self.request % IN_FLIGHT * self.request
                 with transfers.lock:

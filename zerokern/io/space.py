@@ -1,24 +1,106 @@
-"""Room for extents: taken from the files there are, from files that grow, and back again when nothing moves in it."""
+"""Room on disk: which spans of which files belong to whom, files that grow, and what is free again."""
 
 from __future__ import annotations
 
 import errno
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from zerokern.core.errors import BudgetError, IoError
+from zerokern.core.errors import BackendError, BudgetError, IoError
 from zerokern.io.advice import refused
-from zerokern.io.extents import Extent, Extents
 from zerokern.io.files import Files, refuse_beyond_free
 from zerokern.io.ticket import Ticket
+from zerokern.memory.layout import FreeSpans
 from zerokern.memory.room import amount
 
-__all__ = ["Space"]
+__all__ = ["Extent", "Extents", "Space"]
 
 LEAST_ALIGN = 4096  # 4Kn disks, and pages
 STEP = 1 << 30  # without a budget files grow by as much as there is, from LEAST_STEP to STEP
 LEAST_STEP = 16 << 20
+APART = 1 << 62  # no file is as long
 MOST_FILE = 64 << 30  # without a budget, a longer one holds a single tensor
+
+
+class Extent(NamedTuple):
+    """A span of one file that belongs to one key."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+class Extents:
+    """Free spans of any number of files: first fit, neighbours grown together, every extent a multiple of `align`.
+
+    Pure arithmetic: what a file really holds is not known here.
+
+    >>> extents = Extents(4096)
+    >>> extents.grow(0, 16384)
+    >>> extents.take(5000), extents.take(1), extents.take(8192)
+    (Extent(file=0, offset=0, nbytes=8192), Extent(file=0, offset=8192, nbytes=4096), None)
+    >>> extents.give(Extent(0, 0, 8192))
+    >>> extents.take(8000).offset, extents.free_nbytes
+    (0, 4096)
+    """
+
+    def __init__(self, align: int) -> None:
+        self.align = align
+        self._free = FreeSpans(0)  # file after file, so far apart that they never touch
+        self._lengths: list[int] = []
+
+    def capacity(self, nbytes: int) -> int:
+        """What an extent for so many bytes takes."""
+        return -(-nbytes // self.align) * self.align
+
+    def take(self, nbytes: int) -> Extent | None:
+        """The first span that fits, or None; at least one byte."""
+        capacity = self.capacity(nbytes)
+        at = self._free.take(capacity)
+        return None if at is None else Extent(*divmod(at, APART), capacity)
+
+    def give(self, extent: Extent) -> None:
+        """Frees an extent that was taken."""
+        self._free.give(extent.file * APART + extent.offset, extent.nbytes)
+
+    def grow(self, file: int, to_nbytes: int) -> None:
+        """A file got longer, or a new one was made: what was added is free."""
+        self._lengths += [0] * (file + 1 - len(self._lengths))
+        length = to_nbytes - to_nbytes % self.align
+        if length > self._lengths[file]:
+            self.give(Extent(file, self._lengths[file], length - self._lengths[file]))
+            self._lengths[file] = length
+
+    def claim(self, lengths: list[int], taken: Iterable[Extent]) -> None:
+        """Begins with files that exist: all but the taken extents is free."""
+        taken = sorted(taken)
+        for one in taken:
+            if one.offset % self.align or one.nbytes % self.align:
+                raise BackendError(
+                    f"a file that was made for another disk has an extent at offset {one.offset}, {one.nbytes} bytes; "
+                    f"here both must be multiples of {self.align}. Copy its tensors to a new store"
+                )
+        self._lengths = [0] * len(lengths)
+        for one in taken:
+            self.grow(one.file, one.offset)
+            self._lengths[one.file] = one.offset + one.nbytes
+        for file, length in enumerate(lengths):
+            self.grow(file, length)
+
+    @property
+    def free_nbytes(self) -> int:
+        return self._free.total
+
+    @property
+    def largest(self) -> int:
+        """The longest free span."""
+        return self._free.largest
+
+    @property
+    def nbytes(self) -> int:
+        """The lengths of all files together."""
+        return sum(self._lengths)
 
 
 class Space:

@@ -18,8 +18,7 @@ from zerokern.io.engine import Faults, check_settings
 from zerokern.io.entry import Entry, lost, mismatch, span_of, unknown
 from zerokern.io.index import IndexRow
 from zerokern.io.ticket import Ticket, again
-from zerokern.memory.budget import parse_nbytes
-from zerokern.memory.room import amount
+from zerokern.memory.room import amount, parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +66,7 @@ class Store:
         check_settings(engine, 1 if depth is None else depth, PAGE if block is None else block)
         self.folder = Path(os.path.abspath(folder))
         self.checksum, self.durable, self.arena = checksum, durable, arena
-        self._home = home = Belongings(
+        self._belongings = belongings = Belongings(
             self.folder,
             durable=durable,
             budget=None if budget is None else parse_nbytes("budget", budget),
@@ -77,18 +76,18 @@ class Store:
             faults=faults,
             arena=arena,
         )
-        self._transfers, self._slots = home.transfers, home.transfers.slots
-        self._files, self._space = home.files, home.space
+        self._transfers, self._slots = belongings.transfers, belongings.transfers.requests
+        self._files, self._space = belongings.files, belongings.space
         self._crc32c = native.library().zk_crc32c
         self._entries: dict[str, Entry] = {}
         self._replaced: list[Entry] = []  # on the disk until an index without them is published
-        for row in home.rows:
+        for row in belongings.rows:
             entry = self._entries[row.key] = Entry(row.key, row.extent, row.nbytes, row.dtype, row.shape)
             entry.crc, entry.published = row.crc, True
             entry.put = Ticket(self._transfers, None, WRITE, row.key, row.nbytes, 0, 0)
             if row.lost:
                 entry.put._failure = IoError(row.lost, path=str(self.folder), errno=errno.ENODATA, key=row.key)
-        self._finalizer = weakref.finalize(self, home.abandon)
+        self._finalizer = weakref.finalize(self, belongings.abandon)
 
     def put(self, key: str, tensor: torch.Tensor, after: Ticket | None = None) -> Ticket:
         """Writes a tensor, whose memory must not change until the ticket has ended.
@@ -101,12 +100,12 @@ class Store:
         crc = self._crc32c(0, address, nbytes) if self.checksum else None
         with self._transfers.lock:
             entry = self._entries.get(key)
-            if not self._home.open:
-                raise self._home.refuse()
+            if not self._belongings.open:
+                raise self._belongings.refuse()
             before = self._before(entry, after)  # it may wait, and be interrupted: nothing has changed yet
             if entry is None or entry.nbytes != nbytes or entry.published:
                 entry = self._place(key, entry, nbytes, tensor.dtype, tensor.shape)
-            self._home.unpublished = True
+            self._belongings.unpublished = True
             return self._start(WRITE, entry, address, nbytes, tensor, before, crc)
 
     def get(self, key: str, out: torch.Tensor, after: Ticket | None = None) -> Ticket:
@@ -115,8 +114,8 @@ class Store:
         if after is not None:
             self._check_after(after)
         with self._transfers.lock:
-            if not self._home.open:
-                raise self._home.refuse()
+            if not self._belongings.open:
+                raise self._belongings.refuse()
             entry = self._entries.get(key)
             if entry is None:
                 raise unknown(key, len(self._entries), self.folder)
@@ -231,8 +230,8 @@ class Store:
     def reserve(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Takes the room for a tensor that will be put later: a full disk shows now. Until then a get raises."""
         with self._transfers.lock:
-            if not self._home.open:
-                raise self._home.refuse()
+            if not self._belongings.open:
+                raise self._belongings.refuse()
             if key in self._entries:
                 raise ValueError(got("key", key, "keys that are not there yet", "Delete it first"))
             size = torch.Size(shape)
@@ -243,12 +242,12 @@ class Store:
     def delete(self, key: str) -> None:
         """Forgets a key; its room is used again when the last transfer in it has ended."""
         with self._transfers.lock:
-            if not self._home.open:
-                raise self._home.refuse()
+            if not self._belongings.open:
+                raise self._belongings.refuse()
             entry = self._entries.pop(key, None)
             if entry is None:
                 raise unknown(key, len(self._entries), self.folder)
-            self._home.unpublished = True
+            self._belongings.unpublished = True
             self._leave(entry)
 
     def keys(self) -> list[str]:
@@ -269,7 +268,7 @@ class Store:
     @property
     def engine(self) -> str:
         """The engine that runs: ``"uring"`` or ``"threads"``."""
-        return self._home.engine.kind
+        return self._belongings.engine.kind
 
     @property
     def direct(self) -> bool:
@@ -279,9 +278,9 @@ class Store:
     def stats(self) -> dict[str, object]:
         """What runs, what is held, and what the engine has done since it was opened."""
         with self._transfers.lock:
-            if not self._home.open:
-                raise self._home.refuse()
-            engine, extents = self._home.engine, self._space.extents
+            if not self._belongings.open:
+                raise self._belongings.refuse()
+            engine, extents = self._belongings.engine, self._space.extents
             return {
                 "engine": engine.kind,
                 "why": engine.why,
@@ -300,8 +299,8 @@ class Store:
         A durable store is now what will be found after a kill; where this raises, that is what the last one left.
         """
         with self._transfers.lock:
-            if not self._home.open:
-                raise self._home.refuse()
+            if not self._belongings.open:
+                raise self._belongings.refuse()
             self._transfers.drain()
             if self.durable and not any(ticket.op == WRITE for ticket in self._transfers.untold):
                 self._publish()  # a get that failed takes nothing from what was put
@@ -323,11 +322,11 @@ class Store:
             kept.append(one)
             lost = None if failure is None else str(failure)
             rows.append(IndexRow(one.key, one.extent, one.nbytes, one.dtype, tuple(one.shape), one.crc, lost))
-        if not self._home.unpublished:
+        if not self._belongings.unpublished:
             return
         for one in kept:  # from the rename on the index names these extents, also where what follows it fails
             one.published = True
-        self._home.publish(rows)
+        self._belongings.publish(rows)
         replaced, self._replaced = self._replaced, []
         for entry in replaced:
             if entry.extent is not None:
@@ -335,13 +334,13 @@ class Store:
 
     def close(self) -> None:
         """``sync()``, then lets go of the folder: without ``durable`` its files are removed. Twice is no error."""
-        if not self._home.open:
+        if not self._belongings.open:
             return
         try:
             self.sync()
         finally:
             self._finalizer.detach()
-            self._home.close()
+            self._belongings.close()
 
     def __enter__(self) -> Store:
         return self
@@ -350,10 +349,10 @@ class Store:
         """After an exception a durable store is not published: half of a change is no state."""
         if kind is None:
             self.close()
-        elif self._home.open:
+        elif self._belongings.open:
             self._finalizer.detach()
-            self._home.close()
+            self._belongings.close()
 
     def __repr__(self) -> str:
-        state = f"{self.engine}, {len(self._entries)} keys" if self._home.open else "closed"
+        state = f"{self.engine}, {len(self._entries)} keys" if self._belongings.open else "closed"
         return f"Store({str(self.folder)!r}, {state})"

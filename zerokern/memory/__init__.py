@@ -9,8 +9,8 @@ a GPU.
 
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies
+from zerokern.memory.layout import FreeSpans
 from zerokern.memory.place import DevicePlace, HostPlace, Place, Wanted
-from zerokern.memory.spans import FreeSpans
 from zerokern.memory.staging import CudaDriver, Ring, Slot, flow
 
 __all__ = [

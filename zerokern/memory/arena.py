@@ -28,9 +28,8 @@ from zerokern.core import env, native
 from zerokern.core.errors import BudgetError, ZerokernError, got
 from zerokern.memory import placement
 from zerokern.memory.batches import forget_error
-from zerokern.memory.layout import PAGE
+from zerokern.memory.layout import PAGE, FreeSpans
 from zerokern.memory.room import amount, refuse_beyond
-from zerokern.memory.spans import FreeSpans
 
 __all__ = ["PAGE", "Arena", "Lease"]
 

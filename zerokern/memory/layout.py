@@ -1,4 +1,6 @@
-"""Where tensors lie in one mapping: pure arithmetic, the same for who plans memory and for who takes it.
+"""Where tensors lie in one mapping, and which spans of a range are free: pure arithmetic, without torch.
+
+It is the same for who plans memory and for who takes it.
 
 Tensors begin at multiples of a cache line, in the order in which they were asked for. Streams that lie a large power of
 two apart take turns on the same banks of memory (0.71 ns per parameter for two states of 256 MiB side by side, 0.42
@@ -8,10 +10,13 @@ with 16 KiB or more between them), so a large tensor has a gap behind it, of les
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-__all__ = ["LINE", "PAGE", "SKEW", "Itemsize", "nbytes_of", "offsets_of"]
+from zerokern.core.errors import got
+
+__all__ = ["LINE", "PAGE", "SKEW", "FreeSpans", "Itemsize", "nbytes_of", "offsets_of"]
 
 PAGE = 4096  # leases begin and end on it: what O_DIRECT asks of memory, on any disk
 LINE = 64
@@ -57,3 +62,71 @@ def nbytes_of(wanted: Sequence[tuple[Sequence[int], Itemsize | int]]) -> int:
 def width_of(dtype: Itemsize | int) -> int:
     """Bytes of one element of a dtype, or of what stands for it."""
     return dtype if isinstance(dtype, int) else dtype.itemsize
+
+
+class FreeSpans:
+    """The free spans of [0, nbytes). Who holds the others is not known here.
+
+    >>> free = FreeSpans(100)
+    >>> free.take(30), free.take(30), free.take(50)
+    (0, 30, None)
+    >>> free.give(0, 30)
+    >>> free.rows(), free.total, free.largest
+    ([(0, 30), (60, 100)], 70, 40)
+    >>> free.give(30, 30)
+    >>> free.rows()
+    [(0, 100)]
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self.total = 0
+        if nbytes:
+            self.give(0, nbytes)
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of nbytes that are now taken, the first that fit; None where no span is long enough."""
+        if nbytes <= 0:
+            raise ValueError(got("nbytes", nbytes, "a whole number from 1 on"))
+        for i, (begin, end) in enumerate(zip(self._begins, self._ends, strict=True)):
+            if end - begin >= nbytes:
+                if end - begin == nbytes:
+                    del self._begins[i], self._ends[i]
+                else:
+                    self._begins[i] = begin + nbytes
+                self.total -= nbytes
+                return begin
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Frees [offset, offset + nbytes); beyond the end of what there was, the range grows."""
+        end = offset + nbytes
+        i = bisect_right(self._begins, offset)  # the first free span that begins behind it
+        overlaps = (i > 0 and self._ends[i - 1] > offset) or (i < len(self._begins) and self._begins[i] < end)
+        if offset < 0 or nbytes <= 0 or overlaps:
+            raise ValueError(
+                got("span", (offset, end), "spans of at least one byte that are taken", "This one is partly free")
+            )
+        joins_before = i > 0 and self._ends[i - 1] == offset
+        joins_behind = i < len(self._begins) and self._begins[i] == end
+        if joins_before and joins_behind:
+            self._ends[i - 1] = self._ends[i]
+            del self._begins[i], self._ends[i]
+        elif joins_before:
+            self._ends[i - 1] = end
+        elif joins_behind:
+            self._begins[i] = offset
+        else:
+            self._begins.insert(i, offset)
+            self._ends.insert(i, end)
+        self.total += nbytes
+
+    @property
+    def largest(self) -> int:
+        """The length of the longest free span."""
+        return max((end - begin for begin, end in self.rows()), default=0)
+
+    def rows(self) -> list[tuple[int, int]]:
+        """The free spans as (begin, end), in order; no two of them touch."""
+        return list(zip(self._begins, self._ends, strict=True))

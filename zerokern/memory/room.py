@@ -1,15 +1,18 @@
-"""How much more memory this process may have, by everything that limits it; and the refusal of a budget beyond that."""
+"""How much more memory this process may have, by everything that limits it, and the refusal of more; bytes in words."""
 
 from __future__ import annotations
 
+import re
 import resource
 from pathlib import Path
 
 from zerokern.core import env
-from zerokern.core.errors import BudgetError
-from zerokern.memory.budget import parse_nbytes
+from zerokern.core.errors import BudgetError, got
 
-__all__ = ["amount", "refuse_beyond", "room"]
+__all__ = ["amount", "parse_nbytes", "refuse_beyond", "room"]
+
+UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 _FREE = "free memory and swap"
 _GROUP_FILES = (  # version 2, then version 1: limit, usage, and the cache in it that the kernel gives back
@@ -28,6 +31,25 @@ def amount(nbytes: int) -> str:
         if nbytes >= 1 << power:
             return f"{nbytes / (1 << power):,.1f} {unit}"
     return f"{nbytes:,} B"
+
+
+def parse_nbytes(argument: str, value: int | str) -> int:
+    """Bytes from a whole number, or from text with a unit; K, M, G and T are powers of 1024.
+
+    >>> parse_nbytes("budget", "8G") == parse_nbytes("budget", 8 * 2**30) == parse_nbytes("budget", "8 GiB")
+    True
+    """
+    allowed = "a positive number of bytes, or text such as '8G' or '512MiB' (powers of 1024)"
+    if isinstance(value, str):
+        found = FORM.fullmatch(value.strip())
+        nbytes = int(float(found[1]) * 2 ** UNITS[found[2].upper()]) if found else 0
+    elif isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    else:
+        raise TypeError(got(argument, value, allowed))
+    if nbytes < 1:
+        raise ValueError(got(argument, value, allowed))
+    return nbytes
 
 
 def room() -> dict[str, int]:

@@ -78,7 +78,7 @@ class Staging:
     def start(self, op: int, slot: int, number: int, offset: int, nbytes: int, inside: int = 0) -> Ticket:
         """Moves bytes of a slot, from `inside` on, to or from the file. An odd end is padded within the slot."""
         transfers = self.transfers
-        request = transfers.slots.take()
+        request = transfers.requests.take()
         ticket = Ticket(transfers, request, op, transfers.paths[number], nbytes, number, offset)
         with transfers.lock:
             transfers.start(ticket, request, self.slots[slot].ptr + inside, PADDED, 0)
