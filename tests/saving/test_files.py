@@ -7,7 +7,8 @@ import itertools
 import os
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +22,9 @@ from zerokern.core import native
 from zerokern.core.errors import IoError
 from zerokern.io import Faults, why_no_uring
 from zerokern.saving import staging as staging_module
-from zerokern.saving.files import FileReader, FileRow, FileWriter
+from zerokern.saving.files import FileWriter
+from zerokern.saving.index import FileRow
+from zerokern.saving.saved import FileReader
 from zerokern.saving.staging import BLOCK, SLOTS, Staging
 
 BAD_DAY = Faults(seed=11, delay=20000, delay_us=300, shorten=10000, interrupt=5000, again=5000, full=5000)
@@ -46,6 +49,12 @@ def write(path: Path, *data: bytes | Tensor, **settings: object) -> FileRow:
         return writer.finish()
 
 
+@contextmanager
+def reading(folder: Path, row: FileRow, **settings: object) -> Iterator[FileReader]:
+    with Staging(folder, **settings) as staging, FileReader(folder, row, staging) as reader:
+        yield reader
+
+
 def read(folder: Path, row: FileRow, offset: int = 0, nbytes: int | None = None, **settings: object) -> Tensor:
     nbytes = row.table - offset if nbytes is None else nbytes
     found = torch.zeros(nbytes, dtype=torch.uint8)
@@ -53,7 +62,7 @@ def read(folder: Path, row: FileRow, offset: int = 0, nbytes: int | None = None,
     def take(piece: Tensor, at: int) -> None:
         found[at : at + len(piece)] = piece
 
-    with Staging(folder, **settings) as staging, FileReader(folder, row, staging=staging) as reader:
+    with reading(folder, row, **settings) as reader:
         reader.read([(offset, nbytes, take)])
     return found
 
@@ -247,7 +256,7 @@ def test_spans_in_any_order_that_overlap(tmp_path: Path) -> None:
 
         return take
 
-    with FileReader(tmp_path, row) as reader:
+    with reading(tmp_path, row) as reader:
         reader.read([(begin, nbytes, into(i)) for i, (begin, nbytes) in enumerate(spans)])
     for (begin, nbytes), one in zip(spans, found, strict=True):
         assert torch.equal(one, data[begin : begin + nbytes])
@@ -255,7 +264,7 @@ def test_spans_in_any_order_that_overlap(tmp_path: Path) -> None:
 
 def test_a_block_is_read_once_and_only_if_it_is_wanted(tmp_path: Path) -> None:
     row = write(tmp_path / "a", pattern(20 * BLOCK))
-    with Staging(tmp_path) as staging, FileReader(tmp_path, row, staging=staging) as reader:
+    with Staging(tmp_path) as staging, FileReader(tmp_path, row, staging) as reader:
         spans = [(BLOCK + 5, 10), (2 * BLOCK - 1, 2), (BLOCK, 100), (9 * BLOCK, BLOCK), (15 * BLOCK + 1, 1)]
         reader.read([(begin, nbytes, lambda piece, at: None) for begin, nbytes in spans])
         assert staging.engine.stats()["read_nbytes"] == 4 * BLOCK  # blocks 1, 2, 9 and 15
@@ -263,7 +272,7 @@ def test_a_block_is_read_once_and_only_if_it_is_wanted(tmp_path: Path) -> None:
 
 def test_what_is_outside_is_refused(tmp_path: Path) -> None:
     row = write(tmp_path / "a", b"12345")
-    with FileReader(tmp_path, row) as reader:
+    with reading(tmp_path, row) as reader:
         for begin, nbytes in ((0, 6), (5, 1), (-1, 2)):
             with pytest.raises(ValueError, match="no span of the 5 bytes"):
                 reader.read([(begin, nbytes, lambda piece, at: None)])
@@ -273,10 +282,10 @@ def test_what_is_outside_is_refused(tmp_path: Path) -> None:
 
 def test_an_error_of_the_taker_passes(tmp_path: Path) -> None:
     row = write(tmp_path / "a", pattern(9 * BLOCK))
-    with FileReader(tmp_path, row) as reader:
+    with reading(tmp_path, row) as reader:
         with pytest.raises(KeyboardInterrupt):
             reader.read([(0, row.table, lambda piece, at: exec("raise KeyboardInterrupt"))])
-        reader.verify()
+        assert not list(reader.damage(range(row.blocks)))
 
 
 @pytest.fixture
@@ -295,23 +304,22 @@ def damaged(tmp_path: Path) -> tuple[Path, FileRow]:
 def test_damage_is_found_where_it_is(damaged: tuple[Path, FileRow]) -> None:
     folder, row = damaged
     told: list[int] = []
-    with FileReader(folder, row) as reader:
-        found = list(reader.damage(progress=told.append))
+    with reading(folder, row) as reader:
+        found = list(reader.damage(range(row.blocks), told.append))
         assert [(one.offset, one.nbytes, one.errno) for one in found] == [
             (2 * BLOCK, BLOCK, errno.EBADMSG),
             (12 * BLOCK, 500, errno.EBADMSG),
         ]
         assert sum(told) == row.table
         assert all(one.path == str(folder / "a") and "CRC32C" in str(one) for one in found)
-        assert [one.offset for one in reader.damage(3, 12)] == []
-        with pytest.raises(IoError, match=f"offset {12 * BLOCK}"):
-            reader.verify(3)
+        assert [one.offset for one in reader.damage(range(3, 12))] == []
+        assert [f"offset {12 * BLOCK}" in str(one) for one in reader.damage(range(3, row.blocks))] == [True]
 
 
 def test_no_damaged_byte_is_handed_out(damaged: tuple[Path, FileRow]) -> None:
     folder, row = damaged
     taken: list[tuple[int, int]] = []
-    with FileReader(folder, row) as reader:
+    with reading(folder, row) as reader:
         with pytest.raises(IoError, match=f"offset {2 * BLOCK}"):
             reader.read([(0, row.table, lambda piece, at: taken.append((at, at + len(piece))))])
         assert max(end for _, end in taken) == 2 * BLOCK
@@ -331,15 +339,15 @@ def test_other_lengths_are_refused(tmp_path: Path, nothing_left_open: None) -> N
         (whole + b"x", "written to"),
     ):
         (tmp_path / "a").write_bytes(data)
-        with pytest.raises(IoError, match=says) as caught:
-            FileReader(tmp_path, row)
+        with pytest.raises(IoError, match=says) as caught, reading(tmp_path, row):
+            pass
         assert caught.value.path == str(tmp_path / "a") and f"{row.nbytes} were written" in str(caught.value)
     (tmp_path / "a").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(IoError, match="table of checksums"):
-        FileReader(tmp_path, row)
+    with pytest.raises(IoError, match="table of checksums"), reading(tmp_path, row):
+        pass
     (tmp_path / "a").unlink()
-    with pytest.raises(IoError, match=r"Opening .*ENOENT"):
-        FileReader(tmp_path, row)
+    with pytest.raises(IoError, match=r"Opening .*ENOENT"), reading(tmp_path, row):
+        pass
 
 
 def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
@@ -348,13 +356,13 @@ def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
     faults = Faults(fail_op=native.IO_READ, fail_begin=begin, fail_end=begin + 1)
     with (
         Staging(tmp_path, faults=faults, block=BLOCK, depth=8) as staging,
-        FileReader(tmp_path, row, staging=staging) as reader,
+        FileReader(tmp_path, row, staging) as reader,
     ):
         with pytest.raises(IoError, match=r"Reading .*EIO") as caught:
             reader.read([(0, row.table, lambda piece, at: None)])
         assert caught.value.offset == begin
-        assert [one.errno for one in reader.damage()] == [errno.EIO]
-        reader.verify(0, 4)
+        assert [one.errno for one in reader.damage(range(row.blocks))] == [errno.EIO]
+        assert not list(reader.damage(range(4)))
 
 
 @ranked

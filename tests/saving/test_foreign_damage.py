@@ -186,7 +186,7 @@ def zip_of(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:
 
 def tensor(numel: int, size: int, stride: int = 1) -> bytes:
     """A pickle of {"w": a tensor} whose header says what it is told to."""
-    from zerokern.saving.zipped import PROTOCOL, _Pickler, _Storage
+    from zerokern.saving.archive import PROTOCOL, _Pickler, _Storage
 
     class Lying:
         def __reduce__(self) -> Any:

@@ -16,9 +16,8 @@ from worlds import on_ranks
 import zerokern as zk
 from zerokern.core.errors import IoError, StateError
 from zerokern.saving import load as loading
-from zerokern.saving import pretrained, reading
-from zerokern.saving.held import Held, likeness
-from zerokern.saving.published import Published
+from zerokern.saving import pretrained, saved
+from zerokern.saving.published import Held, Published, likeness
 from zerokern.saving.ranks import Ranks, open_alike
 from zerokern.saving.saved import Saved
 from zerokern.saving.staging import BLOCK
@@ -48,7 +47,7 @@ def test_what_was_verified_is_read_once_where_memory_allows(tmp_path: Path, monk
         """Bytes from the disk to verify all and then to read all but one tensor."""
         with monkeypatch.context() as patch:
             for name, value in given.items():
-                patch.setattr(reading.Retained if name == "PATIENCE" else reading, name, value)
+                patch.setattr(saved.Retained if name == "PATIENCE" else saved, name, value)
             source = Saved(Published.open(tmp_path / "c"))
             source.verify()
             engine = source._staging.engine

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from zerokern.core.errors import StateError
-from zerokern.saving.values import decode, encode
+from zerokern.saving.extra import decode, encode
 
 
 def through_text(value: object) -> object:

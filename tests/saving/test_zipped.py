@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerokern.saving.zipped import ALIGN, LARGE, envelope
+from zerokern.saving.archive import ALIGN, LARGE, envelope
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,

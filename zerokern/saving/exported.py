@@ -25,7 +25,7 @@ from zerokern.io.files import make_folder, reserve
 from zerokern.io.lock import FolderLock, Use
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
-from zerokern.saving.held import Held
+from zerokern.saving.published import Held
 from zerokern.saving.tensorfile import INDEX, SINGLE, Header, read_header, read_index
 
 __all__ = ["BESIDE", "Target", "begun", "file_names", "headers_of"]

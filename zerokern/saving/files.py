@@ -20,10 +20,9 @@ from zerokern.io.advice import failed
 from zerokern.io.engine import Faults
 from zerokern.io.files import reserve
 from zerokern.saving.index import FileRow
-from zerokern.saving.reading import FileReader
 from zerokern.saving.staging import BLOCK, Outgoing, Staging, address_of, copy, crc32c
 
-__all__ = ["FileReader", "FileRow", "FileWriter", "PartsWriter", "pieces"]
+__all__ = ["FileWriter", "PartsWriter", "pieces"]
 
 CACHED = 256 << 10  # bytes that are copied, then summed while they are in the processor's cache
 GROW, MOST_GROW = 16 << 20, 1 << 30  # bytes asked of the file system at a time, ahead of writing

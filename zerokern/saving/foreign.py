@@ -16,11 +16,10 @@ from zerokern.core.errors import IoError
 from zerokern.io.advice import refused
 from zerokern.saving.archive import BROKEN
 from zerokern.saving.foreign_torch import TorchFile, Universal, loaded, sorted_in, universal_folder
-from zerokern.saving.held import likeness
 from zerokern.saving.index import NAME as INDEX_NAME
 from zerokern.saving.index import Box, TensorRow, itemsize, refuse_uncovered
 from zerokern.saving.pickled import Unmade, dcp_metadata
-from zerokern.saving.published import DATA, METADATA, Published
+from zerokern.saving.published import DATA, METADATA, Published, likeness
 from zerokern.saving.saved import Saved
 from zerokern.saving.source import Foreign, Source, sound
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from zerokern.core.errors import IoError, StateError
 from zerokern.saving.archive import Archive
-from zerokern.saving.held import likeness
+from zerokern.saving.extra import encode
 from zerokern.saving.index import Box, TensorRow
 from zerokern.saving.naming import Named, bare, groups, named, parameter
 from zerokern.saving.pickled import Stored, damaged, end_of, inert
+from zerokern.saving.published import likeness
 from zerokern.saving.source import Foreign, dtype_name
-from zerokern.saving.values import encode
 
 __all__ = ["TorchFile", "Universal", "loaded", "sorted_in", "universal_folder"]
 

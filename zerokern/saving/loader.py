@@ -19,11 +19,10 @@ from zerokern.saving.extra import decoded, targets_of, wanted
 from zerokern.saving.filling import Batch, Straight, converted, on_disk, refuse_without_room, waiting
 from zerokern.saving.foreign import open_checkpoint
 from zerokern.saving.matching import Matching
-from zerokern.saving.parameters import extra_states, refuse_meta, settle, wrote
 from zerokern.saving.progress import Progress
 from zerokern.saving.ranks import Ranks, absolute, open_alike, refuse_unusable
 from zerokern.saving.source import Source, Told, sound, untold
-from zerokern.saving.subject import Subject
+from zerokern.saving.subject import Subject, extra_states, refuse_meta, settle, wrote
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.sharded import Sharded
 

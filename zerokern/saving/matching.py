@@ -13,9 +13,8 @@ from zerokern.optim.local import PENDING
 from zerokern.saving.filling import StatePlan, TensorPlan
 from zerokern.saving.formats import MASTERS, is_coded, master_kind, rounds_master, rounds_moment
 from zerokern.saving.optimizers import Steps, Wanted, back
-from zerokern.saving.parameters import aliases, extra_states
 from zerokern.saving.source import Foreign, Source
-from zerokern.saving.subject import Subject
+from zerokern.saving.subject import Subject, aliases, extra_states
 from zerokern.zero.homes import here_of_state, home_of
 from zerokern.zero.kinds import local_of
 

@@ -17,10 +17,10 @@ from zerokern.io.advice import on_disk
 from zerokern.kernels import split
 from zerokern.saving.exported import headers_of
 from zerokern.saving.formats import overflowed
-from zerokern.saving.held import Held
-from zerokern.saving.parameters import NamedSpan, aliases, named_tensors, spans, wrote
 from zerokern.saving.progress import Progress, refuse_no_progress
+from zerokern.saving.published import Held
 from zerokern.saving.ranks import Ranks, open_alike
+from zerokern.saving.subject import NamedSpan, aliases, named_tensors, spans, wrote
 from zerokern.saving.tensorfile import TensorBytes
 from zerokern.saving.weights import FLOATS
 from zerokern.zero.homes import Home, home_of

@@ -1,20 +1,247 @@
-"""A checkpoint that zk.save published, to be loaded: from slots straight into tensors, each block checked."""
+"""A checkpoint of zk.save, to be loaded: requests that overlap, straight into tensors, each block checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import errno
+import mmap
+import os
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerokern.core.errors import IoError, got
-from zerokern.io.ticket import again
-from zerokern.saving.published import Published
-from zerokern.saving.reading import FileReader, Retained
+from zerokern.io.advice import failed
+from zerokern.io.ticket import Ticket, again
+from zerokern.memory.room import room
+from zerokern.saving.index import FileRow
+from zerokern.saving.published import Held, Published
 from zerokern.saving.source import Landing, Source, Told, landings, untold
-from zerokern.saving.staging import Staging
+from zerokern.saving.staging import BLOCK, READ, Span, Staging, address_of, copy, crc32c
 
-__all__ = ["Saved"]
+__all__ = ["FileReader", "Retained", "Saved"]
+
+RESTORE = "Restore the file from a copy, or load another checkpoint"
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A block of the file in memory: bytes from `begin` on, or why they are not there."""
+
+    begin: int
+    bytes: Tensor
+    error: IoError | None = None
+
+
+class Retained:
+    """What has been read and found whole, for who reads it next: where a quarter of the free memory holds it all, and
+    as long as memory comes faster than the disk. A machine that has to get it from elsewhere takes 2 s/GB for it.
+
+    >>> kept = Retained(BLOCK)
+    >>> kept.keep(("a", 0), torch.tensor([1, 2], dtype=torch.uint8)); kept.blocks["a", 0].tolist()
+    [1, 2]
+    """
+
+    PATIENCE = 8 * BLOCK  # bytes that are kept before their speed is looked at
+
+    def __init__(self, nbytes: int) -> None:
+        self.blocks: dict[tuple[Any, int], Tensor] = {}
+        self._end, self._spent, self._began = 0, 0.0, time.perf_counter()
+        self._room = torch.empty(0, dtype=torch.uint8)
+        if 0 < nbytes <= min(room().values(), default=0) // 4:
+            with suppress(OSError):
+                mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+                mapping.madvise(mmap.MADV_HUGEPAGE)  # small pages take five times as long
+                self._room = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def keep(self, place: tuple[Any, int], found: Tensor) -> None:
+        """A copy of a block, if it is worth it."""
+        begin, end = self._end, self._end + len(found)
+        now = time.perf_counter()
+        if end > len(self._room) or (begin > self.PATIENCE and 2 * self._spent > now - self._began):
+            self._room = self._room[:0]  # the rest is read again
+            return
+        self.blocks[place] = into = self._room[begin:end]
+        copy(into.data_ptr(), found.data_ptr(), len(found))
+        self._end, self._spent = end, self._spent + time.perf_counter() - now
+
+
+class FileReader:
+    """Reads the file that a row of the index describes, through slots that other readers may share.
+
+    >>> import tempfile, torch
+    >>> from zerokern.saving.files import FileWriter
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with FileWriter(Path(folder, "a_0.distcp")) as writer:
+    ...         begin = writer.append(torch.arange(5, dtype=torch.uint8))
+    ...         row = writer.finish()
+    ...     with Staging(Path(folder)) as staging, FileReader(Path(folder), row, staging) as reader:
+    ...         reader.read([(1, 3, lambda found, at: print(at, found.tolist()))])
+    0 [1, 2, 3]
+    """
+
+    def __init__(
+        self, folder: Path, row: FileRow, staging: Staging, held: Held | None = None, kept: Retained | None = None
+    ) -> None:
+        self.path, self.row, self._kept = folder / row.name, row, kept
+        self._staging, self._number = staging, -1
+        try:
+            lent = None if held is None else held.fd(self.path)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if lent is None else lent
+        except OSError as error:
+            raise failed("Opening", self.path, error, 0, row.nbytes) from error
+        self._lent = lent is not None
+        try:
+            sums = held.tables.get(self.path) if held is not None else None
+            self._sums = self._table() if sums is None else sums
+            if held is not None and self._lent:  # what is read past the page cache cannot be read at any offset later
+                held.tables[self.path] = self._sums
+            self._number = staging.enter(self._fd, self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, spans: Iterable[Span]) -> None:
+        """Hands the bytes of each span to its `take`, piece by piece in the order of the file, once they are checked.
+
+        A block that several spans touch is read once. The bytes are lent for the time of the call.
+        """
+        ordered = sorted((span for span in spans if span[1]), key=lambda span: span[0])
+        for offset, nbytes, _ in ordered:
+            if offset < 0 or nbytes < 0 or offset + nbytes > self.row.table:
+                raise ValueError(
+                    f"{offset} to {offset + nbytes} is no span of the {self.row.table} bytes of {self.path}"
+                )
+        waiting = deque(ordered)
+        under_way: list[Span] = []
+        for found in self._arrivals(_blocks(ordered), {} if self._kept is None else self._kept.blocks):
+            if found.error is not None:
+                raise found.error
+            end = found.begin + len(found.bytes)
+            while waiting and waiting[0][0] < end:
+                under_way.append(waiting.popleft())
+            for offset, nbytes, take in under_way:
+                low, high = max(offset, found.begin), min(offset + nbytes, end)
+                take(found.bytes[low - found.begin : high - found.begin], low - offset)
+            under_way = [span for span in under_way if span[0] + span[1] > end]
+
+    def damage(self, blocks: Iterable[int], told: Told = untold) -> Iterator[IoError]:
+        """Those of the blocks that are not as written, or cannot be read. `told` is told the bytes of each."""
+        for found in self._arrivals(blocks, {}):
+            if found.error is not None:
+                yield found.error
+            elif self._kept is not None:
+                self._kept.keep((self.path, found.begin), found.bytes)
+            told(len(found.bytes))
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        number, self._number = self._number, -1
+        if number >= 0:
+            self._staging.drain()
+            self._staging.leave(number)
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and not self._lent:
+            os.close(fd)
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _table(self) -> array[int]:
+        row = self.row
+        nbytes = os.fstat(self._fd).st_size
+        if nbytes != row.nbytes:
+            how = "truncated" if nbytes < row.nbytes else "written to"
+            says = f"has {nbytes} bytes, and {row.nbytes} were written: something has {how} it"
+            raise self._broken(says, min(nbytes, row.nbytes), abs(row.nbytes - nbytes), errno.ENODATA)
+        try:
+            table = _pread(self._fd, row.nbytes - row.table, row.table)
+        except OSError as error:
+            raise failed("Reading", self.path, error, row.table, row.nbytes - row.table) from error
+        if crc32c(address_of(table), len(table)) != row.crc:
+            raise self._broken("is damaged: its table of checksums is not what was written", row.table, len(table))
+        sums = array("I", table)
+        if sys.byteorder == "big":
+            sums.byteswap()
+        return sums
+
+    def _arrivals(self, blocks: Iterable[int], kept: Mapping[Any, Tensor]) -> Iterator[Arrived]:
+        """Blocks as they come, in their order; later ones are under way meanwhile. `kept`: some that are here."""
+        if self._number < 0:
+            raise ValueError(f"{self.path} is closed: nothing can be read from it")
+        staging = self._staging
+        free = list(range(len(staging.slots)))
+        pending: deque[tuple[Arrived, int, Ticket | None]] = deque()
+        coming = iter(blocks)
+        try:
+            while True:
+                while free and (block := next(coming, None)) is not None:
+                    begin = block * BLOCK
+                    if (there := kept.get((self.path, begin))) is not None:
+                        pending.append((Arrived(begin, there), -1, None))
+                        continue
+                    slot, nbytes = free.pop(), min(BLOCK, self.row.table - begin)
+                    found = Arrived(begin, staging.bytes[slot][:nbytes])
+                    pending.append((found, slot, staging.start(READ, slot, self._number, begin, nbytes)))
+                if not pending:
+                    return
+                found, slot, ticket = pending.popleft()
+                if ticket is None:
+                    yield found
+                else:
+                    yield self._checked(found, ticket)
+                    free.append(slot)
+        finally:
+            staging.drain()  # nothing is written into a slot that somebody else may use next
+
+    def _checked(self, found: Arrived, ticket: Ticket) -> Arrived:
+        """What a request brought, or why it did not."""
+        try:
+            ticket.wait()
+        except IoError as error:
+            return replace(found, error=failed("Reading", self.path, error))
+        nbytes, expected = len(found.bytes), self._sums[found.begin // BLOCK]
+        crc = crc32c(found.bytes.data_ptr(), nbytes)
+        if crc == expected:
+            return found
+        says = f"is damaged in its {nbytes} bytes from offset {found.begin} on: their CRC32C is {crc:08x}"
+        broken = self._broken(f"{says}, what was written had {expected:08x}", found.begin, nbytes)
+        return replace(found, error=broken)
+
+    def _broken(self, says: str, offset: int, nbytes: int, number: int = errno.EBADMSG) -> IoError:
+        return IoError(
+            f"{self.path} {says}. {RESTORE}", path=str(self.path), offset=offset, nbytes=nbytes, errno=number
+        )
+
+
+def _blocks(spans: list[Span]) -> Iterator[int]:
+    """Those that the spans touch, each once."""
+    end = 0
+    for offset, nbytes, _ in spans:
+        behind = -(-(offset + nbytes) // BLOCK)
+        yield from range(max(offset // BLOCK, end), behind)
+        end = max(end, behind)
+
+
+def _pread(fd: int, nbytes: int, offset: int) -> bytes:
+    """All of it, or what there is."""
+    parts = []
+    while nbytes and (part := os.pread(fd, nbytes, offset)):
+        parts.append(part)
+        offset += len(part)
+        nbytes -= len(part)
+    return b"".join(parts)
 
 
 class Saved(Source):
@@ -53,7 +280,7 @@ class Saved(Source):
 
     def _reader(self, number: int) -> FileReader:
         row, held = self.index.files[number], self.published.held
-        return FileReader(self.path, row, staging=self._staging, held=held, kept=self._kept)
+        return FileReader(self.path, row, self._staging, held, self._kept)
 
     def verify(self, rank: int = 0, world: int = 1, told: Told = untold) -> None:
         """Keeps what one rank alone has read, where memory allows; several read the most part of it once each."""
@@ -75,7 +302,7 @@ class Saved(Source):
                 continue
             try:
                 with self._reader(number) as reader:
-                    for error in reader.damage(first, behind, told):
+                    for error in reader.damage(range(first, behind), told):
                         yield self._with_keys(error, number)
             except IoError as error:
                 yield self._with_keys(error, number)

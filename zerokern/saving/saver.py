@@ -86,9 +86,8 @@ def save(
 
     refuse_differences(ranks, ranks.each("describe", describe), lambda: shown(found["items"], found["values"]))
     items, values = found["items"], found["values"]
-    kept = described(extra, ranks)
-    items |= kept.tensors
-    values["extra"] = kept.tree
+    values["extra"], tensors = described(extra, ranks)
+    items |= tensors
     if rng:
         items["extra.rng"], values["rng"] = _random(ranks)
     total = sum(one.shape.numel() * one.dtype.itemsize for one in items.values())

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from zerokern.core.errors import IoError, StateError, ZerokernError
 from zerokern.memory.here import Cuboid, boxes
 from zerokern.saving.index import Box, TensorRow, itemsize
-from zerokern.saving.reading import Span
-from zerokern.saving.staging import BLOCK, copy
+from zerokern.saving.staging import BLOCK, Span, copy
 
 __all__ = ["Foreign", "Landing", "Parts", "Source", "Told", "dtype_name", "landings", "sound", "untold"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -17,12 +18,15 @@ from zerokern.io.ticket import Ticket, Transfers
 from zerokern.memory import Arena, Lease
 from zerokern.saving.index import BLOCK_NBYTES
 
-__all__ = ["BLOCK", "SLOTS", "Outgoing", "Staging", "address_of", "copy", "crc32c", "put"]
+__all__ = ["BLOCK", "SLOTS", "Outgoing", "Span", "Staging", "address_of", "copy", "crc32c", "put"]
 
 BLOCK = BLOCK_NBYTES  # bytes under one checksum, and of one request
 # In flight: 8 MiB keep a disk busy and stay in the processor's cache, where they are copied and summed: 32 MiB took 1.3
 # times as long. They are all the memory that saving and loading take.
 SLOTS = 8
+
+Take = Callable[[Tensor, int], object]  # given bytes of a span, and where in the span they begin
+Span = tuple[int, int, Take]  # offset and nbytes in a file
 
 READ, WRITE, PADDED = native.IO_READ, native.IO_WRITE, native.IO_PADDED
 

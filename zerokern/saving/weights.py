@@ -18,7 +18,7 @@ from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk
 from zerokern.optim.exchange import Exchange
 from zerokern.optim.records import OnDisk, on_disk_of
-from zerokern.saving.parameters import named_tensors, spans
+from zerokern.saving.subject import named_tensors, spans
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import here_of
 
