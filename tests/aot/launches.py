@@ -15,9 +15,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from zerokern.kernels.checks import SpanList
 from zerokern.kernels.formats import CODECS
-from zerokern.kernels.spans import SpanList
-from zerokern.kernels.triton import accumulate, ahead, bucket, convert, fingerprint, stream, sumsq, table, variants
+from zerokern.kernels.triton import accumulate, ahead, bucket, codecs, fingerprint, stream, sumsq, table, variants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,12 +93,12 @@ def updates() -> None:
             one.run()
 
 
-def codecs() -> None:
+def conversions() -> None:
     for verb, kind in CODECS:
         coded, wide = kind.startswith("exp_avg"), {"split16": torch.int16, "split8": torch.int8}
         codes = torch.zeros(512, dtype=torch.uint8 if coded else torch.bfloat16)
         aux = torch.zeros(512, dtype=torch.float32 if coded else wide[kind])
-        convert.convert(verb, kind, torch.ones(512), codes, aux)
+        codecs.convert(verb, kind, torch.ones(512), codes, aux)
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def main() -> None:
         module.check_device = lambda device: None
     everything()
     updates()
-    codecs()
+    conversions()
     print(json.dumps(launches))
 
 

@@ -16,15 +16,14 @@ import triton
 import triton.language as tl
 
 from zerokern.kernels import flat, ops, reference, reference_device
-from zerokern.kernels.spans import SpanList
+from zerokern.kernels.checks import SpanList
 from zerokern.kernels.triton import sumsq
 from zerokern.kernels.triton.bucket import BucketTable
+from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.flatten import flatten_rows
-from zerokern.kernels.triton.reduce import sum_columns
-from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, row_width
+from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, row_width, sum_columns
 from zerokern.kernels.triton.strided import merged, move_strided, strided_rows
 from zerokern.kernels.triton.sumsq import SumsqTable
-from zerokern.kernels.triton.types import TYPES
 from zerokern.kernels.triton.unflatten import unflatten_rows
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

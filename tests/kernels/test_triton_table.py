@@ -15,10 +15,9 @@ from zerokern.kernels import formats, reference
 from zerokern.kernels.reference_int8 import power, step_scalars, to_fp32
 from zerokern.kernels.triton.backend import INSTEAD, interpreted, refuse_before
 from zerokern.kernels.triton.codecs import INTERPRETED
-from zerokern.kernels.triton.configs import CANDIDATES, DEFAULT, Config
 from zerokern.kernels.triton.table import Control, DeviceTable
-from zerokern.kernels.triton.tiles import tile_map
-from zerokern.kernels.triton.variants import Formats, every_format
+from zerokern.kernels.triton.upload import tile_map
+from zerokern.kernels.triton.variants import CANDIDATES, DEFAULT, Config, Formats, every_format
 
 CPU = torch.device("cpu")
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}

@@ -1,9 +1,13 @@
-"""Checks of the arguments of kernel ops. Every one is made before anything is written."""
+"""Checks of the arguments of kernel ops. Every one is made before anything is written.
+
+`SpanList` checks a list of tensors and the spans of a bucket that they belong to: who lies where, what may be moved.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +15,18 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.kernels.formats import DTYPES
 
-__all__ = ["as_list", "count", "flag", "fraction", "no_overlap", "number", "one_device", "tensor"]
+__all__ = [
+    "BucketSpan",
+    "SpanList",
+    "as_list",
+    "count",
+    "flag",
+    "fraction",
+    "no_overlap",
+    "number",
+    "one_device",
+    "tensor",
+]
 
 _FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
 
@@ -62,8 +77,15 @@ def as_list(name: str, value: Tensor | Sequence[Tensor] | None, like: int | None
     return tensors
 
 
-def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None, numel: int | None = None) -> Tensor:
-    """A dense contiguous tensor of one of the dtypes and of that many elements, on the CPU or a CUDA device."""
+def tensor(
+    name: str,
+    value: object,
+    dtypes: Sequence[torch.dtype] | None = None,
+    numel: int | None = None,
+    *,
+    contiguous: bool = True,
+) -> Tensor:
+    """A dense tensor of one of the dtypes and of that many elements, on the CPU or a CUDA device."""
     allowed = _FLOATS if dtypes is None else " or ".join(str(d) for d in dtypes)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; allowed: a tensor of {allowed}")
@@ -75,7 +97,7 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = None
         raise ValueError(f"{name} is on device {value.device}; allowed: cpu, cuda")
     if value.is_neg():
         raise ValueError(f"{name} is a lazily negated view; allowed: tensors of their own (call .resolve_neg())")
-    if not value.is_contiguous():
+    if contiguous and not value.is_contiguous():
         raise ValueError(
             f"{name} of shape {tuple(value.shape)} has strides {value.stride()}; "
             "allowed: contiguous tensors (call .contiguous())"
@@ -113,3 +135,138 @@ def no_overlap(written: Sequence[tuple[str, Tensor]], read: Sequence[tuple[str, 
             )
         if stop > end:
             end, owner, owner_written = stop, name, is_written
+
+
+class BucketSpan(NamedTuple):
+    """One tensor of a list and the place of its span in the bucket."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_contiguous: bool
+    numel: int
+    offset: int
+
+
+class SpanList:
+    """What a list of tensors is like, and where each one's span begins in the bucket.
+
+    >>> spans = SpanList([torch.empty(3), torch.empty(2, 2)], None)
+    >>> [member.offset for member in spans.members], spans.numel
+    ([0, 3], 7)
+    """
+
+    def __init__(self, like: Sequence[Tensor], offsets: Sequence[int] | None) -> None:
+        tensors = [tensor(f"tensors[{i}]", t, tuple(DTYPES), contiguous=False) for i, t in enumerate(like)]
+        one_device([(f"tensors[{i}]", t) for i, t in enumerate(tensors)])
+        numels = [t.numel() for t in tensors]
+        begins = _back_to_back(numels) if offsets is None else _own(offsets, numels)
+        self.members = [
+            BucketSpan(tuple(t.shape), t.stride(), t.dtype, t.is_contiguous(), n, begin)
+            for t, n, begin in zip(tensors, numels, begins, strict=True)
+        ]
+        self.numel = max((m.offset + m.numel for m in self.members if m.numel), default=0)
+        self._shapes = [t.shape for t in tensors]
+        self._strides = [m.strides for m in self.members]
+        self._dtypes = [m.dtype for m in self.members]
+
+    def check_bucket(self, bucket: Tensor) -> None:
+        """It is one-dimensional and long enough."""
+        if bucket.dim() != 1:
+            raise ValueError(f"bucket has shape {tuple(bucket.shape)}; allowed: one dimension (call .view(-1))")
+        if bucket.numel() < self.numel:
+            raise ValueError(
+                f"bucket has {bucket.numel()} elements; allowed: at least {self.numel}, the end of the spans"
+            )
+
+    def check_same(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        """They are like those that the list was made of, and on the device."""
+        if (
+            [t.shape for t in tensors] == self._shapes
+            and [t.stride() for t in tensors] == self._strides
+            and [t.dtype for t in tensors] == self._dtypes
+            and [t.device for t in tensors] == [device] * len(tensors)
+        ):
+            return
+        if len(tensors) != len(self.members):
+            raise ValueError(f"tensors has {len(tensors)} tensors; allowed: {len(self.members)}, as it was made for")
+        for i, (t, m) in enumerate(zip(tensors, self.members, strict=True)):
+            found = (tuple(t.shape), t.stride(), t.dtype)
+            if found != (m.shape, m.strides, m.dtype):
+                raise ValueError(
+                    f"tensors[{i}] has shape, strides and dtype {found}; allowed: "
+                    f"{(m.shape, m.strides, m.dtype)}, as it was made for"
+                )
+            if t.device != device:
+                raise ValueError(f"tensors[{i}] is on device {t.device}; allowed: {device}, as the bucket is")
+
+    def check_memory(self, into: bool, tensors: Sequence[Tensor], bucket: Tensor) -> None:
+        """Nothing that is written shares memory with anything else, but a tensor that is its own span may stay there.
+
+        Strided targets may interleave, as columns of one matrix do; which element of which lies where is not compared.
+        """
+        spans: list[tuple[str, Tensor]] = []
+        others: list[tuple[str, Tensor]] = []
+        strided: list[tuple[str, Tensor]] = []
+        for i, (t, m) in enumerate(zip(tensors, self.members, strict=True)):
+            if t.is_neg() or not m.numel:
+                tensor(f"tensors[{i}]", t, tuple(DTYPES), contiguous=False)
+                continue
+            span = bucket[m.offset : m.offset + m.numel]
+            if m.is_contiguous and t.dtype == bucket.dtype and t.data_ptr() == span.data_ptr():
+                spans.append((f"tensors[{i}]", span))  # it is in its place: one memory, not two
+                continue
+            spans.append((f"the span of tensors[{i}]", span))
+            (others if into or m.is_contiguous else strided).append((f"tensors[{i}]", _cover(t)))
+        if into:
+            no_overlap(spans, others)
+            return
+        no_overlap(others, spans)
+        for name, cover in strided:
+            no_overlap([(name, cover)], [("bucket", bucket[: self.numel])])
+        for i, m in enumerate(self.members):
+            if not m.is_contiguous and m.numel and _meets_itself(m):
+                raise ValueError(
+                    f"tensors[{i}] of shape {m.shape} has strides {m.strides}, which put several elements in one place"
+                    "; allowed: elements that each have memory of their own (call .clone())"
+                )
+
+
+def _back_to_back(numels: Sequence[int]) -> list[int]:
+    begins, end = [], 0
+    for numel in numels:
+        begins.append(end)
+        end += numel
+    return begins
+
+
+def _own(offsets: Sequence[int], numels: Sequence[int]) -> list[int]:
+    begins = [count(f"offsets[{i}]", offset, 0) for i, offset in enumerate(offsets)]
+    if len(begins) != len(numels):
+        raise ValueError(f"offsets has {len(begins)} numbers, tensors has {len(numels)}; allowed: one for each")
+    end, owner = 0, 0
+    for begin, numel, i in sorted(zip(begins, numels, range(len(begins)), strict=True)):
+        if numel and begin < end:
+            raise ValueError(
+                f"offsets[{i}]={begin} lies in the span of tensors[{owner}], which ends at {end}; "
+                "allowed: spans that do not overlap"
+            )
+        if numel:
+            end, owner = begin + numel, i
+    return begins
+
+
+def _cover(tensor: Tensor) -> Tensor:
+    """From its first to its last element, as one flat tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((last + 1,), (1,))
+
+
+def _meets_itself(member: BucketSpan) -> bool:
+    """Whether some element may lie where another does: sorted by stride, a dimension must step over all inner ones."""
+    extent = 1
+    for stride, size in sorted(zip(member.strides, member.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return True
+        extent += (size - 1) * stride
+    return False

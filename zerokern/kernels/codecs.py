@@ -22,7 +22,7 @@ def _convert(family: str, verb: str, kind: str, x: Tensor, codes: Tensor, aux: T
     if not x.numel():
         return
     if family == TRITON:
-        from zerokern.kernels.triton.convert import convert
+        from zerokern.kernels.triton.codecs import convert
 
         convert(verb, kind, x, codes, aux)
     else:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zerokern.kernels import checks, cpu, ops, reference, spans
+from zerokern.kernels import checks, cpu, ops, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 
 __all__ = ["Flattener", "flatten", "unflatten", "warm"]
@@ -85,7 +85,7 @@ class Flattener:
         offsets: Sequence[int] | None = None,
         impl: str | None = None,
     ) -> None:
-        self._list = spans.SpanList(like, offsets)
+        self._list = checks.SpanList(like, offsets)
         self._dtype = bucket_dtype
         self._impl = impl
         self._table: object = None

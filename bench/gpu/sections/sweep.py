@@ -31,7 +31,7 @@ WARM_NUMEL = 1 << 20
 
 
 def candidates(settings: Settings) -> Sequence[Any]:
-    from zerokern.kernels.triton.configs import CANDIDATES
+    from zerokern.kernels.triton.variants import CANDIDATES
 
     return CANDIDATES[:2] if settings.rehearse else CANDIDATES
 
@@ -60,7 +60,7 @@ def warmers(settings: Settings) -> list[Callable[[], object]]:
 
 
 def run(desk: Desk) -> None:
-    from zerokern.kernels.triton.configs import DEFAULT
+    from zerokern.kernels.triton.variants import DEFAULT
 
     settings = desk.settings
     problem = DeviceProblem(ALGORITHM, flat(settings.sizes.flat), settings.device)

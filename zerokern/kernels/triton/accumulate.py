@@ -17,9 +17,8 @@ from torch import Tensor
 
 from zerokern.kernels.triton.ahead import Promises, make_job
 from zerokern.kernels.triton.cast import cast
-from zerokern.kernels.triton.codecs import rounded
+from zerokern.kernels.triton.codecs import POINTERS, TYPES, rounded, widened
 from zerokern.kernels.triton.rows import NUM_WARPS, row_width
-from zerokern.kernels.triton.types import POINTERS, TYPES, widened
 from zerokern.kernels.triton.upload import upload
 
 __all__ = ["accumulate", "accumulate_tile", "aot_jobs"]

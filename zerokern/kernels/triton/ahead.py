@@ -30,7 +30,7 @@ __all__ = ["ARCHITECTURES", "MODULES", "Promises", "compile_job", "jobs", "make_
 
 ARCHITECTURES = (80, 90, 100)
 MODULES = (
-    "accumulate", "cast", "convert", "fingerprint", "flatten", "prepare", "stream", "strided", "sumsq", "unflatten",
+    "accumulate", "cast", "codecs", "fingerprint", "flatten", "prepare", "stream", "strided", "sumsq", "unflatten",
     "variants",
 )  # fmt: skip
 _DTYPE = "tl."

@@ -9,15 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerokern.kernels.spans import BucketSpan
+from zerokern.kernels.checks import BucketSpan
 from zerokern.kernels.triton.backend import capturing, check_device
+from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.flatten import flatten_rows
 from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, row_width
 from zerokern.kernels.triton.strided import move_strided, strided_rows
-from zerokern.kernels.triton.tiles import tile_map
-from zerokern.kernels.triton.types import TYPES
 from zerokern.kernels.triton.unflatten import unflatten_rows
-from zerokern.kernels.triton.upload import refresh, upload
+from zerokern.kernels.triton.upload import refresh, tile_map, upload
 
 __all__ = ["BucketTable"]
 

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zerokern.kernels.triton.ahead import Promises, make_job
+from zerokern.kernels.triton.codecs import POINTERS, TYPES
 from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, move_tile, row_width
-from zerokern.kernels.triton.types import POINTERS, TYPES
 
 __all__ = ["aot_jobs", "cast", "cast_tile"]
 

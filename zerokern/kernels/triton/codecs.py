@@ -1,5 +1,5 @@
-"""The stored formats on a GPU, bit for bit as `reference_codecs.py` defines them: split masters, int8 blocks, random
-rounding.
+"""The stored formats on a GPU, bit for bit as `reference_codecs.py` defines them: narrow floats, split masters, int8
+blocks, random rounding; and `convert`, which applies a codec to whole tensors in one launch.
 
 A tile is [R, 128]: a row of it is a block of the int8 codec, so a block's maximum is a reduction along a row. Two
 roundings of the reference that look like float64 are one fp32 instruction here: `rint` of an exact product is a fused
@@ -8,15 +8,48 @@ multiply-add onto 1.5 * 2^23, whose last place is 1.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from zerokern.kernels.formats import BLOCK, CODECS
+from zerokern.kernels.triton.ahead import Promises, make_job
+from zerokern.kernels.triton.backend import launching
+
+__all__ = ["POINTERS", "TYPES", "aot_jobs", "convert", "rounded", "widened", "widened64"]
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}  # in a signature
+CONVERT_ROWS = 8
+CONVERT_VEC = 4  # elements per thread: 16 bytes of fp32
+CONVERT_WARPS = 4
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
 ROUND_BITS = tl.constexpr(0x4B400000)
 AT_8388608 = tl.constexpr(0x4B000000)  # a byte in these bits is 2^23 more than its value
 SIGN_AT_8388608 = tl.constexpr(0x4B000080)  # and a signed one 2^23 + 128 more
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 NAN_BITS = tl.constexpr(-4194304)  # 0xFFC00000
+
+
+@triton.jit
+def widened(x):
+    """The same value in fp32. Interpreted, a cast from bf16 would make zeros of the smallest numbers."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def widened64(x):
+    """The same value in float64."""
+    if INTERPRETED:
+        return widened(x).to(tl.float64)
+    else:
+        return x.to(tl.float64)
 
 
 @triton.jit
@@ -182,3 +215,83 @@ def round_random_fp16(x, random):
     size = tl.where(magnitude >= 6.103515625e-05, kept.to(tl.float32, bitcast=True), tiny)
     signed = (size.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)
     return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, signed.to(tl.float16), x.to(tl.float16))
+
+
+@triton.jit(do_not_specialize=["numel"])
+def convert_kernel(
+    x, codes, aux, numel: tl.int64, CODEC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr
+):
+    """`CODEC` is a verb and a format; `aux` holds scales or remainders; VEC divides `numel`."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    block = first + tl.arange(0, ROWS).to(tl.int64)[:, None]
+    at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = at < numel
+    if VEC > 1:
+        mask = tl.max_constancy(mask, [1, VEC])
+    some = block * BLOCK < numel
+    if CODEC == "encode exp_avg":
+        values = tl.load(x + at, mask=mask, other=0.0)
+        scale = block_scale(values)
+        tl.store(aux + block, scale, mask=some)
+        tl.store(codes + at, encode_signed(values, scale), mask=mask)
+    elif CODEC == "encode exp_avg_sq":
+        values = tl.sqrt_rn(tl.load(x + at, mask=mask, other=0.0))
+        scale = block_scale(values)
+        tl.store(aux + block, scale, mask=some)
+        tl.store(codes + at, encode_root(values, scale), mask=mask)
+    elif CODEC == "decode exp_avg":
+        scale = tl.load(aux + block, mask=some, other=0.0)
+        tl.store(x + at, value_of_code(tl.load(codes + at, mask=mask, other=0)) * scale, mask=mask)
+    elif CODEC == "decode exp_avg_sq":
+        scale = tl.load(aux + block, mask=some, other=0.0)
+        step = tl.div_rn(scale, tl.full(scale.shape, 255.0, tl.float32))
+        root = value_of_root_code(tl.load(codes + at, mask=mask, other=0)) * step
+        tl.store(x + at, root * root, mask=mask)
+    elif CODEC == "split split16":
+        hi, low = split16(tl.load(x + at, mask=mask, other=0.0))
+        tl.store(codes + at, hi, mask=mask)
+        tl.store(aux + at, low, mask=mask)
+    elif CODEC == "split split8":
+        hi, low = split8(tl.load(x + at, mask=mask, other=0.0))
+        tl.store(codes + at, hi, mask=mask)
+        tl.store(aux + at, low, mask=mask)
+    elif CODEC == "join split16":
+        value = join16(tl.load(codes + at, mask=mask, other=0), tl.load(aux + at, mask=mask, other=0))
+        tl.store(x + at, value, mask=mask)
+    else:
+        value = join8(tl.load(codes + at, mask=mask, other=0), tl.load(aux + at, mask=mask, other=0))
+        tl.store(x + at, value, mask=mask)
+
+
+def convert(verb: str, kind: str, x: Tensor, codes: Tensor, aux: Tensor) -> None:
+    """One of the codecs of `formats.CODECS` over whole tensors: x is fp32, codes are codes or upper halves."""
+    numel = x.numel()
+    coded = codes.view(torch.int16 if codes.dtype == torch.bfloat16 else torch.uint8)
+    grid = (-(-numel // (CONVERT_ROWS * BLOCK)),)
+    with launching(x.device):
+        convert_kernel[grid](
+            x, coded, aux, numel, CODEC=f"{verb} {kind}", ROWS=CONVERT_ROWS, BLOCK=BLOCK,
+            VEC=1 if numel % CONVERT_VEC else CONVERT_VEC,
+            num_warps=CONVERT_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def aot_jobs(every: bool) -> list[dict[str, Any]]:
+    """Jobs of `ahead`: one for each codec. A code is the exact one, whatever the reciprocal that it came by."""
+    jobs = []
+    for verb, kind in CODECS:
+        coded, small = kind.startswith("exp_avg"), {"split16": "*i16", "split8": "*i8"}
+        signature = {
+            "x": "*fp32",
+            "codes": "*u8" if coded else "*i16",
+            "aux": "*fp32" if coded else small[kind],
+            "numel": "i64",
+        }
+        wide = ("load",) if verb in ("encode", "split") else ("store",)
+        promises = Promises(96, fma=None if coded else {}, exact=not coded, wide=wide, shared=8192)
+        constexprs = {"CODEC": f"{verb} {kind}", "ROWS": CONVERT_ROWS, "BLOCK": BLOCK, "VEC": CONVERT_VEC}
+        case, aligned = f"{verb} {kind}", ("x", "codes", "aux")
+        jobs.append(
+            make_job(convert_kernel, case, signature, constexprs, promises, num_warps=CONVERT_WARPS, aligned=aligned)
+        )
+    return jobs if every else jobs[:1]

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zerokern.kernels.triton.ahead import Promises, make_job
-from zerokern.kernels.triton.tiles import tile_map
-from zerokern.kernels.triton.upload import staged, upload
+from zerokern.kernels.triton.upload import staged, tile_map, upload
 
 __all__ = ["aot_jobs", "fingerprint_tiles", "fingerprints"]
 

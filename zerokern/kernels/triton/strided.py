@@ -16,10 +16,8 @@ import triton
 import triton.language as tl
 
 from zerokern.kernels.triton.ahead import Promises, make_job
-from zerokern.kernels.triton.codecs import rounded
-from zerokern.kernels.triton.reduce import sum_halves
-from zerokern.kernels.triton.rows import NUM_WARPS, finish_stats
-from zerokern.kernels.triton.types import POINTERS, TYPES, widened, widened64
+from zerokern.kernels.triton.codecs import POINTERS, TYPES, rounded, widened, widened64
+from zerokern.kernels.triton.rows import NUM_WARPS, finish_stats, sum_halves
 
 __all__ = ["ROW_WORDS", "StridedRow", "aot_jobs", "merged", "move_strided", "strided_rows"]
 

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from zerokern.kernels.triton.ahead import Promises, make_job
 from zerokern.kernels.triton.backend import check_device
-from zerokern.kernels.triton.reduce import add_squares, is_last_program, sum_columns, sum_halves
-from zerokern.kernels.triton.tiles import tile_map
-from zerokern.kernels.triton.types import TYPES, widened64
-from zerokern.kernels.triton.upload import upload
+from zerokern.kernels.triton.codecs import TYPES, widened64
+from zerokern.kernels.triton.rows import add_squares, is_last_program, sum_columns, sum_halves
+from zerokern.kernels.triton.upload import tile_map, upload
 
 __all__ = ["SumsqTable", "aot_jobs", "sumsq", "sumsq_chunks"]
 

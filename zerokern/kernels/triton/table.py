@@ -22,10 +22,8 @@ from zerokern.kernels.reference_codecs import splitmix64
 from zerokern.kernels.triton import prepare as preparing
 from zerokern.kernels.triton import update as updating
 from zerokern.kernels.triton.backend import capturing, check_device, launching
-from zerokern.kernels.triton.configs import DEFAULT, Config
-from zerokern.kernels.triton.tiles import tile_map
-from zerokern.kernels.triton.upload import refresh, upload
-from zerokern.kernels.triton.variants import Formats
+from zerokern.kernels.triton.upload import refresh, tile_map, upload
+from zerokern.kernels.triton.variants import DEFAULT, Config, Formats
 
 __all__ = ["Control", "DeviceTable"]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zerokern.kernels import formats
 from zerokern.kernels.triton.adagrad import adagrad
 from zerokern.kernels.triton.adam import adam, adam_int8
 from zerokern.kernels.triton.codecs import (
@@ -27,11 +28,11 @@ from zerokern.kernels.triton.codecs import (
     split16,
     splitmix64,
     value_of_code,
+    widened,
 )
 from zerokern.kernels.triton.lion import lion
 from zerokern.kernels.triton.prepare import CONSTANTS, WIDE
 from zerokern.kernels.triton.sgd import sgd
-from zerokern.kernels.triton.types import widened
 
 __all__ = ["BLOCK", "ROW_WORDS", "WORDS", "update"]
 
@@ -46,7 +47,7 @@ WORDS = {
     )
 }  # fmt: skip
 ROW_WORDS = tl.constexpr(16)
-BLOCK = tl.constexpr(128)
+BLOCK = tl.constexpr(formats.BLOCK)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Words of the host in device memory, without waiting for the device.
+"""Words of the host in device memory, without waiting for the device; and which program of a launch works on what.
 
 The copy reads pinned memory of torch's caching host allocator, which gives such memory out again only when the stream
 has passed the copy. A CUDA graph reads it at every replay: what is staged in a capture lives as long as the words do.
@@ -8,20 +8,26 @@ one sets memory aside for its like in a capture, as torch's own cache does for e
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from zerokern.core.errors import got
 from zerokern.kernels.triton.backend import capturing, launching
 
-__all__ = ["SetAside", "refresh", "staged", "upload"]
+__all__ = ["MOST_TILES", "SetAside", "refresh", "staged", "tile_map", "upload"]
 
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "d": torch.float64, "i": torch.int32, "f": torch.float32}
 _STAGED = "_staged"  # of a tensor made in a capture: the pinned memory that its words come from
 _MOST = 64  # spans of one size that are set aside: more than the steps of any optimizer send
+
+
+_REMEMBERED = 1 << 17  # tiles, a megabyte
+MOST_TILES = 2**31 - 1  # of a CUDA grid, and of the int32 numbers of the map
 
 
 class SetAside:
@@ -117,3 +123,30 @@ def refresh(words: Tensor, values: array[int]) -> None:
         _SET_ASIDE.refill()
         fresh = _pinned(fresh)
     words.copy_(fresh, non_blocking=True)
+
+
+def tile_map(numels: Sequence[int], tile: int) -> Tensor:
+    """(row, tile within the row) of each program, int32; a row without elements has none. Not to be written to.
+
+    A program reads its own from memory: eight bytes beside the tens of kilobytes that it moves. Finding its row by
+    bisection would cost a dozen dependent loads instead; a grid of (rows, tiles of the longest row) would start
+    millions of programs without work for a list that holds one embedding and a thousand biases.
+
+    >>> tile_map([5, 0, 3], 4).tolist()
+    [[0, 0], [0, 1], [2, 0]]
+    """
+    make = _map if sum(numels) < _REMEMBERED * tile else _map.__wrapped__
+    return make(tuple(numels), tile)
+
+
+@functools.lru_cache(maxsize=256)  # parts of 8 MiB have small ones, and each optimizer many of them
+def _map(numels: tuple[int, ...], tile: int) -> Tensor:
+    tiles = -(-torch.tensor(numels, dtype=torch.int64, device="cpu") // tile)
+    total = int(tiles.sum())
+    if total > MOST_TILES:
+        advice = f"At most {MOST_TILES * tile:,} elements in all; pass the list in parts"
+        raise ValueError(got("the list", f"{total:,} tiles of {tile} elements", f"at most {MOST_TILES:,}", advice))
+    rows = torch.repeat_interleave(torch.arange(len(numels), device="cpu"), tiles)
+    first = torch.cumsum(tiles, 0) - tiles
+    within = torch.arange(total, device="cpu") - first[rows]
+    return torch.stack((rows, within), 1).to(torch.int32).contiguous()

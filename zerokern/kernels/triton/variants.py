@@ -12,15 +12,45 @@ import triton.language as tl
 
 from zerokern.kernels.formats import BLOCK, MOMENTS
 from zerokern.kernels.triton.ahead import Promises, make_job
-from zerokern.kernels.triton.configs import DEFAULT, Config
-from zerokern.kernels.triton.types import TYPES
+from zerokern.kernels.triton.codecs import TYPES
 from zerokern.kernels.triton.update import update
 
-__all__ = ["Formats", "aot_jobs", "every_format"]
+__all__ = ["CANDIDATES", "DEFAULT", "Config", "Formats", "aot_jobs", "every_format"]
 
 _STATES = {"none": None, "fp32": tl.float32, "bf16": tl.bfloat16, "int8": tl.int8}
 _STATE_NBYTES = {"none": 0, "fp32": 4, "bf16": 2, "int8": 1}
 _MASTER_NBYTES = {"fp32": 4, "split16": 2, "split8": 2, "none": 2}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How much a program does, and with how many threads: `num_warps` * 32.
+
+    Its tile is `rows` rows of 128 elements; it works on `tiles` of them in turn, the next one loaded ahead. The choice
+    is analytical: enough bytes in flight to cover the latency of the memory (an SM of an H200 needs about 40 KB), and
+    few enough registers that the programs which hold them fit. A thread has 8 elements at a time; with 16, registers
+    leave room for a third of the threads. `bench/gpu.sh` sweeps `CANDIDATES` and says which is best where it runs.
+    """
+
+    rows: int
+    num_warps: int
+    tiles: int = 1
+
+    def __post_init__(self) -> None:
+        powers = (1, 2, 4, 8, 16, 32)
+        if {self.rows, self.num_warps, self.tiles} - {*powers}:
+            raise ValueError(f"{self}; allowed: powers of two up to 32")
+
+    @property
+    def numel(self) -> int:
+        """Elements of a program."""
+        return self.tiles * self.rows * BLOCK
+
+
+_ONCE = ((4, 2), (4, 4), (8, 4), (8, 8), (16, 4), (16, 8), (32, 8))
+_IN_TURN = ((4, 4, 2), (8, 4, 2), (8, 4, 4), (8, 8, 4), (16, 8, 4))
+CANDIDATES = tuple(Config(*shape) for shape in (*_ONCE, *_IN_TURN))
+DEFAULT = Config(8, 4)
 
 
 @dataclass(frozen=True)
