@@ -37,6 +37,7 @@ PLANNERS = {  # pure plans: they run in milliseconds, without torch
     "zerokern/zero/partition.py",
     "zerokern/zero/stage.py",
     "zerokern/schedule/machine.py",
+    "zerokern/schedule/passes.py",
     "zerokern/schedule/policies.py",
     "zerokern/schedule/program.py",
     "zerokern/schedule/simulator.py",

@@ -10,11 +10,12 @@ from zerokern.planner.amounts import gigabytes
 from zerokern.planner.buckets import Load
 from zerokern.planner.recipe import Arrangement, Recipe, itemsize
 from zerokern.schedule import Op, Program, Ref
+from zerokern.schedule.passes import ROOT, step_of
 from zerokern.zero.stage import shards_parameters, shards_state
 
 __all__ = ["Volume", "between_ranks", "line_of", "traffic_of"]
 
-ROOT = "root"
+_ROOT = "root"
 _MOVES = ("Gather", "Reduce", "Publish")
 
 
@@ -153,36 +154,25 @@ class _Step:
                 self._gathered[what] = self.add("Gather", what, "net", self._computed, load.nbytes, load.padded_numel)
 
     def by_units(self, reduces: bool) -> None:
-        """Forward and backward at stage 3: a unit is whole while it computes, and the next one is on its way.
-
-        The root's unit and the last one stay whole from forward to backward: they are gathered once.
-        """
-        order = [unit for unit in sorted(self.of_unit) if unit]
-        self._gather(0)
-        for here, following in zip(order, [*order[1:], None], strict=False):
-            if here == order[0]:
-                self._gather(here)
-            self._gather(following)
-            self.compute("Forward", self._name(here), (ROOT, self._name(here)))
-            if following is not None:
-                self._release(here)
-        self.compute("Forward", ROOT, self._gathered)
-        self.compute("Backward", ROOT, self._gathered)
-        backward = order[::-1]
-        for here, following in zip(backward, [*backward[1:], None], strict=False):
-            self._gather(following)
-            self.compute("Backward", self._name(here), (ROOT, self._name(here)))
-            self._reduce_unit(here, reduces)
-            self._release(here)
-        self._reduce_unit(0, reduces)
-        self._release(0)
+        """Forward and backward at stage 3: a unit is whole while it computes, and the next one is on its way."""
+        units = [unit for unit in sorted(self.of_unit) if unit != ROOT]
+        nbytes = [sum(load.nbytes for load in self.of_unit.get(unit, ())) for unit in range(len(self.names))]
+        for verb, unit in step_of(units, nbytes):
+            if verb == "Gather":
+                self._gather(unit)
+            elif verb == "Release":
+                self._release(unit)
+            elif verb == "Reduce":
+                self._reduce_unit(unit, reduces)
+            else:
+                self.compute(verb, self._name(unit), self._gathered if unit == ROOT else (_ROOT, self._name(unit)))
 
     def _name(self, unit: int) -> str:
-        return self.names[unit] or ROOT
+        return self.names[unit] or _ROOT
 
-    def _gather(self, unit: int | None) -> None:
-        loads = [] if unit is None else self.of_unit.get(unit, [])
-        if unit is not None and loads and self.world > 1:
+    def _gather(self, unit: int) -> None:
+        loads = self.of_unit.get(unit, [])
+        if loads and self.world > 1:
             nbytes, numel = sum(load.nbytes for load in loads), sum(load.padded_numel for load in loads)
             self._gathered[self._name(unit)] = self.add(
                 "Gather", self._name(unit), "net", self._computed, nbytes, numel

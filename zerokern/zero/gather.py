@@ -1,8 +1,9 @@
 """Stage 3: units whole while they compute, and only then.
 
 The order in which units are used is recorded. As long as a pass follows it, the next unit is gathered while this one
-computes; a pass that does not is followed, once all ranks have agreed that they deviate in the same way. At most two
-units besides the root's are whole at a time, more only where units lie in each other or are used from outside.
+computes; a pass that does not is followed, once all ranks have agreed that they deviate in the same way. What is whole
+when is said in `schedule/passes.py`, and done here: besides the root's at most two units, as long as `Ahead` says no
+more, and those that lie in each other or are used from outside.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.comm import Group, Handle, during
+from zerokern.schedule.passes import Ahead, Order, turn
 from zerokern.zero import guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import home_of
@@ -23,7 +25,6 @@ from zerokern.zero.hooks import in_backward
 from zerokern.zero.params import BucketMemory, Gathered, Tenant
 from zerokern.zero.reads import Reads, Resting
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.trace import Trace
 from zerokern.zero.units import Owner, Unit
 
 __all__ = ["GatheredUnit", "Gatherer"]
@@ -205,11 +206,18 @@ class GatheredUnit:
 class Gatherer:
     """What the hooks call: units before and after their forward, and before their backward."""
 
-    def __init__(self, units: Sequence[GatheredUnit], group: Group, flush: Callable[[GatheredUnit], None]) -> None:
-        self.units, self.group, self._flush = units, group, flush
+    def __init__(
+        self,
+        units: Sequence[GatheredUnit],
+        group: Group,
+        flush: Callable[[GatheredUnit], None],
+        ahead: Ahead = Ahead(),  # noqa: B008  frozen
+    ) -> None:
+        self.units, self.group, self._flush, self.ahead = units, group, flush, ahead
         self.root = units[0]
-        self.forward = Trace("forward", group)
-        self.backward = Trace("backward", group)
+        self.forward = Order("forward", group)
+        self.backward = Order("backward", group)
+        self._nbytes = [sum(memory.nbytes for memory in unit.memories) for unit in units]
         self._task = -1
         self.publishing: Callable[[], bool] = lambda: False
         sharded = [(unit, memory) for unit in units for memory in unit.memories if memory.sharded]
@@ -249,11 +257,11 @@ class Gatherer:
             return
         unit.computing += 1
         if not in_backward():
-            self._fetch(unit, self.forward)
+            self._begin(unit, self.forward)
         else:  # a forward that is repeated for its activations: its order is the backward's
             self.joins_backward()
             if not unit.ready:
-                self._fetch(unit, self.backward)
+                self._begin(unit, self.backward)
         unit.put_in()
         unit.keep_writes()  # by others, who use it from outside
         unit.watch()
@@ -278,22 +286,27 @@ class Gatherer:
                 break
         return first
 
-    def _fetch(self, unit: GatheredUnit, trace: Trace) -> None:
+    def _begin(self, unit: GatheredUnit, order: Order) -> None:
+        """Its turn has come: it is whole from here on, and so is what follows it soon."""
         if self.group.alone:  # nothing comes and goes, in whatever order
             unit.launch()
             return
-        goes_back = trace is self.backward and unit is not self.root
+        goes_back = order is self.backward and unit is not self.root
         if goes_back:
             self._flush_done(unit)  # before the others are waited for: they may wait for these
-        with during(trace.of(unit)):
-            trace.use(unit)
-            unit.launch()
-            unit.wait()
-        if goes_back:
-            self._flush_done(unit)
-            self._release_done(unit)
-        if (following := trace.next()) is not None and not self.publishing():  # its update would keep this one back
-            self.units[following].launch()
+        with during(order.of(unit)):
+            if order.use(unit) and goes_back:
+                self._flush_done(unit)  # those that were to come again
+            done = [one.number for one in self._done(unit)] if goes_back else []
+            coming = order.coming(self.ahead.depth)
+            for verb, number in turn(unit.number, coming, self._numbers, done, self._nbytes, self.ahead):
+                if verb == "Release":
+                    self.units[number].release()
+                elif number == unit.number:
+                    unit.launch()
+                    unit.wait()
+                elif not self.publishing():  # its update would keep this one back
+                    self.units[number].launch()
 
     def after_forward(self, unit: GatheredUnit, result: Any) -> list[Tensor]:
         """The outputs whose gradients are to tell when the unit's backward begins: those that it has computed."""
@@ -345,7 +358,7 @@ class Gatherer:
     def _begin_backward(self, unit: GatheredUnit) -> None:
         self.joins_backward()
         unit.began = self._task
-        self._fetch(unit, self.backward)
+        self._begin(unit, self.backward)
 
     def _done(self, unit: GatheredUnit) -> list[GatheredUnit]:
         """Autograd goes back through the forward in order: units whose backward began before this one's are done."""
@@ -355,23 +368,18 @@ class Gatherer:
     def _flush_done(self, unit: GatheredUnit) -> None:
         """Not while this one is at work on a forward that is repeated: gradients of theirs may be still to come."""
         for other in self._done(unit) if not unit.computing else ():
-            if other.began == self._task and other.pending <= 0 and not self.backward.comes_again(other.number):
+            if other.began == self._task and other.pending <= 0 and other.number not in self.backward.coming():
                 self._flush(other)
-
-    def _release_done(self, unit: GatheredUnit) -> None:
-        for other in self._done(unit):
-            if other.number != self.backward.next():
-                other.release()
 
     def use_outside(self, unit: GatheredUnit) -> None:
         """A parameter of it is used outside of its modules: the unit stays whole until the end of the pass."""
         unit.outside = True
         if in_backward():
             self.joins_backward()
-        trace = self.backward if in_backward() else self.forward
-        with during(trace.of(unit)):
+        order = self.backward if in_backward() else self.forward
+        with during(order.of(unit)):
             if not unit.whole:
-                trace.use(unit)
+                order.use(unit)
             unit.launch()
             unit.wait()
         unit.watch()

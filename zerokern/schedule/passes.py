@@ -1,0 +1,138 @@
+"""Stage 3: which units are whole while one of them computes. What a pass gathers, reduces and releases, and when.
+
+A pass goes through the units in an order, as a rule that of the pass before. `turn` says what happens when a unit's
+turn comes: whoever runs a pass does that, and `step_of` is a whole step of it, for whoever plans or simulates one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["ROOT", "Ahead", "Move", "Order", "step_of", "turn"]
+
+ROOT = 0
+"""The unit that encloses all others. It is whole from its forward to the end of backward."""
+Move = tuple[str, int]
+"""A verb, and the number of a unit."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How many units are gathered before their turn, as long as all that is whole has at most so many bytes."""
+
+    depth: int = 1
+    nbytes: float = math.inf
+
+
+def turn(
+    unit: int, coming: Sequence[int], whole: Collection[int], done: Collection[int], nbytes: Sequence[int], ahead: Ahead
+) -> list[Move]:
+    """What is done before a unit computes. `done`: those that are whole and have nothing left to do.
+
+    To gather what is whole is nothing.
+
+    >>> turn(5, [4, 3], [0, 5, 6], [6], [1] * 7, Ahead())
+    [('Release', 6), ('Gather', 5), ('Gather', 4)]
+    >>> turn(5, [4, 3], [0, 5, 6], [6], [1] * 7, Ahead(depth=2, nbytes=3))
+    [('Release', 6), ('Gather', 5), ('Gather', 4)]
+    """
+    following = list(coming[: ahead.depth])
+    if ahead.nbytes < math.inf:
+        there = {unit, *whole}.difference(done)
+        room = ahead.nbytes - sum(nbytes[one] for one in there)
+        for place, one in enumerate(following):
+            room -= 0 if one in there else nbytes[one]
+            if room < 0:
+                del following[place:]
+                break
+            there.add(one)
+    moves = [("Release", one) for one in done if one not in following]
+    moves += [("Gather", one) for one in (unit, *following)]
+    return moves
+
+
+def step_of(order: Sequence[int], nbytes: Sequence[int], ahead: Ahead | None = None) -> Iterator[Move]:
+    """Forward and backward of units that lie side by side, in forward order, and of the root around them.
+
+    What computes last in forward is the first in backward, and stays whole between them.
+
+    >>> " ".join(f"{verb[0]}{unit}" for verb, unit in step_of([1, 2, 3], [1] * 4) if verb in ("Gather", "Release"))
+    'G0 G1 G2 R1 G3 R2 G2 R3 G1 R2 R0 R1'
+    """
+    whole: set[int] = set()
+    for verb, units in (("Forward", order), ("Backward", order[::-1])):
+        units = [ROOT, *units]
+        for place, unit in enumerate(units):
+            coming = units[place + 1 :]
+            done = sorted(whole - {ROOT, unit}) if verb == "Backward" and unit != ROOT else []
+            for move in turn(unit, coming, whole, done, nbytes, ahead or Ahead()):
+                if move[0] == "Release" or move[1] not in whole:
+                    yield move
+                whole ^= {move[1]} if move[0] == "Release" else {move[1]} - whole
+            if verb == "Backward":
+                yield verb, unit
+                yield from [("Reduce", unit)] if unit != ROOT else ()
+            elif unit != ROOT:
+                yield verb, unit
+                if coming:
+                    whole.remove(unit)
+                    yield "Release", unit
+        yield ("Forward" if verb == "Forward" else "Reduce"), ROOT
+    yield from (("Release", unit) for unit in sorted(whole))
+
+
+class _Unit(Protocol):
+    number: int
+    called: str
+
+
+class _Ranks(Protocol):
+    def follow(self, key: str) -> None: ...
+
+    def agree(self, key: str) -> None: ...
+
+
+class Order:
+    """The order of the units in a pass of one kind, as it was the last time; ranks follow it or leave it together."""
+
+    def __init__(self, kind: str, ranks: _Ranks) -> None:
+        self.kind, self._ranks = kind, ranks
+        self._order: list[int] = []
+        self._at = 0
+        self._known = -1
+
+    def begin(self) -> None:
+        self._at = 0
+
+    def use(self, unit: _Unit) -> bool:
+        """This unit is next, here. Whether that is new; raises if another rank is about to do something else."""
+        number, key = unit.number, self.of(unit)
+        if self._at and self._order[self._at - 1] == number:
+            return False  # still
+        follows = self._order[self._at : self._at + 1] == [number]
+        if follows:
+            self._ranks.follow(key)
+        else:
+            self._ranks.agree(key)
+            self._order[self._at :] = [number]
+        self._at += 1
+        return not follows
+
+    def of(self, unit: _Unit) -> str:
+        """What a pass does with a unit, as ranks tell each other."""
+        return f"the {self.kind} of {unit.called}"
+
+    def coming(self, count: int | None = None) -> list[int]:
+        """The next so many units, or all that come after this one, if all goes as it did."""
+        return self._order[self._at : None if count is None else self._at + count]
+
+    def end(self) -> None:
+        """A pass is over, and the order is known."""
+        self._known = self._at
+
+    def last(self, number: int) -> bool:
+        """Whether the pass, if all goes as it did, ends with this unit."""
+        return self._at == self._known == len(self._order) and self._order[-1:] == [number]
