@@ -37,6 +37,7 @@ from worlds import World, alone, on_ranks, ranked, refusal, says
 
 import zerokern as zk
 from zerokern.core.errors import BudgetError, IoError, StateError
+from zerokern.saving.staging import Outgoing
 from zerokern.saving.tensorfile import DTYPES
 
 
@@ -82,10 +83,22 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
 def test_a_dtype_for_all_floats(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerokern.saving.files.BLOCK", 64)  # each tensor in several pieces
+    monkeypatch.setattr("zerokern.saving.files.BLOCK", 4096)  # each large tensor in several slots, past the page cache
+    sent: list[tuple[int, int]] = []
+    send = Outgoing.send
+
+    def noted(self: Outgoing, offset: int, nbytes: int, inside: int = 0) -> None:
+        sent.append((offset, nbytes))
+        send(self, offset, nbytes, inside)
+
+    monkeypatch.setattr(Outgoing, "send", noted)
     for source in (torch.float32, BF16):
         model = mixed().to(source)
+        model.large = nn.Sequential(nn.Linear(71, 123), nn.BatchNorm1d(3), nn.Linear(123, 77)).to(source)
         export(tmp_path, model, dtype=dtype)
+        assert len(sent) >= 2 * 71 * 123 * dtype.itemsize // 4096 - 4
+        assert not any(offset % 4096 or nbytes % 4096 for offset, nbytes in sent)
+        sent.clear()
         for name, tensor in theirs(tmp_path).items():
             wanted = kept(model)[name]
             assert raw(tensor) == raw(wanted.to(dtype) if wanted.is_floating_point() else wanted), name
