@@ -49,15 +49,7 @@ LOCATOR_64 = struct.Struct("<4sIQI")
 
 
 def envelope(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[bytes, bytes]:
-    """What to write before and behind the contiguous bytes of a tensor, so that torch.load reads it.
-
-    >>> before, after = envelope(torch.float32, (2, 2))
-    >>> torch.load(io.BytesIO(before + torch.ones(2, 2).numpy().tobytes() + after), weights_only=True)
-    tensor([[1., 1.],
-            [1., 1.]])
-    >>> len(before) % ALIGN
-    0
-    """
+    """What to write before and behind the contiguous bytes of a tensor, so that torch.load reads it."""
     return _envelope(dtype, tuple(int(size) for size in sizes))  # a torch.Size would be pickled by its name
 
 

@@ -25,6 +25,7 @@ from zerokern.io.files import make_folder, reserve
 from zerokern.io.lock import FolderLock, Use
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
+from zerokern.saving.index import unfit
 from zerokern.saving.published import Held
 from zerokern.saving.tensorfile import INDEX, SINGLE, Header, read_header, read_index
 
@@ -60,7 +61,7 @@ def headers_of(path: Path, held: Held) -> list[Header]:
     found = sorted(one.name for one in path.glob("*.safetensors"))
     there = ", ".join(found or sorted(one.name for one in path.iterdir())[:10]) or "nothing"
     do = "name one of the files" if found else "pickled weights (.bin, .pt) are not read: write them as safetensors"
-    raise IoError(f"{path} holds neither {SINGLE} nor {INDEX}, but {there}; {do}", path=str(path))
+    raise unfit(path, f"holds neither {SINGLE} nor {INDEX}, but {there}; {do}", 0)
 
 
 def _header(path: Path, held: Held) -> Header:

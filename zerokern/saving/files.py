@@ -30,16 +30,7 @@ MODE = 0o666  # less the umask: a checkpoint is the user's document, not private
 
 
 class FileWriter:
-    """Writes a new file, append by append. `expected`: its length, if known, is asked of the file system at once.
-
-    >>> import tempfile, torch
-    >>> with tempfile.TemporaryDirectory() as folder, FileWriter(Path(folder, "a_0.distcp")) as writer:
-    ...     writer.append(b"head"), writer.append(torch.arange(3))
-    ...     row = writer.finish()
-    ...     row.nbytes, row.table, row.blocks
-    (0, 4)
-    (32, 28, 1)
-    """
+    """Writes a new file, append by append. `expected`: its length, if known, is asked of the file system at once."""
 
     def __init__(
         self,
@@ -258,11 +249,7 @@ class PartsWriter:
 
 
 def pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """The bytes of a tensor in row-major order: where they lie, if contiguous, else copies of at most `most` bytes.
-
-    >>> [piece.tolist() for piece in pieces(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).t(), most=2)]
-    [[1, 3], [2, 4]]
-    """
+    """The bytes of a tensor in row-major order: where they lie, if contiguous, else copies of at most `most` bytes."""
     tensor = tensor.detach()
     nbytes = tensor.numel() * tensor.itemsize
     if not nbytes:

@@ -20,7 +20,7 @@ from zerokern.io.files import make_folder, sync_folder
 from zerokern.io.lock import FolderLock, Use
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
-from zerokern.saving.index import NAME, Index
+from zerokern.saving.index import NAME, Index, unfit
 from zerokern.saving.published import LOCK, METADATA, Published, data_name, latest, leftovers, why_broken
 
 __all__ = ["Draft", "Published", "latest"]
@@ -39,15 +39,7 @@ _log = logging.getLogger("zerokern.saving")
 
 
 class Draft:
-    """A checkpoint that is being written. Rank 0 begins it, the others join it, rank 0 publishes it or abandons it.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as parent:
-    ...     draft = Draft.begin(Path(parent) / "step100", nbytes=0)
-    ...     draft.publish(Index(draft.save_id, 1, [], {}, {"step": 100}), metadata=b"")
-    ...     Published.open(Path(parent) / "step100").index.values
-    {'step': 100}
-    """
+    """A checkpoint that is being written. Rank 0 begins it, the others join it, rank 0 publishes it or abandons it."""
 
     def __init__(self, folder: Path, save_id: str, rank: int, lock: FolderLock | None, made: bool = False) -> None:
         self.folder, self.save_id, self.rank = folder, save_id, rank
@@ -107,10 +99,8 @@ class Draft:
             raise ValueError(f"rank {self.rank} joined this draft, or it has ended; only rank 0 publishes, and once")
         broken = [says for says in (why_broken(self.folder, file) for file in index.files) if says]
         if broken:
-            raise IoError(
-                f"{self.folder} is not published: {'; '.join(broken)}. The one before it is untouched: save again",
-                path=str(self.folder),
-                errno=errno.EBADMSG,
+            raise unfit(
+                self.folder, f"is not published: {'; '.join(broken)}. The one before it is untouched: save again"
             )
         new_index, new_metadata = f"{NAME}.new", f"{METADATA}.{self.save_id}.new"
         try:

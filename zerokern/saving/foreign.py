@@ -17,7 +17,7 @@ from zerokern.io.advice import refused
 from zerokern.saving.archive import BROKEN
 from zerokern.saving.foreign_torch import TorchFile, Universal, loaded, sorted_in, universal_folder
 from zerokern.saving.index import NAME as INDEX_NAME
-from zerokern.saving.index import Box, TensorRow, itemsize, refuse_uncovered
+from zerokern.saving.index import Box, TensorRow, itemsize, refuse_uncovered, unfit
 from zerokern.saving.pickled import Unmade, dcp_metadata
 from zerokern.saving.published import DATA, METADATA, Published, likeness
 from zerokern.saving.saved import Saved
@@ -70,10 +70,8 @@ class Dcp(Foreign):
         try:
             tensors, values = self._described(metadata)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            raise IoError(
-                f"{path / METADATA} was edited, or a torch wrote it that is newer than this zerokern: {error}",
-                path=str(path / METADATA),
-                errno=errno.EBADMSG,
+            raise unfit(
+                path / METADATA, f"was edited, or a torch wrote it that is newer than this zerokern: {error}"
             ) from error
         keys = sorted_in(self, set(tensors), {place: self._value(at, place) for place, at in values.items()})
         self.tensors |= {keys[place]: row for place, row in tensors.items() if place in keys}
@@ -147,11 +145,11 @@ class Dcp(Foreign):
             found = os.stat(file).st_size if file.exists() else None
             if found is None or found < end:
                 says = "is missing" if found is None else f"is truncated: it has {found:,} bytes of at least {end:,}"
-                raise IoError(
-                    f"{file} {says}. Restore it from a copy, or load another checkpoint",
-                    path=str(file),
+                raise unfit(
+                    file,
+                    f"{says}. Restore it from a copy, or load another checkpoint",
+                    errno.ENOENT if found is None else errno.ENODATA,
                     offset=found or 0,
-                    errno=errno.ENOENT if found is None else errno.ENODATA,
                 )
 
     def likeness(self) -> str:
@@ -171,12 +169,11 @@ class Dcp(Foreign):
                         archive.read(entry)
                     self.summed &= bool(entry.CRC or not entry.file_size)
         except BROKEN as error:
-            raise IoError(
-                f"{file} at offset {start}, {length} bytes: {key} is damaged: {error}. Restore the file from a copy",
-                path=str(file),
+            raise unfit(
+                file,
+                f"at offset {start}, {length} bytes: {key} is damaged: {error}. Restore the file from a copy",
                 offset=start,
                 nbytes=length,
-                errno=errno.EBADMSG,
                 key=key,
             ) from error
         return data
@@ -200,20 +197,20 @@ def _dtype(properties: Unmade) -> str:
 
 def _refuse_safetensors(path: Path, files: list[Path]) -> None:
     if files and all(file.suffix == ".safetensors" for file in files):
-        raise IoError(
-            f"{path} holds weights alone ({files[0].name}), no checkpoint: zk.load_pretrained(model, path) reads them",
-            path=str(path),
-            errno=errno.EINVAL,
+        raise unfit(
+            path,
+            f"holds weights alone ({files[0].name}), no checkpoint: zk.load_pretrained(model, path) reads them",
+            errno.EINVAL,
         )
 
 
 def _refuse_unconverted(path: Path) -> None:
     shards = [*path.glob("*zero_pp_rank_*_optim_states.pt"), *path.glob("*/*zero_pp_rank_*_optim_states.pt")]
     if shards:
-        raise IoError(
-            f"{path} is a checkpoint of DeepSpeed as its ranks wrote it ({shards[0].name}); it can be read once "
+        raise unfit(
+            path,
+            f"is a checkpoint of DeepSpeed as its ranks wrote it ({shards[0].name}); it can be read once "
             "DeepSpeed has converted it: python -m deepspeed.checkpoint.ds_to_universal --input_folder PATH "
             "--output_folder OTHER",
-            path=str(path),
-            errno=errno.EINVAL,
+            errno.EINVAL,
         )

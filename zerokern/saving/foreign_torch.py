@@ -18,7 +18,7 @@ from torch import Tensor
 from zerokern.core.errors import IoError, StateError
 from zerokern.saving.archive import Archive
 from zerokern.saving.extra import encode
-from zerokern.saving.index import Box, TensorRow
+from zerokern.saving.index import Box, TensorRow, unfit
 from zerokern.saving.naming import Named, bare, groups, named, parameter
 from zerokern.saving.pickled import Stored, damaged, end_of, inert
 from zerokern.saving.published import likeness
@@ -141,10 +141,10 @@ class TorchFile(Foreign):
         self.summed = self._archive is not None and self._archive.summed
         found = loaded(path, path, mapped=self._archive is not None and self._archive.mapped)
         if not isinstance(found, Mapping):
-            raise IoError(
-                f"{path} holds a {type(found).__name__}, no dict of tensors by name: save model.state_dict() instead",
-                path=str(path),
-                errno=errno.EINVAL,
+            raise unfit(
+                path,
+                f"holds a {type(found).__name__}, no dict of tensors by name: save model.state_dict() instead",
+                errno.EINVAL,
             )
         leaves = _leaves(found, path)
         tensors = {place: one for place, one in leaves.items() if isinstance(one, Tensor)}
@@ -295,11 +295,8 @@ class Universal(Foreign):
         found = loaded(file, file, key, mapped=archive is not None and archive.mapped)
         found = found.get("param") if isinstance(found, Mapping) else found
         if not isinstance(found, Tensor):
-            raise IoError(
-                f"{file} holds a {type(found).__name__}, no tensor of {key}: ds_to_universal writes other files",
-                path=str(file),
-                errno=errno.EBADMSG,
-                key=key,
+            raise unfit(
+                file, f"holds a {type(found).__name__}, no tensor of {key}: ds_to_universal writes other files", key=key
             )
         return found
 

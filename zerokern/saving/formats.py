@@ -136,10 +136,7 @@ def published(exact: Tensor, dtype: torch.dtype, kind: str, param: Tensor | None
 
 
 def refuse_infinite(key: str, found: Tensor, made: Tensor) -> None:
-    """Values that were finite must be so in their new dtype: rounding is what `lossy` allows, and this is not.
-
-    >>> refuse_infinite("exp_avg", torch.ones(2), torch.ones(2, dtype=torch.float16))
-    """
+    """Values that were finite must be so in their new dtype: rounding is what `lossy` allows, and this is not."""
     if lost := overflowed(found, made):
         raise StateError(
             f"{key}: {lost} of these values are beyond {torch.finfo(made.dtype).max:g}, the largest of {made.dtype}; "

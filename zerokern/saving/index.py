@@ -16,7 +16,18 @@ from typing import Any
 from zerokern.core import native
 from zerokern.core.errors import IoError
 
-__all__ = ["BLOCK_NBYTES", "FORMAT", "NAME", "Box", "FileRow", "Index", "TensorRow", "itemsize", "refuse_uncovered"]
+__all__ = [
+    "BLOCK_NBYTES",
+    "FORMAT",
+    "NAME",
+    "Box",
+    "FileRow",
+    "Index",
+    "TensorRow",
+    "itemsize",
+    "refuse_uncovered",
+    "unfit",
+]
 
 NAME = "zerokern.json"
 FORMAT = 1
@@ -28,11 +39,7 @@ Cuboid = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in each dime
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A data file of nbytes. From `table` on lie the CRC32C of its blocks before; `crc` is that of the table itself.
-
-    >>> FileRow("a_0.distcp", nbytes=4100, table=4096, crc=7).blocks
-    1
-    """
+    """A data file of nbytes. From `table` on lie the CRC32C of its blocks before; `crc` is that of the table itself."""
 
     name: str
     nbytes: int
@@ -64,11 +71,7 @@ class Box:
 
 @dataclass(slots=True)
 class TensorRow:
-    """A tensor as it was saved: dtype by name ("bfloat16"), logical shape, and the boxes that it is made of.
-
-    >>> TensorRow("bfloat16", (2, 3)).nbytes
-    12
-    """
+    """A tensor as it was saved: dtype by name ("bfloat16"), logical shape, and the boxes that it is made of."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -85,13 +88,7 @@ class TensorRow:
 
 @dataclass
 class Index:
-    """All that a checkpoint says of itself.
-
-    >>> row = TensorRow("float32", (2, 3), [Box(0, 64, (0, 0), (2, 3), (0, 128))])
-    >>> index = Index("20261122T070024-a1b2c3", 1, [FileRow("a_0.distcp", 132, 128, 7)], {"model.w": row}, {"step": 4})
-    >>> Index.load(index.dump(), Path("zerokern.json")) == index
-    True
-    """
+    """All that a checkpoint says of itself."""
 
     save_id: str
     world: int
@@ -120,16 +117,16 @@ class Index:
         number, crc = _head(head, path)
         if number != FORMAT:
             newer = "a newer zerokern wrote it: install that one" if number > FORMAT else "no zerokern wrote it"
-            raise _refused(path, f"has format {number}; this zerokern reads format {FORMAT}; {newer}")
+            raise unfit(path, f"has format {number}; this zerokern reads format {FORMAT}; {newer}")
         if not body.endswith(b"\n"):
-            raise _refused(path, f"is truncated: it ends after {len(data)} bytes, in the middle of a line. {RESTORE}")
+            raise unfit(path, f"is truncated: it ends after {len(data)} bytes, in the middle of a line. {RESTORE}")
         if f"{_crc32c(body):08x}" != crc:
             says = f"was edited or damaged: the checksum of its {len(data)} bytes does not fit"
-            raise _refused(path, f"{says}. {RESTORE}")
+            raise unfit(path, f"{says}. {RESTORE}")
         try:
             return _parsed(json.loads(body))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-            raise _refused(path, f"has a sound checksum and no sound content: {error}. {RESTORE}") from error
+            raise unfit(path, f"has a sound checksum and no sound content: {error}. {RESTORE}") from error
 
 
 RESTORE = "Restore it from a copy, or load another checkpoint; the data files are untouched"
@@ -172,7 +169,7 @@ def _head(head: bytes, path: Path) -> tuple[int, str]:
         return int(found["zerokern"]), str(found["crc32c"])
     except (KeyError, TypeError, ValueError):
         says = f"does not begin as an index of zerokern does, but with {head[:40]!r}"
-        raise _refused(path, f"{says}: it was truncated, edited, or is not one. {RESTORE}") from None
+        raise unfit(path, f"{says}: it was truncated, edited, or is not one. {RESTORE}") from None
 
 
 def _parsed(plain: dict[str, Any]) -> Index:
@@ -202,8 +199,9 @@ def _check(key: str, row: TensorRow, files: list[FileRow]) -> None:
             raise ValueError(f"a box of {key!r} is not within the {file.table} bytes of {file.name}")
 
 
-def _refused(path: Path, says: str) -> IoError:
-    return IoError(f"{path} {says}", path=str(path), errno=errno.EBADMSG)
+def unfit(path: Path, says: str, number: int = errno.EBADMSG, **more: Any) -> IoError:
+    """What is there is not what it should be."""
+    return IoError(f"{path} {says}", path=str(path), errno=number, **more)
 
 
 def _crc32c(body: bytes) -> int:

@@ -200,11 +200,7 @@ class Ours(Exchange, Steps):
 
 
 def steps_of(opt: Any) -> Steps:
-    """The face of an optimizer, or of what a wrapper steps.
-
-    >>> type(steps_of(torch.optim.SGD([torch.zeros(1)]))).__name__
-    'Steps'
-    """
+    """The face of an optimizer, or of what a wrapper steps."""
     while isinstance(getattr(opt, "optimizer", None), torch.optim.Optimizer):
         opt = opt.optimizer
     return Ours(opt) if isinstance(opt, FusedOptimizer) else Steps(opt)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zerokern.core.errors import IoError
-from zerokern.saving.index import itemsize
+from zerokern.saving.index import itemsize, unfit
 
 __all__ = ["Stored", "Unmade", "damaged", "dcp_metadata", "end_of", "inert"]
 
@@ -143,11 +143,11 @@ class Inert(pickle.Unpickler):
         if self.allowed is None and module == "torch._utils" and name in _REBUILT:
             return _REBUILT[name]
         if self.allowed is not None and full not in self.allowed:
-            raise IoError(
-                f"{self.path} names {full}, which no index of torch.distributed.checkpoint needs: torch would run it. "
+            raise unfit(
+                self.path,
+                f"names {full}, which no index of torch.distributed.checkpoint needs: torch would run it. "
                 "Nothing was run; do not load this checkpoint with anything unless you know who wrote it, and why",
-                path=str(self.path),
-                errno=errno.EPERM,
+                errno.EPERM,
                 key=full,
             )
         if full not in self._records:
@@ -206,10 +206,8 @@ def inert(data: bytes, path: Path, allowed: frozenset[str] | None = None) -> Any
 
 def damaged(path: Path, why: str) -> IoError:
     """What is said of a file that cannot be what its writer wrote."""
-    return IoError(
-        f"{path} was truncated or edited, or is something else: {why}. Restore it from a copy, or load another one",
-        path=str(path),
-        errno=errno.EBADMSG,
+    return unfit(
+        path, f"was truncated or edited, or is something else: {why}. Restore it from a copy, or load another one"
     )
 
 

@@ -19,7 +19,7 @@ from zerokern.core.errors import IoError
 from zerokern.io.advice import refused
 from zerokern.io.lock import Holder
 from zerokern.memory.room import amount
-from zerokern.saving.index import NAME, FileRow, Index
+from zerokern.saving.index import NAME, FileRow, Index, unfit
 
 __all__ = [
     "DATA",
@@ -41,16 +41,7 @@ SAMPLES, SAMPLE = 64, 4096  # how many places of some files are compared, and ho
 
 
 class Held:
-    """Descriptors by path. `tables` has checksums that were read from them.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder, "a"); _ = path.write_text("old")
-    ...     held = Held(); fd = held.fd(path)
-    ...     path.unlink(); _ = path.write_text("new")
-    ...     os.pread(held.fd(path), 3, 0); held.close()
-    b'old'
-    """
+    """Descriptors by path. `tables` has checksums that were read from them."""
 
     def __init__(self) -> None:
         self._fds: dict[Path, int] = {}
@@ -119,11 +110,7 @@ LOCK = "zerokern.lock"
 
 
 def data_name(save_id: str, rank: int) -> str:
-    """The data file of one rank.
-
-    >>> data_name("20261122T070024-a1b2c3", 3)
-    '20261122T070024-a1b2c3_3.distcp'
-    """
+    """The data file of one rank."""
     return f"{save_id}_{rank}.distcp"
 
 
@@ -265,7 +252,7 @@ def _no_checkpoint(folder: Path) -> IoError:
         names = [path.name for path in listed(folder)]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         says = f"is no checkpoint: there is no {NAME} in it, but {shown or 'nothing at all'}"
-    return IoError(f"{folder} {says}. {_instead(folder)}", path=str(folder), errno=number)
+    return unfit(folder, f"{says}. {_instead(folder)}", number)
 
 
 def _instead(folder: Path) -> str:

@@ -69,10 +69,7 @@ class Ranks:
         return self.run(what, lambda own: self._wrapper.all_gather(what, own(work)))
 
     def same(self, call: str, given: Callable[[], dict[str, Any]]) -> None:
-        """Raises on all ranks where one has been given something else than the first, or refuses what it was given.
-
-        >>> Ranks.of(None).same("zk.save", lambda: {"rng": True})
-        """
+        """Raises on all ranks where one has been given something else than the first, or refuses what it was given."""
         each = self.each("arguments", lambda: {"call": call, **given()})
         for rank, mine in enumerate(each):
             for name in each[0]:
@@ -118,10 +115,7 @@ class Ranks:
 
 
 def refuse_unusable(model: Any, **switches: Any) -> None:
-    """What no call of these takes: a model that is none, a switch that is neither on nor off.
-
-    >>> refuse_unusable(torch.nn.Linear(2, 2), rng=True)
-    """
+    """What no call of these takes: a model that is none, a switch that is neither on nor off."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(got("model", model, "a torch.nn.Module"))
     for name, value in switches.items():

@@ -22,7 +22,7 @@ from zerokern.core.errors import IoError, got
 from zerokern.io.advice import failed
 from zerokern.io.ticket import Ticket, again
 from zerokern.memory.room import room
-from zerokern.saving.index import FileRow
+from zerokern.saving.index import FileRow, unfit
 from zerokern.saving.published import Held, Published
 from zerokern.saving.source import Landing, Source, Told, landings, untold
 from zerokern.saving.staging import BLOCK, READ, Span, Staging, address_of, copy, crc32c
@@ -44,10 +44,6 @@ class Arrived:
 class Retained:
     """What has been read and found whole, for who reads it next: where a quarter of the free memory holds it all, and
     as long as memory comes faster than the disk. A machine that has to get it from elsewhere takes 2 s/GB for it.
-
-    >>> kept = Retained(BLOCK)
-    >>> kept.keep(("a", 0), torch.tensor([1, 2], dtype=torch.uint8)); kept.blocks["a", 0].tolist()
-    [1, 2]
     """
 
     PATIENCE = 8 * BLOCK  # bytes that are kept before their speed is looked at
@@ -75,18 +71,7 @@ class Retained:
 
 
 class FileReader:
-    """Reads the file that a row of the index describes, through slots that other readers may share.
-
-    >>> import tempfile, torch
-    >>> from zerokern.saving.files import FileWriter
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with FileWriter(Path(folder, "a_0.distcp")) as writer:
-    ...         begin = writer.append(torch.arange(5, dtype=torch.uint8))
-    ...         row = writer.finish()
-    ...     with Staging(Path(folder)) as staging, FileReader(Path(folder), row, staging) as reader:
-    ...         reader.read([(1, 3, lambda found, at: print(at, found.tolist()))])
-    0 [1, 2, 3]
-    """
+    """Reads the file that a row of the index describes, through slots that other readers may share."""
 
     def __init__(
         self, folder: Path, row: FileRow, staging: Staging, held: Held | None = None, kept: Retained | None = None
@@ -220,9 +205,7 @@ class FileReader:
         return replace(found, error=broken)
 
     def _broken(self, says: str, offset: int, nbytes: int, number: int = errno.EBADMSG) -> IoError:
-        return IoError(
-            f"{self.path} {says}. {RESTORE}", path=str(self.path), offset=offset, nbytes=nbytes, errno=number
-        )
+        return unfit(self.path, f"{says}. {RESTORE}", number, offset=offset, nbytes=nbytes)
 
 
 def _blocks(spans: list[Span]) -> Iterator[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zerokern.core.errors import IoError, StateError, ZerokernError
 from zerokern.memory.here import Cuboid, boxes
-from zerokern.saving.index import Box, TensorRow, itemsize
+from zerokern.saving.index import Box, TensorRow, itemsize, unfit
 from zerokern.saving.staging import BLOCK, Span, copy
 
 __all__ = ["Foreign", "Landing", "Parts", "Source", "Told", "dtype_name", "landings", "sound", "untold"]
@@ -42,11 +41,10 @@ def sound(path: Path, *also: type[Exception]) -> Iterator[None]:
     except ZerokernError:
         raise
     except (*caught, *also) as error:
-        raise IoError(
-            f"{path} says of its content what no save writes: {type(error).__name__}: {error}. Nothing was changed: "
+        raise unfit(
+            path,
+            f"says of its content what no save writes: {type(error).__name__}: {error}. Nothing was changed: "
             "restore it from a copy, or load another checkpoint",
-            path=str(path),
-            errno=errno.EBADMSG,
         ) from error
 
 
@@ -235,12 +233,7 @@ class Landing:
 
 
 def landings(items: Mapping[str, Any], tensors: Mapping[str, TensorRow]) -> list[Landing]:
-    """Where what is to be read comes from, and where it goes: `items` are tensors, whole or divided, or `Parts`.
-
-    >>> row = TensorRow("float32", (4,), [Box(0, 0, (0,), (3,), (0, 12)), Box(0, 12, (3,), (1,), (12, 4))])
-    >>> [(one.box.offsets, one.offsets, len(one.target)) for one in landings({"w": torch.zeros(4)}, {"w": row})]
-    [((0,), (0,), 3), ((3,), (0,), 1)]
-    """
+    """Where what is to be read comes from, and where it goes: `items` are tensors, whole or divided, or `Parts`."""
     return [one for key, item in items.items() for one in _landings(key, item, tensors[key])]
 
 

@@ -32,13 +32,7 @@ READ, WRITE, PADDED = native.IO_READ, native.IO_WRITE, native.IO_PADDED
 
 
 class Staging:
-    """One engine and its slots. Depth and block are what an earlier probe of this disk found, or usual ones.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, Staging(Path(folder), slots=2) as staging:
-    ...     len(staging.slots), staging.slots[0].nbytes
-    (2, 1048576)
-    """
+    """One engine and its slots. Depth and block are what an earlier probe of this disk found, or usual ones."""
 
     def __init__(
         self,

@@ -50,11 +50,7 @@ class NamedSpan:
 
 
 def spans(model: nn.Module) -> list[NamedSpan]:
-    """Every parameter and persistent buffer as far as it is here, tied ones once. Waits for updates under way.
-
-    >>> [(one.name, one.start, one.numel) for one in spans(nn.Linear(3, 2))]
-    [('weight', 0, 6), ('bias', 0, 2)]
-    """
+    """Every parameter and persistent buffer as far as it is here, tied ones once. Waits for updates under way."""
     settle(model)
     return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor)]
 
@@ -71,10 +67,7 @@ def _spans_of(name: str, tensor: Tensor) -> Iterator[NamedSpan]:
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:
-    """A tensor without memory can be neither read nor written.
-
-    >>> refuse_meta("weight", torch.ones(2))
-    """
+    """A tensor without memory can be neither read nor written."""
     if tensor.is_meta:
         do = "give it memory first: zk.build(constructor) makes a model that is partitioned from the start"
         raise ValueError(got(f"the device of {name}", tensor.device, "a device that has memory", do))
@@ -136,10 +129,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def settle(model: nn.Module) -> None:
-    """Returns once the parameters are those of the last step; to be called before they are read or written.
-
-    >>> settle(nn.Linear(2, 2))
-    """
+    """Returns once the parameters are those of the last step; to be called before they are read or written."""
     for sharding in shardings_of(map(home_of, named_tensors(model).values())):
         sharding.publisher.finish()
 
@@ -171,13 +161,7 @@ _NOT_OURS = (
 
 
 class Subject:
-    """A model and the optimizers that step it.
-
-    >>> model = nn.Linear(2, 2); subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> items, values = subject.described()
-    >>> list(items), values["groups"][0][0]["params"]
-    (['model.weight', 'model.bias'], ['weight', 'bias'])
-    """
+    """A model and the optimizers that step it."""
 
     def __init__(self, model: nn.Module, opts: Any = None) -> None:
         if not isinstance(model, nn.Module):

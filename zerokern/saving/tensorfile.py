@@ -17,6 +17,7 @@ import torch
 
 from zerokern.core.errors import IoError, got
 from zerokern.io.advice import on_disk
+from zerokern.saving.index import unfit
 
 __all__ = ["DTYPES", "INDEX", "SINGLE", "Header", "TensorBytes", "code_of", "header", "read_header", "read_index"]
 
@@ -234,5 +235,4 @@ def _without_gaps(path: Path, entries: Sequence[TensorBytes], data: int, size: i
 
 
 def _bad(path: Path, why: str, *, key: str | None = None, offset: int = 0) -> IoError:
-    return IoError(f"{path} is no good safetensors file: {why}. Fetch or write it anew", path=str(path),
-                   offset=offset, key=key)  # fmt: skip
+    return unfit(path, f"is no good safetensors file: {why}. Fetch or write it anew", 0, offset=offset, key=key)
