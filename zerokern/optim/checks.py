@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,6 @@ def pair(name: str, value: Any) -> tuple[float, float]:
     return number(f"{name}[0]", value[0], below=1.0), number(f"{name}[1]", value[1], below=1.0)
 
 
-def choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Refuse a value that is not one of those listed."""
-    options = list(allowed)
-    if not any(value is option or (type(value) is type(option) and value == option) for option in options):
-        raise ValueError(got(name, value, ", ".join(map(repr, options))))
-
-
 def tier(value: Any) -> None:
     """Refuse what is no place for state."""
     if not isinstance(value, Nvme) and value not in ("device", "cpu"):
@@ -85,8 +78,9 @@ def tier(value: Any) -> None:
 
 def flag(name: str, value: Any) -> bool:
     """`value` if it is True or False."""
-    choice(name, value, (False, True))
-    return bool(value)
+    if not isinstance(value, bool):
+        raise ValueError(got(name, value, "False, True"))
+    return value
 
 
 def hints(group: dict[str, Any]) -> None:

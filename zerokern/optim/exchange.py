@@ -52,11 +52,6 @@ class Exchange:
         return any(group.get(LATE, False) for group in self.opt.param_groups)
 
     @property
-    def delays(self) -> bool:
-        """Whether updates may wait to be published."""
-        return self._here.delays
-
-    @property
     def disk(self) -> Disk | None:
         """Where the state lies, if on a disk."""
         return self._here.disk
@@ -105,7 +100,7 @@ class Exchange:
 
     def merged(self, saved: Groups) -> Groups:
         """The groups as they would be with saved hyperparameters, which are checked."""
-        return loading.checked_groups(self._here.algorithm, self.opt.param_groups, saved)
+        return loading.merged_groups(self._here.algorithm, self.opt.param_groups, saved)
 
     def take_room(self, saved: Groups, entries: Sequence[Entry | None]) -> None:
         """Take over groups, and room for state as these stand-ins describe it; what it holds is undefined then.

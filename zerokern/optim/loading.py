@@ -21,7 +21,7 @@ from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import Checked, Entry, check_entry, copied
 from zerokern.optim.survey import Groups, names_of
 
-__all__ = ["checked_groups", "keep", "merged_groups", "room_for", "take_over"]
+__all__ = ["keep", "merged_groups", "room_for", "take_over"]
 
 Keep = Callable[[Holdings, Sequence[Checked]], list[Entry]]
 
@@ -39,8 +39,8 @@ _OURS = (
 )
 
 
-def merged_groups(groups: Groups, saved_groups: Groups) -> list[dict[str, Any]]:
-    """Our groups with the saved hyperparameters in them, as new dicts."""
+def merged_groups(algorithm: Algorithm, groups: Groups, saved_groups: Groups) -> list[dict[str, Any]]:
+    """Our groups with the saved hyperparameters in them, as new dicts, in which everything has been checked."""
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state_dict has {len(saved_groups)} param_groups, the optimizer has {len(groups)}")
     merged = []
@@ -48,7 +48,10 @@ def merged_groups(groups: Groups, saved_groups: Groups) -> list[dict[str, Any]]:
         if len(group["params"]) != len(saved["params"]):
             counts = f"{len(saved['params'])} parameters, the optimizer's has {len(group['params'])}"
             raise ValueError(f"param_groups[{number}] of the state_dict has {counts}")
-        merged.append({**group, **deepcopy({key: value for key, value in saved.items() if key not in _OURS})})
+        theirs = deepcopy({key: value for key, value in saved.items() if key not in _OURS})
+        merged.append({**group, **theirs, **dict(algorithm.fixed)})
+    for group in merged:
+        algorithm.checked(group)
     return merged
 
 
@@ -57,7 +60,7 @@ def take_over(here: Holdings, course: Course, groups: Groups, state_dict: dict[s
     here.refuse_in_child()
     course.abandon(groups)
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
-    merged = checked_groups(here.algorithm, groups, state_dict["param_groups"])
+    merged = merged_groups(here.algorithm, groups, state_dict["param_groups"])
     apart = bool(state_dict["state"]) and here.is_apart(groups)
     local = localised(here.local, groups, host=here.hosting(groups)) if apart or sharded(groups) else None
     subject = (groups, merged, state_dict) if local is None else local.loading(groups, merged, state_dict)
@@ -86,15 +89,6 @@ def room_for(here: Holdings, entries: Sequence[Checked]) -> HostPlace | None:
     room = here.room if all(param.is_cpu for param, _, _ in entries) else None
     here.torn = here.torn or room is not None  # until the load has ended
     return room
-
-
-def checked_groups(algorithm: Algorithm, groups: Groups, saved: Groups) -> list[dict[str, Any]]:
-    """As `merged_groups`, with hyperparameters that have been checked."""
-    merged = merged_groups(groups, saved)
-    for group in merged:
-        group.update(algorithm.fixed)
-        algorithm.checked(group)
-    return merged
 
 
 def _loaded_state(

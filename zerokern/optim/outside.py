@@ -13,6 +13,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,14 +33,11 @@ def plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
 
 
+@dataclass
 class Assigned:
-    """Whether anything was assigned since `clear`."""
+    """Whether anything was assigned since this was last set to False."""
 
-    def __init__(self) -> None:
-        self.changed = True
-
-    def clear(self) -> None:
-        self.changed = False
+    changed: bool = True
 
 
 def _marking(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +55,7 @@ _CHANGING = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem",
 class WatchedEntry(dict[str, Any]):
     """The state of one parameter: a dict of tensors.
 
-    >>> mark = Assigned(); entry = WatchedEntry({"step": 1}, mark); mark.clear()
+    >>> mark = Assigned(); entry = WatchedEntry({"step": 1}, mark); mark.changed = False
     >>> entry["step"] = 2; mark.changed
     True
     """
@@ -76,18 +74,14 @@ class WatchedEntry(dict[str, Any]):
 class WatchedState(defaultdict[Any, Any]):
     """`optimizer.state`, by parameter; reading a missing parameter makes an empty entry, as torch's does.
 
-    >>> state = WatchedState(); state.mark.clear()
+    >>> state = WatchedState(); state.mark.changed = False
     >>> state["p"]["step"] = 1; state.mark.changed, plain(state)
     (True, {'p': {'step': 1}})
     """
 
     def __init__(self, items: Mapping[Any, Any] | None = None) -> None:
-        self._mark = Assigned()
+        self._mark = self.mark = Assigned()
         super().__init__(None, {key: self._watched(entry) for key, entry in (items or {}).items()})
-
-    @property
-    def mark(self) -> Assigned:
-        return self._mark
 
     def __missing__(self, key: Any) -> WatchedEntry:
         self[key] = entry = self._watched({})
@@ -101,7 +95,7 @@ class WatchedState(defaultdict[Any, Any]):
         for key, entry in list(self.items()):
             if isinstance(entry, dict) and getattr(entry, "_mark", None) is not self._mark:
                 self[key] = self._watched(entry)
-        self._mark.clear()
+        self._mark.changed = False
 
     def copy(self) -> WatchedState:
         return WatchedState(plain(self))
@@ -155,8 +149,7 @@ class Witness:
     def renewed(cls, last: Witness | None, state: Mapping[Tensor, dict[str, Any]]) -> Witness:
         """Follow what was written or moved since `last`; the new one knows every parameter that has a master now."""
         if last is not None:
-            changed = {id(param): param for param in (*last.written(), *last.moved())}
-            follow([param for param in changed.values() if param in state], state, loaded=last.loaded)
+            last.catch_up(state)
         return cls(tracked(state))
 
     def look(self) -> None:
@@ -206,13 +199,12 @@ def _prints_of(params: list[Tensor]) -> list[int]:
 
 def tracked(state: Mapping[Any, Any]) -> list[Tensor]:
     """The parameters that have a master or a remainder."""
-    entries = [(param, entry) for param, entry in state.items() if isinstance(param, Tensor)]
-    return [param for param, entry in entries if "master" in entry or "remainder" in entry or _on_disk(entry)]
-
-
-def _on_disk(entry: Any) -> bool:
-    owner = on_disk_of(entry)
-    return owner is not None and owner.has_master
+    entries = [(param, entry, on_disk_of(entry)) for param, entry in state.items() if isinstance(param, Tensor)]
+    return [
+        param
+        for param, entry, owner in entries
+        if "master" in entry or "remainder" in entry or (owner is not None and owner.has_master)
+    ]
 
 
 def follow(params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]], *, loaded: bool = False) -> None:

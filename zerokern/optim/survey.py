@@ -112,7 +112,8 @@ class Survey:
         self.terms = [
             (share, dtype) for share in range(self.nshares) for dtype in checks.DTYPES if (share, dtype) in terms
         ]
-        self._sums = [(share, _SumsqColumns(self.chosen(share, dtype), dtype, self)) for share, dtype in self.terms]
+        chosen = [self.chosen(*term) for term in self.terms]
+        self._sums = [(some, array("q", compress(self.numels, some))) for some in chosen]
 
     def pointers(self, groups: Groups) -> array[int] | None:
         """The gradients' addresses, or None if anything but their addresses and values has changed since the survey."""
@@ -176,22 +177,11 @@ class Survey:
 
     def sumsq(self, pointers: array[int]) -> list[float]:
         """Sums of the squares of all gradients, by share."""
-        return [
-            added(columns.sumsq(pointers) for of, columns in self._sums if of == share) for share in range(self.nshares)
-        ]
-
-
-class _SumsqColumns:
-    """The gradients that are `chosen`, all of one dtype."""
-
-    def __init__(self, chosen: list[bool], dtype: torch.dtype, survey: Survey) -> None:
-        self.dtype = dtype
-        self.chosen = None if all(chosen) else chosen
-        self.numels = array("q", compress(survey.numels, chosen))
-
-    def sumsq(self, pointers: array[int]) -> float:
-        mine = pointers if self.chosen is None else array("Q", compress(pointers, self.chosen))
-        return added(sumsq_pointers(mine, self.numels, self.dtype))
+        found = [0.0] * self.nshares
+        for (share, dtype), (chosen, numels) in zip(self.terms, self._sums, strict=True):
+            mine = pointers if len(numels) == len(pointers) else array("Q", compress(pointers, chosen))
+            found[share] += added(sumsq_pointers(mine, numels, dtype))
+        return found
 
 
 def _resolved(param: Tensor) -> Tensor | None:

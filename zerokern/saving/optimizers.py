@@ -156,7 +156,7 @@ class Ours(Exchange, Steps):
         return {"class": type(opt).__name__, "tier": tier, "schedule": str(opt.schedule), "counters": counters}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
-        if any(group.get(LATE, False) for group in saved) and not self.delays:
+        if any(group.get(LATE, False) for group in saved) and not self.opt.holdings.delays:
             return [NOT_DELAYED]
         try:
             self._merged = self.merged(_with_places(self.opt, saved))
