@@ -90,8 +90,16 @@ class GradientBucket:
             self._take_late(place, grad)
         elif beside:
             self.beside.append((place, grad.detach()))
+        elif self.keeps:
+            grad = grad.resolve_neg()
+            before = self.arrived.get(place)
+            self.arrived[place] = grad.detach() if before is None else before + grad
         else:
-            self._take_in(place, grad)
+            if place in self._kept or place in self.arrived:
+                self._spans[place].add_(grad)
+            else:
+                self._spans[place].copy_(grad)
+            self.arrived[place] = None
 
     @staticmethod
     def _refuse(name: str, grad: Tensor) -> None:
@@ -111,18 +119,6 @@ class GradientBucket:
                 f"the gradient of {name!r} was computed with create_graph=True, and its graph would be lost in "
                 "reducing it; take gradients of gradients by torch.autograd.grad, and of the sum a plain backward()"
             )
-
-    def _take_in(self, place: int, grad: Tensor) -> None:
-        if not self.keeps:
-            if place in self._kept or place in self.arrived:
-                self._spans[place].add_(grad)
-            else:
-                self._spans[place].copy_(grad)
-            self.arrived[place] = None
-            return
-        grad = grad.resolve_neg()
-        before = self.arrived.get(place)
-        self.arrived[place] = grad.detach() if before is None else before + grad
 
     def _take_late(self, place: int, grad: Tensor) -> None:
         """The order of the units did not show that more would come."""
@@ -230,7 +226,7 @@ class GradientBucket:
         """No more is to arrive: zeros where nothing did and nothing was left. Whether to add to `reduced`."""
         assert self.buffer is not None
         for place, grad in self.beside:
-            self._take_in(place, grad)
+            self.take(place, grad, beside=False)
         self.beside.clear()
         self.closed = True
         waiting = {place: grad for place, grad in self.arrived.items() if grad is not None}

@@ -112,22 +112,22 @@ class Home(Residence):
         return sharding
 
     def intercept(self, leaf: Tensor, *, beside: bool = False) -> object:
-        """The sharding is handed the gradients of a leaf while the result, or a graph, is held.
+        """The sharding's reduction is handed the gradients of a leaf while the result, or a graph, is held.
 
         Of the leaf that modules compute with, or of one `beside` that: then two of them may arrive in one pass.
         """
-        return hooks.before_accumulation(leaf, partial(self._hand_over, beside))
+        if self.gradients is None:
+            return hooks.before_accumulation(leaf, self._refuse_gradient)
+        return hooks.before_accumulation(
+            leaf, partial(self.sharding.reduction.arrived, self.gradients, self.place, beside)
+        )
 
-    def _hand_over(self, beside: bool, grads: tuple[Tensor | None, ...]) -> tuple[None]:
-        """Nothing is left to accumulate."""
-        grad, bucket = grads[0], self.gradients
-        if grad is not None:
-            if bucket is None:
-                raise ShardError(
-                    f"{self.name!r} was frozen when the model was sharded, and has no place for gradients; "
-                    "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
-                )
-            self.sharding.reduction.arrived(bucket, self.place, grad, beside)
+    def _refuse_gradient(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
+        if grads[0] is not None:
+            raise ShardError(
+                f"{self.name!r} was frozen when the model was sharded, and has no place for gradients; "
+                "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
+            )
         return (None,)
 
     def adopt_hooks(self, param: Tensor) -> None:

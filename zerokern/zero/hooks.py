@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "accumulates",
+    "accumulator",
     "after_accumulation",
     "after_loading",
     "at_end_of_backward",
@@ -55,17 +56,18 @@ def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, .
     The node that would accumulate asks its pre-hooks first, after the hooks of the tensor itself; None in place of the
     gradient leaves it with nothing to do. The node lives as long as somebody holds it.
     """
-    node: Any = _node_of(param)
+    node: Any = accumulator(param)
     node.register_prehook(receive)
     return node
 
 
 def accumulates(node: object, param: Tensor) -> bool:
     """Whether gradients of the leaf still go through the node: `set_` and an exchange of bodies renew it."""
-    return _node_of(param) is node
+    return accumulator(param) is node
 
 
-def _node_of(leaf: Tensor) -> Any:
+def accumulator(leaf: Tensor) -> Any:
+    """The node that accumulates the gradient of a leaf, which lives as long as somebody holds it."""
     with torch._C.DisableTorchFunctionSubclass():  # of the leaf itself, whatever it stands for
         return torch.autograd.graph.get_gradient_edge(leaf).node
 

@@ -44,9 +44,9 @@ def place(
             give_home(param, home)
             home.seen_version = param._version
         if param.requires_grad:  # before the bucket is released: autograd looks at the memory once
-            sharding.nodes[home.name] = home.intercept(param if tenant.full is None else tenant.full)
+            sharding.nodes[home.name] = hooks.accumulator(param if tenant.full is None else tenant.full)
             if tenant.full is not None:  # a Function can be given the parameter itself
-                sharding.more_nodes.append(home.intercept(param))
+                sharding.more_nodes.append(hooks.accumulator(param))
         homes.append(home)
     memory.release()
     return homes

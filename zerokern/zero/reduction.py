@@ -51,8 +51,16 @@ class Reduction:
         """The shared buffers, wherever they are."""
         return [*self._free, *self._lent.values()]
 
-    def arrived(self, bucket: GradientBucket, place: int, grad: Tensor, beside: bool) -> None:
-        """Called by autograd, once for each parameter and pass; more often for leaves `beside` the usual one."""
+    def arrived(
+        self, bucket: GradientBucket, place: int, beside: bool, grads: tuple[Tensor | None, ...]
+    ) -> tuple[None]:
+        """Called by autograd, once for each parameter and pass; more often for leaves `beside` the usual one.
+
+        Nothing is left to accumulate.
+        """
+        grad = grads[0]
+        if grad is None:
+            return (None,)
         if not self.active or self._task != torch._C._current_graph_task_id():
             self._begin()
         if not bucket.opened and not bucket.keeps and not beside:
@@ -60,6 +68,7 @@ class Reduction:
         bucket.take(place, grad, beside)
         if bucket.expected <= len(bucket.arrived):
             self._complete(bucket)
+        return (None,)
 
     def _begin(self) -> None:
         if self.active:

@@ -145,6 +145,10 @@ class Sharding:
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.publisher.gradient_buckets = self.gradient_buckets
         self.reduction = Reduction(self.gradient_buckets, self.group)
+        for tenant, home in self._trained():
+            for leaf in (tenant.param, tenant.full):
+                if leaf is not None:
+                    home.intercept(leaf)
 
     def _hook_forwards(self, units: Sequence[Unit]) -> None:
         self.gatherer: Gatherer | None = None
