@@ -20,11 +20,10 @@ from zerokern.kernels.checks import SpanList
 from zerokern.kernels.triton import sumsq
 from zerokern.kernels.triton.bucket import BucketTable
 from zerokern.kernels.triton.codecs import TYPES
-from zerokern.kernels.triton.flatten import flatten_rows
+from zerokern.kernels.triton.flatten import move_rows
 from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, row_width, sum_columns
 from zerokern.kernels.triton.strided import merged, move_strided, strided_rows
 from zerokern.kernels.triton.sumsq import SumsqTable
-from zerokern.kernels.triton.unflatten import unflatten_rows
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -171,15 +170,15 @@ def test_the_last_tile_of_2_to_the_33_elements(into: bool) -> None:
     base = number * tile
     source, target = values(tile), torch.full((tile + 1,), 77.0, device=DEVICE)
     bucket, tensor = (target, source) if into else (source, target)
-    kernel = flatten_rows if into else unflatten_rows
-    kernel[(1,)](
+    move_rows[(1,)](
         bucket, None, None, None,
         torch.tensor([[0, number]], dtype=torch.int32, device=DEVICE),
         torch.tensor([tensor.data_ptr() - 4 * base], device=DEVICE),
         torch.tensor([-base], device=DEVICE),
         torch.tensor([FAR], device=DEVICE),
         2.0, None, 0,
-        TYPE=TYPES[torch.float32], VEC=4, WIDTH=row_width(4), STATS=False, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        TYPE=TYPES[torch.float32], IN=into, VEC=4, WIDTH=row_width(4), STATS=False, num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
     assert same_bits(target[:-1].cpu(), (source * 2.0).cpu()) and target[-1] == 77.0
 

@@ -10,7 +10,7 @@ OPS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream"
 SHELVES = ("cpu/{op}/", "tests/kernels/test_{op}.py", "bench/ops/{op}.py")
 ENGINES = ("io",)  # no kernel: native code with a package of its own
 ENGINE_SHELVES = ("cpu/{op}/", "zerokern/{op}/", "tests/{op}/", "bench/ops/{op}.py")
-GPU_OPS = {"flatten": "flatten", "unflatten": "flatten", "fingerprint": "ops"}  # and the section that measures it
+GPU_OPS = {"flatten": "flatten", "fingerprint": "ops"}  # and the section that measures it; flatten goes both ways
 GPU_SHELVES = ("zerokern/kernels/triton/{op}.py", "tests/kernels/test_{test}.py", "bench/gpu/sections/{section}.py")
 KERNEL_OF = {"cast": "accumulate"}  # a cast is a sum of one source: the same loop
 TRITON = "zerokern/kernels/triton/{op}.py"
@@ -25,7 +25,7 @@ def empty_places(paths: Collection[str]) -> list[str]:
     shelves = SHELVES + ((TRITON,) if has_triton else ())
     wanted = [place(shelf, op) for op in OPS for shelf in shelves]
     for op, section in GPU_OPS.items() if has_triton else ():  # on a CPU: casts into spans, and the disk's checksum
-        wanted += [shelf.format(op=op, test=op.removeprefix("un"), section=section) for shelf in GPU_SHELVES]
+        wanted += [shelf.format(op=op, test=op, section=section) for shelf in GPU_SHELVES]
     wanted += [shelf.format(op=engine) for engine in ENGINES for shelf in ENGINE_SHELVES]
     return [spot for spot in wanted if not any(path.startswith(spot) for path in paths)]
 

@@ -97,7 +97,8 @@ def probe(folder: str | os.PathLike[str]) -> Probe:
 
 def cached(folder: str | os.PathLike[str]) -> Probe | None:
     """What an earlier probe of this device found; None where there was none, or where the file is damaged."""
-    return _load(_place(folder))
+    kept = _load(_place(folder))
+    return None if kept is None else kept[1]
 
 
 def probes() -> dict[str, Probe]:
@@ -110,12 +111,7 @@ def probes() -> dict[str, Probe]:
         paths = sorted(env.cache_folder().glob("disk-*.json"))
     except OSError:
         return {}
-    found = {}
-    for path in paths:
-        kept = _load(path)
-        if kept is not None:
-            found[_folder_of(path)] = kept
-    return found
+    return dict(kept for path in paths if (kept := _load(path)) is not None)
 
 
 def _place(folder: str | os.PathLike[str]) -> Path:
@@ -125,22 +121,16 @@ def _place(folder: str | os.PathLike[str]) -> Path:
     return env.cache_folder() / f"disk-{device:x}-{system:x}-{platform.release()}.json"
 
 
-def _load(path: Path) -> Probe | None:
+def _load(path: Path) -> tuple[str, Probe] | None:
+    """The folder that was asked about, and what was found."""
     try:
         found = json.loads(path.read_text())
         kept = Probe(**{field.name: found[field.name] for field in fields(Probe)})
         if not 1 <= kept.depth <= 4096 or kept.block < 4096 or kept.block % 4096:
             return None
-        return kept
+        return str(found.get("folder", path.name)), kept
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _folder_of(path: Path) -> str:
-    try:
-        return str(json.loads(path.read_text())["folder"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return path.name
 
 
 def _keep(folder: Path, found: Probe) -> None:

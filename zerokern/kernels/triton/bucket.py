@@ -12,10 +12,9 @@ from torch import Tensor
 from zerokern.kernels.checks import BucketSpan
 from zerokern.kernels.triton.backend import capturing, check_device
 from zerokern.kernels.triton.codecs import TYPES
-from zerokern.kernels.triton.flatten import flatten_rows
+from zerokern.kernels.triton.flatten import move_rows
 from zerokern.kernels.triton.rows import NUM_WARPS, TILE_ROWS, row_width
 from zerokern.kernels.triton.strided import move_strided, strided_rows
-from zerokern.kernels.triton.unflatten import unflatten_rows
 from zerokern.kernels.triton.upload import refresh, tile_map, upload
 
 __all__ = ["BucketTable"]
@@ -84,10 +83,8 @@ class BucketTable:
                 move_strided[grid](*first, launch.rows, *last, IN=into, **common)
             else:
                 wider = max(launch.dtype.itemsize, self._dtype.itemsize)
-                kernel = flatten_rows if into else unflatten_rows
-                kernel[grid](
-                    *first, self._offsets, self._numels, *last, VEC=16 // wider, WIDTH=row_width(wider), **common
-                )
+                shape = {"VEC": 16 // wider, "WIDTH": row_width(wider)}
+                move_rows[grid](*first, self._offsets, self._numels, *last, IN=into, **shape, **common)
 
     def _sent(self, addresses: list[int]) -> Tensor:
         """The addresses on the device. What a capture sends arrives at a replay, so no other run may count on it."""

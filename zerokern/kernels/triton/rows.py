@@ -11,24 +11,21 @@ depends on the layout that the compiler chose. The order in terms of torch: `zer
 
 from __future__ import annotations
 
-from itertools import product
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from zerokern.kernels.triton.ahead import Promises, make_job
-from zerokern.kernels.triton.codecs import POINTERS, TYPES, rounded, widened, widened64
+from zerokern.kernels.triton.codecs import rounded, widened, widened64
 
 __all__ = [
+    "LAST_ROWS",
     "NUM_WARPS",
+    "ROWS",
+    "SOME_ROWS",
     "TILE_ROWS",
     "add_squares",
     "finish_stats",
     "is_last_program",
     "move_tile",
-    "row_jobs",
     "row_width",
     "sum_columns",
     "sum_halves",
@@ -36,7 +33,6 @@ __all__ = [
 ]
 
 NUM_WARPS = 4
-REGISTERS = 104
 TILE_ROWS = tl.constexpr(16)  # of `row_width` elements each
 ROWS = tl.constexpr(8)  # of these in flight at once
 SOME_ROWS = tl.constexpr(2)  # where each element is an access of its own
@@ -162,45 +158,3 @@ def finish_stats(stats, partials, counter, total, follows):
             total += tl.load(stats)
         tl.store(stats, total)
         tl.store(stats + 1, tl.where(tl.abs(total) < float("inf"), 0.0, 1.0).to(tl.float64))
-
-
-def row_jobs(kernel: Any, every: bool, into: bool) -> list[dict[str, Any]]:
-    """Jobs of `ahead` for flatten and unflatten."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    choices = (
-        [(*pair, stats, stats) for pair in product(TYPES, TYPES) for stats in (True, False)]
-        if every
-        else (
-            (bf16, bf16, True, False),
-            (fp32, bf16, True, True),
-            (bf16, fp32, True, False),
-            (bf16, bf16, False, False),
-        )
-    )
-    return [_row_job(kernel, into, *choice) for choice in choices]
-
-
-def _row_job(
-    kernel: Any, into: bool, tensor: torch.dtype, bucket: torch.dtype, stats: bool, factor: bool
-) -> dict[str, Any]:
-    wider = max(tensor.itemsize, bucket.itemsize)
-    source, target = (tensor, bucket) if into else (bucket, tensor)
-    signature = {"bucket": POINTERS[bucket], "tiles": "*i32", "pointers": "*i64", "offsets": "*i64", "numels": "*i64"}
-    signature |= {"scale": "fp32", "follows": "i32"}
-    optional = {"stats": "*fp64", "partials": "*fp64", "counter": "*i32"} if stats else {}
-    optional |= {"factor": "*fp32"} if factor else {}
-    absent = {name: None for name in ("stats", "partials", "counter", "factor") if name not in optional}
-    return make_job(
-        kernel,
-        f"{source}-{target}{'-stats' * stats}{'-factor' * factor}".replace("torch.", ""),
-        signature | optional,
-        absent | {"TYPE": TYPES[tensor], "VEC": 16 // wider, "WIDTH": row_width(wider), "STATS": stats},
-        Promises(
-            REGISTERS,
-            fma={"f64": (ROWS.value + SOME_ROWS.value + LAST_ROWS.value) * 16 // wider} if stats else {},
-            wide=tuple(way for way, dtype in (("load", source), ("store", target)) if dtype.itemsize == wider),
-            shared=8 * row_width(wider) if stats else 0,
-        ),
-        num_warps=NUM_WARPS,
-        aligned=[name for name in ("partials", "counter", "tiles", "pointers") if name not in absent],
-    )
