@@ -52,6 +52,7 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nvme]
             return Store(*arguments, depth=8, block=1 << 16, faults=faults, **keywords)
 
         monkeypatch.setattr(place, "Store", open_store)
+        monkeypatch.setattr(place, "LEAST_RING", 1)
         return Nvme(tmp_path / f"tier{next(numbers)}", **{"ring_nbytes": RING_NBYTES, **settings})
 
     return make

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,12 +113,6 @@ def test_schedules_that_do_not_exist(wrong: Any, kind: type, words: list[str]) -
 def test_numbers_of_exact_steps_that_are_none(after: Any, kind: type) -> None:
     with pytest.raises(kind, match="after="):
         zk.Delayed(after=after)
-
-
-@pytest.mark.parametrize("wrong", ["overlap", zk.Delayed(after=3)])
-def test_state_on_disk_is_updated_in_order_only(wrong: Any, tier: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"(?s)schedule=.*[Nn]vme"):
-        zk.AdamW([torch.nn.Parameter(torch.ones(3))], tier=tier(), schedule=wrong)
 
 
 @pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed()], ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -88,7 +90,7 @@ class TestPlanned:
             ({"schedule": "late"}, "schedule='late' is not possible; allowed: 'sync', 'overlap' or zk.Delayed"),
             ({"schedule": "overlap"}, r"schedule='overlap' is not possible; .* or tier='cpu'"),
             ({"schedule": zk.Delayed()}, r"schedule=Delayed\(after=0\) is not possible"),
-            ({"schedule": "overlap", "tier": "nvme"}, "allowed: 'sync' with state on NVMe"),
+            ({"schedule": "overlap", "tier": "nvme"}, r"schedule='overlap' is not possible; .* or tier='cpu'"),
         ],
     )
     def test_refused(self, asked: dict, says: str) -> None:
@@ -116,6 +118,18 @@ def test_one_process_to_the_page(dtype: torch.dtype, schedule: object, formats: 
     assert {role: n for role, n in measured.roles.items() if role not in padded} == {
         role: n for role, n in plan.roles.items() if role not in padded
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_on_disk_with_a_delay_to_the_page(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Values and gradients are in host memory, and no state."""
+    model, schedule, tier = Odd(dtype), zk.Delayed(), zk.Nvme(tmp_path / "swap", ring_nbytes="1M")
+    opt = zk.AdamW(model.parameters(), tier=tier, schedule=schedule)
+    asked = {"stage": 0, "tier": tier, "schedule": schedule, "device": "cpu"}
+    plan, measured = planned_and_measured(model, opt, **asked)
+    assert measured.pinned == plan.pinned > 0
+    for role in (*TWINS, "ring", "remainder", "exp_avg", "exp_avg_sq"):
+        assert measured.roles.get(role) == plan.roles.get(role), role
 
 
 @pytest.mark.parametrize("schedule", ["sync", zk.Delayed()], ids=str)

@@ -11,7 +11,7 @@ from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import FreeSpans
 from zerokern.memory.place import DevicePlace, HostPlace, Place, Wanted
-from zerokern.memory.staging import CudaDriver, Ring, Slot, flow
+from zerokern.memory.staging import CudaDriver, Ring, Slot, flow, flowing
 
 __all__ = [
     "Arena",
@@ -26,4 +26,5 @@ __all__ = [
     "Slot",
     "Wanted",
     "flow",
+    "flowing",
 ]

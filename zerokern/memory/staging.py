@@ -8,9 +8,10 @@ order, so nobody waits here for a store that nobody needs yet.
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +24,7 @@ from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.batches import runtime_library
 from zerokern.memory.signals import HeldSignals
 
-__all__ = ["CudaDriver", "CudaMark", "Ring", "Slot", "Ticket", "flow", "given", "passed", "stream_number"]
+__all__ = ["CudaDriver", "CudaMark", "Ring", "Slot", "Ticket", "flow", "flowing", "given", "passed", "stream_number"]
 
 
 class Ticket(Protocol):
@@ -112,29 +113,44 @@ def flow(
     item 2 in slot 0
     >>> ring.close(); arena.close()
     """
+    with HeldSignals() as signals:
+        for _ in flowing(ring, count, fetch, compute, store, progress, signals.deliver):
+            pass
+
+
+def flowing(
+    ring: Ring,
+    count: int,
+    fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
+    compute: Callable[[int, Slot], object],
+    store: Callable[[int, Slot], Ticket | None],
+    progress: Callable[[int], object] | None = None,
+    between: Callable[[], object] | None = None,
+) -> Generator[int, None, None]:
+    """As `flow`, item by item: how many have been computed, while those after them are on their way in.
+
+    The end waits for what is on its way out; `close` breaks it off, and waits for whatever is under way. `between` is
+    called before each item. Signals are not held: it is for threads that they do not reach.
+
+    >>> arena = Arena(1 << 20)
+    >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
+    >>> fetch = lambda i, slot, after: print(f"fetch {i}")
+    >>> two = flowing(ring, 3, fetch, compute=lambda i, slot: None, store=lambda i, slot: None)
+    >>> next(two)
+    fetch 0
+    fetch 1
+    fetch 2
+    1
+    >>> two.close(); ring.close(); arena.close()
+    """
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ValueError(got("count", count, "a whole number from 0 on"))
     if ring.flowing or not ring.slots:
         raise StateError(
             f"the ring is {'in use by another flow()' if ring.flowing else 'closed'}; make one for this flow"
         )
-    with HeldSignals() as signals:
-        ring.flowing = True
-        try:
-            _run(ring.slots, count, fetch, compute, store, progress, signals)
-        finally:
-            ring.flowing = False
-
-
-def _run(
-    slots: list[Slot],
-    count: int,
-    fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
-    compute: Callable[[int, Slot], object],
-    store: Callable[[int, Slot], Ticket | None],
-    progress: Callable[[int], object] | None,
-    signals: HeldSignals,
-) -> None:
+    ring.flowing = True
+    slots, process = ring.slots, os.getpid()
     depth = len(slots)
     fetched: list[Ticket | None] = [None] * depth
     waiting: Ticket | None = None
@@ -142,7 +158,8 @@ def _run(
         for i, slot in enumerate(slots[:count]):
             fetched[i] = fetch(i, slot, None)
         for i in range(count):
-            signals.deliver()
+            if between is not None:
+                between()
             k = i % depth
             slot = slots[k]
             # The fetch first: it ends after the store before it, so one sleep serves both.
@@ -161,17 +178,20 @@ def _run(
                 fetched[k] = fetch(i + depth, slot, slot.drained)
             if progress is not None:
                 progress(i + 1)
+            yield i + 1
         for i in range(max(0, count - depth), count):
             waiting = slots[i % depth].drained
             if waiting is not None:
                 waiting.wait()
     except BaseException as first:
         raised_it = waiting if isinstance(first, Exception) else None
-        _drain([*fetched, *(slot.drained for slot in slots)], raised_it, first)
+        if os.getpid() == process:  # in a forked child nothing of it will end
+            _drain([*fetched, *(slot.drained for slot in slots)], raised_it, first)
         raise
     finally:
         for slot in slots:
             slot.drained = None
+        ring.flowing = False
 
 
 def _drain(tickets: list[Ticket | None], raised_it: Ticket | None, first: BaseException) -> None:

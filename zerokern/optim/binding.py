@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.core.errors import KernelError
 from zerokern.memory import HostPlace
 from zerokern.optim.formats import Algorithm, Slot
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.outside import WatchedState, Witness
-from zerokern.optim.rows import Row, count_step, set_groups, table_of
+from zerokern.optim.rows import Row, Turns, count_step, row_ranges, set_groups, table_of
 from zerokern.optim.state import Entry, Exact, StepBook, begin, check_entries, make, pull, untangled
 from zerokern.optim.survey import Groups, Survey, same_objects
 
 
 class Binding:
     """Made from a survey; valid as long as the survey is and `intact` says so."""
+
+    rests_on_disk = False
 
     def __init__(
         self,
@@ -41,6 +44,8 @@ class Binding:
         """
         self._algorithm, self.survey, self._state = algorithm, survey, state
         self._exact, self._room = exact, room
+        self.begun = False  # whether anything of the last update that was prepared may have been made
+        self.turns: Turns = ()
         present = set(map(id, survey.everyone))
         last = {} if previous is None else previous.rows
         self.rows: dict[int, Row] = {key: row for key, row in last.items() if key in present}
@@ -120,19 +125,50 @@ class Binding:
         known = state is self._state and not state.mark.changed
         return known and self._whereabouts.unchanged() and self.book.untouched()
 
+    def arrange(self, turns: Turns) -> None:
+        """An update is to be made turn by turn: each has the parameters in these places of the optimizer's."""
+        if turns != self.turns:
+            self.turns = turns
+            self._arrange()
+
+    def _arrange(self) -> None:
+        rows = {number: row for row, number in enumerate(self.survey.numbers)}
+        self._ranges = [row_ranges(members, rows) for members in self.turns]
+
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         """Everything that the native call reads: hyperparameters, step counts, where the gradients are."""
+        self.begun = False
         set_groups(self.table, self.groups, settings)
         self.table.columns["grad"][:] = pointers
 
-    def tensors_of(self, param: Tensor) -> Sequence[Tensor]:
+    def nbytes_of(self, param: Tensor) -> int:
         """The state that an update of this parameter reads and writes."""
         row = self.rows.get(id(param))
-        return () if row is None else row.tensors
+        return 0 if row is None else sum(one.nbytes for one in row.tensors)
 
     def run(self, scale: float) -> None:
         """The update: one native call."""
         self.table.run(scale)
+
+    def take_turn(self, turn: int, scale: float) -> None:
+        """Its share of an update that has been arranged and prepared; any thread may, one after the other."""
+        for first, end in self._ranges[turn]:
+            self.run_rows(scale, first, end)
+
+    def run_rows(self, scale: float, begin: int = 0, end: int | None = None) -> None:
+        """An update of these rows of the table."""
+        before, self.begun = self.begun, True
+        try:
+            self.table.run(scale, begin, end)
+        except KernelError:  # refused before it wrote anything
+            self.begun = before
+            raise
+
+    def put_away(self) -> None:
+        """Returns once what the turns have changed is where it rests."""
+
+    def break_off(self) -> None:
+        """No further turn will be taken."""
 
     @property
     def carried_out(self) -> bool:

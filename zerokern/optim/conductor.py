@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from zerokern.core.errors import KernelError, StateError
+from zerokern.core.errors import StateError
 from zerokern.optim.decide import Decision
-from zerokern.optim.parts import Part, parts_of, row_ranges
+from zerokern.optim.parts import Part, parts_of
 from zerokern.schedule import Delayed, Program, Span, program_of
 from zerokern.schedule.executor import Executor, Run
 
@@ -31,14 +31,10 @@ _EDITED = (
 
 
 class UnderWay:
-    """An update that has been handed over. `begun`: whether anything of it may have been written.
-
-    `in_place`: gradients are read where the program has them.
-    """
+    """An update that has been handed over. `in_place`: gradients are read where the program has them."""
 
     def __init__(self, binding: Binding, decision: Decision, *, in_place: bool) -> None:
         self.binding, self.decision, self.in_place = binding, decision, in_place
-        self.begun = False
         self.owed = False  # it is published as soon as it is done
         self.stepped = False  # the binding has accounted for it
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
@@ -54,25 +50,27 @@ class UnderWay:
             if op.verb == "Publish":
                 self.run.perform(op.verb, op.what)
 
-    def step(self, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Update rows of the table; whether there was anything to update them with."""
+    @property
+    def begun(self) -> bool:
+        """Whether anything of it may have been written, or counts as if it had been."""
+        return self.binding.begun or self.stepped
+
+    def step(self, turn: int) -> bool:
+        """Take a turn of the update; whether there was anything to update with."""
         scale = self.decision.scale
-        if scale is None:
-            return False
-        for begin, end in ranges:
-            before = self.begun
-            self.begun = True
-            try:
-                self.binding.table.run(scale, begin, end)
-            except KernelError:  # refused before it wrote anything
-                self.begun = before
-                raise
-        return True
+        if scale is not None:
+            self.binding.take_turn(turn, scale)
+        return scale is not None
+
+    def put_away(self) -> None:
+        """State that lies elsewhere is there again."""
+        if self.decision.scale is not None:
+            self.binding.put_away()
 
     def refuse_edits(self, readings: Sequence[tuple[Tensor, int]]) -> None:
         """Who zeroes or scales gradients while they are read gets an update of neither."""
         if any(grad._version != version for grad, version in readings):
-            self.begun = True
+            self.binding.begun = True
             raise StateError(_EDITED)
 
 
@@ -83,6 +81,8 @@ class Conductor:
         self.schedule = schedule
         self._executor = Executor(recorder)
         self._parts: tuple[Local | None, list[Part]] = (None, [])
+        self._taken: list[Part] = []  # those that the update at hand is about
+        self._turns: dict[str, int] = {}
         self._program: tuple[tuple[Any, ...], Program] | None = None
 
     def parts(self, local: Local) -> list[Part]:
@@ -91,6 +91,15 @@ class Conductor:
             parts = parts_of(local.pieces, local.homes)
             self._parts = (local, parts)
         return parts
+
+    def arrange(self, local: Local, binding: Binding) -> None:
+        """An update is about to be prepared: its parts are updated in the order in which forwards need them, or, with
+        a delay, in that of the next gradients."""
+        there = set(binding.survey.numbers)
+        self._taken = [part for part in self.parts(local) if not there.isdisjoint(part.members)]
+        order = self._taken[::-1] if isinstance(self.schedule, Delayed) else self._taken
+        binding.arrange([part.members for part in order])
+        self._turns = {part.name: turn for turn, part in enumerate(order)}
 
     def submit(
         self,
@@ -109,24 +118,23 @@ class Conductor:
         """
         host = local.host
         rows = {number: row for row, number in enumerate(binding.survey.numbers)}
-        parts = [part for part in self.parts(local) if any(member in rows for member in part.members)]
+        parts = self._taken
         under_way = UnderWay(binding, decision, in_place=host is None)
         actions: dict[tuple[str, str], Action] = {
             ("Norm", "all"): partial(_decide, decision, departures, not isinstance(self.schedule, Delayed))
         }
         ready = None if host is None else host.here()
         for part in parts:
-            ranges = row_ranges(part, rows)
-            name = part.name
+            name, turn = part.name, self._turns[part.name]
             if name in tickets:
                 actions["Fetch", name] = partial(_given, tickets[name])
             if host is None:
-                actions["Step", name] = partial(_step_in_place, under_way, ranges, local.readings(part.members))
+                actions["Step", name] = partial(_step_in_place, under_way, turn, local.readings(part.members))
             else:
                 twins = host.of(local.near[member] for member in part.members if member in rows)
                 for twin in twins:
                     twin.free = False
-                actions["Step", name] = partial(_step_twins, under_way, ranges, host, twins)
+                actions["Step", name] = partial(_step_twins, under_way, turn, host, twins)
                 if host.copies is not None:
                     actions["Store", name] = partial(_store, under_way, host, twins, ready)
             actions["Publish", name] = _nothing
@@ -134,6 +142,8 @@ class Conductor:
                 actions["Publish", name] = partial(host.put, twins)
             if publishes and part.sharding is not None and part.sharding.publisher.gathers:
                 actions["Gather", name] = partial(_gather, under_way, part, None if host is None else host.driver)
+        if binding.rests_on_disk:
+            actions["Store", "state"] = under_way.put_away
         program = self._program_of(local, binding, parts, rows, tickets, publishes)
         ahead = ("Publish",) if isinstance(self.schedule, Delayed) else ()
         under_way.run = self._executor.submit(program, actions, ahead=ahead)
@@ -167,16 +177,18 @@ class Conductor:
                     sum(numels),
                     grad_nbytes=sum(n * survey.grad_dtypes[row].itemsize for n, row in zip(numels, taken, strict=True)),
                     param_nbytes=sum(survey.params[row].nbytes for row in taken),
-                    state_nbytes=sum(one.nbytes for row in taken for one in binding.tensors_of(survey.params[row])),
+                    state_nbytes=sum(binding.nbytes_of(survey.params[row]) for row in taken),
                     own_master=survey.layouts[taken[0]].master_format != "fp32",
                     fetched=part.name in tickets,
                     stored=crosses,
                     gather_nbytes=part.sharding.publisher.sent_nbytes(part.bucket) if gathers else 0,
                 )
             )
-        key = (self.schedule, publishes, tuple(spans))
+        key = (self.schedule, publishes, binding.rests_on_disk, tuple(spans))
         if self._program is None or self._program[0] != key:
-            made = program_of(self.schedule, spans, shadow=crosses, at_once=not publishes)
+            made = program_of(
+                self.schedule, spans, shadow=crosses, at_once=not publishes, on_disk=binding.rests_on_disk
+            )
             self._program = (key, made)
         return self._program[1]
 
@@ -224,15 +236,13 @@ def _nothing() -> None:
     pass
 
 
-def _step_in_place(
-    under_way: UnderWay, ranges: Sequence[tuple[int, int]], readings: Sequence[tuple[Tensor, int]]
-) -> None:
-    under_way.step(ranges)
+def _step_in_place(under_way: UnderWay, turn: int, readings: Sequence[tuple[Tensor, int]]) -> None:
+    under_way.step(turn)
     under_way.refuse_edits(readings)
 
 
-def _step_twins(under_way: UnderWay, ranges: Sequence[tuple[int, int]], host: Host, twins: Sequence[Twin]) -> None:
-    host.consumed(twins, updated=under_way.step(ranges))
+def _step_twins(under_way: UnderWay, turn: int, host: Host, twins: Sequence[Twin]) -> None:
+    host.consumed(twins, updated=under_way.step(turn))
 
 
 def _store(under_way: UnderWay, host: Host, twins: Sequence[Twin], ready: Any) -> Any:

@@ -172,6 +172,7 @@ class Course:
             return
         with local.accord.prepared():
             bound = bind()
+        self._conduct().arrange(local, bound)
         prepare(bound)
         for publisher in local.publishers if lazily else ():
             publisher.prepare()
@@ -282,6 +283,7 @@ class Course:
     def _give_up(self, under_way: UnderWay, error: Exception) -> None:
         if self.under_way is under_way:
             self.under_way = None
+            under_way.binding.break_off()
             if self._holdings.local is not None and self._holdings.local.accord.in_company:
                 self._holdings.untold, self._behind = str(error), under_way
             self._holdings.torn = self._holdings.torn or under_way.begun or bool(self._holdings.untold)

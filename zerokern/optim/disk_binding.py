@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from inspect import GEN_RUNNING, getgeneratorstate
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from zerokern.io.place import Record
-from zerokern.memory import Slot, flow
+from zerokern.memory import Slot, flow, flowing
 from zerokern.optim.binding import Binding
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_state import described, moved_in, stand_ins
@@ -44,6 +49,8 @@ class Item(NamedTuple):
 class DiskBinding(Binding):
     """What `Binding` is to state in memory: the rows of its table are spans, whose state is in the ring in its turn."""
 
+    rests_on_disk = True
+
     def __init__(
         self,
         algorithm: Algorithm,
@@ -57,8 +64,8 @@ class DiskBinding(Binding):
         exact: Exact | None = None,
     ) -> None:
         """As `Binding`. Nothing is written to the state before there is room on disk for all of it."""
-        self._disk = disk
-        self._computing, self._done = -1, False
+        self._disk, self._param_groups, self._done = disk, groups, False
+        self._flow: Generator[int, None, None] | None = None
         super().__init__(algorithm, survey, groups, state, initial=initial, previous=None, witness=witness, exact=exact)
 
     def _find(self) -> None:
@@ -132,7 +139,11 @@ class DiskBinding(Binding):
             self._state[self.survey.params[i]] = {**entry, **others}
 
     def _plan(self, groups: Groups) -> None:
-        """The rows of the table, record by record, with their state at the addresses that it will have in the ring."""
+        """The rows of the table, record by record, with their state at the addresses that it will have in the ring.
+
+        Where an update is made turn by turn, a record with spans of several comes in the first of these: from there on
+        all gradients may be read, and what is updated early is not seen early.
+        """
         survey, slots = self.survey, self._disk.ring.slots if self._disk.is_open else []
         visits: dict[Record, list[tuple[int, Stretch]]] = {}
         loose: list[int] = []
@@ -142,12 +153,17 @@ class DiskBinding(Binding):
                 continue
             for place in owner.places:
                 visits.setdefault(place.record, []).append((i, place))
+        turn_of = {number: turn for turn, members in enumerate(self.turns) for number in members}
+        turns = [turn_of.get(number, 0) for number in survey.numbers]
+        first = {record: min(turns[i] for i, _ in some) for record, some in visits.items()}
+        loose.sort(key=turns.__getitem__)
         self._items: list[Item] = []
         rows: list[SpanRow] = []
         self._index: list[int] = []
         starts: list[int] = []
         self.numels: list[int] = []
-        for number, (record, some) in enumerate(visits.items()):
+        for number, record in enumerate(sorted(visits, key=first.__getitem__)):
+            some = visits[record]
             slot = slots[number % len(slots)]
             begin = len(rows)
             for i, place in some:
@@ -156,7 +172,10 @@ class DiskBinding(Binding):
                 starts.append(place.start)
                 self.numels.append(place.numel)
             self._items.append(Item(record, begin, len(rows), some))
+        self._ends = list(accumulate(Counter(first.values())[turn] for turn in range(len(self.turns))))
+        loose_ends = list(accumulate(Counter(turns[i] for i in loose)[turn] for turn in range(len(self.turns))))
         self._loose = len(rows)
+        self._loose_ends = [self._loose + end for end in (0, *loose_ends)]
         for i in loose:
             rows.append(self._row(i, None, None))
             self._index.append(i)
@@ -181,27 +200,57 @@ class DiskBinding(Binding):
                 pointers.setdefault(column.column, slot.lease.ptr + inside)
         return SpanRow(layout, owner is not None and owner.first, pointer_words(pointers))
 
+    def _arrange(self) -> None:
+        self._plan(self._param_groups)
+
+    def nbytes_of(self, param: Tensor) -> int:
+        owner = on_disk_of(self._state.get(param))
+        return 0 if owner is None else sum(one.nbytes for one in owner.described().values())
+
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
+        self._disk.check()
+        self._disk.begin_change()
+        self._done = False
         starts = map(pointers.__getitem__, self._index)
         super().prepare(settings, array("Q", map(operator.add, starts, self._shifts)))
 
     def run(self, scale: float) -> None:
         """The update, record by record. An error before the first of them is updated leaves everything as it was."""
-        self._disk.check()
-        self._disk.begin_change()
-        self._scale, self._computing, self._done = scale, -1, False
+        self._scale = scale
         try:
             with whole("the step"):
                 if self._items:
                     flow(self._disk.ring, len(self._items), self._fetch, self._compute, self._store)
                 if self._loose < self.table.nseg:
-                    self._computing = len(self._items)
-                    self.table.run(scale, self._loose)
+                    self.run_rows(scale, self._loose)
                 self._done = True
         except BaseException:
             if self.torn:
                 self.survey.cells.raise_versions()
             raise
+
+    def take_turn(self, turn: int, scale: float) -> None:
+        """Records of the next turns are on their way in meanwhile, those of the last ones on their way out."""
+        self._scale = scale
+        if self._flow is None and self._items:
+            self._flow = flowing(self._disk.ring, len(self._items), self._fetch, self._compute, self._store)
+        begun = self._ends[turn - 1] if turn else 0
+        for _ in range(begun, self._ends[turn]):
+            next(self._flow)  # type: ignore[arg-type]
+        begin, end = self._loose_ends[turn : turn + 2]
+        if begin < end:
+            self.run_rows(scale, begin, end)
+
+    def put_away(self) -> None:
+        if self._flow is not None:
+            next(self._flow, None)
+            self._flow = None
+        self._done = True
+
+    def break_off(self) -> None:
+        flow, self._flow = self._flow, None
+        if flow is not None and getgeneratorstate(flow) != GEN_RUNNING:  # as it seems to in a forked child
+            flow.close()
 
     @property
     def carried_out(self) -> bool:
@@ -210,8 +259,7 @@ class DiskBinding(Binding):
     @property
     def torn(self) -> bool:
         """Whether the last update was broken off when a part of the parameters had been updated."""
-        begun = self._computing > 0 or (self._computing == 0 and self.table.carried_out)
-        return begun and not self._done
+        return self.begun and not self._done
 
     def _fetch(self, i: int, slot: Slot, after: Any) -> Any:
         record = self._items[i].record
@@ -221,8 +269,7 @@ class DiskBinding(Binding):
         item = self._items[i]
         if item.record.unsettled:
             self._settle(item, slot)
-        self._computing = i
-        self.table.run(self._scale, item.begin, item.end)
+        self.run_rows(self._scale, item.begin, item.end)
 
     def _settle(self, item: Item, slot: Slot) -> None:
         """Begin what is new in the record, and masters of parameters that were written from outside."""
@@ -243,15 +290,11 @@ class DiskBinding(Binding):
 
     def _store(self, i: int, slot: Slot) -> Any:
         record = self._items[i].record
-        return self._disk.store(record, self._disk.view(slot, record))
-
-    def stepped(self) -> None:
-        """Account for an update that was made."""
-        for item in self._items:
-            if item.record.unsettled or not item.record.stored:
-                item.record.stored = True
-                for i, place in item.visits:
-                    place.begun = True
-                    item.record.unsettled.discard(place)
-                    self._owners[i].forget_exact()  # type: ignore[union-attr]
-        super().stepped()
+        ticket = self._disk.store(record, self._disk.view(slot, record))
+        if record.unsettled or not record.stored:
+            record.stored = True
+            for number, place in self._items[i].visits:
+                place.begun = True
+                record.unsettled.discard(place)
+                self._owners[number].forget_exact()  # type: ignore[union-attr]
+        return ticket

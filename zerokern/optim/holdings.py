@@ -10,7 +10,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostPlace
-from zerokern.optim import disk_state
+from zerokern.optim import device, disk_state
 from zerokern.optim.binding import Binding
 from zerokern.optim.bound import Bound, bind
 from zerokern.optim.decide import Decision
@@ -18,7 +18,7 @@ from zerokern.optim.device import is_apart
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
-from zerokern.optim.hosted import Host, LayoutOf
+from zerokern.optim.hosted import ColumnsOf, Host
 from zerokern.optim.local import LATE, Local
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.survey import Groups, Survey
@@ -55,9 +55,6 @@ class Holdings:
 
     def __init__(self, algorithm: Algorithm, tier: str | Nvme, schedule: str | Delayed, name: str) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
-        if isinstance(tier, Nvme) and self.schedule != "sync":
-            do = "state on disk is updated as it streams by, before step() returns"
-            raise ValueError(got("schedule", schedule, f"'sync' with tier={tier!r}", do))
         self.room = HostPlace(name, TAKES_LESS) if tier == "cpu" or self.delays else None
         self.disk = Disk(tier) if isinstance(tier, Nvme) else None
         self.state: WatchedState = WatchedState()
@@ -105,18 +102,20 @@ class Holdings:
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are twins in host memory."""
-        if isinstance(self.tier, Nvme) or (self.tier != "cpu" and self.schedule == "sync"):
+        if self.schedule == "sync" and self.tier != "cpu":
             return False
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         if not everyone:
             return False
         there = is_apart(everyone[0])
+        if there and self.disk is not None:
+            device.require(everyone[0].device, self.tier)
         if there and self.tier != "cpu" and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
             raise ValueError(got("schedule", self.schedule, "'sync' for parameters on a device, or tier='cpu'", do))
         return self.delays or (there and self.tier == "cpu")
 
-    def hosting(self, groups: Groups) -> tuple[Host, LayoutOf] | None:
+    def hosting(self, groups: Groups) -> tuple[Host, ColumnsOf] | None:
         """What makes twins of these parameters, if they are to have some."""
         if not self.is_apart(groups):
             return None
@@ -126,7 +125,9 @@ class Holdings:
         trained = next(param for group in groups for param in group["params"] if param.requires_grad)
         self.host.reach(trained, measured=self.recorder is not None)
         owners = [group for group in groups for _ in group["params"]]
-        return self.host, lambda place, dtype: self.algorithm.layout(owners[place], dtype)
+        if self.disk is not None:
+            return self.host, lambda place, dtype: ()
+        return self.host, lambda place, dtype: self.algorithm.layout(owners[place], dtype).columns
 
     def watch_data(self, groups: Groups) -> None:
         """Writes by way of `.data` are to be noticed where the state has another value for what is written."""

@@ -21,12 +21,13 @@ from zerokern.memory import HostPlace, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
 from zerokern.optim.device import driver_of, put_in_place
-from zerokern.optim.formats import Layout
+from zerokern.optim.formats import Slot
 from zerokern.zero.homes import alias
 
 __all__ = ["Host", "Twin"]
 
-LayoutOf = Callable[[int, torch.dtype], Layout]
+ColumnsOf = Callable[[int, torch.dtype], Sequence[Slot]]
+"""Which tensors of its state lie beside a parameter's values, by its place and dtype."""
 _DROPPED = (
     "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
     "values is dropped. opt.flush() before writing keeps it; a model is loaded before its optimizer"
@@ -113,14 +114,16 @@ class Host:
                 self.driver.measure()
             self.copies = Copies(self.driver)
 
-    def take_in(self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], layout_of: LayoutOf) -> list[Tensor]:
+    def take_in(
+        self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns_of: ColumnsOf
+    ) -> list[Tensor]:
         """What stands for each of these here: the values of its twin, or itself where it is not trained."""
         trained = [i for i, one in enumerate(near) if one.requires_grad]
         new = [i for i in trained if id(near[i]) not in self.twins]
         if new:
             self._of_one_device([near[i] for i in trained])
             self._make(
-                [near[i] for i in new], [grad_dtypes[i] for i in new], [layout_of(i, near[i].dtype) for i in new]
+                [near[i] for i in new], [grad_dtypes[i] for i in new], [columns_of(i, near[i].dtype) for i in new]
             )
         present = set(map(id, near))  # frozen ones keep theirs: they may be trained again
         gone = [twin for key, twin in self.twins.items() if key not in present]
@@ -137,10 +140,12 @@ class Host:
                     "device"
                 )
 
-    def _make(self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> None:
+    def _make(
+        self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns: Sequence[Sequence[Slot]]
+    ) -> None:
         wanted = [Wanted("values", one.shape, one.dtype) for one in near]
         wanted += [Wanted("gradients", one.shape, dtype) for one, dtype in zip(near, grad_dtypes, strict=True)]
-        slots = [(one, slot) for one, layout in zip(near, layouts, strict=True) for slot in layout.columns]
+        slots = [(one, slot) for one, some in zip(near, columns, strict=True) for slot in some]
         slots.sort(key=lambda pair: pair[1].key)
         wanted += [slot.wanted(one) for one, slot in slots]
         if self.driver is not None:
@@ -158,10 +163,10 @@ class Host:
         kept: dict[int, dict[str, Tensor]] = {}
         for (one, slot), tensor in zip(slots, tensors[2 * count :], strict=True):
             kept.setdefault(id(one), {})[slot.key] = tensor
-        for twin, layout in zip(made, layouts, strict=True):
+        for twin, some in zip(made, columns, strict=True):
             state = kept.get(id(twin.near), {})
-            columns = [slot.wanted(twin.values) for slot in layout.columns]
-            self.room.keep(twin.values, columns, [state[one.role] for one in columns])
+            wanted = [slot.wanted(twin.values) for slot in some]
+            self.room.keep(twin.values, wanted, [state[one.role] for one in wanted])
             if self.delays and self.driver is not None:
                 twin.shadow = torch.empty_like(twin.near.detach())
             self.twins[id(twin.near)] = twin

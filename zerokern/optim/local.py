@@ -19,7 +19,7 @@ from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
 from zerokern.optim.dtensors import Alone, homes_of, refuse_int8
 from zerokern.optim.gradients import Whereabouts
-from zerokern.optim.hosted import Host, LayoutOf, Twin
+from zerokern.optim.hosted import ColumnsOf, Host, Twin
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.survey import Groups, names_of, same_objects
 from zerokern.zero.awaited import without_waiting
@@ -55,7 +55,7 @@ def localised(
     groups: Groups,
     state: WatchedState | None = None,
     stepped: bool = False,
-    host: tuple[Host, LayoutOf] | None = None,
+    host: tuple[Host, ColumnsOf] | None = None,
 ) -> Local:
     """What is known of the parameters, anew if they are others, or elsewhere; `state` as it has been assigned since."""
     local = last if last is not None and last.knows(groups) else Local(groups, host, last)
@@ -71,7 +71,7 @@ class Local:
     `starts`: the elements of the whole parameters that the pieces begin with.
     """
 
-    def __init__(self, groups: Groups, host: tuple[Host, LayoutOf] | None = None, last: Local | None = None) -> None:
+    def __init__(self, groups: Groups, host: tuple[Host, ColumnsOf] | None = None, last: Local | None = None) -> None:
         self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
         self.homes = homes_of(self.everyone, names_of(groups), () if last is None else last.homes)
         pairs = list(zip(self.everyone, self.homes, strict=True))

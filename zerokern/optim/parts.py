@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerokern.zero.kinds import Residence
 
-__all__ = ["Part", "parts_of", "row_ranges"]
+__all__ = ["Part", "parts_of"]
 
 LEAST_NBYTES = 8 << 20  # of parameters: copies of less do not reach the link's rate
 
@@ -58,19 +58,3 @@ def parts_of(pieces: Sequence[Tensor], homes: Sequence[Residence]) -> list[Part]
             name = f"{prefix}bucket {bucket}"
             parts.append(Part(name, tuple(buckets[id(sharding), bucket]), sharding, bucket))
     return parts
-
-
-def row_ranges(part: Part, rows: dict[int, int]) -> list[tuple[int, int]]:
-    """The rows of these members in a table, as few [begin, end) as possible. `rows`: a member's row.
-
-    >>> row_ranges(Part("p", (4, 5, 6, 9)), {4: 0, 5: 1, 9: 2, 7: 3})
-    [(0, 3)]
-    """
-    found = sorted(rows[member] for member in part.members if member in rows)
-    ranges: list[tuple[int, int]] = []
-    for row in found:
-        if ranges and ranges[-1][1] == row:
-            ranges[-1] = (ranges[-1][0], row + 1)
-        else:
-            ranges.append((row, row + 1))
-    return ranges

@@ -17,6 +17,8 @@ from zerokern.optim.formats import Layout
 from zerokern.optim.state import Entry
 from zerokern.optim.survey import Groups
 
+Turns = Sequence[Sequence[int]]
+"""Places among an optimizer's parameters that are updated one after the other."""
 _POINTERS = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "out")
 
 
@@ -136,3 +138,19 @@ def count_step(groups: Sequence[TableGroup]) -> None:
     for group in groups:
         group.step += 1
         group.first = False
+
+
+def row_ranges(members: Sequence[int], rows: dict[int, int]) -> list[tuple[int, int]]:
+    """The rows of these members in a table, as few [begin, end) as possible. `rows`: a member's row.
+
+    >>> row_ranges((4, 5, 6, 9), {4: 0, 5: 1, 9: 2, 7: 3})
+    [(0, 3)]
+    """
+    found = sorted(rows[member] for member in members if member in rows)
+    ranges: list[tuple[int, int]] = []
+    for row in found:
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = (ranges[-1][0], row + 1)
+        else:
+            ranges.append((row, row + 1))
+    return ranges

@@ -99,9 +99,6 @@ class Recipe:
         if master_format is not None and master_format not in MASTER_FORMATS:
             raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
         place, ring_nbytes = _tier(tier)
-        chosen = check_schedule(schedule)
-        if place == "nvme" and chosen != "sync":
-            raise ValueError(got("schedule", schedule, "'sync' with state on NVMe", "It is updated as it streams by"))
         return cls(
             name,
             None if param_dtype is None else dtype_of("param_dtype", param_dtype),
@@ -110,7 +107,7 @@ class Recipe:
             master_format,
             place,
             ring_nbytes,
-            chosen,
+            check_schedule(schedule),
         )
 
     @property

@@ -175,10 +175,11 @@ def _kept(recipe: Recipe, dtype: str) -> list[StateRole]:
 
 
 def _with_twins(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iterator[int]:
-    """All values, all gradients, then all tensors of one key after those of another."""
+    """All values, all gradients, then all tensors of one key after those of another, if they are not on disk."""
     yield from (numel * itemsize(dtype) for numel, dtype in pieces)
     yield from (numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces)
-    states = [tensor for numel, dtype in pieces for role in _kept(recipe, dtype) for tensor in role.tensors(numel)]
+    here = () if recipe.tier == "nvme" else pieces
+    states = [tensor for numel, dtype in here for role in _kept(recipe, dtype) for tensor in role.tensors(numel)]
     yield from (nbytes for _, nbytes in sorted(states, key=lambda tensor: tensor[0]))
 
 

@@ -14,6 +14,7 @@ __all__ = ["Delayed", "check_schedule", "program_of", "resident"]
 Key = tuple[str, str, int]
 """An op by its verb and span, and how many steps ago."""
 NORM: Key = ("Norm", "all", 0)
+AWAY: list[Key] = [("Store", "state", 1)]  # the last step's state is on disk again
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,18 @@ def check_schedule(value: object) -> str | Delayed:
 
 
 def program_of(
-    schedule: str | Delayed, spans: Sequence[Span], *, shadow: bool = True, at_once: bool = False
+    schedule: str | Delayed,
+    spans: Sequence[Span],
+    *,
+    shadow: bool = True,
+    at_once: bool = False,
+    on_disk: bool = False,
 ) -> Program:
     """One optimizer step over spans in forward order.
 
     `shadow`: with Delayed, updated parameters wait on the device until they are published; without, on the host.
     `at_once`: with "overlap", no forward begins before every span is published, as it is with plain tensors.
+    `on_disk`: state comes and goes while it is updated, and the step is over when the last of it has gone.
 
     A Delayed program is that of a call after the exact ones. A step that it refers to and that ran another program,
     or that never was, counts as over.
@@ -87,8 +94,8 @@ def program_of(
     if not spans:
         raise ValueError(got("spans", list(spans), "at least one span"))
     if schedule == "sync":
-        return _sync(spans)
-    return _overlap(spans, at_once) if schedule == "overlap" else _delayed(spans, shadow)
+        return _sync(spans, on_disk)
+    return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
 
 
 def resident(spans: Sequence[Span]) -> Program:
@@ -108,9 +115,9 @@ def resident(spans: Sequence[Span]) -> Program:
     return draft.program()
 
 
-def _sync(spans: Sequence[Span]) -> Program:
+def _sync(spans: Sequence[Span], on_disk: bool) -> Program:
     """In order: all gradients down, then all updates, then all parameters up."""
-    draft = _Draft("sync")
+    draft = _Draft("sync", on_disk)
     draft.compute(spans, lambda place: [("Publish", spans[-1].name, 1)] if place == 0 else [])
     last: list[Key] = [_reduced(span) for span in spans]
     for span in reversed(spans):
@@ -122,7 +129,7 @@ def _sync(spans: Sequence[Span]) -> Program:
     return draft.program()
 
 
-def _overlap(spans: Sequence[Span], at_once: bool) -> Program:
+def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> Program:
     """Gradients leave during backward, parameters come back one by one, and each forward waits for its own."""
     published: list[Key] = [("Publish", span.name, 1) for span in spans]
 
@@ -131,7 +138,7 @@ def _overlap(spans: Sequence[Span], at_once: bool) -> Program:
             return published if place == 0 else []
         return [published[place]]
 
-    draft = _Draft("overlap")
+    draft = _Draft("overlap", on_disk)
     draft.compute(spans, begin, fetched=True)
     norm = draft.norm(spans, map(_fetched, spans))
     for span in spans:
@@ -142,7 +149,7 @@ def _overlap(spans: Sequence[Span], at_once: bool) -> Program:
     return draft.program()
 
 
-def _delayed(spans: Sequence[Span], shadow: bool) -> Program:
+def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> Program:
     """The update made of a step's gradients runs beside the next step's compute, at whose end it is published.
 
     What ranks show each other they gather then, and nothing runs beside it.
@@ -150,7 +157,7 @@ def _delayed(spans: Sequence[Span], shadow: bool) -> Program:
     shown = {span.name: bool(span.gather_nbytes) and not span.gathered_again for span in spans}
     seen: list[Key] = [("Gather" if shown[span.name] else "Publish", span.name, 1) for span in spans]
     stored = [(_stored(span), span.name, 1) for span in spans]
-    draft = _Draft("delayed")
+    draft = _Draft("delayed", on_disk)
     draft.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
     published: list[Key] = []
     for span in spans:
@@ -188,8 +195,8 @@ def _stored(span: Span) -> str:
 class _Draft:
     """A program whose ops still name each other. What need not move is no op: its method returns no keys."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, on_disk: bool = False) -> None:
+        self.name, self.on_disk = name, on_disk
         self.ops: list[tuple[Op, tuple[Key, ...]]] = []
 
     def compute(self, spans: Sequence[Span], begin: Callable[[int], list[Key]], fetched: bool = False) -> None:
@@ -213,7 +220,7 @@ class _Draft:
         return [NORM]
 
     def step(self, span: Span, after: Iterable[Key]) -> list[Key]:
-        return self.add("Step", span, "cpu", after, span.step_nbytes, span.numel)
+        return self.add("Step", span, "cpu", [*after, *AWAY] if self.on_disk else after, span.step_nbytes, span.numel)
 
     def store(self, span: Span, after: Iterable[Key]) -> list[Key]:
         return self.add("Store", span, "up", after, span.param_nbytes) if span.param_nbytes else []
@@ -238,6 +245,9 @@ class _Draft:
         return [(verb, span.name, 0)]
 
     def program(self) -> Program:
+        if self.on_disk:
+            steps = tuple((op.verb, op.what, 0) for op, _ in self.ops if op.verb == "Step")
+            self.ops.append((Op("Store", "state", "cpu"), steps))
         places = {(op.verb, op.what): index for index, (op, _) in enumerate(self.ops)}
         refs = [tuple(sorted(Ref(places[verb, what], back) for verb, what, back in after)) for _, after in self.ops]
         return Program(
