@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import on_ranks
+from worlds import World, on_ranks, ranked
 
 import zerokern as zk
 from zerokern.core.errors import IoError, StateError
@@ -62,10 +62,26 @@ def test_what_was_verified_is_read_once_where_memory_allows(tmp_path: Path, monk
     nbytes = Published.open(tmp_path / "c").index.files[0].table
     first, second = both(PATIENCE=1 << 30)
     assert first >= nbytes and second == 0
-    assert both(room=lambda: {"free": 4 * nbytes - 1})[1] > nbytes // 2
+    assert both(room=lambda: {"free": 4 * BLOCK * -(-nbytes // BLOCK) - 1})[1] > nbytes // 2
     calls = itertools.count()
     slow = SimpleNamespace(perf_counter=lambda: float(next(calls) // 2))  # no time passes but while something is kept
     assert 0 < both(time=slow, PATIENCE=2 * BLOCK)[1] < nbytes
+
+
+@ranked
+def save_an_odd_file_each(world: World, path: Path) -> None:
+    model = torch.nn.Linear(world.size, 3)
+    model.odd = torch.nn.Parameter(torch.arange(7 + 2 * world.size, dtype=torch.uint8), requires_grad=False)
+    zk.save(path, model, extra={"mine": torch.arange(5) + world.rank, "odd": torch.ones(3 + 2 * world.rank).bool()})
+
+
+def test_files_of_odd_lengths_are_kept_apart(tmp_path: Path) -> None:
+    on_ranks(3, save_an_odd_file_each, tmp_path / "c")
+    model = torch.nn.Linear(3, 3)
+    model.odd = torch.nn.Parameter(torch.zeros(13, dtype=torch.uint8), requires_grad=False)
+    extra = zk.load(tmp_path / "c", model)
+    assert [one.tolist() for one in extra["mine"]] == [[rank + n for n in range(5)] for rank in range(3)]
+    assert model.odd.tolist() == list(range(13))
 
 
 def test_what_is_kept_is_not_believed_again(tmp_path: Path) -> None:

@@ -303,16 +303,15 @@ class StagedPlanner(SavePlanner):
         if not nbytes:
             return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
         offsets, _ = offsets_of(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)
-        placed = zip(offsets, wanted, strict=True)
-        if not pinned:
-            mapping = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
-            return [
-                mapping[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-                for at, (shape, dtype) in placed
-            ]
-        self._arena = Arena(nbytes)
-        lease = self._arena.lease(nbytes, "zk.save(wait=False)")
-        return [lease.tensor(dtype, shape, at) for at, (shape, dtype) in placed]
+        if pinned:
+            self._arena = Arena(nbytes)
+            whole = self._arena.lease(nbytes, "zk.save(wait=False)").tensor()
+        else:
+            whole = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+        return [
+            whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for at, (shape, dtype) in zip(offsets, wanted, strict=True)
+        ]
 
 
 def arrived(tensors: Iterable[Any]) -> None:

@@ -22,7 +22,7 @@ from zerokern.saving.files import PartsWriter
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute
 from zerokern.saving.staging import Staging, put
-from zerokern.saving.tensorfile import header
+from zerokern.saving.tensorfile import Beginning, header
 from zerokern.saving.weights import FLOATS, Elements, Weight, digest, portions, same_on_all, weights
 
 __all__ = ["export"]
@@ -65,7 +65,7 @@ def export(
     ranks = Ranks.of(group, "zk.export")
     folder = absolute(path)
     held: list[Weight] = []
-    files: list[_File] = []
+    files: list[Beginning] = []
 
     def look() -> tuple[str, list[list[tuple[int, int]]]]:
         refuse_no_progress(progress)
@@ -116,14 +116,7 @@ def _checked(dtype: Any, opt: Any, metadata: Any) -> dict[str, str]:
     return dict(metadata or {})
 
 
-@dataclass(frozen=True)
-class _File:
-    first: bytes
-    offsets: dict[str, int]
-    nbytes: int
-
-
-def _files(held: Iterable[Weight], most: int, metadata: Mapping[str, str]) -> list[_File]:
+def _files(held: Iterable[Weight], most: int, metadata: Mapping[str, str]) -> list[Beginning]:
     """In the model's order, as many tensors into each file as fit; one that is larger has a file of its own."""
     rows: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
     used = 0
@@ -133,7 +126,7 @@ def _files(held: Iterable[Weight], most: int, metadata: Mapping[str, str]) -> li
             used = 0
         rows[-1].append((one.name, one.dtype, one.shape))
         used += one.nbytes
-    return [_File(*header(some, metadata)) for some in rows]
+    return [header(some, metadata) for some in rows]
 
 
 @dataclass(frozen=True)
@@ -153,7 +146,10 @@ class _Run:
 
 
 def _share(
-    files: Sequence[_File], held: Sequence[Weight], intervals: Sequence[Sequence[Sequence[tuple[int, int]]]], rank: int
+    files: Sequence[Beginning],
+    held: Sequence[Weight],
+    intervals: Sequence[Sequence[Sequence[tuple[int, int]]]],
+    rank: int,
 ) -> list[_Run]:
     """What this rank writes, in the order of the files."""
     homes = {name: (number, offset) for number, file in enumerate(files) for name, offset in file.offsets.items()}

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -255,19 +255,24 @@ def described(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tenso
     for number, name in enumerate(digests[0]):  # rank 0's order: the number must mean the same on all ranks
         tree, tensors = mine[name]
         kept[name] = {EACH: [each[name] for each in trees]} if name in apart else {"all": tree}
-        place = _place(number, ranks.rank if name in apart else None)
-        held |= {place(key): tensor for key, tensor in tensors.items()}
+        prefix = f"extra.{number}.rank{ranks.rank}." if name in apart else f"extra.{number}."
+        held |= {prefix + key.removeprefix("extra."): tensor for key, tensor in tensors.items()}
     return kept, held
 
 
-def _place(number: int, rank: int | None) -> Callable[[str], str]:
-    """From the key of a tensor within one value to its key in the checkpoint.
+Part = tuple[Any, str]  # a value as JSON, and what the keys of its tensors in the checkpoint begin with
 
-    >>> _place(3, None)("extra.0"), _place(3, 1)("extra.0")
-    ('extra.3.0', 'extra.3.rank1.0')
-    """
-    prefix = f"extra.{number}." if rank is None else f"extra.{number}.rank{rank}."
-    return lambda key: prefix + key.removeprefix("extra.")
+
+def _parts(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, bool, list[Part]]]:
+    """By name what this rank needs: its value, or those of all ranks where another number of them saved."""
+    for number, (name, entry) in enumerate(tree.items()):
+        each = entry.get(EACH)
+        if each is None:
+            yield name, False, [(entry["all"], f"extra.{number}.")]
+            continue
+        apart = len(each) != ranks.size
+        some = range(len(each)) if apart else [ranks.rank]
+        yield name, apart, [(each[rank], f"extra.{number}.rank{rank}.") for rank in some]
 
 
 def _digest(tree: Any, tensors: dict[str, Tensor]) -> str:
@@ -309,14 +314,8 @@ def targets_of(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str, A
 
 def wanted(tree: Mapping[str, Any], rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
     """Room for the tensors of extra that this rank needs, by their keys in the checkpoint."""
-    keys: list[str] = []
-    for number, (_, entry) in enumerate(tree.items()):
-        each = entry.get(EACH)
-        places = [_place(number, None)("")]
-        if each is not None:
-            some = [ranks.rank] if len(each) == ranks.size else range(len(each))
-            places = [_place(number, rank)("") for rank in some]
-        keys += [key for key in rows if key.startswith(tuple(places))]
+    prefixes = tuple(prefix for _, _, parts in _parts(tree, ranks) for _, prefix in parts)
+    keys = [key for key in rows if key.startswith(prefixes)]
     refuse_beyond(sum(rows[key].nbytes for key in keys), "extra of the checkpoint")
     dtypes = {key: getattr(torch, rows[key].dtype) for key in keys}
     return {key: torch.empty(tuple(rows[key].shape), dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
@@ -325,14 +324,9 @@ def wanted(tree: Mapping[str, Any], rows: Mapping[str, Any], ranks: Ranks) -> di
 def decoded(tree: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
     """The values of extra, from what `wanted` asked for."""
     found = {}
-    for number, (name, entry) in enumerate(tree.items()):
-        each = entry.get(EACH)
-        if each is None:
-            found[name] = _value(entry["all"], tensors, _place(number, None)(""))
-        elif len(each) == ranks.size:
-            found[name] = _value(each[ranks.rank], tensors, _place(number, ranks.rank)(""))
-        else:
-            found[name] = EachRank(_value(one, tensors, _place(number, r)("")) for r, one in enumerate(each))
+    for name, apart, parts in _parts(tree, ranks):
+        values = [_value(one, tensors, prefix) for one, prefix in parts]
+        found[name] = EachRank(values) if apart else values[0]
     return found
 
 

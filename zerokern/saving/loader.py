@@ -19,6 +19,7 @@ from zerokern.saving.extra import decoded, targets_of, wanted
 from zerokern.saving.filling import Batch, Straight, converted, on_disk, refuse_without_room, waiting
 from zerokern.saving.foreign import open_checkpoint
 from zerokern.saving.matching import Matching
+from zerokern.saving.optimizers import Steps
 from zerokern.saving.progress import Progress
 from zerokern.saving.ranks import Ranks, absolute, open_alike, refuse_unusable
 from zerokern.saving.source import Source, Told, sound, untold
@@ -109,20 +110,15 @@ def _loaded(
 class Loading:
     """One load on this rank: the checkpoint, and what it goes into."""
 
+    source: Source  # after `open`
     intake: Intake
     targets: dict[str, Any]  # objects that take over what they were saved as, by name
     values: dict[str, Any]  # of extra
     state: bytes | None = None  # random
+    steps: Sequence[Steps] = ()
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self.path, self.ranks = path, ranks
-        self._source: Source | None = None
-        self._subject: Subject | None = None
-
-    @property
-    def source(self) -> Source:
-        assert self._source is not None  # after `open`
-        return self._source
 
     def open(self) -> None:
         """The same checkpoint on every rank."""
@@ -130,23 +126,24 @@ class Loading:
 
     def _open(self) -> str:
         self.close()
-        self._source = open_checkpoint(self.path)
-        return self._source.likeness() if self.ranks.size > 1 else ""
+        self.source = open_checkpoint(self.path)
+        return self.source.likeness() if self.ranks.size > 1 else ""
 
     def close(self) -> None:
         """Lets go of it."""
-        if self._source is not None:
-            self._source.close()
+        if hasattr(self, "source"):
+            self.source.close()
 
     def give_room_back(self) -> None:
         """What disks hold for state that is not going to come."""
-        for steps in [] if self._subject is None else self._subject.steps:
+        for steps in self.steps:
             if steps.disk is not None and steps.disk.is_open:
                 steps.disk.hold([])
 
     def check(self, model: nn.Module, opt: Any, extra: Any, lossy: bool) -> None:
         """Raises where the checkpoint does not fit; changes nothing."""
-        subject = self._subject = Subject(model, opt)
+        subject = Subject(model, opt)
+        self.steps = subject.steps
         with sound(self.path, TypeError):
             if subject.params:
                 self.source.name_parameters(subject.params)

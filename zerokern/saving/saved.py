@@ -48,7 +48,8 @@ class Retained:
 
     PATIENCE = 8 * BLOCK  # bytes that are kept before their speed is looked at
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, count: int) -> None:
+        nbytes = count * BLOCK  # each begins where any dtype may
         self.blocks: dict[tuple[Any, int], Tensor] = {}
         self._end, self._spent, self._began = 0, 0.0, time.perf_counter()
         self._room = torch.empty(0, dtype=torch.uint8)
@@ -67,7 +68,7 @@ class Retained:
             return
         self.blocks[place] = into = self._room[begin:end]
         copy(into.data_ptr(), found.data_ptr(), len(found))
-        self._end, self._spent = end, self._spent + time.perf_counter() - now
+        self._end, self._spent = begin + BLOCK, self._spent + time.perf_counter() - now
 
 
 class FileReader:
@@ -267,7 +268,7 @@ class Saved(Source):
 
     def verify(self, rank: int = 0, world: int = 1, told: Told = untold) -> None:
         """Keeps what one rank alone has read, where memory allows; several read the most part of it once each."""
-        self._kept = Retained(self.nbytes) if world == 1 else None
+        self._kept = Retained(sum(file.blocks for file in self.index.files)) if world == 1 else None
         super().verify(rank, world, told)
 
     def damage(self, rank: int = 0, world: int = 1, told: Told = untold) -> Iterator[IoError]:

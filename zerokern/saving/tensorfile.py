@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,6 +91,14 @@ class Header:
     metadata: dict[str, str]
 
 
+class Beginning(NamedTuple):
+    """The bytes that a file begins with, where each of its tensors lies in it, and its length."""
+
+    first: bytes
+    offsets: dict[str, int]
+    nbytes: int
+
+
 def code_of(name: str, dtype: torch.dtype) -> str:
     """What the format calls a dtype.
 
@@ -104,8 +112,8 @@ def code_of(name: str, dtype: torch.dtype) -> str:
 
 def header(
     rows: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, int], int]:
-    """The bytes that a file of these tensors begins with, where each of them lies in the file, and the file's length.
+) -> Beginning:
+    """How a file of these tensors begins.
 
     The widest dtypes come first, so that every tensor lies at a multiple of its element.
 
@@ -129,7 +137,7 @@ def header(
     if len(text) > MOST_HEADER:
         raise ValueError(got("a header", f"{len(text)} B", f"up to {MOST_HEADER} B: fewer tensors in a file"))
     first = len(text).to_bytes(8, "little") + text
-    return first, {name: len(first) + begin for name, begin in begins.items()}, len(first) + end
+    return Beginning(first, {name: len(first) + begin for name, begin in begins.items()}, len(first) + end)
 
 
 def read_header(path: Path, fd: int | None = None) -> Header:
