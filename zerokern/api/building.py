@@ -11,8 +11,8 @@ from torch import nn
 from zerokern.api.sharding import BUCKET_BYTES
 from zerokern.comm import during, group_on
 from zerokern.zero.construction import Construction
+from zerokern.zero.partition import check_stage
 from zerokern.zero.sharding import Sharding
-from zerokern.zero.stage import check_stage
 
 __all__ = ["build"]
 

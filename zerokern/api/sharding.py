@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zerokern.comm import Group, during, group_on
 from zerokern.core.errors import StateError, got
 from zerokern.zero import home_of
+from zerokern.zero.partition import check_stage
 from zerokern.zero.sharding import Sharding
-from zerokern.zero.stage import check_stage
 from zerokern.zero.units import Units
 
 __all__ = ["BUCKET_BYTES", "no_sync", "shard", "sharding_of", "shards"]

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.share import STATES, WORKING
 from zerokern.planner.table import NAMES, settings
-from zerokern.zero.stage import STAGES
+from zerokern.zero.partition import STAGES
 
 if TYPE_CHECKING:
     from zerokern.planner import Plan

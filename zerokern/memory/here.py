@@ -1,4 +1,5 @@
-"""Which elements of a tensor are here: a span of a box of it. As boxes, of which checkpoints speak, and as runs."""
+"""Which elements of a tensor are here: a span of a box of it. As boxes, as
+torch.distributed.checkpoint asks for them, and as runs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from zerokern.kernels.formats import BLOCK, blocks
 
-__all__ = ["Cuboid", "Here", "boxes", "runs"]
+__all__ = ["Cuboid", "Here", "boxes", "chunk_list", "runs", "write_items"]
 
 Cuboid = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, its first element's place within the span
 
@@ -164,3 +165,34 @@ def runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> 
     for dim in range(whole):
         begins = [begin + index * steps[dim] for begin in begins for index in range(sizes[dim])]
     return [(begin, numel, place * numel) for place, begin in enumerate(begins)]
+
+
+def write_items(fqn: str, shape: torch.Size, dtype: torch.dtype, cuboids: Sequence[Cuboid]) -> list[Any]:
+    """What is to be written for these boxes of a tensor.
+
+    >>> [item.index.offset for item in write_items("w", torch.Size([3, 4]), torch.float32, boxes((3, 4), 2, 6))]
+    [torch.Size([0, 2]), torch.Size([1, 0])]
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties(dtype=dtype)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
+        )
+        for chunk in chunk_list(cuboids)
+    ]
+
+
+def chunk_list(cuboids: Sequence[Cuboid]) -> list[Any]:
+    """The boxes as torch spells them.
+
+    >>> chunk_list(boxes((3, 4), 4, 8))
+    [ChunkStorageMetadata(offsets=torch.Size([1, 0]), sizes=torch.Size([2, 4]))]
+    """
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(sizes)) for at, sizes, _ in cuboids]

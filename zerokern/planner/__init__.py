@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zerokern.planner.outline import Transformer
 from zerokern.planner.planning import Plan, plan
-from zerokern.planner.transformer import Transformer
 
 if TYPE_CHECKING:
     from zerokern.planner.measuring import Measured, measure

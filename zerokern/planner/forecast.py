@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from zerokern.core.errors import got
 from zerokern.planner.amounts import table_of
-from zerokern.planner.buckets import Load
+from zerokern.planner.outline import Load
 from zerokern.planner.recipe import itemsize
 from zerokern.schedule import Delayed, Machine, Program, Span, flow_bound, program_of, resident, simulate
-from zerokern.zero.stage import shards_parameters, shards_state
+from zerokern.zero.partition import shards_parameters, shards_state
 
 if TYPE_CHECKING:
     from zerokern.planner.planning import Plan

@@ -9,16 +9,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zerokern.core.errors import got
+from zerokern.core.units import BLOCK
 from zerokern.planner.amounts import count, parse_numel
-from zerokern.planner.buckets import Buckets, Load
 from zerokern.planner.recipe import Recipe, itemsize
-from zerokern.planner.transformer import Transformer
-from zerokern.zero.stage import shards_parameters, shards_state
+from zerokern.zero.partition import shards_parameters, shards_state
 
 if TYPE_CHECKING:
     from zerokern.zero.partition import Bucket, Member
 
-__all__ = ["Outline", "subject_of"]
+__all__ = ["Buckets", "Load", "Outline", "Transformer", "subject_of"]
 
 
 @dataclass(frozen=True)
@@ -141,3 +140,197 @@ def _in_one_unit(members: Sequence[Member]) -> list[Member]:
     from zerokern.zero.partition import Member
 
     return [Member(member.numel, member.dtype, 0, member.trainable) for member in members]
+
+
+_STATES = 20  # bytes per parameter: fp16 parameter, fp32 gradient and its fp16 source, fp32 master and two averages
+_WORKING = 16  # bytes by hidden², of the largest operator (hidden to 4 hidden): fp16 parameters and gradients
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """`layers` blocks of 12 hidden² parameters; with `heads`, `batch` (per rank) and `seq` also its activations.
+
+    `ci` is how many blocks lie between two activation checkpoints.
+
+    >>> gpt = Transformer(128, 25 * 1024, heads=256, batch=32, seq=1024)
+    >>> f"{gpt.numel / 1e12:.2f} T, states {gpt.states / 2**40:.2f} TiB, checkpoints {gpt.checkpoints / 2**40:.2f} TiB"
+    '1.01 T, states 18.31 TiB, checkpoints 0.20 TiB'
+    """
+
+    layers: int
+    hidden: int
+    heads: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+    ci: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "batch", "seq", "ci"):
+            value = getattr(self, name)
+            if value is None and name in ("heads", "batch", "seq"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(got(name, value, "a whole number from 1 on"))
+        given = [name for name in ("heads", "batch", "seq") if getattr(self, name) is not None]
+        if given and len(given) < 3:
+            missing = ", ".join(name for name in ("heads", "batch", "seq") if name not in given)
+            raise ValueError(
+                f"activations follow from heads, batch and seq together; {missing} is missing: give it too"
+            )
+        if self.ci > self.layers:
+            raise ValueError(
+                got("ci", self.ci, f"a number of layers between checkpoints, at most layers={self.layers}")
+            )
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Elements of the parameters of one layer: query, key and value; output; up; down."""
+        square = self.hidden * self.hidden
+        return 3 * square, square, 4 * square, 4 * square
+
+    @property
+    def numel(self) -> int:
+        return self.layers * sum(self.tensors)
+
+    @property
+    def states(self) -> int:
+        """Bytes of model states as the paper counts them, of all ranks together."""
+        return _STATES * self.numel
+
+    @property
+    def working_states(self) -> int:
+        """Bytes of the parameters and gradients of the largest operator."""
+        return _WORKING * self.hidden * self.hidden
+
+    @property
+    def has_activations(self) -> bool:
+        return self.batch is not None
+
+    @property
+    def activations(self) -> int:
+        """Bytes of all activations, if none is recomputed."""
+        return self._layer_activations * self.layers
+
+    @property
+    def checkpoints(self) -> int:
+        """Bytes of activation checkpoints; where `ci` does not divide the layers, as the paper has it, a fraction."""
+        return 2 * self._tokens * self.hidden * self.layers // self.ci
+
+    @property
+    def working_activations(self) -> int:
+        """Bytes of the activations between two checkpoints, while they are recomputed."""
+        return self._layer_activations * self.ci // 2
+
+    @property
+    def _tokens(self) -> int:
+        return (self.batch or 0) * (self.seq or 0)
+
+    @property
+    def _layer_activations(self) -> int:
+        return 2 * self._tokens * (16 * self.hidden + 2 * (self.heads or 0) * (self.seq or 0))
+
+
+_ADDED = ("count", "numel", "blocks", "padded_numel", "shard_numel", "own_numel", "own_blocks")
+
+
+@dataclass(frozen=True)
+class Load:
+    """A bucket, or `count` of them together: elements of parameters and with padding, of all ranks and of rank 0.
+
+    `blocks` are those of the int8 state. `largest_numel`: padded elements of the largest of the buckets.
+    """
+
+    unit: int
+    dtype: str
+    trainable: bool
+    numel: int
+    blocks: int
+    padded_numel: int
+    shard_numel: int
+    own_numel: int
+    own_blocks: int
+    largest_numel: int
+    count: int = 1
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> Load:
+        """A bucket of the partition."""
+        own, places = bucket.pieces(0), bucket.places
+        return cls(
+            bucket.unit,
+            bucket.dtype,
+            bucket.trainable,
+            sum(place.numel for place in places),
+            sum(-(-place.numel // BLOCK) for place in places),
+            bucket.padded_numel,
+            bucket.shard_numel,
+            sum(piece.numel for piece in own),
+            sum(-(-piece.numel // BLOCK) for piece in own),
+            bucket.padded_numel,
+        )
+
+    @classmethod
+    def bare(cls, numel: int, dtype: str, world: int, bucket_bytes: int) -> Load:
+        """So many elements in no tensors, in buckets as large as they may be.
+
+        >>> load = Load.bare(7_500_000_000, "bfloat16", 64, 32 << 20)
+        >>> load.shard_numel, load.padded_numel - load.numel, load.largest_numel * 2 >> 20, load.count
+        (117187584, 5376, 32, 448)
+        """
+        blocks = -(-numel // BLOCK)
+        own_blocks = -(-blocks // world)
+        shard = own_blocks * BLOCK
+        cut = world * BLOCK
+        largest = min(shard * world, -(-bucket_bytes // itemsize(dtype) // cut) * cut)
+        own = min(shard, numel)
+        count = -(-shard * world // largest)
+        return cls(0, dtype, True, numel, blocks, shard * world, shard, own, own_blocks, largest, count)
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.padded_numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """All buckets of a model at a stage, in the order of the units."""
+
+    loads: tuple[Load, ...]
+
+    @cached_property
+    def kinds(self) -> list[Load]:
+        """One for each dtype, and for what is trained and what is frozen: bytes are linear in all but the largest."""
+        groups: dict[tuple[str, bool], list[Load]] = {}
+        for load in self.loads:
+            groups.setdefault((load.dtype, load.trainable), []).append(load)
+        return [_together(loads) for loads in groups.values()]
+
+    @cached_property
+    def trained(self) -> list[Load]:
+        """The kinds that have gradients."""
+        return [kind for kind in self.kinds if kind.trainable]
+
+    @cached_property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return sum(kind.padded_numel - kind.numel for kind in self.kinds)
+
+    @cached_property
+    def gathered_nbytes(self) -> int:
+        """Bytes of whole parameters at their most: the root's, and of two neighbours, of which one is on its way."""
+        units: dict[int, int] = {}
+        for load in self.loads:
+            units[load.unit] = units.get(load.unit, 0) + load.nbytes
+        root, others = units.pop(0, 0), [nbytes for _, nbytes in sorted(units.items())]
+        return root + max((sum(others[i : i + 2]) for i in range(len(others))), default=0)
+
+
+def _together(loads: Sequence[Load]) -> Load:
+    first = loads[0]
+    sums = {name: sum(getattr(load, name) for load in loads) for name in _ADDED}
+    largest = max(load.largest_numel for load in loads)
+    return Load(first.unit, first.dtype, first.trainable, largest_numel=largest, **sums)

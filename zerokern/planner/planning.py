@@ -15,7 +15,7 @@ from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe
 from zerokern.planner.share import Share, pinned_nbytes, share_of
 from zerokern.schedule import Delayed, Machine, Program, machine_of
-from zerokern.zero.stage import STAGES, check_stage
+from zerokern.zero.partition import STAGES, check_stage
 
 if TYPE_CHECKING:
     from zerokern.planner.forecast import Forecast

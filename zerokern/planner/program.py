@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zerokern.planner.amounts import gigabytes
-from zerokern.planner.buckets import Load
+from zerokern.planner.outline import Load
 from zerokern.planner.recipe import Arrangement, Recipe, itemsize
 from zerokern.schedule import Op, Program, Ref
 from zerokern.schedule.passes import ROOT, step_of
-from zerokern.zero.stage import shards_parameters, shards_state
+from zerokern.zero.partition import shards_parameters, shards_state
 
 __all__ = ["Volume", "between_ranks", "line_of", "traffic_of"]
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zerokern.core.units import BUFFERS
-from zerokern.planner.buckets import Buckets, Load
-from zerokern.planner.outline import Outline
+from zerokern.planner.outline import Buckets, Load, Outline
 from zerokern.planner.recipe import Arrangement, Recipe, StateRole, itemsize, short
-from zerokern.zero.stage import shards_gradients, shards_parameters, shards_state
+from zerokern.zero.partition import shards_gradients, shards_parameters, shards_state
 
 __all__ = ["STATES", "TWINS", "WORKING", "Holding", "Share", "Sums", "pinned_nbytes", "share_of", "summed"]
 

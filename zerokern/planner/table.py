@@ -10,7 +10,7 @@ from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.recipe import OPTIMIZERS, short
 from zerokern.planner.share import STATES, WORKING, Holding, Share
 from zerokern.schedule import Delayed
-from zerokern.zero.stage import STAGES
+from zerokern.zero.partition import STAGES
 
 if TYPE_CHECKING:
     from zerokern.planner.measuring import Measured

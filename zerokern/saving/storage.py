@@ -24,14 +24,13 @@ from torch.futures import Future
 
 from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
-from zerokern.memory.here import Here
+from zerokern.memory.here import Here, write_items
 from zerokern.saving.archive import ALIGN, envelope
 from zerokern.saving.files import FileWriter, pieces
 from zerokern.saving.folder import Draft
 from zerokern.saving.index import Box, FileRow, Index, TensorRow
 from zerokern.saving.source import Told, dtype_name, untold
 from zerokern.saving.staging import BLOCK
-from zerokern.zero.chunks import write_items
 
 __all__ = ["OnDiskPart", "SavePlanner", "Writer"]
 

@@ -17,11 +17,10 @@ from zerokern.kernels import Flattener
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import Home, alias, strides
 from zerokern.zero.hooks import hooks_after_accumulation
-from zerokern.zero.kept import References, shares
-from zerokern.zero.params import BucketMemory, Tenant, whole_like
+from zerokern.zero.params import BucketMemory, References, Tenant, shares, whole_like
+from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
-from zerokern.zero.stage import shards_gradients, shards_state
 
 __all__ = ["GradientBucket"]
 

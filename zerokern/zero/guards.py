@@ -20,7 +20,7 @@ from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import Home, give_home, home_of
 from zerokern.zero.kinds import Residence, shardings_of
 from zerokern.zero.params import Gathered
-from zerokern.zero.stage import shards_parameters
+from zerokern.zero.partition import shards_parameters
 
 if TYPE_CHECKING:
     from zerokern.zero.sharding import Sharding

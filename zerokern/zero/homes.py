@@ -15,8 +15,8 @@ from zerokern.kernels import join
 from zerokern.memory.here import Here
 from zerokern.zero import hooks
 from zerokern.zero.kinds import Residence, Spanned, here_of
+from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.stage import shards_parameters
 
 if TYPE_CHECKING:
     from zerokern.zero.gradients import GradientBucket

@@ -1,4 +1,5 @@
-"""Which rank owns which elements: parameters into buckets, buckets into equal shards. Pure arithmetic, no torch.
+"""Which rank owns which elements: parameters into buckets, buckets into equal shards. And what a stage shards: one
+number against the stage at which a thing begins to be divided. Pure arithmetic, no torch.
 
 A parameter lies in one piece in its bucket, so that it can be a view. Optimizer state is counted in blocks of 128 from
 a parameter's element 0, so a cut between two ranks falls on a multiple of 128 within the parameter that it crosses:
@@ -12,9 +13,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from zerokern.core.errors import got
 from zerokern.core.units import BLOCK
 
-__all__ = ["Bucket", "Member", "Piece", "partition"]
+__all__ = [
+    "STAGES",
+    "Bucket",
+    "Member",
+    "Piece",
+    "check_stage",
+    "partition",
+    "shards_gradients",
+    "shards_parameters",
+    "shards_state",
+]
 
 
 @dataclass(frozen=True)
@@ -136,3 +148,41 @@ def _lay_out(members: Sequence[Member], order: Sequence[int], shard_numel: int) 
         places.append(Piece(number, 0, numel, at))
         at += numel
     return tuple(places), at
+
+
+STAGES = (0, 1, 2, 3)
+
+
+def check_stage(stage: object) -> int:
+    """
+    >>> check_stage(3)
+    3
+    """
+    if isinstance(stage, bool) or stage not in STAGES:
+        allowed = "0 (all is replicated), 1 (optimizer state is sharded), 2 (gradients too) or 3 (parameters too)"
+        raise ValueError(got("stage", stage, allowed))
+    return int(stage)
+
+
+def shards_state(stage: int) -> bool:
+    """
+    >>> [shards_state(stage) for stage in STAGES]
+    [False, True, True, True]
+    """
+    return stage >= 1
+
+
+def shards_gradients(stage: int) -> bool:
+    """
+    >>> [shards_gradients(stage) for stage in STAGES]
+    [False, False, True, True]
+    """
+    return stage >= 2
+
+
+def shards_parameters(stage: int) -> bool:
+    """
+    >>> [shards_parameters(stage) for stage in STAGES]
+    [False, False, False, True]
+    """
+    return stage >= 3

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerokern.core.errors import got
+from zerokern.core.errors import StateError, got
+from zerokern.memory.here import Cuboid, boxes, chunk_list, write_items
 
 from . import hooks
-from .chunks import chunk_list, held, part_of, write_items
 from .sharded_ops import rule_for
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
@@ -163,15 +163,25 @@ class Sharded(torch.Tensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         if self.settle is not None:
             self.settle()
-        return write_items(fqn, self.shape, self.span.dtype, held(self))
+        return write_items(fqn, self.shape, self.span.dtype, self._boxes())
 
     def __create_chunk_list__(self) -> list[Any]:
-        return chunk_list(held(self))
+        return chunk_list(self._boxes())
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """A box, as a view of what is here."""
         if self.settle is not None:
             self.settle()
-        return part_of(self, index.offset)
+        for at, sizes, first in self._boxes():
+            if index.offset is None or at == tuple(index.offset):
+                return self.local.detach()[first : first + torch.Size(sizes).numel()].view(sizes)
+        raise StateError(f"{self!r} has no box that begins at {index.offset}: what was planned was another tensor")
+
+    def _boxes(self) -> list[Cuboid]:
+        """Those that are here. A tensor without elements is everywhere: somebody has to say that it exists."""
+        if not self.numel():
+            return [((0,) * self.ndim, tuple(self.shape), 0)]
+        return boxes(self.shape, self.start, self.span.numel())
 
     @classmethod
     def __torch_function__(

@@ -23,13 +23,11 @@ from zerokern.zero.gather import GatheredUnit, Gatherer
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.homes import Home
 from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
-from zerokern.zero.params import BucketMemory, Tenant
-from zerokern.zero.partition import partition
-from zerokern.zero.placing import place
+from zerokern.zero.params import BucketMemory, Tenant, place
+from zerokern.zero.partition import partition, shards_parameters, shards_state
 from zerokern.zero.publishing import Publisher
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.sharded import GET_DATA, Sharded, leaves
-from zerokern.zero.stage import shards_parameters, shards_state
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
 
 __all__ = ["Sharding"]
