@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 from zerokern.comm.fake import FakeWorld, lonely
-from zerokern.comm.group import Group
-from zerokern.comm.handle import Handle
+from zerokern.comm.group import Group, Handle
 from zerokern.comm.joining import Team, group_on, joined, world_size
 from zerokern.comm.whereabouts import during
 from zerokern.core.errors import CommError

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerokern.comm import collectives
 from zerokern.comm.agreement import Board
@@ -14,7 +15,7 @@ from zerokern.comm.group import Group
 from zerokern.comm.watch import Watch
 from zerokern.comm.whereabouts import Presence
 
-__all__ = ["Common"]
+__all__ = ["Common", "CommonGroup", "detail"]
 
 
 class Common:
@@ -49,3 +50,26 @@ class Common:
             return collectives.closed_peers(living, self.rank, self.size)
 
         self.watch = Watch(self.board, sever, closed, polls=device.type != "cpu")
+
+
+class CommonGroup(Group):
+    """A group over a process group: which step comes next, its ranks tell each other on the board that they share."""
+
+    def __init__(self, pg: Any, common: Common, device: torch.device, name: str) -> None:
+        super().__init__(common.rank, common.size, device, name)
+        self._pg, self._common = pg, common
+
+    def follow(self, key: str) -> None:
+        self._common.board.follow(key)
+
+    def agree(self, key: str) -> None:
+        self._common.watch.agree(key)
+
+
+def detail(tensor: Tensor) -> str:
+    """What a message says of a tensor that is moved.
+
+    >>> detail(torch.ones(3))
+    '3 elements of torch.float32'
+    """
+    return f"{tensor.numel()} elements of {tensor.dtype}"

@@ -12,30 +12,22 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import collectives
-from zerokern.comm.common import Common
-from zerokern.comm.group import Group, own
-from zerokern.comm.handle import Handle
+from zerokern.comm.common import Common, CommonGroup, detail
+from zerokern.comm.group import Handle, own
 from zerokern.kernels import accumulate
 from zerokern.memory.staging import passed
 
 __all__ = ["DeviceGroup"]
 
 
-class DeviceGroup(Group):
+class DeviceGroup(CommonGroup):
     """A group over the library of a device."""
 
     def __init__(self, pg: Any, common: Common, device: torch.device, name: str) -> None:
-        super().__init__(common.rank, common.size, device, name)
+        super().__init__(pg, common, device, name)
         self.alone = False  # a test makes one of a single rank, so that the library runs on one GPU
         if common.lane is None:
             common.lane = collectives.second_lane(pg)
-        self._pg, self._common = pg, common
-
-    def follow(self, key: str) -> None:
-        self._common.board.follow(key)
-
-    def agree(self, key: str) -> None:
-        self._common.watch.agree(key)
 
     def _launch(
         self, kind: str, detail: str, launch: Callable[[], Any], finish: Callable[[], None] | None, *memory: Tensor
@@ -84,7 +76,7 @@ class DeviceGroup(Group):
 
         return self._launch(
             "reduce_scatter",
-            _detail(bucket),
+            detail(bucket),
             lambda: collectives.reduce_scatter(self._common.lane, total, bucket, op),
             None if straight and scale == 1.0 else finish,
             bucket,
@@ -99,18 +91,18 @@ class DeviceGroup(Group):
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
         source = own(full, self.rank, self.size) if shard is None else shard
         return self._launch(
-            "all_gather", _detail(full), lambda: collectives.all_gather(self._pg, full, source), None, full, source
+            "all_gather", detail(full), lambda: collectives.all_gather(self._pg, full, source), None, full, source
         )
 
     def _publish(self, full: Tensor) -> Handle:
         source = own(full, self.rank, self.size)
         lane = self._common.lane  # gathers of the user's thread are elsewhere, and reductions come when this is over
-        return self._launch("publish", _detail(full), lambda: collectives.all_gather(lane, full, source), None, full)
+        return self._launch("publish", detail(full), lambda: collectives.all_gather(lane, full, source), None, full)
 
     def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
         return self._launch(
             "all_reduce",
-            f"{op} of {_detail(tensor)}",
+            f"{op} of {detail(tensor)}",
             lambda: collectives.all_reduce(self._common.lane, tensor, op),
             None,
             tensor,
@@ -119,12 +111,8 @@ class DeviceGroup(Group):
     def _broadcast(self, tensor: Tensor, src: int) -> Handle:
         return self._launch(
             "broadcast",
-            f"{_detail(tensor)} from rank {src}",
+            f"{detail(tensor)} from rank {src}",
             lambda: collectives.broadcast(self._pg, tensor, src),
             None,
             tensor,
         )
-
-
-def _detail(tensor: Tensor) -> str:
-    return f"{tensor.numel()} elements of {tensor.dtype}"

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from zerokern.comm.agreement import Board, Disagreement, Interrupted
-from zerokern.comm.group import Group, own
-from zerokern.comm.handle import Handle
+from zerokern.comm.group import Group, Handle, own
 from zerokern.comm.whereabouts import Presence, Waiting
 from zerokern.core.errors import CommError, got
 

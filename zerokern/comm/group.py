@@ -1,24 +1,110 @@
-"""The face of this layer: a group of ranks, what it can be asked, and the checks of every request."""
+"""The face of this layer: a group of ranks, what it can be asked, the checks of every request, what is pending."""
 
 from __future__ import annotations
 
 import json
+import threading
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zerokern.comm.handle import Handle
-from zerokern.comm.traffic import Traffic
 from zerokern.core.errors import got
 from zerokern.kernels import accumulate
 
-__all__ = ["Group"]
+__all__ = ["Group", "Handle", "Traffic"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SUMMABLE = (torch.float64, *FLOATS, torch.uint8, torch.int64)
+KINDS = ("reduce", "gather", "other")  # of operations
+
+
+class Handle:
+    """What a collective returns at once. Wait for handles in the order of the calls, the same on all ranks.
+
+    >>> said = []
+    >>> handle = Handle(lambda: said.append("ended"))
+    >>> handle.done(), handle.wait(), handle.wait(), handle.done(), said
+    (False, None, None, True, ['ended'])
+    """
+
+    __slots__ = ("_again", "_complete", "_ended", "_failure", "_lock", "_poll")
+
+    def __init__(
+        self,
+        complete: Callable[[], object] | None = None,
+        poll: Callable[[], bool] | None = None,
+        again: Callable[[], None] | None = None,
+    ) -> None:
+        self._complete, self._poll = complete, poll
+        self._again = again  # what a later waiter does: its stream has waited for nothing yet
+        self._ended = complete is None
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Returns when the result is there: on a CPU for the caller, on a device for the current stream.
+
+        May be called again, from any thread and stream; a collective that failed raises each time.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if not self._ended:
+                self._end()
+                return
+        if self._again is not None:
+            self._again()
+
+    def _end(self) -> None:
+        assert self._complete is not None
+        try:
+            self._complete()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._ended, self._complete, self._poll = True, None, None
+
+    def done(self) -> bool:
+        """Whether wait() has nothing left to do; False where the transport cannot tell (gloo) and nobody waited."""
+        poll = self._poll
+        return self._ended or (poll is not None and poll())
+
+
+class Traffic:
+    """Counts what one rank sends.
+
+    >>> traffic = Traffic()
+    >>> traffic.add("reduce", 4096)
+    >>> traffic.add("gather", 1024)
+    >>> traffic.total(), traffic.total("reduce"), traffic.total("other")
+    (5120, 4096, 0)
+    """
+
+    def __init__(self) -> None:
+        self._nbytes = dict.fromkeys(KINDS, 0)
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Counts nbytes more."""
+        if kind not in self._nbytes:
+            raise ValueError(got("kind", kind, ", ".join(map(repr, KINDS))))
+        with self._lock:
+            self._nbytes[kind] += nbytes
+
+    def total(self, kind: str | None = None) -> int:
+        """Bytes of one kind, or of all."""
+        with self._lock:
+            return sum(self._nbytes.values()) if kind is None else self._nbytes[kind]
+
+    def clear(self) -> None:
+        """Counts from zero again."""
+        with self._lock:
+            self._nbytes = dict.fromkeys(KINDS, 0)
 
 
 class Publishing(Protocol):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from zerokern.comm.common import Common
 from zerokern.comm.device import DeviceGroup
-from zerokern.comm.group import Group
-from zerokern.comm.handle import Handle
+from zerokern.comm.group import Group, Handle
 from zerokern.comm.peers import PeerGroup
 from zerokern.comm.whereabouts import Presence
 from zerokern.core import env

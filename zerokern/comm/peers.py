@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import collectives
-from zerokern.comm.common import Common
-from zerokern.comm.group import FLOATS, Group, own
-from zerokern.comm.handle import Handle
+from zerokern.comm.common import Common, CommonGroup, detail
+from zerokern.comm.group import FLOATS, Handle, own
 from zerokern.comm.whereabouts import UPDATE, Waiting
 from zerokern.kernels import accumulate
 
@@ -31,22 +30,14 @@ COUNTS = 1 << 10  # numbers in a tag; a later round with the same number comes a
 Transfers = list[tuple[int, Tensor]]
 
 
-class PeerGroup(Group):
+class PeerGroup(CommonGroup):
     """A group over gloo."""
 
     def __init__(self, pg: Any, common: Common, device: torch.device, name: str) -> None:
-        super().__init__(common.rank, common.size, device, name)
-        self._pg, self._common = pg, common
-        self._pending: dict[
-            int, tuple[Tensor, ...]
-        ] = {}  # memory that gloo reads or writes, however little is waited for
+        super().__init__(pg, common, device, name)
+        # memory that gloo reads or writes, however little is waited for
+        self._pending: dict[int, tuple[Tensor, ...]] = {}
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    def follow(self, key: str) -> None:
-        self._common.board.follow(key)
-
-    def agree(self, key: str) -> None:
-        self._common.watch.agree(key)
 
     def awaiting_update(self) -> AbstractContextManager[None]:
         return self._common.board.presence.awaiting(Waiting(UPDATE, 0, "of the parameters"), self._common.ledger)
@@ -88,7 +79,7 @@ class PeerGroup(Group):
             scratch = torch.empty((self.size - 1) * span, dtype=bucket.dtype)
         arrived = {peer: scratch[i * span : (i + 1) * span] for i, peer in enumerate(self._peers)}
         sends = [(peer, own(bucket, peer, self.size)) for peer in self._peers]
-        waiting, works = self._start("reduce_scatter", _detail(bucket), sends, list(arrived.items()))
+        waiting, works = self._start("reduce_scatter", detail(bucket), sends, list(arrived.items()))
         sources = [arrived[r] if r != self.rank else own(bucket, r, self.size) for r in range(self.size)]
 
         def finish() -> None:
@@ -101,11 +92,11 @@ class PeerGroup(Group):
         mine = own(full, self.rank, self.size)
         if shard is not None:
             mine.copy_(shard)
-        waiting, works = self._start("all_gather", _detail(full), *self._spread(full))
+        waiting, works = self._start("all_gather", detail(full), *self._spread(full))
         return self._handle(waiting, works, _nothing, full)
 
     def _publish(self, full: Tensor) -> Handle:
-        waiting, works = self._start("publish", _detail(full), *self._spread(full))
+        waiting, works = self._start("publish", detail(full), *self._spread(full))
         return self._handle(waiting, works, _nothing, full)
 
     def _spread(self, full: Tensor) -> tuple[Transfers, Transfers]:
@@ -123,7 +114,7 @@ class PeerGroup(Group):
         scratch = torch.empty(peers * span, dtype=tensor.dtype) if scratch is None else scratch[: peers * span]
         arrived = dict(zip(self._peers, scratch.view(peers, span), strict=True))
         sends = [(peer, spans[peer]) for peer in self._peers]
-        waiting, works = self._start("all_reduce", f"{op} of {_detail(tensor)}", sends, list(arrived.items()))
+        waiting, works = self._start("all_reduce", f"{op} of {detail(tensor)}", sends, list(arrived.items()))
 
         def finish() -> None:
             _combine(spans[self.rank], {**arrived, self.rank: spans[self.rank]}, op)
@@ -133,7 +124,7 @@ class PeerGroup(Group):
         return self._handle(waiting, works, finish, tensor, scratch)
 
     def _all_reduce_cell(self, tensor: Tensor, op: str) -> Handle:
-        waiting = self._common.ledger.begin("all_reduce", f"{op} of {_detail(tensor)}")
+        waiting = self._common.ledger.begin("all_reduce", f"{op} of {detail(tensor)}")
         watch = self._common.watch
         watch.refuse_after_failure(waiting)
         cells = torch.zeros(self.size * CELL_NBYTES, dtype=torch.uint8)
@@ -159,7 +150,7 @@ class PeerGroup(Group):
         scratch = torch.empty((self.size - 1, tensor.numel()), dtype=tensor.dtype)
         arrived = dict(zip(self._peers, scratch, strict=True))
         sends = [(peer, tensor) for peer in self._peers]
-        waiting, works = self._start("all_reduce", f"{op} of {_detail(tensor)}", sends, list(arrived.items()))
+        waiting, works = self._start("all_reduce", f"{op} of {detail(tensor)}", sends, list(arrived.items()))
         return self._handle(
             waiting, works, lambda: _combine(tensor, {**arrived, self.rank: tensor}, op), tensor, scratch
         )
@@ -176,12 +167,8 @@ class PeerGroup(Group):
     def _broadcast(self, tensor: Tensor, src: int) -> Handle:
         sends = [(peer, tensor) for peer in self._peers] if self.rank == src else []
         receives = [(src, tensor)] if self.rank != src else []
-        waiting, works = self._start("broadcast", f"{_detail(tensor)} from rank {src}", sends, receives, src)
+        waiting, works = self._start("broadcast", f"{detail(tensor)} from rank {src}", sends, receives, src)
         return self._handle(waiting, works, _nothing, tensor)
-
-
-def _detail(tensor: Tensor) -> str:
-    return f"{tensor.numel()} elements of {tensor.dtype}"
 
 
 def _spans(tensor: Tensor, size: int) -> list[Tensor]:
