@@ -131,6 +131,26 @@ def test_a_rank_that_has_no_room_for_its_state_stops_all_before_anything_changed
     on_ranks(2, work)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_with_different_settings_are_told_which_before_anything_changed(stage: int) -> None:
+    def work(group: Any) -> None:
+        model, optimizer = begun(group, stage, "device", weight_decay=0.5)
+        assert not step(model, optimizer, 0)
+        before = model.values()
+        if group.rank == 1:
+            optimizer.param_groups[0]["weight_decay"] = 0.25
+        said = step(model, optimizer, 1)
+        for rank, value in enumerate((0.5, 0.25)):
+            assert f"on rank {rank}: weight_decay of param_groups[0] is {value}, and not so on others" in said
+        assert "Nothing was changed" in said
+        assert same_bits(model.values(), before)
+        optimizer.param_groups[0].update(lr=0.125, weight_decay=0.25)
+        assert not step(model, optimizer, 1)
+        assert not same_bits(model.values(), before)
+
+    on_ranks(2, work)
+
+
 SCHEDULES = pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed"])
 
 

@@ -1,12 +1,14 @@
 """What ranks tell each other of a step, so that it has one outcome: all is from before, all from after, or all torn.
 
-Ranks meet in a step anyway, to add up the norm; there each says too whether it cannot take part, and whether it is
-about to make state. Only where state is made, or read from a disk, can a rank fail later; there they meet once more.
+Ranks meet in a step anyway, to add up the norm; there each says too whether it cannot take part, whether it is about to
+make state, and with which settings. Only where state is made, or read from a disk, can a rank fail later; there they
+meet once more.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -39,6 +41,10 @@ class Accord:
         self._everyone = [sharding.everyone for sharding in shardings]
         self.in_company = any(team.size > 1 for team in self._everyone)
         self._meets = any(team.size > 1 for team in self.teams)
+        self.settings: Sequence[dict[str, Any]] = ()  # of all groups, as this step has them
+        self.groups_of: Sequence[Sequence[int]] = [()] * len(self.teams)  # those whose parameters a team shares
+        self._marked: Sequence[dict[str, Any]] = ()
+        self._marks = [0] * len(self.teams)
         self.begin()
 
     def begin(self) -> None:
@@ -53,6 +59,9 @@ class Accord:
 
         Raises where a rank cannot take part in the step: on all of them, before anything has changed.
         """
+        if self.settings != self._marked:
+            self._marks = [zlib.crc32(repr(self._settings_of(groups)).encode()) >> 12 for groups in self.groups_of]
+            self._marked = self.settings
         terms, said = self._meet(sums, skip or not math.isfinite(sums[0]), {}, torn=False)
         if self.agreed:
             raise StateError(_told(said, self.torn))
@@ -76,18 +85,27 @@ class Accord:
     ) -> tuple[list[float], dict[str, str]]:
         self.met = True
         terms = [sums[0]]
-        for own, team in zip(sums[1:], self.teams, strict=True):
-            mine = [math.inf if broken else own, bool(said), torn, self.makes_state]
+        for number, (own, team, mark) in enumerate(zip(sums[1:], self.teams, self._marks, strict=True)):
+            mine = [math.inf if broken else own, bool(said), torn, self.makes_state, mark, mark * mark]
             word = torch.tensor(mine, dtype=torch.float64, device=team.device)
             norm_of_all(team, word, "sum", "opt.step")
-            term, failed, torn_ones, makers = word.tolist()
+            term, failed, torn_ones, makers, marks, squares = word.tolist()
             terms.append(term)
             torn = torn or torn_ones > 0
             self._anyone_makes_state |= makers > 0
             if failed:
                 said = _exchanged(_groups_of([team]), said)
+            elif team.size * int(squares) != int(marks) ** 2:  # they are not all the same; marks are whole, and exact
+                own_settings = {_own_name(team): self._settings_of(self.groups_of[number])}
+                said = {**said, **_different(_exchanged(_groups_of([team]), own_settings))}
         self.agreed, self.torn = bool(said), torn
         return terms, said
+
+    def _settings_of(self, groups: Sequence[int]) -> dict[str, Any]:
+        """By name. What lies on a device is not looked at."""
+        pairs = [(f"param_groups[{number}]", self.settings[number]) for number in groups]
+        found = {f"{name} of {of}": value for of, one in pairs for name, value in one.items()}
+        return {name: value for name, value in found.items() if not isinstance(value, Tensor)}
 
     def prepared(self) -> AbstractContextManager[None]:
         """Around what makes state: all ranks leave the block well, or all with an error, and nothing has changed."""
@@ -143,6 +161,16 @@ def _told(said: dict[str, str], torn: bool) -> str:
     return f"the step failed {reasons}. {TORN if torn else WHOLE}"
 
 
+def _different(told: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What each rank has of the first setting that is not the same on all."""
+    for name in dict.fromkeys(name for settings in told.values() for name in settings):
+        values = {rank: settings.get(name) for rank, settings in told.items()}
+        if len(set(values.values())) > 1:
+            do = "ranks that share parameters step them alike"
+            return {rank: f"{name} is {value}, and not so on others; {do}" for rank, value in values.items()}
+    return {}
+
+
 def _own_name(group: Any) -> str:
     return f"rank {dist.get_rank() if dist.is_initialized() else group.rank}"
 
@@ -152,7 +180,7 @@ def _groups_of(teams: Sequence[Any]) -> list[Any]:
     return list({id(group): group for group in groups}.values())
 
 
-def _exchanged(groups: Sequence[Any], said: dict[str, str]) -> dict[str, str]:
+def _exchanged(groups: Sequence[Any], said: dict[str, Any]) -> dict[str, Any]:
     """What all ranks of these groups have to say, each of which has been told that some of them have."""
     said = dict(said)
     for group in groups:

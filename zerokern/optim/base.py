@@ -176,6 +176,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The update of what stands for parameters: this rank's pieces, twins on the host. Every rank takes part."""
         local = self.course.localise(self.param_groups)
         guards.refuse_lent(local.homes)
+        local.accord.settings = settings
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         with whole("the step") if local.accord.in_company else nullcontext():  # which other ranks are in

@@ -90,6 +90,11 @@ class Local:
         numbers = {id(team): number for number, team in enumerate(self.teams, 1)}
         shardings = [home.sharding for home in self.homes]
         self.shares = [numbers[id(s.group)] if s is not None and not s.replicated else 0 for s in shardings]
+        owners = [number for number, group in enumerate(groups) for _ in group["params"]]
+        self.accord.groups_of = [
+            sorted({owner for owner, share in zip(owners, self.shares, strict=True) if share == number})
+            for number in numbers.values()
+        ]
         self.starts = [home.start for home in self.homes]
         self.state = WatchedState()
         self._home_of = {id(piece): home for piece, home in zip(self.pieces, self.homes, strict=True)}
