@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +152,12 @@ def memory(name: str, tensor: Tensor) -> None:
         raise TypeError(got(name, type(tensor).__name__, "a tensor with memory of its own", do))
 
 
-def overlap(names: Sequence[str], tensors: Sequence[Tensor], pointers: Sequence[int]) -> None:
-    """Refuse parameters that share memory: their updates would race. `names` and `tensors` go with `pointers`."""
-    order = sorted(range(len(pointers)), key=pointers.__getitem__)
-    last = -1
-    for index in order:
-        if last >= 0 and pointers[index] < pointers[last] + tensors[last].nbytes:
-            what = f"{names[index]} overlaps {names[last]}"
+def overlap(name: Callable[[int], str], tensors: Sequence[Tensor], pointers: Sequence[int]) -> None:
+    """Refuse parameters that share memory: their updates would race. `name`: of the tensor at a place."""
+    last, end = -1, 0
+    for pointer, nbytes, index in sorted((pointers[i], one.nbytes, i) for i, one in enumerate(tensors)):
+        if pointer < end:
+            what = f"{name(index)} overlaps {name(last)}"
             raise ValueError(got("params", what, "parameters with memory of their own", "pass a tied parameter once"))
-        if tensors[index].numel():
-            last = index
+        if nbytes:
+            last, end = index, pointer + nbytes

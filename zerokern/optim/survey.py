@@ -92,7 +92,7 @@ class Survey:
         home = self.params[0].device if self.params else None
         self.device = home if home is not None and device.serves(home) else None  # None: host memory
         self.param_pointers = list(map(_pointer_of, self.params))
-        _refuse_overlap(groups, self.numbers, self.params, self.param_pointers)
+        checks.overlap(lambda i: names_of(groups)[self.numbers[i]], self.params, self.param_pointers)
         self.layouts = _layouts(groups, layout_of, self.owners, self.params)
         self.gradient_pointers = array("Q", map(_pointer_of, dense_grads))
         self._there = self.gradient_pointers
@@ -229,12 +229,3 @@ def _together(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         return True
     home = params[0].device
     return device.serves(home) and {home}.issuperset({*map(_device_of, params), *map(_device_of, grads)})
-
-
-def _refuse_overlap(groups: Groups, numbers: Sequence[int], params: Sequence[Tensor], pointers: Sequence[int]) -> None:
-    ends = list(map(operator.add, pointers, [param.nbytes for param in params]))
-    order = sorted(zip(pointers, ends, strict=True))
-    if all(map(operator.le, map(operator.itemgetter(1), order), map(operator.itemgetter(0), order[1:]))):
-        return
-    names = names_of(groups)
-    checks.overlap([names[number] for number in numbers], params, pointers)
