@@ -14,8 +14,8 @@ from io_cases import ENGINES, EngineCase, direct_here, files_of, pattern, read, 
 import zerokern as zk
 from zerokern import BackendError
 from zerokern.core import native
+from zerokern.core.errors import say_once
 from zerokern.io import Engine, Store, files, why_no_uring
-from zerokern.io.engine import say_once
 from zerokern.memory import Arena
 
 # What a container's seccomp profile does: the system calls of io_uring fail with an errno, real ones of the kernel.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from memory_cases import mapping_at
 
-from zerokern.core.errors import BudgetError, ZerokernError
+from zerokern.core.errors import BudgetError, ZerokernError, say_once
 from zerokern.memory import Arena, Lease
 from zerokern.memory import arena as arena_module
 
@@ -278,7 +278,7 @@ def test_missing_huge_pages_are_logged_once(caplog: pytest.LogCaptureFixture) ->
             if option == mmap.MADV_HUGEPAGE:
                 raise OSError(EINVAL, "not in this kernel")
 
-    arena_module._say_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="zerokern.memory"):
         for _ in range(3):
             arena_module._make_resident(NoHugePages(-1, MIB), 0, MIB)

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerokern.core.errors import ZerokernError
-from zerokern.memory import batches
+from zerokern.core.errors import ZerokernError, say_once
 from zerokern.memory.batches import Batches, runtime_library
 
 SOURCE = Path(__file__).parent / "runtime" / "cudart.cpp"
@@ -134,7 +133,7 @@ def test_a_runtime_that_is_not_there_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "99.1")
-    batches._say_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="zerokern.memory"):
         assert runtime_library() is None and runtime_library() is None
     (said,) = [record.message for record in caplog.records]

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from zerokern.core.errors import say_once
 from zerokern.memory import Arena
 from zerokern.memory import arena as arena_module
 
@@ -63,7 +64,7 @@ def test_a_refusal_is_logged_once_and_costs_speed_alone(
     runtime.result = 801
     forgotten: list[int] = []
     monkeypatch.setattr(arena_module, "forget_error", lambda: forgotten.append(1))
-    arena_module._say_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="zerokern.memory"):
         arenas = [Arena(MIB), Arena(MIB)]
         for arena in arenas:

@@ -16,6 +16,7 @@ import torch
 from memory_cases import in_child
 
 from zerokern.core import env, native
+from zerokern.core.errors import say_once
 from zerokern.memory import Arena, HostPlace, Wanted, placement
 from zerokern.memory.placement import Node, cores, cpus_near, cpus_to_leave, keep_to, nodes, nodes_for, settle_beside
 
@@ -144,7 +145,7 @@ def test_one_node_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refusal_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     missing = max(nodes()) + 1
     monkeypatch.setattr(placement, "nodes", lambda: described(missing, missing + 1))
-    placement._say_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="zerokern.memory"):
         for _ in range(2):
             arena = Arena(MIB)

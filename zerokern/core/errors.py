@@ -1,6 +1,9 @@
-"""Errors that say what was asked, what was found, what is allowed and what to do."""
+"""Errors that say what was asked, what was found, what is allowed and what to do; and what is told once instead."""
 
 from __future__ import annotations
+
+import functools
+import logging
 
 __all__ = [
     "BackendError",
@@ -12,6 +15,7 @@ __all__ = [
     "StateError",
     "ZerokernError",
     "got",
+    "say_once",
 ]
 
 
@@ -107,3 +111,12 @@ def got(argument: str, value: object, allowed: str, advice: str = "") -> str:
     """
     message = f"{argument}={value!r} is not possible; allowed: {allowed}"
     return f"{message}. {advice}" if advice else message
+
+
+@functools.cache
+def say_once(logger: str, text: str) -> None:
+    """Logs a slower path that is taken because something is missing, once in the life of the process, by name.
+
+    >>> say_once("zerokern.example", "a slower path is taken")
+    """
+    logging.getLogger(logger).warning(text)

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
-import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zerokern.core import native
-from zerokern.core.errors import BackendError, got
+from zerokern.core.errors import BackendError, got, say_once
 
 if TYPE_CHECKING:
     from zerokern.memory import Arena
 
-__all__ = ["KINDS", "Engine", "Faults", "say_once", "why_no_uring"]
+__all__ = ["KINDS", "Engine", "Faults", "why_no_uring"]
 
 KINDS = ("auto", "uring", "threads")
 MOST_DEPTH = 4096
 MOST_BLOCK = 1 << 30
 MOST_THREADS = 32  # more of them gain nothing on one disk
 BOUNCE_NBYTES = 64 << 20  # at most for all bounce buffers, which are made when first needed
-
-_log = logging.getLogger("zerokern.io")
-
-
-@functools.cache
-def say_once(message: str) -> None:
-    """Logs a slower path, once in the life of the process, by name."""
-    _log.warning(message)
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ class Engine:
                     f"engine='uring' was asked for; this kernel refused it: {self.why}. "
                     "Use engine='threads', or 'auto' to take it where io_uring is missing"
                 )
-            say_once(f"disk engine: threads instead of io_uring, which was refused: {self.why}")
+            say_once("zerokern.io", f"disk engine: threads instead of io_uring, which was refused: {self.why}")
         else:
             self.why = "threads were asked for"
         self.kind = "threads"
@@ -146,8 +136,9 @@ class Engine:
             _check(refusal, "an arena was not taken by the disk engine")
         if refusal > 0 and self.kind == "uring":
             say_once(
+                "zerokern.io",
                 f"disk engine: memory is not registered with the ring ({os.strerror(refusal)}; raise `ulimit -l`), "
-                "transfers pin their pages each time"
+                "transfers pin their pages each time",
             )
         return refusal == 0
 

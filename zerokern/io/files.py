@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokern.core import native
-from zerokern.core.errors import BudgetError, IoError
+from zerokern.core.errors import BudgetError, IoError, say_once
 from zerokern.io.advice import refused
-from zerokern.io.engine import Engine, say_once
+from zerokern.io.engine import Engine
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
@@ -233,7 +233,8 @@ class Files:
                     raise
                 self._reserves = False
                 say_once(
-                    f"{self.folder}: this file system has no fallocate; that it is full shows when it is written to"
+                    "zerokern.io",
+                    f"{self.folder}: this file system has no fallocate; that it is full shows when it is written to",
                 )
         os.ftruncate(fd, offset + nbytes)
 
@@ -241,7 +242,9 @@ class Files:
         memory_align, offset_align = go_direct(file.fd, self.folder)
         file.direct = offset_align > 1
         if not file.direct:
-            say_once(f"{self.folder}: this file system has no O_DIRECT; transfers go through the page cache")
+            say_once(
+                "zerokern.io", f"{self.folder}: this file system has no O_DIRECT; transfers go through the page cache"
+            )
         file.number = self._engine.file(file.fd, memory_align, offset_align)
         self.paths[file.number] = str(file.path)
         self.memory_align = max(self.memory_align, memory_align)

@@ -18,6 +18,7 @@ __all__ = ["Tensors", "update"]
 
 Tensors = Tensor | Sequence[Tensor]
 _STATE_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
+_GROUP = ("grad_dtype", "param_dtype", "master_format", "state_format", "out_dtype")  # what rows of one group share
 _REFERENCE_NAMES = {"adagrad": {"exp_avg": "state_sum"}, "sgd": {"exp_avg": "momentum_buffer"}}
 
 
@@ -45,8 +46,10 @@ class _Row:
         self.state = self._state_format(algorithm, at, n, hyper)
         if "out" in tensors:
             checks.tensor(f"out{at}", tensors["out"], (torch.bfloat16, torch.float16), n)
+        self.group = self._group()
         written = [(f"{name}{at}", t) for name, t in self.tensors.items() if name != "grad"]
         self.written, self.read = written, (f"grad{at}", tensors["grad"])
+        self.key = self.first = 0
 
     def _master_format(self, at: str, param: Tensor, n: int) -> str:
         master, remainder = self.tensors.get("master"), self.tensors.get("remainder")
@@ -87,7 +90,7 @@ class _Row:
             checks.tensor(f"{name}{at}", self.tensors[name], (torch.float32,), formats.blocks(n))
         return state
 
-    def group(self) -> tuple[Any, ...]:
+    def _group(self) -> tuple[Any, ...]:
         out = self.tensors.get("out")
         published = self.tensors["param"].dtype if "master" in self.tensors else None
         if published and out is not None:
@@ -148,12 +151,14 @@ def update(
             raise ValueError(
                 got("stochastic_seed", stochastic_seed, "None where a master or remainder keeps the rounded bits")
             )
+    for row, number, begin in zip(rows, keys, firsts, strict=True):
+        row.key, row.first = number, begin
+    settings = {**hyper, "stochastic_seed": stochastic_seed}
     with implementation(impl, device) as family:
         if family == REFERENCE:
-            _run_reference(algorithm, rows, hyper, factor, stochastic_seed, keys, firsts)
+            _run_reference(algorithm, rows, settings, factor)
         else:
-            table = _table_of(family, device)
-            _run_table(table, algorithm, rows, hyper, factor, stochastic_seed, keys, firsts)
+            _run_table(_table_of(family, device), algorithm, rows, settings, factor)
 
 
 def _table_of(family: str, device: torch.device) -> Callable[[int, int], Any]:
@@ -168,54 +173,32 @@ def _run_table(
     make_table: Callable[[int, int], Any],
     algorithm: str,
     rows: list[_Row],
-    hyper: Mapping[str, Any],
+    settings: Mapping[str, Any],
     scale: float,
-    seed: int | None,
-    keys: list[int],
-    firsts: list[int],
 ) -> None:
     numbers: dict[tuple[Any, ...], int] = {}
     for row in rows:
-        numbers.setdefault(row.group(), len(numbers))
+        numbers.setdefault(row.group, len(numbers))
     table = make_table(len(rows), len(numbers))
-    for (grad, param, master, state, out), index in numbers.items():
-        table.set_group(
-            index,
-            algorithm=algorithm,
-            grad_dtype=grad,
-            param_dtype=param,
-            master_format=master,
-            state_format=state,
-            out_dtype=out,
-            stochastic_seed=seed,
-            **hyper,
-        )
+    for group, index in numbers.items():
+        table.set_group(index, algorithm=algorithm, **dict(zip(_GROUP, group, strict=True)), **settings)
     for i, row in enumerate(rows):
         table.set_row(
             i,
-            group=numbers[row.group()],
+            group=numbers[row.group],
             numel=row.tensors["param"].numel(),
-            key=keys[i],
-            first=firsts[i],
+            key=row.key,
+            first=row.first,
             **row.pointers(),
         )
     table.run(scale)
 
 
-def _run_reference(
-    algorithm: str,
-    rows: list[_Row],
-    hyper: Mapping[str, Any],
-    scale: float,
-    seed: int | None,
-    keys: list[int],
-    firsts: list[int],
-) -> None:
+def _run_reference(algorithm: str, rows: list[_Row], settings: Mapping[str, Any], scale: float) -> None:
     op = getattr(reference, algorithm)
     renamed = _REFERENCE_NAMES.get(algorithm, {})
-    for row, key, first in zip(rows, keys, firsts, strict=True):
-        row.group()
+    for row in rows:
         tensors: dict[str, Tensor | None] = {renamed.get(name, name): t for name, t in row.tensors.items()}
         if algorithm == "sgd":
             tensors.setdefault("momentum_buffer", None)
-        op(**tensors, **hyper, scale=scale, stochastic_seed=seed, key=key, first=first)
+        op(**tensors, **settings, scale=scale, key=row.key, first=row.first)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import math
 import mmap
 import os
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core import env, native
-from zerokern.core.errors import BudgetError, ZerokernError, got
+from zerokern.core.errors import BudgetError, ZerokernError, got, say_once
 from zerokern.memory import placement
 from zerokern.memory.batches import forget_error
 from zerokern.memory.layout import PAGE, FreeSpans
@@ -38,8 +37,6 @@ POISON = 0xFF  # NaN in every floating format, -1 in integers
 _STEP = 1 << 30  # bytes touched by one system call, so that Ctrl-C is heard in between
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _CUDA_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every device of the process, and Mapped, for kernels to reach it
-
-log = logging.getLogger("zerokern.memory")
 
 
 @dataclass(eq=False)
@@ -126,8 +123,9 @@ class Arena:
         refused = native.library().zk_memory_lock(self.base, self.nbytes)
         self.locked = not refused
         if refused:
-            _say_once(
-                f"arena memory is not locked (mlock: {_name(refused)}; see ulimit -l): the system may swap it out"
+            say_once(
+                "zerokern.memory",
+                f"arena memory is not locked (mlock: {_name(refused)}; see ulimit -l): the system may swap it out",
             )
         self._unregister: weakref.finalize | None = None
         self._offered_to_cuda = False
@@ -244,7 +242,10 @@ class Arena:
         self._offered_to_cuda = True  # at last: an interrupt before it is no answer
         if int(refused):
             forget_error()  # else torch would find it and blame its next call
-            _say_once(f"arena memory is not registered with CUDA ({refused}): copies to and from GPUs take a detour")
+            say_once(
+                "zerokern.memory",
+                f"arena memory is not registered with CUDA ({refused}): copies to and from GPUs take a detour",
+            )
         else:
             self._unregister = weakref.finalize(self, _unregister_from_cuda, self.base, self._pid)
             self._unregister.atexit = False
@@ -268,9 +269,12 @@ def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, begin, nbytes)
         if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-            _say_once("arena memory has no huge pages (/sys/kernel/mm/transparent_hugepage/enabled says never)")
+            say_once(
+                "zerokern.memory",
+                "arena memory has no huge pages (/sys/kernel/mm/transparent_hugepage/enabled says never)",
+            )
     except OSError as error:
-        _say_once(f"arena memory has no huge pages (madvise: {error.strerror})")
+        say_once("zerokern.memory", f"arena memory has no huge pages (madvise: {error.strerror})")
     for at in range(begin, begin + nbytes, _STEP):
         piece = min(_STEP, begin + nbytes - at)
         try:
@@ -295,8 +299,3 @@ def _unregister_from_cuda(base: int, pid: int) -> None:
 
 def _name(code: int) -> str:
     return errorcode.get(code) or native.library().zk_error_text(code).decode()
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    log.warning(text)

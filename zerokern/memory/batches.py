@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import logging
 from array import array
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 import torch
 
-from zerokern.core.errors import ZerokernError
+from zerokern.core.errors import ZerokernError, say_once
 
 __all__ = ["Batches", "forget_error", "runtime_library"]
 
@@ -23,8 +21,6 @@ BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 1
 WITHOUT_FAULT = 13000
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say which way
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
-
-log = logging.getLogger("zerokern.memory")
 
 
 class _Location(Structure):
@@ -104,7 +100,7 @@ def runtime_library() -> Batches | None:
     try:
         library = _cudart()
     except OSError as error:
-        _say_once(f"copies are not batched: {error}")
+        say_once("zerokern.memory", f"copies are not batched: {error}")
         return None
     if library is None:
         return None
@@ -118,7 +114,10 @@ def runtime_library() -> Batches | None:
         library, runtime_version=versions["cudaRuntimeGetVersion"], driver_version=versions["cudaDriverGetVersion"]
     )
     if not found.batched:
-        _say_once(f"copies are not batched: {versions}, and cudaMemcpyBatchAsync needs {BATCH_SINCE} of both")
+        say_once(
+            "zerokern.memory",
+            f"copies are not batched: {versions}, and cudaMemcpyBatchAsync needs {BATCH_SINCE} of both",
+        )
     return found
 
 
@@ -135,8 +134,3 @@ def _cudart() -> Any:
     if torch.version.cuda is None:
         return None
     return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    log.warning(text)

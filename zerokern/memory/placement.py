@@ -7,8 +7,6 @@ no core free makes a device wait. And memory is slower from the other side of a 
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from errno import errorcode
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from zerokern.core import env, native
+from zerokern.core.errors import say_once
 
 __all__ = [
     "Node",
@@ -34,8 +33,6 @@ __all__ = [
 _PCI = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
 _CPUS = Path("/sys/devices/system/cpu")
-
-log = logging.getLogger("zerokern.memory")
 
 
 @dataclass(frozen=True)
@@ -99,9 +96,10 @@ def bind(base: int, nbytes: int) -> tuple[int, ...]:
         return ()
     refused = native.library().zk_memory_bind(base, nbytes, (ctypes.c_int * len(wanted))(*wanted), len(wanted))
     if refused:
-        _say_once(
+        say_once(
+            "zerokern.memory",
             f"pages are not bound to NUMA nodes {env.cpu_list(wanted)} (mbind: {errorcode.get(refused, refused)}): "
-            "they may lie at another node, which is slower"
+            "they may lie at another node, which is slower",
         )
         return ()
     return wanted
@@ -186,8 +184,3 @@ def settle_beside(device: torch.device) -> tuple[int, ...] | None:
     if not near:
         return keep_to(chosen, ranks)
     return keep_to(near, -(-ranks * len(near) // len(chosen)))  # the others are on the other sides
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    log.warning(text)

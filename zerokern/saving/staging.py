@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from zerokern.core import native
-from zerokern.core.errors import IoError
+from zerokern.core.errors import IoError, say_once
 from zerokern.io.advice import failed
-from zerokern.io.engine import Engine, Faults, say_once
+from zerokern.io.engine import Engine, Faults
 from zerokern.io.files import go_direct
 from zerokern.io.probing import START, cached
 from zerokern.io.ticket import Ticket, Transfers
@@ -62,7 +62,9 @@ class Staging:
         """The engine's number of an open file, which bypasses the page cache where the file system lets it."""
         memory_align, offset_align = go_direct(fd, path.parent)
         if offset_align == 1:
-            say_once(f"{path.parent}: this file system has no O_DIRECT; checkpoints go through the page cache")
+            say_once(
+                "zerokern.io", f"{path.parent}: this file system has no O_DIRECT; checkpoints go through the page cache"
+            )
         self.offset_align = max(self.offset_align, offset_align)
         number = self.engine.file(fd, memory_align, offset_align)
         self.transfers.paths[number] = str(path)
