@@ -84,6 +84,14 @@ class Ranks:
         """What `work` returns on the first rank, which alone calls it."""
         return self.run(what, lambda own: self._wrapper.broadcast(what, own(work)))
 
+    def divide(self, what: str, mine: Callable[[], T], divided: Callable[[list[T]], list[T]]) -> T:
+        """For each rank its own of what the first makes of what `mine` returns on all of them."""
+        return self.run(what, lambda own: self._wrapper.reduce_scatter(what, own(mine), divided))
+
+    def gather(self, what: str, mine: Callable[[], T], ended: Callable[[list[T]], None]) -> None:
+        """Hands the first rank what `mine` returns on all of them, and waits until it has ended with it."""
+        self.run(what, lambda own: self._wrapper.all_reduce(what, own(mine), ended))
+
     def run(self, what: str, work: Callable[[Callable[[Callable[[], Any]], Callable[[], Any]]], T]) -> T:
         """What `work` returns; what torch wraps into errors of its own leaves as what was raised.
 

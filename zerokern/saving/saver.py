@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from zerokern.core.errors import ShardError, got
 from zerokern.saving import rng as random_state
@@ -159,20 +157,14 @@ class Writing:
         self.items, self.values, self.draft = items, values, draft
         self.total, self.how = total, how
 
-    def __call__(self, ranks: Ranks, planner: dcp.SavePlanner) -> None:
+    def __call__(self, ranks: Ranks, planner: SavePlanner) -> None:
         """Returns once the checkpoint is published; what cannot be is removed."""
         try:
             with Progress("saving", self.total, self.how if ranks.rank == 0 else False) as progress:
-                writer = Writer(self.draft, self.values, progress)
-                ranks.run("writing", lambda _: self._dcp(writer, planner, ranks))
+                Writer(self.draft, self.values, progress)(self.items, planner, ranks)
         except BaseException:
             self.draft.abandon()
             raise
-
-    def _dcp(self, writer: Writer, planner: dcp.SavePlanner, ranks: Ranks) -> Any:
-        if ranks.pg is None:  # dcp.save would warn that there is no process group, and do the same
-            return _save_state_dict(self.items, writer, no_dist=True, planner=planner)
-        return dcp.save(self.items, storage_writer=writer, planner=planner, process_group=ranks.pg)
 
     def beside(self, ranks: Ranks, lane: Lane, budget: int | None) -> Saving:
         """Returns once training may change what is saved."""

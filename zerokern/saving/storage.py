@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import platform
 from collections.abc import Sequence
@@ -18,9 +17,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as AnyPlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
-from torch.futures import Future
 
 from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
@@ -29,6 +27,7 @@ from zerokern.saving.archive import ALIGN, envelope
 from zerokern.saving.files import FileWriter, pieces
 from zerokern.saving.folder import Draft
 from zerokern.saving.index import Box, FileRow, Index, TensorRow
+from zerokern.saving.ranks import Ranks
 from zerokern.saving.source import Told, dtype_name, untold
 from zerokern.saving.staging import BLOCK
 
@@ -96,12 +95,6 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Take the items as they are."""
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what."""
         return super().create_global_plan(_undivided(all_plans))
@@ -162,39 +155,41 @@ class Written:
     item: tuple[int, int]
 
 
-class Writer(StorageWriter):
+class Writer:
     """Writes this rank's items into its file of a draft; the coordinator publishes them all, with `values`.
 
     Items are asked for one by one in the order of the plan, and each is written before the next is asked for.
     """
 
     def __init__(self, draft: Draft, values: dict[str, Any], told: Told = untold) -> None:
-        super().__init__()
-        self.draft = draft
-        self.values = values
-        self._told = told
+        self.draft, self.values, self._told = draft, values, told
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: the draft knows its folder."""
+    def __call__(self, items: dict[str, Any], planner: AnyPlanner, ranks: Ranks) -> None:
+        """Writes what the ranks have, and publishes it once it lasts; every rank calls this."""
+        found: list[Metadata] = []
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: rank and file follow from the global plan."""
+        def plan() -> SavePlan:
+            planner.set_up_planner(items, is_coordinator=ranks.rank == 0)
+            return planner.create_local_plan()
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The same."""
-        return plan
+        def divide(plans: list[SavePlan]) -> list[SavePlan]:
+            """The first rank's: what each of them writes, with the number that names its file."""
+            plans, metadata = planner.create_global_plan(plans)
+            found.append(metadata)
+            return [replace(one, storage_data=rank) for rank, one in enumerate(plans)]
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tells each rank its number, which names its file."""
-        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+        mine = ranks.divide("plan", plan, divide)
 
-    def write_data(self, plan: SavePlan, planner: AnyPlanner) -> Future[list[WriteResult]]:
+        ranks.gather(
+            "writing",
+            lambda: self.write_data(planner.finish_plan(mine), planner),
+            lambda results: self._publish(found[0], results),
+        )
+
+    def write_data(self, plan: SavePlan, planner: AnyPlanner) -> list[WriteResult]:
         """Returns when all of it lasts on the disk. A rank that has nothing to write makes no file."""
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(self._written(plan, planner) if plan.items else [])
-        return done
-
-    def _written(self, plan: SavePlan, planner: AnyPlanner) -> list[WriteResult]:
+        if not plan.items:
+            return []
         placed: list[tuple[WriteItem, int, tuple[int, int]]] = []
         expected = sum(_nbytes(item) + AROUND for item in plan.items)
         expected += 4 * (expected // BLOCK + 1)
@@ -228,8 +223,8 @@ class Writer(StorageWriter):
         writer.append(after)
         return offset, (begin, writer.nbytes - begin)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, once all ranks have written: publishes the index, and torch's own beside it."""
+    def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, once all have written: the index, and torch's own beside it."""
         index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
         for key, found in metadata.state_dict_metadata.items():
             assert isinstance(found, TensorStorageMetadata)  # _resolved refuses all else
@@ -245,17 +240,8 @@ class Writer(StorageWriter):
                 index.tensors[result.index.fqn].boxes.append(box)
                 storage[result.index] = _StorageInfo(placed.file.name, *placed.item)
         metadata.storage_data = storage
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.draft.folder), save_id=self.draft.save_id)
         self.draft.publish(index, pickle.dumps(metadata))
-
-    def storage_meta(self) -> StorageMeta:
-        """What torch's planner is told of the save."""
-        return StorageMeta(checkpoint_id=str(self.draft.folder), save_id=self.draft.save_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
 
 
 def _resolved(item: WriteItem, planner: AnyPlanner) -> Tensor:
