@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerokern.zero.sharded import Sharded, ShardedUseError
+from zerokern.zero.sharded import Sharded, ShardedUseError, Spanned
 
 SHAPE = torch.Size([5, 7])
 SPANS = [(0, 12), (12, 13), (25, 0), (25, 10)]  # one rank owns nothing of it
@@ -278,3 +278,19 @@ def test_inference_mode_works_on_it() -> None:
     with torch.inference_mode():
         assert owner.mul_(2.0).add(1.0).mul_(2.0).local.tolist() == [6.0] * 12
     assert owner.local.tolist() == [2.0] * 12
+
+
+def test_a_span_of_a_box() -> None:
+    """What is left where dimensions are divided, and then flat elements: of the columns 3 to 5, five."""
+    here = Spanned(torch.Size([4, 6]), (0, 3), (4, 3), 2, 5)
+    whole = torch.arange(24.0).view(4, 6)
+    one = Sharded.of(here.cut(whole).clone(), here)
+    assert (one.shape, one.start, one.local.tolist()) == (whole.shape, 5, [5, 9, 10, 11, 15])
+    assert (one + whole).local.tolist() == [10, 18, 20, 22, 30]
+    assert one.is_same_layout(one.clone()) and not one.is_same_layout(Sharded(torch.zeros(5), whole.shape, 5))
+    for item in one.__create_write_items__("w", None):
+        at, sizes = item.index.offset, item.tensor_data.chunk.sizes
+        box = whole[tuple(slice(a, a + size) for a, size in zip(at, sizes, strict=True))]
+        assert torch.equal(one.__get_tensor_shard__(item.index), box)
+    shown = here.show(one.span)
+    assert here.show(one.span, shown) is shown

@@ -323,7 +323,7 @@ class GradientBucket:
                 continue
             piece = spans.get(tenant.place.param)
             local = alias(self.reduced, 0 if piece is None else piece.offset, (home.numel,))
-            named = Sharded(local, home.shape, home.start, name=home.name, kind="gradient", group=self.group)
+            named = Sharded.of(local, home.here, name=home.name, kind="gradient")
             named.settle = self.settle
             named.whole = partial(whole_like, self.group, self.bucket.shard_numel, tenant.place)
             self.shown.append(named)

@@ -14,9 +14,9 @@ from zerokern.core.errors import ShardError, StateError
 from zerokern.kernels import join
 from zerokern.memory.here import Here
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Residence, Spanned, here_of
+from zerokern.zero.kinds import Residence, here_of
 from zerokern.zero.partition import shards_parameters
-from zerokern.zero.sharded import Sharded
+from zerokern.zero.sharded import Sharded, Spanned
 
 if TYPE_CHECKING:
     from zerokern.zero.gradients import GradientBucket

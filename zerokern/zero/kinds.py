@@ -19,9 +19,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from zerokern.core.errors import StateError
 from zerokern.kernels.formats import BLOCK, blocks
 from zerokern.memory.here import Here
-from zerokern.zero.sharded import Sharded
+from zerokern.zero.sharded import Sharded, Spanned
 
-__all__ = ["Placed", "Residence", "Spanned", "here_of", "is_divided", "local_of", "over", "shardings_of", "take"]
+__all__ = ["Placed", "Residence", "here_of", "is_divided", "local_of", "over", "shardings_of", "take"]
 
 
 def here_of(tensor: Tensor) -> Here:
@@ -33,7 +33,7 @@ def here_of(tensor: Tensor) -> Here:
     if isinstance(tensor, DTensor):
         return Placed.by(tensor)
     if isinstance(tensor, Sharded):
-        return Spanned.by(tensor)
+        return tensor.here
     home: Residence | None = getattr(tensor, "_zk_home", None)
     if home is not None and tensor is home.piece:
         return home.here
@@ -80,20 +80,6 @@ def take(here: Here, value: Tensor, what: str, *, own: bool = False) -> Tensor:
             "in another way. Load whole tensors, or a checkpoint with zk.load, which divides it anew"
         )
     return value.span if isinstance(value, Sharded) else local_of(value).detach().reshape(-1)
-
-
-class Spanned(Here):
-    """What zk.shard leaves here, shown as a `Sharded`."""
-
-    @staticmethod
-    def by(one: Sharded) -> Spanned:
-        """What one holds."""
-        return Spanned(one.shape, (0,) * one.ndim, tuple(one.shape), one.start, one.span.numel(), one.group)
-
-    def show(self, local: Tensor, before: Any = None, name: str = "") -> Tensor:
-        if isinstance(before, Sharded) and before.span is local and here_of(before) == self:
-            return before
-        return Sharded(local, self.shape, self.start, name=name, kind="state", group=self.group)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -270,7 +270,7 @@ def _shard(tenant: Tenant, memory: BucketMemory, home: Home) -> None:
     tenant.full = home.leaf = full
     hooks.share_hooks(param, full)
     local = home.piece.detach()
-    body = Sharded(local, home.shape, home.start, name=home.name, group=memory.group)
+    body = Sharded.of(local, home.here, name=home.name)
     body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, tenant.place)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)

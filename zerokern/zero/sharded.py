@@ -9,15 +9,24 @@ from typing import Any, NoReturn
 import torch
 
 from zerokern.core.errors import StateError, got
-from zerokern.memory.here import Cuboid, boxes, chunk_list, write_items
+from zerokern.memory.here import Cuboid, Here, chunk_list, write_items
 
 from . import hooks
 from .sharded_ops import rule_for
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
-__all__ = ["GET_DATA", "Sharded", "ShardedUseError"]
+__all__ = ["GET_DATA", "Sharded", "ShardedUseError", "Spanned"]
 
 KINDS = ("parameter", "gradient", "state")
+
+
+class Spanned(Here):
+    """What zk.shard leaves here, of a whole tensor or of a box of it, shown as a `Sharded`."""
+
+    def show(self, local: torch.Tensor, before: Any = None, name: str = "") -> torch.Tensor:
+        if isinstance(before, Sharded) and before.span is local and before.here == self:
+            return before
+        return Sharded.of(local, self, name=name, kind="state")
 
 
 class Sharded(torch.Tensor):
@@ -41,10 +50,9 @@ class Sharded(torch.Tensor):
     """
 
     span: torch.Tensor
-    start: int
+    here: Here
     name: str = ""  # over torch's own property, which cannot be set
     kind: str
-    group: Any
     #: asked for a result where the full tensor is needed: ``use(func, args, kwargs)``, which may return NotImplemented
     use: Callable[[Callable, tuple, dict], Any] | None = None
     #: says that a forward is running, where even element-wise results have to meet full tensors
@@ -66,16 +74,33 @@ class Sharded(torch.Tensor):
         group: Any = None,
         dtype: torch.dtype | None = None,
     ) -> Sharded:
-        if kind not in KINDS:
-            raise ValueError(got("kind", kind, "'parameter', 'gradient' or 'state'"))
         shape = torch.Size(shape)
         if local.ndim != 1 or start < 0 or start + local.numel() > shape.numel():
             advice = f"start={start} and shape={tuple(shape)} were given with it."
             raise ValueError(got("local", tuple(local.shape), "a 1-D tensor that lies within the shape", advice))
-        wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or local.dtype, device=local.device)
-        wrapper.span, wrapper.start = local, start
-        wrapper.name, wrapper.kind, wrapper.group = name, kind, group
-        return wrapper
+        here = Spanned(shape, (0,) * len(shape), tuple(shape), start, local.numel(), group)
+        return Sharded.of(local, here, name=name, kind=kind, dtype=dtype)
+
+    @staticmethod
+    def of(
+        local: torch.Tensor, here: Here, *, name: str = "", kind: str = "parameter", dtype: torch.dtype | None = None
+    ) -> Sharded:
+        """The tensor of which ``local`` are these elements: a span of it, or of a box of it."""
+        if kind not in KINDS:
+            raise ValueError(got("kind", kind, "'parameter', 'gradient' or 'state'"))
+        made = torch.Tensor._make_wrapper_subclass(Sharded, here.shape, dtype=dtype or local.dtype, device=local.device)
+        made.span, made.here, made.name, made.kind = local, here, name, kind
+        return made
+
+    @property
+    def start(self) -> int:
+        """The first of the elements that are here."""
+        return self.here.first
+
+    @property
+    def group(self) -> Any:
+        """The ranks that it is divided among, where that is known."""
+        return self.here.group
 
     @property
     def local(self) -> torch.Tensor:
@@ -96,13 +121,10 @@ class Sharded(torch.Tensor):
         >>> one.is_same_layout(one.clone()), one.is_same_layout(torch.ones(2, 3))
         (True, False)
         """
-        return (
-            isinstance(other, Sharded)
-            and self.shape == other.shape
-            and self.span.numel() == other.span.numel()
-            and (self.start == other.start or not self.span.numel())
-            and self.span.device == other.span.device
-        )
+        if not isinstance(other, Sharded) or self.shape != other.shape or self.span.device != other.span.device:
+            return False
+        mine, theirs = self.here, other.here
+        return mine is theirs or mine == theirs or mine.numel == theirs.numel == 0
 
     def span_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's elements, flat, of a plain tensor of the logical shape; a view of it where that is possible.
@@ -111,7 +133,7 @@ class Sharded(torch.Tensor):
         >>> Sharded(torch.zeros(2), torch.Size([2, 3]), 4).span_of(torch.arange(6).view(2, 3))
         tensor([4, 5])
         """
-        return full.detach().reshape(-1)[self.start : self.start + self.span.numel()]
+        return self.here.cut(full)
 
     def like(self, local: torch.Tensor, dtype: torch.dtype | None = None) -> Sharded:
         """Another tensor of this layout, name and kind, over ``local``.
@@ -120,9 +142,7 @@ class Sharded(torch.Tensor):
         >>> Sharded(torch.zeros(2), torch.Size([2, 3]), 4, kind="state").like(torch.ones(2))
         Sharded(state, shape (2, 3), elements 4:6 of 6 here, torch.float32)
         """
-        made = Sharded(
-            local, self.shape, self.start, name=self.name, kind=self.kind, group=self.group, dtype=dtype or local.dtype
-        )
+        made = Sharded.of(local, self.here, name=self.name, kind=self.kind, dtype=dtype)
         made.whole, made.in_forward = self.whole, self.in_forward
         return made
 
@@ -181,7 +201,7 @@ class Sharded(torch.Tensor):
         """Those that are here. A tensor without elements is everywhere: somebody has to say that it exists."""
         if not self.numel():
             return [((0,) * self.ndim, tuple(self.shape), 0)]
-        return boxes(self.shape, self.start, self.span.numel())
+        return self.here.boxes()
 
     @classmethod
     def __torch_function__(
