@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from offload_cases import SCHEDULES, Row, on_device, optimizer_of, train
+from offload_cases import BUCKET_NBYTES, SCHEDULES, Row, on_device, optimizer_of, train
 from optim_cases import MAKERS
 from worlds import World, alone, on_threads
 
+import zerokern as zk
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.optim import parts
 from zerokern.optim.hosted import Host
+from zerokern.planner import forecast
+from zerokern.planner.forecast import step_program
 from zerokern.schedule import Machine, Op, Program, simulate
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import Event, Recorder
@@ -64,6 +67,9 @@ def the_same_ops(events: Sequence[Event], runs: Sequence[Submitted]) -> None:
         assert sorted(event[1:4] + event[6:] for event in ran) == sorted(
             (op.lane, op.verb, op.what, op.nbytes) for op in expected
         )
+        for lane in ("net", "cpu"):
+            in_turn = [(op.verb, op.what) for op in run.program.ops if op.lane == lane]
+            assert [(event.verb, event.what) for event in ran if event.lane == lane] == in_turn
 
 
 def every_edge_held(events: Sequence[Event], runs: Sequence[Submitted], steps: range) -> None:
@@ -125,25 +131,57 @@ def test_every_op_and_edge_on_a_device(
     every_edge_held(events, runs, range(2, STEPS + 1))
 
 
-def ran(world: World, row: Row, schedule: str, submitted: Callable, device: PlayedDevice | None) -> None:
+def ran(
+    world: World,
+    row: Row,
+    schedule: str,
+    submitted: Callable,
+    device: PlayedDevice | None,
+    tiers: Sequence[Any] = ("cpu",) * 2,
+) -> list[Submitted]:
     model, recorder = row.model(world), Recorder()
     if device is not None:
         on_device(device, row, model)
-    optimizer = optimizer_of(row, model, tier="cpu", schedule=SCHEDULES[schedule])
+    optimizer = optimizer_of(row, model, tier=tiers[world.rank], schedule=SCHEDULES[schedule])
     optimizer.holdings.recorder = recorder
     wait = (lambda step: None) if device is None else (lambda step: device.synchronize())
     train(world, row, model, optimizer, between=wait)
     optimizer.flush()
     runs = submitted(recorder)
     the_same_ops([event for event in recorder.events if event.step < len(runs)], runs[:-1])
+    return runs
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed", "delayed after 2"])
-def test_every_op_on_a_device_at_every_stage(schedule: str, stage: int, submitted: Callable) -> None:
-    device = PlayedDevice()
-    alone(ran, Row(f"stage {stage}", "bf16", "often", steps=STEPS), schedule, submitted, device)
+def test_every_op_on_a_device_at_every_stage(
+    schedule: str, stage: int, submitted: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the program is the one that a plan of this model predicts with, span by span."""
+    device, row = PlayedDevice(), Row(f"stage {stage}", "bf16", "often", steps=STEPS)
+    (runs,) = alone(ran, row, schedule, submitted, device)
     device.close()
+    monkeypatch.setattr(forecast, "_SPANS", 10**6)  # none is joined to its neighbour
+    asked = {"stage": stage, "tier": "cpu", "schedule": SCHEDULES[schedule], "bucket_bytes": BUCKET_NBYTES}
+    planned = step_program(zk.plan(row.model(World(0, 1)), **asked), schedule.split()[0], 100)
+    mine, names = runs[-2].program, {f"{number}": f"bucket {number}" for number in range(99)}
+    assert [op._replace(what=names.get(op.what, op.what), flops=0.0) for op in planned.ops] == list(mine.ops)
+
+
+ON_DISK = [(size, schedule, stage) for size in (1, 2) for schedule in ("overlap", "delayed") for stage in range(4)]
+ON_DISK = [case for case in ON_DISK if case[1:] != ("overlap", 0)]
+
+
+@pytest.mark.parametrize("size, schedule, stage", ON_DISK)
+def test_every_op_with_state_on_disk(size: int, schedule: str, stage: int, submitted: Callable, tier: Callable) -> None:
+    """Those of state in host memory, and what waits for the last of it to be written."""
+    row = Row(f"stage {stage}", "bf16", "often", steps=STEPS)
+    runs = {
+        where: on_threads(size, ran, row, schedule, submitted, None, tiers)[0]
+        for where, tiers in {"disk": [tier(), tier()], "host": ["cpu"] * 2}.items()
+    }
+    ops = [[op._replace(after=()) for op in runs[where][-2].program.ops] for where in runs]
+    assert ops[0] == [*ops[1], Op("Store", "state", "cpu")]
 
 
 TWO = [(schedule, stage) for schedule in ("overlap", "delayed") for stage in range(4)]
