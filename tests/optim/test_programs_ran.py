@@ -24,7 +24,7 @@ from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import Event, Recorder
 
 EVEN = Machine("even", flops_s=1, device_gb_s=1, down_gb_s=1, up_gb_s=1, host_gb_s=1, net_gb_s=1)
-COMPUTE = {"Forward", "Backward"}  # the model's own
+COMPUTE = {"Forward", "Backward", "Reduce"}  # the model's own
 STEPS = 5
 SLOW_S = 0.002
 SLOW = {where: {"stretch": {where: SLOW_S}} for where in ("compute", "down", "up")}
@@ -58,17 +58,18 @@ def the_same_ops(events: Sequence[Event], runs: Sequence[Submitted]) -> None:
     for number, run in enumerate(runs, 1):
         told = {(op.lane, op.verb, op.what, op.nbytes) for op in run.program.ops}
         assert {event[1:4] + event[6:] for event in simulate(run.program, EVEN, steps=1).events} == told
-        assert {verb for _, verb, _, _ in told} - {verb for verb, _ in run.actions} <= COMPUTE
+        others = COMPUTE | ({"Gather"} - {verb for verb, _ in run.actions})  # where forwards, or flush(), gather
+        assert {verb for _, verb, _, _ in told} - {verb for verb, _ in run.actions} <= others
         before = runs[number - 2] if number > 1 else None
-        expected = [op for op in run.program.ops if op.verb not in {*COMPUTE, *run.ahead}]
+        expected = [op for op in run.program.ops if op.verb not in {*others, *run.ahead}]
         if before is not None:
             expected += [op for op in before.program.ops if op.verb in before.ahead]
-        ran = [event for event in events if event.step == number and event.verb not in COMPUTE]
+        ran = [event for event in events if event.step == number and event.verb not in others]
         assert sorted(event[1:4] + event[6:] for event in ran) == sorted(
             (op.lane, op.verb, op.what, op.nbytes) for op in expected
         )
         for lane in ("net", "cpu"):
-            in_turn = [(op.verb, op.what) for op in run.program.ops if op.lane == lane]
+            in_turn = [(op.verb, op.what) for op in run.program.ops if op.lane == lane and op.verb not in others]
             assert [(event.verb, event.what) for event in ran if event.lane == lane] == in_turn
 
 
@@ -154,18 +155,26 @@ def ran(
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed", "delayed after 2"])
-def test_every_op_on_a_device_at_every_stage(
-    schedule: str, stage: int, submitted: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_op_on_a_device_at_every_stage(schedule: str, stage: int, submitted: Callable) -> None:
     """And the program is the one that a plan of this model predicts with, span by span."""
     device, row = PlayedDevice(), Row(f"stage {stage}", "bf16", "often", steps=STEPS)
     (runs,) = alone(ran, row, schedule, submitted, device)
     device.close()
+    assert planned_for(row, schedule, world=1) == list(runs[-2].program.ops)
+
+
+def planned_for(row: Row, schedule: str, world: int) -> list[Op]:
+    """The ops that a plan of this model predicts with, by the names that they have where they run."""
+    settings = {"schedule": SCHEDULES[schedule], "bucket_bytes": BUCKET_NBYTES, "world": world}
+    plan = zk.plan(row.model(World(0, 1)), stage=int(row.wrap[-1]), tier="cpu", **settings)
+    names = {f"{number}": f"bucket {number}" for number in range(99)}
+    ops = step_program(plan, schedule.split()[0], 100).ops
+    return [op._replace(what=names.get(op.what, op.what), flops=0.0) for op in ops]
+
+
+@pytest.fixture(autouse=True)
+def _every_bucket_is_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "_SPANS", 10**6)  # none is joined to its neighbour
-    asked = {"stage": stage, "tier": "cpu", "schedule": SCHEDULES[schedule], "bucket_bytes": BUCKET_NBYTES}
-    planned = step_program(zk.plan(row.model(World(0, 1)), **asked), schedule.split()[0], 100)
-    mine, names = runs[-2].program, {f"{number}": f"bucket {number}" for number in range(99)}
-    assert [op._replace(what=names.get(op.what, op.what), flops=0.0) for op in planned.ops] == list(mine.ops)
 
 
 ON_DISK = [(size, schedule, stage) for size in (1, 2) for schedule in ("overlap", "delayed") for stage in range(4)]
@@ -190,4 +199,10 @@ TWO.remove(("overlap", 0))  # replicated gradients in host memory are updated wh
 
 @pytest.mark.parametrize("schedule, stage", TWO)
 def test_every_op_of_two_ranks(schedule: str, stage: int, submitted: Callable) -> None:
-    on_threads(2, ran, Row(f"stage {stage}", "bf16", "often", steps=STEPS), schedule, submitted, None)
+    """In host memory, where nothing crosses a link; else it is the program that a plan predicts with."""
+    row = Row(f"stage {stage}", "bf16", "often", steps=STEPS)
+    runs, _ = on_threads(2, ran, row, schedule, submitted, None)
+    planned = planned_for(row, schedule, world=2)
+    link = ("Fetch", "Store")
+    mine, theirs = ([op[:3] for op in ops if op.verb not in link] for ops in (runs[-2].program.ops, planned))
+    assert mine == theirs

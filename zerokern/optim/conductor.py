@@ -13,6 +13,7 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.parts import Part, parts_of
 from zerokern.schedule import Delayed, Program, Span, program_of
 from zerokern.schedule.executor import Executor, Run
+from zerokern.zero.partition import shards_parameters, shards_state
 
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
@@ -170,7 +171,6 @@ class Conductor:
         for part in parts:
             taken = [row for member in part.members if (row := rows.get(member)) is not None]
             numels = [survey.numels[row] for row in taken]
-            gathers = publishes and part.sharding is not None and part.sharding.publisher.gathers
             spans.append(
                 Span.of(
                     part.name,
@@ -181,7 +181,7 @@ class Conductor:
                     own_master=survey.layouts[taken[0]].master_format != "fp32",
                     fetched=part.name in tickets,
                     stored=crosses,
-                    gather_nbytes=part.sharding.publisher.sent_nbytes(part.bucket) if gathers else 0,
+                    **_sent(part),
                 )
             )
         key = (self.schedule, publishes, binding.rests_on_disk, tuple(spans))
@@ -197,6 +197,21 @@ def _decide(decision: Decision, departures: Sequence[Departure], may_fetch: bool
     for departure in departures:
         departure.correct(may_fetch=may_fetch)
     decision.take()
+
+
+def _sent(part: Part) -> dict[str, Any]:
+    """What each rank sends of a part's gradients and parameters, as fields of its span."""
+    if part.sharding is None:
+        return {}
+    stage, bucket = part.sharding.stage, part.sharding.gradient_buckets[part.bucket]
+    sent = bucket.nbytes // bucket.group.size * (bucket.group.size - 1)
+    if not sent:
+        return {}
+    if not shards_state(stage):
+        return {"reduce_nbytes": 2 * sent}
+    again = shards_parameters(stage)
+    gathered = part.sharding.publisher.sent_nbytes(part.bucket)
+    return {"reduce_nbytes": sent, "gather_nbytes": gathered * (2 if again else 1), "gathered_again": again}
 
 
 def _given(ticket: Any) -> Any:
