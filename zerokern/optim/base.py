@@ -19,14 +19,13 @@ from zerokern.core.errors import CommError, StateError, got
 from zerokern.optim import checks, device, disk_state, loading
 from zerokern.optim.accord import say_outcome
 from zerokern.optim.binding import Binding
-from zerokern.optim.bound import Bound
 from zerokern.optim.course import Course
 from zerokern.optim.decide import Decision
 from zerokern.optim.formats import Algorithm, as_saved
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.local import Local, sharded
-from zerokern.optim.outside import WatchedState, Witness, plain, tracked
+from zerokern.optim.outside import WatchedState, plain
 from zerokern.optim.survey import Groups, Survey
 from zerokern.zero import guards
 from zerokern.zero.awaited import without_waiting
@@ -394,6 +393,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         decision = Decision(mine.pop("_grad_norm"), mine.pop("_skipped_steps"))
         self._furnish(mine.pop("tier"), mine.pop("schedule"), decision)
         super().__setstate__(mine)
-        self.state, self.holdings.torn = WatchedState(held), torn
+        self.state = WatchedState(held)
         self.holdings.watch_data(self.param_groups)
-        self.holdings.bound = Bound(witness=Witness(tracked(self.state)))
+        self.holdings.renew(loaded=False)
+        self.holdings.torn = torn

@@ -17,12 +17,11 @@ from zerokern.io.place import Record
 from zerokern.memory import Slot
 from zerokern.optim import disk_state, loading
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.bound import Bound
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
 from zerokern.optim.dtensors import Alone
 from zerokern.optim.formats import ON_DISK, Layout
-from zerokern.optim.holdings import Holdings
+from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.local import LATE, PENDING
 from zerokern.optim.records import OnDisk, Stretch, on_disk_of, settle
 from zerokern.optim.state import Checked, Entry, laid_out, make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostPlace
 from zerokern.optim import device, disk_state
 from zerokern.optim.binding import Binding
-from zerokern.optim.bound import Bound, bind
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk
+from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
 from zerokern.optim.hosted import ColumnsOf, Host
 from zerokern.optim.local import LATE, Local
@@ -26,7 +27,7 @@ from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.data_writes import DataWrites
 
-__all__ = ["Chosen", "Holdings"]
+__all__ = ["Bound", "Chosen", "Holdings"]
 
 _TORN = (
     "a step or a load was broken off while parameters and state were being written, so that they may be of "
@@ -45,6 +46,15 @@ class Chosen:
 
     def __set__(self, opt: Any, value: Any) -> None:
         opt.holdings.change(self.name, value)
+
+
+@dataclass
+class Bound:
+    """What was learned in earlier steps: all of it can be learned anew from parameters, groups and state."""
+
+    binding: Binding | None = None
+    witness: Witness | None = None
+    formats: list[FormatKey] = field(default_factory=list)
 
 
 class Holdings:
@@ -162,9 +172,9 @@ class Holdings:
             made = WatchedState(binding.shown(made))
         return made if self.local is None else WatchedState(self.local.saved(made, self.state))
 
-    def renew(self) -> None:
-        """Another state was loaded: what points at it is made anew."""
-        self.bound = Bound(witness=Witness(tracked(self.held), loaded=True))
+    def renew(self, *, loaded: bool = True) -> None:
+        """The state is another one: what points at it is made anew."""
+        self.bound = Bound(witness=Witness(tracked(self.held), loaded=loaded))
         self.torn, self.untold = False, ""
 
     def bind(
@@ -188,18 +198,22 @@ class Holdings:
         self.bound.binding = None
         self.watch_data(everyone)
         self.data_writes.keep(param for group in everyone for param in group["params"])
-        local = self.local
-        made = bind(
-            (self.algorithm, survey, groups, self.held),
-            self.disk,
-            decision,
-            last,
-            previous,
-            self.room if survey.device is None else None,
-            initial=[self.algorithm.first_moment(group) for group in groups],
-            witness=witness,
-            exact=None if local is None else local.exact,
-        )
+        local, subject = self.local, (self.algorithm, survey, groups, self.held)
+        begins: dict[str, Any] = {  # what new state and its witness begin with
+            "initial": [self.algorithm.first_moment(group) for group in groups],
+            "witness": witness,
+            "exact": None if local is None else local.exact,
+        }
+        if self.disk is not None:
+            made: Binding = DiskBinding(*subject, self.disk, **begins)
+        elif decision.device is not None:
+            before = last if isinstance(last, DeviceBinding) and last.place == survey.device else None
+            made = DeviceBinding(
+                *subject, decision, previous=before if before is previous else None, last=before, **begins
+            )
+        else:
+            room = self.room if survey.device is None else None
+            made = Binding(*subject, previous=previous if type(previous) is Binding else None, room=room, **begins)
         if local is not None:
             local.bound(survey.params, self.state)
         self.bound = Bound(made, made.witness, formats)
