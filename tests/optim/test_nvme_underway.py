@@ -120,9 +120,9 @@ if schedule == "overlap":
     zk.shard(model, stage=3, bucket_bytes=1 << 14)
 optimizer = zk.AdamW(model.parameters(), tier=zk.Nvme(folder, ring_nbytes=1 << 20), schedule=schedule)
 for _ in range(3):
+    optimizer.zero_grad()
     model(torch.ones(2, 300)).sum().backward()
     optimizer.step()
-    optimizer.zero_grad()
 if how.endswith("dropped"):
     del optimizer, model
 if how.endswith("forked"):
