@@ -51,8 +51,7 @@ def test_records_come_back_as_they_were_put(place: NvmePlace) -> None:
     version = place.version
     place.write_through(records, fill)
     assert place.version == version + 1
-    for record in records:
-        record.stored = True
+    assert all(record.stored for record in records)
     seen: list[str] = []
 
     def compare(record: Record, slot: Slot) -> None:

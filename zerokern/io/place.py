@@ -76,7 +76,7 @@ class Record:
 
     def __init__(self, key: str, wanted: Wanted) -> None:
         self.key, self.wanted = key, wanted
-        self.stored = False  # the store has contents for the key, as far as its owner is concerned
+        self.stored = False  # its contents are on their way to the disk, or there
         self.dropped = False
         self.unsettled: set[Any] = set()  # spans to be begun, or put in order, before they are next used
 
@@ -195,7 +195,9 @@ class NvmePlace:
 
     def store(self, kept: Record, value: Tensor, after: Any = None) -> Ticket:
         """What host memory holds on its way into the record."""
-        return self.swap.put(kept.key, value, after)
+        ticket = self.swap.put(kept.key, value, after)
+        kept.stored = True
+        return ticket
 
     def stop_reading(self) -> None:
         """Nothing is on its way into the ring that nobody has asked for yet."""

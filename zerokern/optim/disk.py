@@ -81,7 +81,6 @@ class Disk(NvmePlace):
 
         self.write_through(list(visits), put_together)
         for record, some in visits.items():
-            record.stored = True
             record.unsettled.clear()
             for _, place, _ in some:
                 place.begun = True

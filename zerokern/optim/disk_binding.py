@@ -291,8 +291,7 @@ class DiskBinding(Binding):
     def _store(self, i: int, slot: Slot) -> Any:
         record = self._items[i].record
         ticket = self._disk.store(record, self._disk.view(slot, record))
-        if record.unsettled or not record.stored:
-            record.stored = True
+        if record.unsettled:
             for number, place in self._items[i].visits:
                 place.begun = True
                 record.unsettled.discard(place)

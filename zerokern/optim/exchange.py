@@ -327,7 +327,6 @@ class Inflow:
                 owner.kept = bool(cells["remainder"].any())
         for record, slot in some.records:
             self._leaving[slot.index] = self._disk.store(record, self._disk.view(slot, record))
-            record.stored = True
             record.unsettled.clear()
             for _, place in self._visits[record]:
                 place.begun = True
