@@ -11,7 +11,8 @@ from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import FreeSpans
 from zerokern.memory.place import DevicePlace, HostPlace, Place, Wanted
-from zerokern.memory.staging import CudaDriver, Ring, Slot, flow, flowing
+from zerokern.memory.ring import Ring, Slot, flow, flowing
+from zerokern.memory.staging import CudaDriver
 
 __all__ = [
     "Arena",

@@ -26,9 +26,9 @@ from torch import Tensor
 from zerokern.core import env, native
 from zerokern.core.errors import BudgetError, ZerokernError, got, say_once
 from zerokern.memory import placement
-from zerokern.memory.batches import forget_error
 from zerokern.memory.layout import PAGE, FreeSpans
 from zerokern.memory.room import amount, refuse_beyond
+from zerokern.memory.staging import forget_error
 
 __all__ = ["PAGE", "Arena", "Lease"]
 

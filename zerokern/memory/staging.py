@@ -1,30 +1,41 @@
-"""The ring that spans of a slow tier pass through, and the one loop that keeps disk and cores busy at the same time;
-CUDA streams and events, where copies to and from a GPU are put in order.
+"""Tickets, and CUDA's streams and events, where copies to and from a GPU are put in order.
 
-Item i lives in slot i % N. While it is computed, the items after it are on their way in and those before it on their
-way out. A slot is fetched into again after its store has ended (``after``), never earlier: the tier's engine keeps that
-order, so nobody waits here for a store that nobody needs yet.
+Many copies are one call of the CUDA runtime: cudaMemcpyBatchAsync where it is there, else cudaMemcpyAsync for each. The
+library is the one that torch has loaded; its version says which signature it has, the driver's whether it works.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import ctypes
 import time
 from array import array
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import BackendError, StateError, got
-from zerokern.memory.arena import Arena, Lease
-from zerokern.memory.batches import runtime_library
-from zerokern.memory.signals import HeldSignals
+from zerokern.core.errors import BackendError, ZerokernError, got, say_once
 
-__all__ = ["CudaDriver", "CudaMark", "Ring", "Slot", "Ticket", "flow", "flowing", "given", "passed", "stream_number"]
+__all__ = [
+    "Batches",
+    "CudaDriver",
+    "CudaMark",
+    "Ticket",
+    "forget_error",
+    "given",
+    "passed",
+    "runtime_library",
+    "stream_number",
+]
+
+BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 13.0 on without
+WITHOUT_FAULT = 13000
+_DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say which way
+_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 
 
 class Ticket(Protocol):
@@ -37,185 +48,117 @@ class Ticket(Protocol):
         """Whether it has ended."""
 
 
-@dataclass(eq=False)
-class Slot:
-    """One cell of a ring. ``drained``: the ticket of the last store from it, until that is known to have ended.
+class _Location(Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
 
-    >>> arena = Arena(1 << 20)
-    >>> ring = Ring(arena, slots=2, nbytes=8192, owner="example")
-    >>> ring.slots[1].index, ring.slots[1].lease.nbytes, ring.slots[1].drained
-    (1, 8192, None)
-    >>> ring.close(); arena.close()
+
+class Attributes(Structure):
+    """cudaMemcpyAttributes."""
+
+    _fields_ = (
+        ("src_access_order", c_int),
+        ("src_hint", _Location),
+        ("dst_hint", _Location),
+        ("flags", c_uint),
+    )
+
+
+class Batches:
+    """Copies on streams, by address, with the functions of one runtime library.
+
+    >>> class Runtime:  # stands in for libcudart
+    ...     pass
+    >>> Batches(Runtime(), runtime_version=12060, driver_version=13000).batched
+    False
     """
 
-    index: int
-    lease: Lease
-    drained: Ticket | None = None
+    def __init__(self, library: Any, *, runtime_version: int, driver_version: int) -> None:
+        self.batched = min(runtime_version, driver_version) >= BATCH_SINCE
+        self._has_fault = runtime_version < WITHOUT_FAULT
+        self._library = library
+        self._functions: dict[str, Any] = {}
+        self._attributes = Attributes(src_access_order=_STREAM_ORDER)
+
+    def copy(self, stream: int, dsts: array[int], srcs: array[int], sizes: array[int]) -> None:
+        """Queues copies that no two of which touch the same memory; in which order they run is open."""
+        if stream == 0:
+            raise ZerokernError(
+                "copies were asked for on the legacy default stream, which waits for all others; make one"
+            )
+        if not sizes:
+            return
+        if self.batched:
+            self._copy_batch(stream, dsts, srcs, sizes)
+        else:
+            copy = self._function("cudaMemcpyAsync", c_int, c_void_p, c_void_p, c_size_t, c_int, c_void_p)
+            for dst, src, nbytes in zip(dsts, srcs, sizes, strict=True):
+                self._check("cudaMemcpyAsync", copy(dst, src, nbytes, _DEFAULT_KIND, stream), 1, nbytes)
+
+    def _copy_batch(self, stream: int, dsts: array[int], srcs: array[int], sizes: array[int]) -> None:
+        words = (c_void_p, c_void_p, c_void_p, c_size_t, POINTER(Attributes), POINTER(c_size_t), c_size_t)
+        fault = (POINTER(c_size_t),) if self._has_fault else ()
+        copy = self._function("cudaMemcpyBatchAsync", c_int, *words, *fault, c_void_p)
+        addresses = [values.buffer_info()[0] for values in (dsts, srcs, sizes)]
+        at_fault = (byref(c_size_t()),) if self._has_fault else ()
+        # one set of attributes, from copy 0 on
+        code = copy(*addresses, len(sizes), byref(self._attributes), byref(c_size_t(0)), 1, *at_fault, stream)
+        self._check("cudaMemcpyBatchAsync", code, len(sizes), sum(sizes))
+
+    def _function(self, name: str, *signature: Any) -> Any:
+        """A function of the library, looked up once; it releases the GIL."""
+        if name not in self._functions:
+            self._functions[name] = CFUNCTYPE(*signature)((name, self._library))
+        return self._functions[name]
+
+    def _check(self, function: str, code: int, count: int, nbytes: int) -> None:
+        if code:
+            name = self._function("cudaGetErrorName", c_char_p, c_int)(code).decode()
+            self._function("cudaGetLastError", c_int)()  # else torch would find it and blame its next call
+            raise ZerokernError(
+                f"{function} refused {count} copies of {nbytes} bytes in all: {name} ({code}). Copies go between the "
+                "memory of one GPU and pinned host memory; a stream that a CUDA graph captures takes none"
+            )
 
 
-class Ring:
-    """``slots`` leases of ``nbytes`` each, used in turn.
-
-    >>> arena = Arena(1 << 20)
-    >>> ring = Ring(arena, slots=3, nbytes=8192, owner="example")
-    >>> len(ring.slots), arena.nbytes - arena.free_nbytes
-    (3, 24576)
-    >>> ring.close(); arena.close()
-    """
-
-    def __init__(self, arena: Arena, slots: int, nbytes: int, owner: str) -> None:
-        if slots < 1:
-            raise ValueError(got("slots", slots, "a whole number from 1 on"))
-        self.arena = arena
-        self.nbytes = nbytes
-        self.flowing = False
-        self.slots: list[Slot] = []
-        try:
-            for index in range(slots):
-                self.slots.append(Slot(index, arena.lease(nbytes, f"{owner} slot {index}")))
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Releases the leases. Nothing moves in them: flow never leaves anything behind."""
-        if self.flowing:
-            raise StateError("the ring is in use by flow(), which is not over yet")
-        while self.slots:
-            self.slots.pop().lease.release()
-
-
-def flow(
-    ring: Ring,
-    count: int,
-    fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
-    compute: Callable[[int, Slot], object],
-    store: Callable[[int, Slot], Ticket | None],
-    progress: Callable[[int], object] | None = None,
-) -> None:
-    """Runs items 0 to count - 1 through the ring: fetch, compute, store, each overlapped with those of other items.
-
-    ``fetch(i, slot, after)`` submits and returns a ticket, or None where there is nothing to fetch; the transfer may
-    begin only when ``after`` has ended (None: at once), which is for the engine to keep. It must not touch the slot
-    itself: ``compute(i, slot)`` may, and is called in order, when both have ended well. ``store(i, slot)`` submits and
-    returns a ticket or None. ``progress`` is told how many items are through.
-
-    Returns when everything has ended, and raises not before that: the first error, with the others in its notes.
-    Signals are heard between items.
-
-    >>> arena = Arena(1 << 20)
-    >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
-    >>> def compute(i, slot):
-    ...     print(f"item {i} in slot {slot.index}")
-    >>> flow(ring, 3, fetch=lambda i, slot, after: None, compute=compute, store=lambda i, slot: None)
-    item 0 in slot 0
-    item 1 in slot 1
-    item 2 in slot 0
-    >>> ring.close(); arena.close()
-    """
-    with HeldSignals() as signals:
-        for _ in flowing(ring, count, fetch, compute, store, progress, signals.deliver):
-            pass
-
-
-def flowing(
-    ring: Ring,
-    count: int,
-    fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
-    compute: Callable[[int, Slot], object],
-    store: Callable[[int, Slot], Ticket | None],
-    progress: Callable[[int], object] | None = None,
-    between: Callable[[], object] | None = None,
-) -> Generator[int, None, None]:
-    """As `flow`, item by item: how many have been computed, while those after them are on their way in.
-
-    The end waits for what is on its way out; `close` breaks it off, and waits for whatever is under way. `between` is
-    called before each item. Signals are not held: it is for threads that they do not reach.
-
-    >>> arena = Arena(1 << 20)
-    >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
-    >>> fetch = lambda i, slot, after: print(f"fetch {i}")
-    >>> two = flowing(ring, 3, fetch, compute=lambda i, slot: None, store=lambda i, slot: None)
-    >>> next(two)
-    fetch 0
-    fetch 1
-    fetch 2
-    1
-    >>> two.close(); ring.close(); arena.close()
-    """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ValueError(got("count", count, "a whole number from 0 on"))
-    if ring.flowing or not ring.slots:
-        raise StateError(
-            f"the ring is {'in use by another flow()' if ring.flowing else 'closed'}; make one for this flow"
-        )
-    ring.flowing = True
-    slots, process = ring.slots, os.getpid()
-    depth = len(slots)
-    fetched: list[Ticket | None] = [None] * depth
-    waiting: Ticket | None = None
+def runtime_library() -> Batches | None:
+    """The runtime that torch uses; None where torch has none that can be called, which is said once."""
     try:
-        for i, slot in enumerate(slots[:count]):
-            fetched[i] = fetch(i, slot, None)
-        for i in range(count):
-            if between is not None:
-                between()
-            k = i % depth
-            slot = slots[k]
-            # The fetch first: it ends after the store before it, so one sleep serves both.
-            waiting = fetched[k]
-            if waiting is not None:
-                waiting.wait()
-                fetched[k] = None
-            waiting = slot.drained
-            if waiting is not None:
-                waiting.wait()
-                slot.drained = None
-            waiting = None
-            compute(i, slot)
-            slot.drained = store(i, slot)
-            if i + depth < count:
-                fetched[k] = fetch(i + depth, slot, slot.drained)
-            if progress is not None:
-                progress(i + 1)
-            yield i + 1
-        for i in range(max(0, count - depth), count):
-            waiting = slots[i % depth].drained
-            if waiting is not None:
-                waiting.wait()
-    except BaseException as first:
-        raised_it = waiting if isinstance(first, Exception) else None
-        if os.getpid() == process:  # in a forked child nothing of it will end
-            _drain([*fetched, *(slot.drained for slot in slots)], raised_it, first)
-        raise
-    finally:
-        for slot in slots:
-            slot.drained = None
-        ring.flowing = False
+        library = _cudart()
+    except OSError as error:
+        say_once("zerokern.memory", f"copies are not batched: {error}")
+        return None
+    if library is None:
+        return None
+    versions = {}
+    for function in ("cudaRuntimeGetVersion", "cudaDriverGetVersion"):
+        version = c_int()
+        if CFUNCTYPE(c_int, POINTER(c_int))((function, library))(byref(version)):
+            return None
+        versions[function] = version.value
+    found = Batches(
+        library, runtime_version=versions["cudaRuntimeGetVersion"], driver_version=versions["cudaDriverGetVersion"]
+    )
+    if not found.batched:
+        say_once(
+            "zerokern.memory",
+            f"copies are not batched: {versions}, and cudaMemcpyBatchAsync needs {BATCH_SINCE} of both",
+        )
+    return found
 
 
-def _drain(tickets: list[Ticket | None], raised_it: Ticket | None, first: BaseException) -> None:
-    """Waits for all of them, whatever they raise: a transfer that outlives its flow would write to memory of others."""
-    for ticket in tickets:
-        if ticket is None or (ticket is raised_it and ticket.done()):
-            continue
-        noted = False
-        while True:
-            try:
-                ticket.wait()
-                break
-            except BaseException as error:
-                if error is not first and not noted:
-                    _note(first, error)
-                    noted = True
-            if ticket.done():
-                break
-            time.sleep(0.001)
+def forget_error() -> None:
+    """The error of a call of the runtime that was refused, which it keeps for whoever asks next."""
+    with contextlib.suppress(OSError):
+        library = _cudart()
+        if library is not None:
+            CFUNCTYPE(c_int)(("cudaGetLastError", library))()
 
 
-def _note(first: BaseException, other: BaseException) -> None:
-    """What ``first.add_note`` does from Python 3.11 on."""
-    vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), f"and then {type(other).__name__}: {other}"]
+def _cudart() -> Any:
+    """The CUDA runtime that torch has loaded; None for a torch without CUDA."""
+    if torch.version.cuda is None:
+        return None
+    return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
 
 
 class CudaMark:

@@ -1,0 +1,262 @@
+"""The ring that spans of a slow tier pass through, and the one loop that keeps disk and cores busy at the same time.
+
+Item i lives in slot i % N. While it is computed, the items after it are on their way in and those before it on their
+way out. A slot is fetched into again after its store has ended (``after``), never earlier: the tier's engine keeps that
+order, so nobody waits here for a store that nobody needs yet.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from types import FrameType
+
+from zerokern.core.errors import StateError, got
+from zerokern.memory.arena import Arena, Lease
+from zerokern.memory.staging import Ticket
+
+__all__ = ["HeldSignals", "Ring", "Slot", "flow", "flowing"]
+
+
+@dataclass(eq=False)
+class Slot:
+    """One cell of a ring. ``drained``: the ticket of the last store from it, until that is known to have ended.
+
+    >>> arena = Arena(1 << 20)
+    >>> ring = Ring(arena, slots=2, nbytes=8192, owner="example")
+    >>> ring.slots[1].index, ring.slots[1].lease.nbytes, ring.slots[1].drained
+    (1, 8192, None)
+    >>> ring.close(); arena.close()
+    """
+
+    index: int
+    lease: Lease
+    drained: Ticket | None = None
+
+
+class Ring:
+    """``slots`` leases of ``nbytes`` each, used in turn.
+
+    >>> arena = Arena(1 << 20)
+    >>> ring = Ring(arena, slots=3, nbytes=8192, owner="example")
+    >>> len(ring.slots), arena.nbytes - arena.free_nbytes
+    (3, 24576)
+    >>> ring.close(); arena.close()
+    """
+
+    def __init__(self, arena: Arena, slots: int, nbytes: int, owner: str) -> None:
+        if slots < 1:
+            raise ValueError(got("slots", slots, "a whole number from 1 on"))
+        self.arena = arena
+        self.nbytes = nbytes
+        self.flowing = False
+        self.slots: list[Slot] = []
+        try:
+            for index in range(slots):
+                self.slots.append(Slot(index, arena.lease(nbytes, f"{owner} slot {index}")))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Releases the leases. Nothing moves in them: flow never leaves anything behind."""
+        if self.flowing:
+            raise StateError("the ring is in use by flow(), which is not over yet")
+        while self.slots:
+            self.slots.pop().lease.release()
+
+
+def flow(
+    ring: Ring,
+    count: int,
+    fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
+    compute: Callable[[int, Slot], object],
+    store: Callable[[int, Slot], Ticket | None],
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Runs items 0 to count - 1 through the ring: fetch, compute, store, each overlapped with those of other items.
+
+    ``fetch(i, slot, after)`` submits and returns a ticket, or None where there is nothing to fetch; the transfer may
+    begin only when ``after`` has ended (None: at once), which is for the engine to keep. It must not touch the slot
+    itself: ``compute(i, slot)`` may, and is called in order, when both have ended well. ``store(i, slot)`` submits and
+    returns a ticket or None. ``progress`` is told how many items are through.
+
+    Returns when everything has ended, and raises not before that: the first error, with the others in its notes.
+    Signals are heard between items.
+
+    >>> arena = Arena(1 << 20)
+    >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
+    >>> def compute(i, slot):
+    ...     print(f"item {i} in slot {slot.index}")
+    >>> flow(ring, 3, fetch=lambda i, slot, after: None, compute=compute, store=lambda i, slot: None)
+    item 0 in slot 0
+    item 1 in slot 1
+    item 2 in slot 0
+    >>> ring.close(); arena.close()
+    """
+    with HeldSignals() as signals:
+        for _ in flowing(ring, count, fetch, compute, store, progress, signals.deliver):
+            pass
+
+
+def flowing(
+    ring: Ring,
+    count: int,
+    fetch: Callable[[int, Slot, Ticket | None], Ticket | None],
+    compute: Callable[[int, Slot], object],
+    store: Callable[[int, Slot], Ticket | None],
+    progress: Callable[[int], object] | None = None,
+    between: Callable[[], object] | None = None,
+) -> Generator[int, None, None]:
+    """As `flow`, item by item: how many have been computed, while those after them are on their way in.
+
+    The end waits for what is on its way out; `close` breaks it off, and waits for whatever is under way. `between` is
+    called before each item. Signals are not held: it is for threads that they do not reach.
+
+    >>> arena = Arena(1 << 20)
+    >>> ring = Ring(arena, slots=2, nbytes=8, owner="example")
+    >>> fetch = lambda i, slot, after: print(f"fetch {i}")
+    >>> two = flowing(ring, 3, fetch, compute=lambda i, slot: None, store=lambda i, slot: None)
+    >>> next(two)
+    fetch 0
+    fetch 1
+    fetch 2
+    1
+    >>> two.close(); ring.close(); arena.close()
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(got("count", count, "a whole number from 0 on"))
+    if ring.flowing or not ring.slots:
+        raise StateError(
+            f"the ring is {'in use by another flow()' if ring.flowing else 'closed'}; make one for this flow"
+        )
+    ring.flowing = True
+    slots, process = ring.slots, os.getpid()
+    depth = len(slots)
+    fetched: list[Ticket | None] = [None] * depth
+    waiting: Ticket | None = None
+    try:
+        for i, slot in enumerate(slots[:count]):
+            fetched[i] = fetch(i, slot, None)
+        for i in range(count):
+            if between is not None:
+                between()
+            k = i % depth
+            slot = slots[k]
+            # The fetch first: it ends after the store before it, so one sleep serves both.
+            waiting = fetched[k]
+            if waiting is not None:
+                waiting.wait()
+                fetched[k] = None
+            waiting = slot.drained
+            if waiting is not None:
+                waiting.wait()
+                slot.drained = None
+            waiting = None
+            compute(i, slot)
+            slot.drained = store(i, slot)
+            if i + depth < count:
+                fetched[k] = fetch(i + depth, slot, slot.drained)
+            if progress is not None:
+                progress(i + 1)
+            yield i + 1
+        for i in range(max(0, count - depth), count):
+            waiting = slots[i % depth].drained
+            if waiting is not None:
+                waiting.wait()
+    except BaseException as first:
+        raised_it = waiting if isinstance(first, Exception) else None
+        if os.getpid() == process:  # in a forked child nothing of it will end
+            _drain([*fetched, *(slot.drained for slot in slots)], raised_it, first)
+        raise
+    finally:
+        for slot in slots:
+            slot.drained = None
+        ring.flowing = False
+
+
+def _drain(tickets: list[Ticket | None], raised_it: Ticket | None, first: BaseException) -> None:
+    """Waits for all of them, whatever they raise: a transfer that outlives its flow would write to memory of others."""
+    for ticket in tickets:
+        if ticket is None or (ticket is raised_it and ticket.done()):
+            continue
+        noted = False
+        while True:
+            try:
+                ticket.wait()
+                break
+            except BaseException as error:
+                if error is not first and not noted:
+                    _note(first, error)
+                    noted = True
+            if ticket.done():
+                break
+            time.sleep(0.001)
+
+
+def _note(first: BaseException, other: BaseException) -> None:
+    """What ``first.add_note`` does from Python 3.11 on."""
+    vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), f"and then {type(other).__name__}: {other}"]
+
+
+class HeldSignals:
+    """Keeps back signals with a handler in Python, which may raise anywhere, until ``deliver`` or the end of the block.
+
+    Ctrl-C between a submission and the keeping of its ticket would leave nobody to wait for it.
+
+    Python runs handlers in the main thread alone, so on other threads there is nothing to hold.
+
+    >>> import signal
+    >>> with HeldSignals() as held:
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     before = "undisturbed"
+    ...     try:
+    ...         held.deliver()
+    ...     except KeyboardInterrupt:
+    ...         print(before)
+    undisturbed
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self._arrived: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> HeldSignals:
+        if threading.current_thread() is threading.main_thread():
+            try:
+                for number in signal.valid_signals():
+                    handler = signal.getsignal(number)
+                    if callable(handler):
+                        self._handlers[number] = handler
+                        signal.signal(number, self._hold)
+            except BaseException:
+                self._restore(list(self._handlers))
+                raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._restore(list(self._handlers))
+        finally:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Runs the handlers of what arrived; they may raise, and what arrived behind stays for the next time."""
+        while self._arrived:
+            number, frame = self._arrived.pop(0)
+            self._handlers[number](number, frame)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._arrived.append((number, frame))
+
+    def _restore(self, numbers: list[int]) -> None:
+        """A handler that is back may raise while the others are not yet: they come back all the same."""
+        if numbers:
+            try:
+                signal.signal(numbers[0], self._handlers[numbers[0]])
+            finally:
+                self._restore(numbers[1:])
