@@ -66,7 +66,7 @@ class Ranks:
 
     def each(self, what: str, work: Callable[[], T]) -> list[T]:
         """What `work` returns on each rank, to all of them; raises on all where it raises on one."""
-        return self.run(what, lambda own: self._wrapper.all_gather(what, own(work)))
+        return self._run(what, self._wrapper.all_gather, work)
 
     def same(self, call: str, given: Callable[[], dict[str, Any]]) -> None:
         """Raises on all ranks where one has been given something else than the first, or refuses what it was given."""
@@ -82,22 +82,21 @@ class Ranks:
 
     def lead(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns on the first rank, which alone calls it."""
-        return self.run(what, lambda own: self._wrapper.broadcast(what, own(work)))
+        return self._run(what, self._wrapper.broadcast, work)
 
     def divide(self, what: str, mine: Callable[[], T], divided: Callable[[list[T]], list[T]]) -> T:
         """For each rank its own of what the first makes of what `mine` returns on all of them."""
-        return self.run(what, lambda own: self._wrapper.reduce_scatter(what, own(mine), divided))
+        return self._run(what, self._wrapper.reduce_scatter, mine, divided)
 
     def gather(self, what: str, mine: Callable[[], T], ended: Callable[[list[T]], None]) -> None:
         """Hands the first rank what `mine` returns on all of them, and waits until it has ended with it."""
-        self.run(what, lambda own: self._wrapper.all_reduce(what, own(mine), ended))
+        self._run(what, self._wrapper.all_reduce, mine, ended)
 
-    def run(self, what: str, work: Callable[[Callable[[Callable[[], Any]], Callable[[], Any]]], T]) -> T:
-        """What `work` returns; what torch wraps into errors of its own leaves as what was raised.
+    def _run(self, what: str, exchange: Callable[..., Any], mine: Callable[[], Any], *more: Any) -> Any:
+        """What an exchange of torch's returns, which calls `mine`; what torch wraps leaves as what was raised.
 
-        `work` is given a function that makes a step's errors such that every rank can be told of them. It begins once
-        all ranks have come here: torch's collectives name nobody who does not, and end the process where somebody
-        moves something else meanwhile.
+        It begins once all ranks have come here: torch's collectives name nobody who does not, and end the process
+        where somebody moves something else meanwhile.
         """
         if self.size > 1:
             with during(self.call):
@@ -105,18 +104,15 @@ class Ranks:
                 self._group.agree(what)
         kept: list[BaseException] = []
 
-        def own(step: Callable[[], Any]) -> Callable[[], Any]:
-            def stepping() -> Any:
-                try:
-                    return step()
-                except BaseException as error:
-                    kept.append(error)
-                    raise _portable(error) from None
-
-            return stepping
+        def portably() -> Any:
+            try:
+                return mine()
+            except BaseException as error:
+                kept.append(error)
+                raise _portable(error) from None
 
         try:
-            return work(own)
+            return exchange(what, portably, *more)
         except CheckpointException as wrapped:
             error = kept[0] if kept else _plainly(wrapped, self.rank, self.size)
         raise error from None
