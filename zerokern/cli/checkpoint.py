@@ -83,7 +83,8 @@ def _described(source: Source) -> dict[str, Any]:
     if index is not None:
         from zerokern.saving.published import saved_at
 
-        said |= {"save_id": index.save_id, "saved": _date(saved_at(index.save_id)), "world": index.world}
+        saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(index.save_id)))
+        said |= {"save_id": index.save_id, "saved": saved, "world": index.world}
         said |= {"files": len(index.files), "versions": index.versions}
     said["step"] = _step(source)
     said["nbytes"] = sum(row.nbytes for row in source.tensors.values())
@@ -168,7 +169,7 @@ def _children(parent: Path) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "name": child.name,
             "seconds": time.time() - child.stat().st_mtime,
-            "nbytes": _size(child),
+            "nbytes": sum(path.stat().st_size for path in child.iterdir() if path.is_file()),
         }
         if (child / NAME).exists():
             row["seconds"] = time.time() - (child / NAME).stat().st_mtime
@@ -197,14 +198,6 @@ def _amount(nbytes: int) -> str:
     from zerokern.memory.room import amount  # which brings torch, that the help does without
 
     return amount(nbytes)
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def _age(seconds: float) -> str:

@@ -7,6 +7,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute
 from zerokern.saving.staging import Staging, put
 from zerokern.saving.tensorfile import Beginning, header
-from zerokern.saving.weights import FLOATS, Elements, Weight, digest, portions, same_on_all, weights
+from zerokern.saving.weights import FLOATS, Weight, digest, portions, same_on_all, weights
 
 __all__ = ["export"]
 
@@ -153,19 +154,15 @@ def _share(
 ) -> list[_Run]:
     """What this rank writes, in the order of the files."""
     homes = {name: (number, offset) for number, file in enumerate(files) for name, offset in file.offsets.items()}
-    runs = []
+    runs, start_of = [], attrgetter("start")
     for turn, (one, theirs) in enumerate(zip(held, intervals, strict=True)):
         file, offset = homes[one.name]
-        parts = sorted((part for part in one.parts if part.numel), key=_start)
+        parts = sorted((part for part in one.parts if part.numel), key=start_of)
         for start, numel in portions(theirs, rank, one.dtype.itemsize, turn):
-            part = parts[bisect_right(parts, start, key=_start) - 1]
+            part = parts[bisect_right(parts, start, key=start_of) - 1]
             at, begin = offset + start * one.dtype.itemsize, start - part.start
             runs.append(_Run(file, at, one.dtype, part.take, begin, begin + numel))
     return sorted(runs, key=lambda run: (run.file, run.offset))
-
-
-def _start(part: Elements) -> int:
-    return part.start
 
 
 @torch.no_grad()

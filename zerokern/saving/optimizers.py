@@ -159,7 +159,9 @@ class Ours(Exchange, Steps):
         if any(group.get(LATE, False) for group in saved) and not self.opt.holdings.delays:
             return [NOT_DELAYED]
         try:
-            self._merged = self.merged(_with_places(self.opt, saved))
+            own = [range(len(group["params"])) for group in self.opt.param_groups]
+            placed = [{**group, "params": list(places)} for group, places in zip(saved, own, strict=True)]
+            self._merged = self.merged(placed)
         except (TypeError, ValueError) as error:
             return [f"its groups do not suit {type(self.opt).__name__}: {error}"]
         self._counters = self._counted(values.get("counters"))
@@ -235,12 +237,6 @@ def back(value: Any, like: Any = None) -> Any:
         made = [back(one, other) for one, other in zip(value, likes, strict=True)]
         return made if isinstance(like, list) else tuple(made)
     return torch.full_like(like, value) if isinstance(like, Tensor) else value
-
-
-def _with_places(opt: torch.optim.Optimizer, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {**group, "params": list(range(len(own["params"])))} for group, own in zip(saved, opt.param_groups, strict=True)
-    ]
 
 
 def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
