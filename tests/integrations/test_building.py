@@ -11,7 +11,7 @@ from hf_cases import language_model
 from torch import nn
 
 import zerokern as zk
-from zerokern.zero import recording
+from zerokern.zero import construction
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 WORDS = {**SMALL, "vocab_size": 40}
@@ -47,8 +47,8 @@ def narrow() -> nn.Module:
 
 
 def same(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "LIVE_NBYTES", 0)
-    monkeypatch.setattr(recording, "SMALL_NBYTES", 0)
+    monkeypatch.setattr(construction, "LIVE_NBYTES", 0)
+    monkeypatch.setattr(construction, "SMALL_NBYTES", 0)
     models, numbers = [], []
     for construct in (lambda: zk.shard(make(), stage=3), lambda: zk.build(make, stage=3)):
         torch.manual_seed(11)

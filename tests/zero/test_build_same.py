@@ -20,7 +20,7 @@ from worlds import full, on_ranks, ranked
 from zero_cases import Net
 
 import zerokern as zk
-from zerokern.zero import recording
+from zerokern.zero import construction
 
 SLOW = pytest.mark.slow
 
@@ -29,8 +29,8 @@ SLOW = pytest.mark.slow
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tight: whatever can be computed again is emptied as soon as an operator has returned."""
     if request.param == "tight":
-        monkeypatch.setattr(recording, "LIVE_NBYTES", 0)
-        monkeypatch.setattr(recording, "SMALL_NBYTES", 0)
+        monkeypatch.setattr(construction, "LIVE_NBYTES", 0)
+        monkeypatch.setattr(construction, "SMALL_NBYTES", 0)
 
 
 def both(make: Callable[[], nn.Module], **settings: Any) -> tuple[nn.Module, nn.Module]:
@@ -275,7 +275,7 @@ def test_a_target_that_is_a_copy(stage: int) -> None:
 
 @ranked
 def on_real_ranks(world: Any) -> None:
-    recording.LIVE_NBYTES = recording.SMALL_NBYTES = 0
+    construction.LIVE_NBYTES = construction.SMALL_NBYTES = 0
     for stage in (2, 3):
         both(Student, stage=stage)
         both(lambda: nn.Transformer(8, 2, 1, 1, 9), stage=stage)
