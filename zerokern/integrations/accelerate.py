@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zerokern as zk
 from zerokern import saving
-from zerokern.api.sharding import sharding_of
+from zerokern.api import sharding_of
 from zerokern.integrations.divided import check_model, check_optimizer, is_sharded, trains
 from zerokern.optim.base import FusedOptimizer
 from zerokern.zero import home_of

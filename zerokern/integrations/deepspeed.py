@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern import optim
-from zerokern.api.sharding import BUCKET_BYTES
+from zerokern.api import BUCKET_BYTES
 from zerokern.core.errors import got
 from zerokern.integrations.deepspeed_keys import AUTO, DEFAULTS, KEYS
 from zerokern.io import Nvme

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerokern.api.sharding import sharding_of
+from zerokern.api import sharding_of
 from zerokern.core.errors import StateError, got
 from zerokern.zero import home_of
 

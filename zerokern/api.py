@@ -1,22 +1,26 @@
-"""zk.shard, zk.no_sync and zk.shards."""
+"""zk.shard, zk.no_sync, zk.shards, zk.build and zk.gathered: what users call around a model."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group, during, group_on
 from zerokern.core.errors import StateError, got
 from zerokern.zero import home_of
+from zerokern.zero.construction import Construction
 from zerokern.zero.partition import check_stage
 from zerokern.zero.sharding import Sharding
 from zerokern.zero.units import Units
+from zerokern.zero.whole import whole
 
-__all__ = ["BUCKET_BYTES", "no_sync", "shard", "sharding_of", "shards"]
+__all__ = ["BUCKET_BYTES", "build", "gathered", "no_sync", "shard", "sharding_of", "shards"]
 
 BUCKET_BYTES = 32 << 20
 Module = TypeVar("Module", bound=nn.Module)
@@ -112,3 +116,69 @@ def shards(model: nn.Module) -> list[nn.Parameter]:
     pieces = {id(piece._zk_home): piece for piece in sharding_of(model).expose()}  # type: ignore[attr-defined]
     homes = [home_of(param) for param in model.parameters()]
     return [pieces[id(home)] for home in homes if home is not None and id(home) in pieces]
+
+
+def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = None, **shard_kwargs: Any) -> nn.Module:
+    """`zk.shard(fn(), **shard_kwargs)`, with the parameters of one unit in memory at a time.
+
+    The same bits, from the same random numbers. `fn` runs once, as it is; what its operators compute is noted, and
+    memory that has not been used for a while is emptied. It is computed again when somebody reads it, and, on every
+    rank, when its unit is sharded. So a weight is initialised twice. What cannot be computed again (read from a file,
+    looked at through numpy) stays in memory. Rank 0's values count. Parameters on the meta device get theirs by
+    `reset_parameters`.
+
+    >>> import torch, zerokern as zk
+    >>> model = zk.build(lambda: torch.nn.Linear(4, 2), stage=3)
+    >>> model.weight.shape
+    torch.Size([2, 4])
+    """
+    settings = {
+        "stage": 2,
+        "mesh": None,
+        "mp_policy": None,
+        "units": None,
+        "bucket_bytes": BUCKET_BYTES,
+        **shard_kwargs,
+    }
+    unknown = sorted(set(shard_kwargs) - {"stage", "mesh", "mp_policy", "units", "bucket_bytes"})
+    if unknown:
+        raise TypeError(f"zk.build got {', '.join(unknown)}; allowed: the keywords of zk.shard, and device")
+    stage = check_stage(settings.pop("stage"))
+    mesh = settings.pop("mesh")
+    with during("zk.build", of="zk.shard"):
+        group = group_on(mesh, torch.get_default_device() if device is None else device)
+    construction = Construction(group.device)
+    module = construction.run(fn)
+    with during("zk.build", of="zk.shard"):
+        Sharding(module, stage=stage, group=group, materialize=construction.materialize, **settings)
+    return module
+
+
+@contextmanager
+def gathered(module_or_params: nn.Module | Tensor | Iterable[Tensor], write: bool = False) -> Iterator[None]:
+    """Within, the parameters are ordinary full tensors, on every rank; all ranks enter and leave together.
+
+    What is taken from them (`state_dict()`, copies) stays valid afterwards. With `write=True` what was written into
+    them is kept: each rank keeps its own span of what it wrote, so write the same on all of them. Without, it is
+    dropped at stage 3, where they are copies.
+
+    Gradients of what is computed with them are reduced, then or later. A model that is gathered whole computes without
+    the other ranks, so one of them may evaluate or generate alone, and `copy.deepcopy` makes a plain model of it.
+
+    >>> import torch, zerokern as zk
+    >>> model = zk.shard(torch.nn.Linear(2, 1, bias=False), stage=3)
+    >>> with zk.gathered(model, write=True):
+    ...     _ = torch.nn.init.ones_(model.weight)
+    >>> model.weight.local
+    tensor([1., 1.])
+    """
+    if isinstance(module_or_params, nn.Module):
+        params = list(module_or_params.parameters())
+    else:
+        listed = [module_or_params] if isinstance(module_or_params, Tensor) else list(module_or_params)
+        strangers = [one for one in listed if not isinstance(one, nn.Parameter)]
+        if strangers:
+            raise TypeError(got("module_or_params", type(strangers[0]).__name__, "a module, or parameters of one"))
+        params = [one for one in listed if isinstance(one, nn.Parameter)]
+    with whole(params, write):
+        yield
