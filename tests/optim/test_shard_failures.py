@@ -147,6 +147,11 @@ def test_ranks_with_different_settings_are_told_which_before_anything_changed(st
         optimizer.param_groups[0].update(lr=0.125, weight_decay=0.25)
         assert not step(model, optimizer, 1)
         assert not same_bits(model.values(), before)
+        last = {**optimizer.param_groups[0], "params": [optimizer.param_groups[0]["params"].pop()], "eps": 0.5}
+        optimizer.param_groups.append(last)
+        assert not step(model, optimizer, 2)
+        last["eps"] = 0.25 + group.rank
+        assert "eps of param_groups[1] is 1.25" in step(model, optimizer, 3)
 
     on_ranks(2, work)
 

@@ -42,7 +42,7 @@ class Accord:
         self.in_company = any(team.size > 1 for team in self._everyone)
         self._meets = any(team.size > 1 for team in self.teams)
         self.settings: Sequence[dict[str, Any]] = ()  # of all groups, as this step has them
-        self.groups_of: Sequence[Sequence[int]] = [()] * len(self.teams)  # those whose parameters a team shares
+        self.groups_of: list[list[int]] = [[] for _ in self.teams]  # those whose parameters a team shares
         self._marked: Sequence[dict[str, Any]] = ()
         self._marks = [0] * len(self.teams)
         self.begin()

@@ -90,11 +90,6 @@ class Local:
         numbers = {id(team): number for number, team in enumerate(self.teams, 1)}
         shardings = [home.sharding for home in self.homes]
         self.shares = [numbers[id(s.group)] if s is not None and not s.replicated else 0 for s in shardings]
-        owners = [number for number, group in enumerate(groups) for _ in group["params"]]
-        self.accord.groups_of = [
-            sorted({owner for owner, share in zip(owners, self.shares, strict=True) if share == number})
-            for number in numbers.values()
-        ]
         self.starts = [home.start for home in self.homes]
         self.state = WatchedState()
         self._home_of = {id(piece): home for piece, home in zip(self.pieces, self.homes, strict=True)}
@@ -128,8 +123,11 @@ class Local:
     def groups(self, groups: Groups) -> list[dict[str, Any]]:
         """The optimizer's groups, or these with loaded values, over pieces; messages call those by their parameters."""
         made, start = [], 0
-        for group in groups:
+        self.accord.groups_of = [[] for _ in self.teams]
+        for number, group in enumerate(groups):
             some = slice(start, start := start + len(group["params"]))
+            for share in set(self.shares[some]) - {0}:
+                self.accord.groups_of[share - 1].append(number)
             if group.get("state_format") == "int8":
                 refuse_int8(self.homes[some])
             names = [home.name for home in self.homes[some]]
