@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
 
 __all__ = ["GradientBucket"]
+
+_grad_of = attrgetter("grad")
 
 
 class GradientBucket:
@@ -171,6 +174,10 @@ class GradientBucket:
         shown = self.shown[place]
         return shown.span if isinstance(shown, Sharded) else shown.view(-1)
 
+    def _finders(self) -> list[Tensor]:
+        """Where the user looks for gradients, by place."""
+        return [home.piece for home in self.homes] if self.exposed else [tenant.param for tenant in self.tenants]
+
     def handed_out(self) -> bool:
         """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
         return self.exposed or any(not isinstance(one, Sharded) or one.handed_out for one in self.shown)
@@ -179,9 +186,8 @@ class GradientBucket:
         """A gradient that `.grad` shows no more, but somebody has kept, stays as it is: the next goes elsewhere."""
         if self.reduced is None or self._references is None:
             return
-        finders = [home.piece for home in self.homes] if self.exposed else [tenant.param for tenant in self.tenants]
         with without_waiting():
-            seen = [param.grad for param in finders]
+            seen = list(map(_grad_of, self._finders()))
         live = {i for i, grad in enumerate(seen) if grad is not None and (self.exposed or grad is self.shown[i])}
         dropped = [shown for place, shown in enumerate(self.shown) if place not in live] if live else list(self.shown)
         views = len(live) if self.exposed and self.replicated else 0
@@ -202,7 +208,8 @@ class GradientBucket:
         self._guards.clear()
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
-            lives = set(filter(self.live, self._places))
+            found = map(_grad_of, self._finders())
+            lives = {place for place, grad in enumerate(found) if grad is not None and self.live(place)}
         if self.shown:  # what they show is about to be written
             torch.autograd.graph.increment_version([self.reduced_span(place) for place in lives])
         self.local &= lives
