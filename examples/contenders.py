@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zerokern.io import Nvme
 from zerokern.optim import AdamW
-from zerokern.optim.records import on_disk_of
+from zerokern.optim.disk import on_disk_of
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1

@@ -16,11 +16,12 @@ from torch.optim.optimizer import ParamsT
 
 from zerokern.comm import during
 from zerokern.core.errors import CommError, StateError, got
-from zerokern.optim import checks, device, disk_state, loading
+from zerokern.optim import checks, device, loading
 from zerokern.optim.accord import say_outcome
 from zerokern.optim.binding import Binding
 from zerokern.optim.course import Course
 from zerokern.optim.decide import Decision
+from zerokern.optim.disk import refuse_copy
 from zerokern.optim.formats import Algorithm, as_saved
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
@@ -373,7 +374,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         here = self.holdings
         here.refuse_in_child()
         self.course.finish(self.param_groups)
-        disk_state.refuse_copy(here.state)
+        refuse_copy(here.state)
         here.catch_up()
         shown = plain(here.shown())
         for part in (value for entry in shown.values() for value in entry.values() if isinstance(value, Sharded)):

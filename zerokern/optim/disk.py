@@ -1,21 +1,146 @@
-"""The state of one optimizer on disk: room for it, and all of it read or written at once."""
+"""State on disk: what is known of it in memory, room for it, and all of it read or written at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from zerokern.core.errors import StateError
 from zerokern.io import Nvme
-from zerokern.io.pieces import Piece, Width, plan
+from zerokern.io.pieces import Piece, Width, columns, plan
 from zerokern.io.place import NvmePlace, Record
-from zerokern.memory import DevicePlace, Slot, Wanted
-from zerokern.optim.formats import TAKES_LESS, Layout
-from zerokern.optim.records import OnDisk, Stretch, copy_out, fill, settle
+from zerokern.kernels.formats import BLOCK
+from zerokern.memory import DevicePlace, Wanted
+from zerokern.memory import Slot as Cell
+from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout, Slot
+from zerokern.optim.interrupts import whole
+from zerokern.optim.state import Checked, Entry, begin, make
 
-__all__ = ["Disk"]
+__all__ = [
+    "Disk", "OnDisk", "Stretch", "described", "housed", "in_memory", "moved_in", "on_disk_of", "put_down",
+    "refuse_copy", "settle", "stand_ins",
+]  # fmt: skip
+
+_BATCH = 256 << 20  # bytes of state that are in memory at once while it moves from records to other records
+
+
+class Stretch:
+    """Where the state of a span of one parameter lies within a record."""
+
+    __slots__ = ("begun", "numel", "offset", "record", "start")
+
+    def __init__(self, record: Record, start: int, numel: int, offset: int) -> None:
+        self.record, self.start, self.numel, self.offset = record, start, numel, offset
+        self.begun = False
+        record.unsettled.add(self)
+
+
+class OnDisk:
+    """Stands in `optimizer.state` for the tensors of one parameter that lie on disk; `state_dict` reads them back.
+
+    `initial`: what moments begin with. `first`: a moment is yet to start from the gradient. `kept`: remainders were
+    loaded that are not all zero. `exact`: the fp32 values that the parameter began with, for places yet to begin.
+    """
+
+    __slots__ = ("exact", "first", "home", "initial", "kept", "layout", "param", "places", "shape", "slots", "widths")
+
+    def __init__(self, home: object, param: Tensor, layout: Layout, initial: float, first: bool) -> None:
+        self.home, self.param, self.layout, self.shape = home, param, layout, param.shape
+        self.slots = layout.columns
+        self.widths = tuple(Width(slot.dtype.itemsize, BLOCK if slot.extent == "blocks" else 1) for slot in self.slots)
+        self.initial, self.first, self.kept = initial, first, False
+        self.exact: Tensor | None = None
+        self.places: list[Stretch] = []
+
+    @property
+    def has_master(self) -> bool:
+        return any(slot.column in ("master", "remainder") for slot in self.slots)
+
+    @property
+    def dropped(self) -> bool:
+        return any(place.record.dropped for place in self.places)
+
+    def fits(self, home: object, param: Tensor, layout: Layout) -> bool:
+        """Whether this is the state of that parameter as it is now, and nothing is left to check."""
+        same = self.home is home and self.param is param and self.layout is layout and self.shape == param.shape
+        return same and not self.dropped
+
+    def described(self) -> dict[str, Tensor]:
+        """Tensors without memory that have the dtypes and shapes of those on disk."""
+        numel = self.shape.numel()
+        shapes = {"param": self.shape, "blocks": torch.Size([-(-numel // BLOCK)])}
+        return {s.key: torch.empty(shapes[s.extent], dtype=s.dtype, device="meta") for s in self.slots}
+
+    def begin_anew(self, *, loaded: bool) -> bool:
+        """Let the masters follow the parameter when they are next fetched; whether that drops loaded remainders."""
+        for place in self.places:
+            place.record.unsettled.add(place)
+        self.exact = None
+        lost, self.kept = loaded and self.kept, False
+        return lost
+
+    def forget_exact(self) -> None:
+        """Once every place has begun."""
+        if self.exact is not None and all(place.begun for place in self.places):
+            self.exact = None
+
+    def spans(self, place: Stretch) -> Iterable[tuple[Slot, int, int, int]]:
+        """Each tensor's part in a place: (slot, offset in the record, offset in the whole tensor, bytes)."""
+        offsets, _ = columns(self.widths, place.numel)
+        for slot, width, offset in zip(self.slots, self.widths, offsets, strict=True):
+            nbytes = -(-place.numel // width.per) * width.nbytes
+            yield slot, place.offset + offset, place.start // width.per * width.nbytes, nbytes
+
+    def __repr__(self) -> str:
+        nbytes = sum(part[3] for place in self.places for part in self.spans(place))
+        return f"OnDisk({', '.join(slot.key for slot in self.slots)}: {nbytes:,} bytes; read by state_dict())"
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "optimizer state on disk cannot be copied or pickled: two optimizers would write the same records. Take "
+            "optimizer.state_dict(), which reads it back, and load that into an optimizer with a folder of its own"
+        )
+
+
+def on_disk_of(entry: Any) -> OnDisk | None:
+    """The part of a state entry that lies on disk, if there is one."""
+    found = entry.get(ON_DISK) if isinstance(entry, dict) else None
+    return found if isinstance(found, OnDisk) else None
+
+
+def copy_out(owner: OnDisk, place: Stretch, base: int, tensors: dict[str, Tensor]) -> None:
+    """From a record at address `base` to whole, contiguous tensors by key."""
+    for slot, inside, at, nbytes in owner.spans(place):
+        ctypes.memmove(tensors[slot.key].data_ptr() + at, base + inside, nbytes)
+
+
+def fill(owner: OnDisk, place: Stretch, base: int, tensors: dict[str, Tensor]) -> None:
+    """The other way; what has no tensor stays as it is."""
+    for slot, inside, at, nbytes in owner.spans(place):
+        if slot.key in tensors:
+            ctypes.memmove(base + inside, tensors[slot.key].data_ptr() + at, nbytes)
+
+
+def settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
+    """Give the span's tensors, flat and in the order of `owner.slots`, what they begin with, or masters anew."""
+    mine = slice(place.start, place.start + place.numel)
+    param = owner.param.detach().reshape(-1)[mine]
+    exact = None if owner.exact is None or place.begun else owner.exact.view(-1)[mine]
+    for slot, tensor in zip(owner.slots, tensors, strict=True):
+        if slot.key == "master":
+            if place.begun:
+                torch.where(tensor.to(param.dtype) == param, tensor, param.float(), out=tensor)
+            else:
+                begin(param, slot, tensor, exact)
+        elif slot.key == "remainder":
+            begin(param, slot, tensor.zero_(), exact)
+        elif not place.begun:
+            tensor.fill_(owner.initial if slot.extent == "param" else 0.0)
+
 
 Visit = tuple[OnDisk, Stretch, dict[str, Tensor]]
 
@@ -55,7 +180,7 @@ class Disk(NvmePlace):
         made = [{key: next(cut) for key in tensors} for tensors in described]
         visits = _by_record(owners, made)
 
-        def take(record: Record, slot: Slot) -> None:
+        def take(record: Record, slot: Cell) -> None:
             for owner, place, tensors in visits[record]:
                 copy_out(owner, place, slot.lease.ptr, tensors)
 
@@ -71,7 +196,7 @@ class Disk(NvmePlace):
         visits = _by_record(owners, entries)
         last: dict[int, dict[str, Tensor]] = {}
 
-        def put_together(record: Record, slot: Slot) -> None:
+        def put_together(record: Record, slot: Cell) -> None:
             self.view(slot, record).zero_()
             for owner, place, entry in visits[record]:
                 if id(owner) not in last:
@@ -108,3 +233,107 @@ def _by_record(owners: Sequence[OnDisk], entries: Sequence[dict[str, Any]]) -> d
 def _contiguous(owner: OnDisk, entry: dict[str, Any]) -> dict[str, Tensor]:
     found = {slot.key: entry.get(slot.key) for slot in owner.slots}
     return {key: value.detach().to("cpu").contiguous() for key, value in found.items() if value is not None}
+
+
+def stand_ins(state: Mapping[Any, Any]) -> list[OnDisk]:
+    """All state on disk that a state knows of."""
+    return [owner for entry in state.values() if (owner := on_disk_of(entry)) is not None]
+
+
+def in_memory(disk: Disk, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state with all tensors read back, in memory of their own, keys in the order of state that never left it."""
+    owners = stand_ins(state)
+    tensors = iter(disk.read(owners) if owners else ())
+    return {key: entry if on_disk_of(entry) is None else _rest(entry) | next(tensors) for key, entry in state.items()}
+
+
+def refuse_copy(state: Mapping[Any, Any]) -> None:
+    """State on disk has one optimizer."""
+    for owner in stand_ins(state):
+        owner.__reduce__()
+
+
+def described(disk: Disk, name: Callable[[], str], entry: Entry | None) -> Entry | None:
+    """The entry with tensors without memory for those on disk, so that it can be checked like any other."""
+    owner = on_disk_of(entry)
+    if entry is None or owner is None:
+        return entry
+    if owner.home is not disk or owner.dropped:
+        where = "no longer on disk" if owner.home is disk else "on the disk of another optimizer"
+        raise StateError(
+            f"{name()}: its state is {where}; between optimizers, it moves with state_dict() and load_state_dict()"
+        )
+    both = [slot.key for slot in owner.slots if slot.key in entry]
+    if both:
+        everything = ", ".join(slot.key for slot in owner.slots)
+        raise StateError(
+            f"{name()}: state {both[0]!r} was assigned, and has a value on disk as well; change it in what "
+            f"state_dict() returns and load that, or remove {ON_DISK!r} from the entry and assign all of {everything}"
+        )
+    return _rest(entry) | owner.described()
+
+
+def housed(disk: Disk, entries: Sequence[Checked], state: Mapping[Any, Any]) -> list[OnDisk | None]:
+    """Room for the tensors of checked entries: what their parameters have already where it fits, else new room."""
+    owners: list[OnDisk | None] = []
+    new: list[int] = []
+    for i, (param, _, layout) in enumerate(entries):
+        owner = on_disk_of(state.get(param))
+        if not layout.columns or owner is None or not owner.fits(disk, param, layout):
+            owner = None
+            new += [i] if layout.columns else []
+        owners.append(owner)
+    made = disk.make([(entries[i][0], entries[i][2], 0.0, False) for i in new]) if new else []
+    for i, one in zip(new, made, strict=True):
+        owners[i] = one
+    return owners
+
+
+def put_down(
+    disk: Disk, owners: Sequence[OnDisk | None], entries: Sequence[Checked], algorithm: Algorithm
+) -> list[Entry]:
+    """Write the tensors of checked entries; returns what `optimizer.state` holds in their place."""
+    there = [(owner, entry) for owner, (_, entry, _) in zip(owners, entries, strict=True) if owner is not None]
+    if there:
+        with whole("writing optimizer state to disk"):
+            disk.write([owner for owner, _ in there], [entry for _, entry in there])
+    for owner, entry in there:
+        owner.first = any(slot.key in algorithm.optional and entry.get(slot.key) is None for slot in owner.slots)
+        remainder = entry.get("remainder")
+        owner.kept = remainder is not None and bool(remainder.any())
+    mine: list[Entry] = [{} for _ in entries]
+    make([(param, one, slot) for (param, _, layout), one in zip(entries, mine, strict=True) for slot in layout.counter])
+    for (_, entry, _), one, stand_in in zip(entries, mine, owners, strict=True):
+        if "step" in one:
+            one["step"].fill_(float(entry["step"]))
+        if stand_in is not None:
+            one[ON_DISK] = stand_in
+    return mine
+
+
+def moved_in(disk: Disk, entries: Sequence[Checked], algorithm: Algorithm) -> list[Entry]:
+    """Checked entries of any kind, in new records: tensors are written, what lies on disk is read and written again."""
+    mine: list[Entry] = []
+    for batch in _batches(entries):
+        owners = [owner for _, entry, _ in batch if (owner := on_disk_of(entry)) is not None]
+        tensors = iter(disk.read(owners) if owners else ())
+        full = [(p, e if on_disk_of(e) is None else _rest(e) | next(tensors), layout) for p, e, layout in batch]
+        mine += put_down(disk, housed(disk, full, {}), full, algorithm)
+    return mine
+
+
+def _rest(entry: Entry) -> Entry:
+    return {key: value for key, value in entry.items() if key != ON_DISK}
+
+
+def _batches(entries: Sequence[Checked]) -> Iterator[list[Checked]]:
+    batch: list[Checked] = []
+    nbytes = 0
+    for one in entries:
+        batch.append(one)
+        nbytes += sum(slot.shape(one[0]).numel() * slot.dtype.itemsize for slot in one[2].columns)
+        if nbytes >= _BATCH:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

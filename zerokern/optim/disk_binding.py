@@ -16,13 +16,11 @@ from torch import Tensor
 from zerokern.io.place import Record
 from zerokern.memory import Slot, flow, flowing
 from zerokern.optim.binding import Binding
-from zerokern.optim.disk import Disk
-from zerokern.optim.disk_state import described, moved_in, stand_ins
+from zerokern.optim.disk import Disk, Stretch, described, moved_in, on_disk_of, settle, stand_ins
 from zerokern.optim.formats import ON_DISK, Algorithm, Layout
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness
-from zerokern.optim.records import Stretch, on_disk_of, settle
 from zerokern.optim.rows import pointer_words, table_of
 from zerokern.optim.state import Entry, Exact, check_entries, make
 from zerokern.optim.survey import Groups, Survey, names_of

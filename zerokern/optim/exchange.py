@@ -15,15 +15,14 @@ from torch import Tensor
 from zerokern.core.errors import StateError
 from zerokern.io.place import Record
 from zerokern.memory import Slot
-from zerokern.optim import disk_state, loading
+from zerokern.optim import loading
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.device_binding import DeviceBinding
-from zerokern.optim.disk import Disk
+from zerokern.optim.disk import Disk, OnDisk, Stretch, housed, on_disk_of, settle, stand_ins
 from zerokern.optim.dtensors import Alone
 from zerokern.optim.formats import ON_DISK, Layout
 from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.local import LATE, PENDING
-from zerokern.optim.records import OnDisk, Stretch, on_disk_of, settle
 from zerokern.optim.state import Checked, Entry, laid_out, make
 from zerokern.optim.survey import Groups
 from zerokern.zero.kinds import Residence
@@ -70,7 +69,7 @@ class Exchange:
     def entries(self) -> list[dict[str, Any] | None]:
         """The state of each parameter: what lies in memory as it is shown, what lies on disk as columns."""
         here, held = self._here, self._here.held
-        owners = disk_state.stand_ins(held)
+        owners = stand_ins(held)
         stream = Outflow(here.disk, owners) if here.disk is not None and owners else None
         made = here.bound.binding.shown(held) if isinstance(here.bound.binding, DeviceBinding) else dict(held)
         optional = here.algorithm.optional
@@ -174,7 +173,7 @@ def _emptied(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
 def _roomed(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
     """Room on disk for checked entries, which nobody has written yet."""
     assert here.disk is not None
-    owners = disk_state.housed(here.disk, entries, here.held)
+    owners = housed(here.disk, entries, here.held)
     here.torn = True
     mine: list[Entry] = [{} for _ in entries]
     slots = [(param, one, layout) for (param, _, layout), one in zip(entries, mine, strict=True)]

@@ -11,12 +11,12 @@ from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostPlace
-from zerokern.optim import device, disk_state
+from zerokern.optim import device
 from zerokern.optim.binding import Binding
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
 from zerokern.optim.device_binding import DeviceBinding
-from zerokern.optim.disk import Disk
+from zerokern.optim.disk import Disk, in_memory
 from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
 from zerokern.optim.hosted import ColumnsOf, Host
@@ -167,7 +167,7 @@ class Holdings:
         """The state as it is saved."""
         binding, made = self.bound.binding, self.held
         if self.disk is not None:
-            made = WatchedState(disk_state.in_memory(self.disk, made))
+            made = WatchedState(in_memory(self.disk, made))
         elif isinstance(binding, DeviceBinding):
             made = WatchedState(binding.shown(made))
         return made if self.local is None else WatchedState(self.local.saved(made, self.state))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.memory import HostPlace
-from zerokern.optim import disk_state
 from zerokern.optim.course import Course
+from zerokern.optim.disk import housed, put_down
 from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Holdings
 from zerokern.optim.local import LATE, NOT_DELAYED, PENDING, Local, localised, sharded
@@ -79,9 +79,9 @@ def keep(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
     """Loaded entries as the optimizer holds them: copies in memory of our own, or on disk."""
     if here.disk is None:
         return copied(entries, room_for(here, entries))
-    owners = disk_state.housed(here.disk, entries, here.held)
+    owners = housed(here.disk, entries, here.held)
     here.torn = True  # from here on a failure leaves neither the old state nor the new one
-    return disk_state.put_down(here.disk, owners, entries, here.algorithm)
+    return put_down(here.disk, owners, entries, here.algorithm)
 
 
 def room_for(here: Holdings, entries: Sequence[Checked]) -> HostPlace | None:

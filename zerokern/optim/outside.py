@@ -21,8 +21,8 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.kernels.ops import fingerprints
+from zerokern.optim.disk import on_disk_of
 from zerokern.optim.formats import ON_DISK
-from zerokern.optim.records import on_disk_of
 
 _version_of = operator.attrgetter("_version")
 _pointer_of = torch.Tensor.data_ptr

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import got
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.records import on_disk_of
+from zerokern.optim.disk import on_disk_of
 from zerokern.planner import table
 from zerokern.planner.planning import Plan
 from zerokern.planner.recipe import short

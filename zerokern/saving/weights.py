@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from zerokern.core.errors import StateError
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.disk import Disk
+from zerokern.optim.disk import Disk, OnDisk, on_disk_of
 from zerokern.optim.exchange import Exchange
-from zerokern.optim.records import OnDisk, on_disk_of
 from zerokern.saving.subject import named_tensors, spans
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import here_of
