@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from zerokern.core import native
+from zerokern.core.errors import KernelError
 from zerokern.kernels import formats
 
-__all__ = ["UpdateTable", "accumulate", "convert", "stream", "sumsq_pointers"]
+__all__ = ["StepTable", "UpdateTable", "accumulate", "convert", "stream", "sumsq_pointers"]
 
 _SEGMENT_NBYTES = ctypes.sizeof(native.NativeSegment)
 _SEGMENT_WORDS = _SEGMENT_NBYTES // 8
@@ -112,6 +113,24 @@ class UpdateTable:
             bad = self._bad.value
             where = "the counts" if bad == _NEITHER else f"row {begin + bad}" if bad >= 0 else f"group {-1 - bad}"
             native.check(code, context=f"zk_update refused {where} of {self.nseg} rows and {self.ngroups} groups")
+
+
+class StepTable(UpdateTable):
+    """An update table that knows whether its last run was carried out, even when an interrupt hid that it returned."""
+
+    _NOT_RUN = -(2**63)  # no row or group has this number, and the native call always writes one
+
+    def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
+        self._bad.value = self._NOT_RUN
+        try:
+            super().run(scale, begin, end)
+        except KernelError:  # refused before anything was written
+            self._bad.value = self._NOT_RUN
+            raise
+
+    @property
+    def carried_out(self) -> bool:
+        return bool(self._bad.value != self._NOT_RUN)
 
 
 def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:

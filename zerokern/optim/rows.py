@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import KernelError
-from zerokern.kernels.cpu import UpdateTable
+from zerokern.kernels.cpu import StepTable, UpdateTable
 from zerokern.optim import checks
 from zerokern.optim.formats import Layout
 from zerokern.optim.state import Entry
@@ -75,24 +74,6 @@ class TableGroup:
     formats: dict[str, Any]
     step: int  # updates made so far, or, where the host does not know it, a label of all that have made as many
     first: bool
-
-
-class StepTable(UpdateTable):
-    """An update table that knows whether its last run was carried out, even when an interrupt hid that it returned."""
-
-    _NOT_RUN = -(2**63)  # no row or group has this number, and the native call always writes one
-
-    def run(self, scale: float = 1.0, begin: int = 0, end: int | None = None) -> None:
-        self._bad.value = self._NOT_RUN
-        try:
-            super().run(scale, begin, end)
-        except KernelError:  # refused before anything was written
-            self._bad.value = self._NOT_RUN
-            raise
-
-    @property
-    def carried_out(self) -> bool:
-        return bool(self._bad.value != self._NOT_RUN)
 
 
 def table_of(
