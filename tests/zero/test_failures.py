@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -270,3 +271,14 @@ def thrown_by_one_thread(world: World) -> None:
 def test_an_exception_on_one_thread_releases_the_others() -> None:
     with pytest.raises(Trouble):
         on_threads(3, thrown_by_one_thread)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])  # at stage 3 a graph keeps the model
+def test_a_graph_that_outlived_its_model(stage: int) -> None:
+    """Its gradients would have no parameters to go to."""
+    model = zk.shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), stage=stage)
+    loss = model(torch.ones(3, 4)).sum()
+    del model
+    gc.collect()
+    with pytest.raises(zk.StateError, match="a sharded model that is gone"):
+        loss.backward()

@@ -73,7 +73,7 @@ class Local:
 
     def __init__(self, groups: Groups, host: tuple[Host, ColumnsOf] | None = None, last: Local | None = None) -> None:
         self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
-        self.homes = homes_of(self.everyone, names_of(groups), () if last is None else last.homes)
+        self.homes: list[Residence] = homes_of(self.everyone, names_of(groups), () if last is None else last.homes)
         pairs = list(zip(self.everyone, self.homes, strict=True))
         # what a program steps itself, a plain parameter or a piece, is shown as it is
         self._shown = [Alone(home.name, param) if param is home.piece else home for param, home in pairs]

@@ -47,13 +47,14 @@ class Retained:
     """
 
     PATIENCE = 8 * BLOCK  # bytes that are kept before their speed is looked at
+    LOOK = 32 * BLOCK  # bytes after which others may have taken the memory: processes that load at the same time, say
 
     def __init__(self, count: int) -> None:
-        nbytes = count * BLOCK  # each begins where any dtype may
+        self._nbytes = nbytes = count * BLOCK  # each begins where any dtype may
         self.blocks: dict[tuple[Any, int], Tensor] = {}
         self._end, self._spent, self._began = 0, 0.0, time.perf_counter()
         self._room = torch.empty(0, dtype=torch.uint8)
-        if 0 < nbytes <= min(room().values(), default=0) // 4:
+        if nbytes > 0 and self._fits(0):
             with suppress(OSError):
                 mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
                 mapping.madvise(mmap.MADV_HUGEPAGE)  # small pages take five times as long
@@ -63,12 +64,16 @@ class Retained:
         """A copy of a block, if it is worth it."""
         begin, end = self._end, self._end + len(found)
         now = time.perf_counter()
-        if end > len(self._room) or (begin > self.PATIENCE and 2 * self._spent > now - self._began):
+        slow = begin > self.PATIENCE and 2 * self._spent > now - self._began
+        if end > len(self._room) or slow or (begin % self.LOOK == 0 and not self._fits(begin)):
             self._room = self._room[:0]  # the rest is read again
             return
         self.blocks[place] = into = self._room[begin:end]
         copy(into.data_ptr(), found.data_ptr(), len(found))
         self._end, self._spent = begin + BLOCK, self._spent + time.perf_counter() - now
+
+    def _fits(self, kept: int) -> bool:
+        return self._nbytes - kept <= min(room().values(), default=0) // 4
 
 
 class FileReader:

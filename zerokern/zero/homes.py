@@ -75,6 +75,8 @@ def here_of_state(param: Tensor) -> Here:
 class Home(Residence):
     """Of a parameter that zk.shard divides, or replicates: its piece is a view of this rank's shard of the bucket."""
 
+    piece: nn.Parameter
+
     def __init__(
         self, name: str, param: nn.Parameter, start: int, piece: Tensor, sharding: Sharding, initial: Tensor | None
     ) -> None:

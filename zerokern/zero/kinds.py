@@ -182,6 +182,7 @@ class Residence:
     `sharding`: those who live together, and the ranks that they are divided among; None for who lives alone.
     """
 
+    piece: Tensor
     sharding: Any = None
     gradients: Any = None  # the bucket that zk.shard reduces its gradient in
     loan: Any = None  # while it is whole in the user's object (stage 3)

@@ -8,7 +8,7 @@ the reduction that holds the one it needs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -30,8 +30,8 @@ ARRIVED, LATE = 1, 2  # of a parameter's gradient, in one pass: in time to be re
 class Reduction:
     """The gradients of one model."""
 
-    def __init__(self, buckets: Sequence[GradientBucket], group: Group) -> None:
-        self.buckets, self.group = buckets, group
+    def __init__(self, buckets: Sequence[GradientBucket], group: Group, model_is_there: Callable[[], object]) -> None:
+        self.buckets, self.group, self._model_is_there = buckets, group, model_is_there
         self.synchronizes = True
         self.active = False
         self._task = -1
@@ -71,6 +71,8 @@ class Reduction:
         return (None,)
 
     def _begin(self) -> None:
+        if self._model_is_there() is None:  # a graph outlived it
+            raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
         if self.active:
             raise StateError(
                 "a backward pass began while another one had not ended. Within it: checkpoint(use_reentrant=True) is "

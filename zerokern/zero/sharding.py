@@ -142,7 +142,7 @@ class Sharding:
                     home.piece.grad_dtype = tenant.param.grad_dtype = dtype
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.publisher.gradient_buckets = self.gradient_buckets
-        self.reduction = Reduction(self.gradient_buckets, self.group)
+        self.reduction = Reduction(self.gradient_buckets, self.group, weakref.ref(self))
         for tenant, home in self._trained():
             for leaf in (tenant.param, tenant.full):
                 if leaf is not None:
