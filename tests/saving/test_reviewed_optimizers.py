@@ -156,7 +156,6 @@ for one in state():
 del one
 restart_peak()
 before = peak()
-os.environ["ZEROKERN_MEMORY"] = f"{{before // MIB + 300}}M"  # too little to keep 96 MiB between two readings
 zk.load(folder / "kept", model, opt)
 grown = (peak() - before) // MIB
 found = state()

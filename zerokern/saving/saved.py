@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import sys
-import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,12 @@ from torch import Tensor
 from zerokern.core.errors import IoError, got
 from zerokern.io.advice import failed
 from zerokern.io.ticket import Ticket, again
-from zerokern.memory.room import room
 from zerokern.saving.index import FileRow, unfit
 from zerokern.saving.published import Held, Published
 from zerokern.saving.source import Landing, Source, Told, landings, untold
-from zerokern.saving.staging import BLOCK, READ, Span, Staging, address_of, copy, crc32c
+from zerokern.saving.staging import BLOCK, READ, Span, Staging, address_of, crc32c
 
-__all__ = ["FileReader", "Retained", "Saved"]
+__all__ = ["FileReader", "Saved"]
 
 RESTORE = "Restore the file from a copy, or load another checkpoint"
 
@@ -41,48 +37,11 @@ class Arrived:
     error: IoError | None = None
 
 
-class Retained:
-    """What has been read and found whole, for who reads it next: where a quarter of the free memory holds it all, and
-    as long as memory comes faster than the disk. A machine that has to get it from elsewhere takes 2 s/GB for it.
-    """
-
-    PATIENCE = 8 * BLOCK  # bytes that are kept before their speed is looked at
-    LOOK = 32 * BLOCK  # bytes after which others may have taken the memory: processes that load at the same time, say
-
-    def __init__(self, count: int) -> None:
-        self._nbytes = nbytes = count * BLOCK  # each begins where any dtype may
-        self.blocks: dict[tuple[Any, int], Tensor] = {}
-        self._end, self._spent, self._began = 0, 0.0, time.perf_counter()
-        self._room = torch.empty(0, dtype=torch.uint8)
-        if nbytes > 0 and self._fits(0):
-            with suppress(OSError):
-                mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
-                mapping.madvise(mmap.MADV_HUGEPAGE)  # small pages take five times as long
-                self._room = torch.frombuffer(mapping, dtype=torch.uint8)
-
-    def keep(self, place: tuple[Any, int], found: Tensor) -> None:
-        """A copy of a block, if it is worth it."""
-        begin, end = self._end, self._end + len(found)
-        now = time.perf_counter()
-        slow = begin > self.PATIENCE and 2 * self._spent > now - self._began
-        if end > len(self._room) or slow or (begin % self.LOOK == 0 and not self._fits(begin)):
-            self._room = self._room[:0]  # the rest is read again
-            return
-        self.blocks[place] = into = self._room[begin:end]
-        copy(into.data_ptr(), found.data_ptr(), len(found))
-        self._end, self._spent = begin + BLOCK, self._spent + time.perf_counter() - now
-
-    def _fits(self, kept: int) -> bool:
-        return self._nbytes - kept <= min(room().values(), default=0) // 4
-
-
 class FileReader:
     """Reads the file that a row of the index describes, through slots that other readers may share."""
 
-    def __init__(
-        self, folder: Path, row: FileRow, staging: Staging, held: Held | None = None, kept: Retained | None = None
-    ) -> None:
-        self.path, self.row, self._kept = folder / row.name, row, kept
+    def __init__(self, folder: Path, row: FileRow, staging: Staging, held: Held | None = None) -> None:
+        self.path, self.row = folder / row.name, row
         self._staging, self._number = staging, -1
         try:
             lent = None if held is None else held.fd(self.path)
@@ -113,7 +72,7 @@ class FileReader:
                 )
         waiting = deque(ordered)
         under_way: list[Span] = []
-        for found in self._arrivals(_blocks(ordered), {} if self._kept is None else self._kept.blocks):
+        for found in self._arrivals(_blocks(ordered)):
             if found.error is not None:
                 raise found.error
             end = found.begin + len(found.bytes)
@@ -126,11 +85,9 @@ class FileReader:
 
     def damage(self, blocks: Iterable[int], told: Told = untold) -> Iterator[IoError]:
         """Those of the blocks that are not as written, or cannot be read. `told` is told the bytes of each."""
-        for found in self._arrivals(blocks, {}):
+        for found in self._arrivals(blocks):
             if found.error is not None:
                 yield found.error
-            elif self._kept is not None:
-                self._kept.keep((self.path, found.begin), found.bytes)
             told(len(found.bytes))
 
     def close(self) -> None:
@@ -167,32 +124,26 @@ class FileReader:
             sums.byteswap()
         return sums
 
-    def _arrivals(self, blocks: Iterable[int], kept: Mapping[Any, Tensor]) -> Iterator[Arrived]:
-        """Blocks as they come, in their order; later ones are under way meanwhile. `kept`: some that are here."""
+    def _arrivals(self, blocks: Iterable[int]) -> Iterator[Arrived]:
+        """Blocks as they come, in their order; later ones are under way meanwhile."""
         if self._number < 0:
             raise ValueError(f"{self.path} is closed: nothing can be read from it")
         staging = self._staging
         free = list(range(len(staging.slots)))
-        pending: deque[tuple[Arrived, int, Ticket | None]] = deque()
+        pending: deque[tuple[Arrived, int, Ticket]] = deque()
         coming = iter(blocks)
         try:
             while True:
                 while free and (block := next(coming, None)) is not None:
-                    begin = block * BLOCK
-                    if (there := kept.get((self.path, begin))) is not None:
-                        pending.append((Arrived(begin, there), -1, None))
-                        continue
-                    slot, nbytes = free.pop(), min(BLOCK, self.row.table - begin)
+                    begin, slot = block * BLOCK, free.pop()
+                    nbytes = min(BLOCK, self.row.table - begin)
                     found = Arrived(begin, staging.bytes[slot][:nbytes])
                     pending.append((found, slot, staging.start(READ, slot, self._number, begin, nbytes)))
                 if not pending:
                     return
                 found, slot, ticket = pending.popleft()
-                if ticket is None:
-                    yield found
-                else:
-                    yield self._checked(found, ticket)
-                    free.append(slot)
+                yield self._checked(found, ticket)
+                free.append(slot)
         finally:
             staging.drain()  # nothing is written into a slot that somebody else may use next
 
@@ -241,7 +192,6 @@ class Saved(Source):
     def __init__(self, published: Published) -> None:
         self.published, self.path, self.index = published, published.folder, published.index
         self.tensors, self.values = self.index.tensors, self.index.values
-        self._kept: Retained | None = None
         self._slots: Staging | None = None
 
     @property
@@ -269,12 +219,7 @@ class Saved(Source):
 
     def _reader(self, number: int) -> FileReader:
         row, held = self.index.files[number], self.published.held
-        return FileReader(self.path, row, self._staging, held, self._kept)
-
-    def verify(self, rank: int = 0, world: int = 1, told: Told = untold) -> None:
-        """Keeps what one rank alone has read, where memory allows; several read the most part of it once each."""
-        self._kept = Retained(sum(file.blocks for file in self.index.files)) if world == 1 else None
-        super().verify(rank, world, told)
+        return FileReader(self.path, row, self._staging, held)
 
     def damage(self, rank: int = 0, world: int = 1, told: Told = untold) -> Iterator[IoError]:
         """All that is wrong with this rank's share of the blocks; each error names file, offset and keys."""
@@ -314,7 +259,7 @@ class Saved(Source):
         return f"the save {self.index.save_id} (its files end in {sum(file.crc for file in self.index.files):x})"
 
     def close(self) -> None:
-        self._kept, slots, self._slots = None, self._slots, None
+        slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()
         self.published.close()
