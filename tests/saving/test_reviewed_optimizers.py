@@ -117,7 +117,7 @@ def test_buffers_that_ranks_count_by_themselves_are_of_one_rank(tmp_path: Path) 
 
 
 WITNESS = """
-import os, sys
+import sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 import torch, zerokern as zk
