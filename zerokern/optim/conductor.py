@@ -204,9 +204,9 @@ def _sent(part: Part) -> dict[str, Any]:
     if part.sharding is None:
         return {}
     stage, bucket = part.sharding.stage, part.sharding.gradient_buckets[part.bucket]
-    sent = bucket.nbytes // bucket.group.size * (bucket.group.size - 1)
-    if not sent:
+    if bucket.group.alone:
         return {}
+    sent = max(1, bucket.nbytes // bucket.group.size * (bucket.group.size - 1))  # of nothing, too, it is an op
     if not shards_state(stage):
         return {"reduce_nbytes": 2 * sent}
     again = shards_parameters(stage)
