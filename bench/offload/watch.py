@@ -75,12 +75,13 @@ def run_case(case: Case, log: Path, limit_s: float) -> Found:
     """Starts it, hears it, answers it, and stops it at the limit; what it had told until then is kept."""
     words = [sys.executable, "-m", f"{__package__}.case", case.to_json()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    home = Path(__file__).resolve().parents[3]  # -m puts the working folder first on the path
     found, watch = Found(), DeviceWatch()
     with log.open("ab") as file:
         file.write(f"$ {words[-1]}\n".encode())
         file.flush()
         pipe = subprocess.PIPE
-        process = subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, stderr=file, text=True)
+        process = subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, stderr=file, text=True, cwd=home)
     stopped = threading.Event()
     late = threading.Timer(limit_s, lambda: (stopped.set(), process.kill()))
     late.start()

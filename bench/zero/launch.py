@@ -57,6 +57,8 @@ def _ranks(
     program: str, task: str, job: Job, effort: Effort, folder: Path, to_us: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     port = free_port()
+    # -m puts the working folder first on the path, and in a source tree zerokern has no bench
+    home = Path(__file__).resolve().parents[3]
     command = [sys.executable, "-m", program, task, job.to_json(), json.dumps(dataclasses.asdict(effort))]
     running: list[subprocess.Popen[bytes]] = []
     try:
@@ -65,7 +67,7 @@ def _ranks(
                 running.append(
                     subprocess.Popen(
                         [*command, str(to_us)], env=environment(job, rank, port), pass_fds=(to_us,),
-                        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=home,
                     )
                 )  # fmt: skip
         yield running
