@@ -1,4 +1,4 @@
-"""What a model must be to be sharded, and whether the ranks agree that it is the same one."""
+"""What a model must be to be sharded, and a gradient to be reduced; whether the ranks agree that it is one model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.zero.homes import home_of
 from zerokern.zero.mixed import DTYPES
+from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Unit
 
-__all__ = ["bucket_bytes", "model", "no_writes_of_one_rank", "same_on_all_ranks"]
+__all__ = ["bucket_bytes", "gradient", "model", "no_writes_of_one_rank", "same_on_all_ranks"]
 
 
 def bucket_bytes(value: object) -> int:
@@ -58,6 +59,29 @@ def no_writes_of_one_rank(module: nn.Module, group: Group) -> None:
                 "looks up, which are others on each rank; allowed: on one rank, at stage 0 or frozen. Set "
                 "max_norm=None, and renormalize all rows after step(), within zk.gathered(embedding, write=True)"
             )
+
+
+def gradient(name: str, grad: Tensor) -> None:
+    """
+    >>> gradient("weight", torch.ones(2))
+    """
+    if type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad:
+        return
+    if grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {name!r} is {grad.layout}; allowed: dense gradients (Embedding: sparse=False)"
+        )
+    if isinstance(grad, Sharded):
+        raise StateError(
+            f"a torch.autograd.Function was given {name!r}, and returned a gradient made of its part "
+            "on this rank alone; compute with the whole parameter: call the Function in the forward of the module "
+            "that holds it, or use stage 2 or less"
+        )
+    if grad.requires_grad:
+        raise StateError(
+            f"the gradient of {name!r} was computed with create_graph=True, and its graph would be lost in "
+            "reducing it; take gradients of gradients by torch.autograd.grad, and of the sum a plain backward()"
+        )
 
 
 def _one(name: str, param: nn.Parameter, built: bool) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from zerokern.comm import Handle
 from zerokern.core.errors import StateError
 from zerokern.kernels import Flattener
+from zerokern.zero import checks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import Home, alias, strides
 from zerokern.zero.hooks import hooks_after_accumulation
@@ -44,6 +45,7 @@ class GradientBucket:
         self.keeps = memory.device.type != "cpu"
         self.opened = self.closed = self.launched = self._adds = False
         self._kept: set[int] = set()
+        self._dropped: set[int] = set()  # places whose gradients of this pass came when they were frozen
         self.arrived: dict[int, Tensor | None] = {}
         self.arrived_places: tuple[int, ...] = ()
         self.beside: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
@@ -73,26 +75,33 @@ class GradientBucket:
     def begin(self) -> None:
         """A pass begins."""
         self.expected = sum(tenant.param.requires_grad for tenant in self.tenants)
-        for tenant, home in zip(self.tenants, self.homes, strict=True):
-            if home.leaf is None or home.loan is not None or self.exposed:
-                found = home.piece if self.exposed else tenant.param
-                if hooks_after_accumulation(found) is not None:
-                    home.adopt_hooks(found)
+        for found, home in zip(self._finders(), self.homes, strict=True):
+            meets = home.leaf is None or home.loan is not None or self.exposed
+            if meets and hooks_after_accumulation(found) is not None:
+                home.adopt_hooks(found)
 
     def take(self, place: int, grad: Tensor, beside: bool) -> None:
         """A gradient of this pass, as autograd made it; one from `beside` the usual leaf waits for the bucket's end.
 
         It must not be what completes the bucket: it may have come on this rank alone, and all launch at one time.
         """
-        if not self.tenants[place].param.requires_grad:  # frozen since the forward: autograd drops what arrives then
+        tenant = self.tenants[place]
+        if not tenant.param.requires_grad:
+            self._drop(place)
             return
-        if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad:
-            self._refuse(self.tenants[place].name, grad)
+        checks.gradient(tenant.name, grad)
+        if place in self._dropped:
+            self._refuse_in_between(place)
         if self.closed:
             self._take_late(place, grad)
         elif beside:
             self.beside.append((place, grad.detach()))
-        elif self.keeps:
+        else:
+            self._put(place, grad)
+
+    def _put(self, place: int, grad: Tensor) -> None:
+        """What was in order when it arrived; what has become of the parameter since does not matter."""
+        if self.keeps:
             grad = grad.resolve_neg()
             before = self.arrived.get(place)
             self.arrived[place] = grad.detach() if before is None else before + grad
@@ -103,24 +112,19 @@ class GradientBucket:
                 self._spans[place].copy_(grad)
             self.arrived[place] = None
 
-    @staticmethod
-    def _refuse(name: str, grad: Tensor) -> None:
-        """What cannot be reduced."""
-        if grad.layout is not torch.strided:
-            raise TypeError(
-                f"the gradient of {name!r} is {grad.layout}; allowed: dense gradients (Embedding: sparse=False)"
-            )
-        if isinstance(grad, Sharded):
-            raise StateError(
-                f"a torch.autograd.Function was given {name!r}, and returned a gradient made of its part "
-                "on this rank alone; compute with the whole parameter: call the Function in the forward of the module "
-                "that holds it, or use stage 2 or less"
-            )
-        if grad.requires_grad:
-            raise StateError(
-                f"the gradient of {name!r} was computed with create_graph=True, and its graph would be lost in "
-                "reducing it; take gradients of gradients by torch.autograd.grad, and of the sum a plain backward()"
-            )
+    def _drop(self, place: int) -> None:
+        """Frozen since the forward: autograd drops what arrives then, and all that it would have been added to."""
+        if place in (self.arrived_places if self.closed else self._kept & self.arrived.keys()):
+            self._refuse_in_between(place)
+        self._dropped.add(place)
+        self.arrived.pop(place, None)
+        self.beside = [one for one in self.beside if one[0] != place]
+
+    def _refuse_in_between(self, place: int) -> None:
+        raise StateError(
+            f"{self.tenants[place].name!r} was frozen or thawed within a backward pass, between two of its gradients "
+            "(of its module, and of what was computed within zk.gathered); do that before the pass, or after it"
+        )
 
     def _take_late(self, place: int, grad: Tensor) -> None:
         """The order of the units did not show that more would come."""
@@ -232,7 +236,7 @@ class GradientBucket:
         """No more is to arrive: zeros where nothing did and nothing was left. Whether to add to `reduced`."""
         assert self.buffer is not None
         for place, grad in self.beside:
-            self.take(place, grad, beside=False)
+            self._put(place, grad)
         self.beside.clear()
         self.closed = True
         waiting = {place: grad for place, grad in self.arrived.items() if grad is not None}
@@ -242,17 +246,13 @@ class GradientBucket:
                 self._spans[place].add_(grad)
         for place in self._places - self.arrived.keys() - self._kept:
             self._spans[place].zero_()
-        if self._adds or not reduces:
-            self._begin_anew()
+        if self._adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
+            self._show()
+            for place in () if self.in_place else self._places - self.held:
+                self.reduced_span(place).zero_()
         if not reduces:
             self.local |= set(self.arrived)
         return self._adds
-
-    def _begin_anew(self) -> None:
-        """Zero what nothing is to be added to, where something else is, or where it is to be shown unreduced."""
-        self._show()
-        for place in () if self.in_place else self._places - self.held:
-            self.reduced_span(place).zero_()
 
     def _flatten(self, grads: dict[int, Tensor], buffer: Tensor) -> None:
         if not grads:
@@ -393,8 +393,8 @@ class GradientBucket:
         """Forget a pass, or be ready for the next one."""
         self.arrived.clear()
         self.beside.clear()
-        self.arrived_places = ()
+        self._dropped.clear()
         self.launched = self.opened = self.closed = False
-        self.late, self.late_places = None, set()
+        self.late, self.late_places, self.arrived_places = None, set(), ()
         if self.lends_buffer and not self.local and self.buffer is not None:
             self.buffer, self._spans = None, []
