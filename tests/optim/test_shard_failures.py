@@ -18,6 +18,7 @@ from worlds import built, full, on_threads, ranked, run_ranks
 import zerokern as zk
 from zerokern.io import Nvme
 from zerokern.kernels.cpu import UpdateTable
+from zerokern.optim.accord import Accord
 from zerokern.optim.disk import Disk
 from zerokern.optim.disk_binding import DiskBinding
 
@@ -152,8 +153,25 @@ def test_ranks_with_different_settings_are_told_which_before_anything_changed(st
         assert not step(model, optimizer, 2)
         last["eps"] = 0.25 + group.rank
         assert "eps of param_groups[1] is 1.25" in step(model, optimizer, 3)
+        last["eps"], last["betas"] = 0.5, [0.5, 0.75]
+        assert not step(model, optimizer, 4)
+        last["betas"][1] = 0.625 + group.rank / 8  # in place
+        assert "beta2 of param_groups[1] is 0.625" in step(model, optimizer, 5)
 
     on_ranks(2, work)
+
+
+def test_a_setting_on_a_device_is_not_read() -> None:
+    class There(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *arguments: Any, **settings: Any) -> Any:
+            raise AssertionError("this waits for the device")
+
+    accord = Accord([])
+    for rate in (0.5, 0.25):
+        accord.begin()
+        accord.settings = [{"lr": torch.tensor(rate).as_subclass(There), "eps": 0.5}]
+        assert accord.total([4.0], skip=False) == 4.0
 
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed"])

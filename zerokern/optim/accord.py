@@ -59,9 +59,10 @@ class Accord:
 
         Raises where a rank cannot take part in the step: on all of them, before anything has changed.
         """
-        if self.settings != self._marked:
+        known = [_on_host(one) for one in self.settings]
+        if known != self._marked:
             self._marks = [zlib.crc32(repr(self._settings_of(groups)).encode()) >> 12 for groups in self.groups_of]
-            self._marked = self.settings
+            self._marked = known
         terms, said = self._meet(sums, skip or not math.isfinite(sums[0]), {}, torn=False)
         if self.agreed:
             raise StateError(_told(said, self.torn))
@@ -102,10 +103,9 @@ class Accord:
         return terms, said
 
     def _settings_of(self, groups: Sequence[int]) -> dict[str, Any]:
-        """By name. What lies on a device is not looked at."""
-        pairs = [(f"param_groups[{number}]", self.settings[number]) for number in groups]
-        found = {f"{name} of {of}": value for of, one in pairs for name, value in one.items()}
-        return {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+        """By name."""
+        pairs = [(f"param_groups[{number}]", _on_host(self.settings[number])) for number in groups]
+        return {f"{name} of {of}": value for of, one in pairs for name, value in one.items()}
 
     def prepared(self) -> AbstractContextManager[None]:
         """Around what makes state: all ranks leave the block well, or all with an error, and nothing has changed."""
@@ -154,6 +154,11 @@ def say_outcome(error: BaseException, *, torn: bool) -> None:
     outcome = TORN if torn else WHOLE
     if isinstance(error, ZerokernError) and outcome not in str(error):
         error.args = (f"{error}. {outcome}",)
+
+
+def _on_host(settings: dict[str, Any]) -> dict[str, Any]:
+    """What lies on a device is not looked at, which would wait for it."""
+    return {name: value for name, value in settings.items() if not isinstance(value, Tensor)}
 
 
 def _told(said: dict[str, str], torn: bool) -> str:
