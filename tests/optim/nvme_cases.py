@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from offload_cases import (
-    SCHEDULES,
-    Row,
-    Small,
-    optimizer_of,
-)
+from offload_cases import SCHEDULES, Row, Small, optimizer_of
 from torch import nn
 from worlds import World
 from zero_cases import IN, OUT, Block
 
-import zerokern as zk
 from zerokern.io import Nvme
 
 Tier = Callable[..., Nvme]
@@ -46,18 +38,6 @@ def small(tier: Tier, size: int, **settings: Any) -> list[Nvme]:
 def begun(row: Row, schedule: str, where: Nvme, seed: int = 0) -> tuple[nn.Module, Any]:
     model = row.model(World(0, 1), seed)
     return model, optimizer_of(row, model, tier=where, schedule=SCHEDULES[schedule])
-
-
-def kept_of(optimizer: Any) -> dict[str, Any]:
-    """A state_dict with memory of its own, of what ranks have of it."""
-    state = optimizer.state_dict()
-    entries = {number: {key: value.clone() for key, value in entry.items()} for number, entry in state["state"].items()}
-    return {**state, "state": entries, "param_groups": copy.deepcopy(state["param_groups"])}
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    with zk.gathered(model):
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 AT_WORK = [("overlap", "stage 3"), ("overlap", "stage 1"), ("delayed", "plain"), ("delayed", "stage 3")]

@@ -316,3 +316,29 @@ def same_states(ours: dict[str, Any], reference: dict[str, Any], *, ahead: bool 
         assert entry.keys() == theirs[number].keys(), number
         differ = [key for key, value in entry.items() if not same_bits([value], [theirs[number][key]])]
         assert not differ, f"{differ} of parameter {number} differ"
+
+
+def kept_of(optimizer: Any) -> dict[str, Any]:
+    """A state_dict with memory of its own, of what ranks have of it."""
+    state = optimizer.state_dict()
+    entries = {number: {key: value.clone() for key, value in entry.items()} for number, entry in state["state"].items()}
+    return {**state, "state": entries, "param_groups": copy.deepcopy(state["param_groups"])}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    with zk.gathered(model):
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def loads_back(world: World, row: Row, model: nn.Module, optimizer: Any) -> None:
+    """A checkpoint of three steps is loaded while an update is under way: what follows is what followed it."""
+    train(world, row, model, optimizer, range(3))
+    weights, kept, rest = weights_of(model), kept_of(optimizer), range(3, row.steps)
+    expected = train(world, row, model, optimizer, rest)
+    with one_thread():
+        backward(world, row, model, 50)
+        optimizer.step()
+        model.zero_grad()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(kept)
+    agree(train(world, row, model, optimizer, rest), expected)

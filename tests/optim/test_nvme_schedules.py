@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nvme_cases import AT_WORK, Tier, begun, kept_of, row_of, small, weights_of
+from nvme_cases import AT_WORK, Tier, begun, row_of, small
 from offload_cases import (
     ByHand,
     Row,
     agree,
     backward,
     copied,
+    kept_of,
+    loads_back,
     one_thread,
     optimizer_of,
     same_states,
     train,
     values,
+    weights_of,
 )
 from optim_cases import same_bits
 from worlds import World, anywhere
@@ -179,18 +182,8 @@ def test_a_checkpoint_taken_while_an_update_is_under_way_goes_on_in_memory_and_o
 
 @pytest.mark.parametrize("schedule, wrap", AT_WORK)
 def test_a_checkpoint_loaded_while_an_update_is_under_way(schedule: str, wrap: str, tier: Tier) -> None:
-    row, world = row_of(wrap, "bf16", steps=6), World(0, 1)
-    model, optimizer = begun(row, schedule, *small(tier, 1))
-    train(world, row, model, optimizer, range(3))
-    weights, kept, rest = weights_of(model), kept_of(optimizer), range(3, 6)
-    expected = train(world, row, model, optimizer, rest)
-    with one_thread():
-        backward(world, row, model, 50)
-        optimizer.step()
-        model.zero_grad()
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(kept)
-    agree(train(world, row, model, optimizer, rest), expected)
+    row = row_of(wrap, "bf16", steps=6)
+    loads_back(World(0, 1), row, *begun(row, schedule, *small(tier, 1)))
 
 
 def test_gradients_come_and_go(tier: Tier) -> None:

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nvme_cases import AT_WORK, Tier, begun, kept_of, row_of, small, weights_of
+from nvme_cases import AT_WORK, Tier, begun, row_of, small
 from offload_cases import (
     SCHEDULES,
     agree,
     backward,
+    kept_of,
     on_device,
     one_thread,
     optimizer_of,
     rarely,
     train,
     values,
+    weights_of,
 )
 from optim_cases import same_bits
 from worlds import World, on_threads

@@ -16,6 +16,7 @@ from offload_cases import (
     agree,
     backward,
     exact_calls,
+    loads_back,
     one_thread,
     optimizer_of,
     rarely,
@@ -100,23 +101,7 @@ def test_an_exception_between_two_steps_costs_that_step_only(schedule: str, size
 
 
 def load_back(world: World, row: Row, schedule: Any) -> None:
-    """A checkpoint of three steps, loaded after five, with nothing said to anybody."""
-    model, optimizer = begun(world, row, schedule)
-    train(world, row, model, optimizer, range(3))
-    with zk.gathered(model):
-        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    state = optimizer.state_dict()
-    kept = {**state, "state": {n: {k: v.clone() for k, v in e.items()} for n, e in state["state"].items()}}
-    kept["param_groups"] = copy.deepcopy(state["param_groups"])
-    rest = range(3, row.steps)
-    expected = train(world, row, model, optimizer, rest)
-    with one_thread():
-        backward(world, row, model, 50)
-        optimizer.step()
-        model.zero_grad()
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(kept)
-    agree(train(world, row, model, optimizer, rest), expected)
+    loads_back(world, row, *begun(world, row, schedule))
 
 
 @pytest.mark.filterwarnings("ignore:.*written while an update")
