@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from zerokern.schedule import Op, machine_of, shipped
+from zerokern.schedule import Op, Program, machine_of, shipped, simulate
 
 # seconds of a step of CPU-Adam on a DGX-2 by billions of parameters: ZeRO-Offload, table 4
 CPU_ADAM = {1: 0.22, 2: 0.51, 4: 1.03, 8: 2.41, 10: 2.57}
@@ -61,10 +62,36 @@ class TestShared:
         assert all_of_it.host_gb_s == whole.host_gb_s / 16
         assert whole.shared_by(64) == all_of_it, "more ranks have more hosts"
 
+    def test_disks_and_memory_of_one_host(self) -> None:
+        """The paper's 1.6 GB/s of the disk per GPU where all 16 use it, and its memory of a node."""
+        whole = machine_of("dgx2-v100")
+        alone, all_of_it = whole.shared_by(1), whole.shared_by(16)
+        assert (alone.rate("read"), all_of_it.rate("read"), all_of_it.rate("write")) == (12, 1.6, 1.6)
+        assert (all_of_it.host_memory_gb, all_of_it.disk_gb, all_of_it.device_memory_gb) == (1500 / 16, 1750, 32)
+
     def test_of_a_device_with_a_host_of_its_own(self) -> None:
         assert machine_of("h200-pcie").shared_by(8) == machine_of("h200-pcie")
         with pytest.raises(ValueError, match="ranks=0 is not possible"):
             machine_of("h200-pcie").shared_by(0)
+
+
+class TestDisk:
+    def test_a_disk_of_one_rate_is_shared_by_both_directions(self) -> None:
+        read, write = (Op(verb, "a", lane, nbytes=6 * 10**9) for verb, lane in (("Fetch", "read"), ("Store", "write")))
+        machine = machine_of("h100-pcie")
+        assert [machine.seconds(read), machine.seconds(read, {"write"})] == pytest.approx([1, 2], rel=1e-4)
+        assert simulate(Program("both", (read, write)), machine).step_seconds == pytest.approx(2, rel=1e-4)
+        full = replace(machine, read_both_gb_s=None, write_both_gb_s=None)
+        assert simulate(Program("both", (read, write)), full).step_seconds == pytest.approx(1, rel=1e-4)
+
+    def test_what_the_disk_moves_passes_through_host_memory(self) -> None:
+        machine = replace(machine_of("h100-pcie"), update_numel_s=None)
+        step = Op("Step", "a", "cpu", nbytes=150 * 10**9)
+        assert machine.seconds(step, {"read"}) == pytest.approx(150 / 144)
+
+    def test_there_may_be_none(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"machine 'mine': read_gb_s=None is not possible; .* rests on the disk"):
+            machine_of(written(tmp_path)).seconds(Op("Fetch", "a", "read", nbytes=1))
 
 
 class TestDescription:

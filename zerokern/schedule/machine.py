@@ -17,6 +17,8 @@ __all__ = ["Machine", "machine_of", "shipped"]
 
 _TEXT = ("name", "title", "sources")
 _WHOLE = ("cores", "devices")
+_PAIRS = {"down": "up", "up": "down", "read": "write", "write": "read"}
+"""lanes that are slower while the other is busy too"""
 _NEEDED = ("name", "flops_s", "device_gb_s", "down_gb_s", "up_gb_s", "host_gb_s")
 _MAY_BE_ZERO = ("copy_us", "net_us", "step_us")
 
@@ -56,6 +58,18 @@ class Machine:
     """all devices together, in one direction; default: each has its own"""
     net_gb_s: float | None = None
     """what one rank sends to others; None: there are no others"""
+    read_gb_s: float | None = None
+    """from the disk; None: there is none"""
+    write_gb_s: float | None = None
+    read_both_gb_s: float | None = None
+    """from the disk while it is written too; half of `read_gb_s` where both share one rate; default: as alone"""
+    write_both_gb_s: float | None = None
+    disks_gb_s: float | None = None
+    """all devices of a host together, read or written; default: each has a disk of its own"""
+    device_memory_gb: float | None = None
+    """what there is of each kind of memory: of a device, of the host, of its disks; None: unknown"""
+    host_memory_gb: float | None = None
+    disk_gb: float | None = None
     copy_us: float = 0.0
     """what a copy costs besides its bytes"""
     net_us: float = 0.0
@@ -87,8 +101,8 @@ class Machine:
         """
         if op.lane == "device":
             return op.flops / self.flops_s + self._on_device(op) / (self.device_gb_s * 1e9)
-        if op.lane in ("down", "up"):
-            return self.copy_us / 1e6 + op.nbytes / (self._link(op.lane, beside) * 1e9) if op.nbytes else 0.0
+        if op.lane in _PAIRS:
+            return self.copy_us / 1e6 + op.nbytes / (self.rate(op.lane, beside) * 1e9) if op.nbytes else 0.0
         if op.lane == "net":
             if op.nbytes and self.net_gb_s is None:
                 advice = "Give it where several ranks are to be simulated"
@@ -101,15 +115,23 @@ class Machine:
         """What is put in place is read and written."""
         return 2 * op.nbytes if op.verb == "Publish" else op.nbytes
 
-    def _link(self, lane: str, beside: Collection[str]) -> float:
-        alone, both = (self.down_gb_s, self.down_both_gb_s) if lane == "down" else (self.up_gb_s, self.up_both_gb_s)
-        other = "up" if lane == "down" else "down"
-        return both if both is not None and other in beside else alone
+    def rate(self, lane: str, beside: Collection[str] = ()) -> float:
+        """GB/s of a link or of the disk while the lanes `beside` are busy too.
+
+        >>> h100 = machine_of("h100-pcie")
+        >>> h100.rate("read"), h100.rate("read", beside={"write"})
+        (6, 3)
+        """
+        alone, both = getattr(self, f"{lane}_gb_s"), getattr(self, f"{lane}_both_gb_s")
+        if alone is None:
+            advice = "Give it where something rests on the disk"
+            raise ValueError(got(f"machine {self.name!r}: {lane}_gb_s", None, "a rate in GB/s", advice))
+        return float(both if both is not None and _PAIRS[lane] in beside else alone)
 
     def _on_host(self, op: Op, beside: Collection[str]) -> float:
         rate = self.host_gb_s
         if self.host_all_gb_s is not None:
-            copies = sum(self._link(lane, beside) for lane in ("down", "up") if lane in beside)
+            copies = sum(self.rate(lane, beside) for lane in _PAIRS if lane in beside)
             # where links could take all of the memory, hardware shares it out
             rate = min(rate, max(self.host_all_gb_s - copies, self.host_all_gb_s / 4))
         arithmetic = 0.0
@@ -129,14 +151,18 @@ class Machine:
         together = min(ranks, self.devices)
         if together == 1:
             return self
-        most = math.inf if self.links_gb_s is None else self.links_gb_s / together
-        both = [rate and min(rate, most) for rate in (self.down_both_gb_s, self.up_both_gb_s)]
+        rates: dict[str, float | None] = {}
+        for lane, of_all in zip(_PAIRS, (*[self.links_gb_s] * 2, *[self.disks_gb_s] * 2), strict=True):
+            most = math.inf if of_all is None else of_all / together
+            for name in (f"{lane}_gb_s", f"{lane}_both_gb_s"):
+                rate = getattr(self, name)
+                rates[name] = None if rate is None else min(rate, most)
         return replace(
             self,
-            down_gb_s=min(self.down_gb_s, most),
-            up_gb_s=min(self.up_gb_s, most),
-            down_both_gb_s=both[0],
-            up_both_gb_s=both[1],
+            **rates,  # type: ignore[arg-type]
+            host_memory_gb=self.host_memory_gb and self.host_memory_gb / together,
+            disk_gb=self.disk_gb and self.disk_gb / together,
+            disks_gb_s=None,
             host_gb_s=self.host_gb_s / together,
             host_all_gb_s=self.host_all_gb_s and self.host_all_gb_s / together,
             cores=max(1, self.cores // together),

@@ -14,8 +14,8 @@ from zerokern.core.errors import got
 
 __all__ = ["LANES", "VERBS", "Op", "Program", "Ref", "Span"]
 
-LANES = ("device", "net", "down", "cpu", "up")
-"""compute stream | collectives | device to host | the CPU's worker | host to device"""
+LANES = ("device", "net", "down", "cpu", "up", "read", "write")
+"""compute stream | collectives | device to host | the CPU's worker | host to device | disk to host | host to disk"""
 VERBS = ("Forward", "Backward", "Reduce", "Fetch", "Norm", "Step", "Store", "Gather", "Publish", "Release")
 
 

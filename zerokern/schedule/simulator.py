@@ -20,7 +20,7 @@ from zerokern.schedule.recorder import Event
 __all__ = ["Timeline", "flow_bound", "simulate"]
 
 WARMUP, STEADY = 6, 6  # a program in its steady state repeats every step, or every second or third
-BEHIND = ("down", "cpu", "up")
+BEHIND = ("down", "cpu", "up", "read", "write")
 COMPUTE = ("Forward", "Backward")
 
 
@@ -32,7 +32,7 @@ class Timeline:
     step_seconds: float
     """of a step in the steady state"""
     hidden: float
-    """the share of the time of down, cpu and up that lies beside forward and backward; 1 where they do nothing"""
+    """the share of the time of down, cpu, up and the disk that lies beside forward and backward; 1 where they do nothing"""
     busy: Mapping[str, float]
     """the share of a step in which a lane does something"""
 
