@@ -120,7 +120,7 @@ class Machine:
 
         >>> h100 = machine_of("h100-pcie")
         >>> h100.rate("read"), h100.rate("read", beside={"write"})
-        (6, 3)
+        (6.0, 3.0)
         """
         alone, both = getattr(self, f"{lane}_gb_s"), getattr(self, f"{lane}_both_gb_s")
         if alone is None:

@@ -32,7 +32,7 @@ class Timeline:
     step_seconds: float
     """of a step in the steady state"""
     hidden: float
-    """the share of the time of down, cpu, up and the disk that lies beside forward and backward; 1 where they do nothing"""
+    """the share of the time of links, cpu and disk that lies beside forward and backward; 1 where they do nothing"""
     busy: Mapping[str, float]
     """the share of a step in which a lane does something"""
 
