@@ -28,7 +28,9 @@ from worlds import World, anywhere
 
 import zerokern as zk
 from zerokern.io import Nvme
+from zerokern.optim import disk_binding
 from zerokern.optim.disk_binding import DiskBinding
+from zerokern.optim.rows import table_of
 from zerokern.schedule.recorder import Recorder
 
 BROKEN = (3, 4, 6)
@@ -204,3 +206,21 @@ def test_gradients_come_and_go(tier: Tier) -> None:
         optimizer.flush()
     assert same_bits(values(pairs[0][0]), values(pairs[1][0]))
     same_states(*(copied(optimizer.state_dict()) for _, optimizer in pairs))
+
+
+@pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed"])
+def test_rows_are_laid_out_once_for_each_set_of_gradients(
+    schedule: str, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(disk_binding, "table_of", lambda *arguments: made.append(1) or table_of(*arguments))
+    row, world = row_of("stage 2", "bf16", steps=1), World(0, 1)
+    model, optimizer = begun(row, schedule, *small(tier, 1))
+    for step, present in enumerate([4, 4, 9, 9, 4]):
+        backward(world, row, model, step)
+        for param in [*model.parameters()][present:]:
+            param.grad = None
+        optimizer.step()
+        model.zero_grad()
+        optimizer.flush()
+        assert len(made) == (1, 1, 2, 2, 3)[step]

@@ -137,6 +137,12 @@ class DiskBinding(Binding):
             self._state[self.survey.params[i]] = {**entry, **others}
 
     def _plan(self, groups: Groups) -> None:
+        self._planned = False  # `prepare` does: by then it is known whether there are turns
+
+    def _arrange(self) -> None:
+        self._planned = False
+
+    def _lay_out(self, groups: Groups) -> None:
         """The rows of the table, record by record, with their state at the addresses that it will have in the ring.
 
         Where an update is made turn by turn, a record with spans of several comes in the first of these: from there on
@@ -198,9 +204,6 @@ class DiskBinding(Binding):
                 pointers.setdefault(column.column, slot.lease.ptr + inside)
         return SpanRow(layout, owner is not None and owner.first, pointer_words(pointers))
 
-    def _arrange(self) -> None:
-        self._plan(self._param_groups)
-
     def nbytes_of(self, param: Tensor) -> int:
         owner = on_disk_of(self._state.get(param))
         return 0 if owner is None else sum(one.nbytes for one in owner.described().values())
@@ -209,6 +212,9 @@ class DiskBinding(Binding):
         self._disk.check()
         self._disk.begin_change()
         self._done = False
+        if not self._planned:
+            self._lay_out(self._param_groups)
+            self._planned = True
         starts = map(pointers.__getitem__, self._index)
         super().prepare(settings, array("Q", map(operator.add, starts, self._shifts)))
 
