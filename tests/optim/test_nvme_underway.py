@@ -10,22 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nvme_cases import AT_WORK, Tier, begun, row_of, small
+from nvme_cases import AT_WORK, Tier, Wide, begun, row_of, small
 from offload_cases import (
     SCHEDULES,
     agree,
     backward,
+    copied,
     kept_of,
     on_device,
     one_thread,
     optimizer_of,
     rarely,
+    same_states,
     train,
     values,
     weights_of,
 )
 from optim_cases import same_bits
+from torch import Tensor, nn
 from worlds import World, on_threads
+from zero_cases import IN, OUT
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
@@ -65,27 +69,59 @@ def test_a_disk_that_fails_in_the_middle_tears_and_a_load_heals(
     agree(train(world, row, model, optimizer, range(2, 5)), expected)
 
 
-@pytest.mark.parametrize("schedule, wrap, torn", [("overlap", "stage 3", True), ("delayed", "plain", False)])
-def test_a_disk_that_fails_before_the_first_update(schedule: str, wrap: str, torn: bool, tier: Tier) -> None:
-    """Where `step()` has counted the step already, it is torn; else that update is not made, and training goes on."""
-    row, world = row_of(wrap, "bf16", steps=5), World(0, 1)
-    (where,) = small(tier, 1, faults=failing(READ, 0))
-    model, optimizer = begun(row, schedule, where)
+class Roots(nn.ModuleList):
+    """No parameter of the root's: `step()` returns before any part is complete."""
 
-    def loop() -> None:
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(IN, 301), nn.Linear(301, 301), nn.Linear(301, OUT)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("wrap, make", [("stage 3", Wide), ("stage 2", Roots), ("stage 3", Roots)])
+def test_a_disk_that_fails_before_the_first_update_leaves_everything_as_it_was(
+    wrap: str, make: type[nn.Module], tier: Tier
+) -> None:
+    row, world = row_of(wrap, "bf16", steps=5, make=make), World(0, 1)
+    straight, reference = begun(row, "overlap", "cpu")
+    where = tier(ring_nbytes="32K", faults=failing(READ, 0))
+    model, optimizer = begun(row, "overlap", where)
+    with one_thread():
+        for one, its in ((straight, reference), (model, optimizer)):
+            backward(world, row, one, 0)
+            its.step()
+            one.zero_grad()
+        backward(world, row, model, 1)
+        optimizer.flush()
+        reference.flush()
+        versions = [param._version for param in model.parameters()]
+        with pytest.raises(zk.IoError, match=r"state/000000.*Nothing was changed"):
+            optimizer.step()
+        assert [param._version for param in model.parameters()] == versions
+        same_states(copied(optimizer.state_dict()), copied(reference.state_dict()))
+        assert same_bits(values(model), values(straight))
+        backward(world, row, straight, 1)
+        for its in (optimizer, reference):
+            its.step()
+        model.zero_grad()
+        straight.zero_grad()
+    agree(train(world, row, model, optimizer, range(2, 5)), train(world, row, straight, reference, range(2, 5)))
+
+
+def test_a_delayed_update_whose_disk_fails_before_it_began_is_not_made(tier: Tier) -> None:
+    row, world = row_of("plain", "bf16", steps=5), World(0, 1)
+    (where,) = small(tier, 1, faults=failing(READ, 0))
+    model, optimizer = begun(row, "delayed", where)
+    with one_thread():
         for step in range(2):
             backward(world, row, model, step)
             optimizer.step()
             model.zero_grad()
-        optimizer.flush()
-
-    with one_thread(), pytest.raises(zk.IoError, match="state/000000"):
-        loop()
-    assert optimizer.holdings.torn == torn
-    if torn:
-        with pytest.raises(zk.StateError, match="broken off"):
-            optimizer.state_dict()
-        return
+        with pytest.raises(zk.IoError, match="state/000000"):
+            optimizer.flush()
     steps = {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()}
     assert steps == {1.0}
     train(world, row, model, optimizer, range(2, 5))

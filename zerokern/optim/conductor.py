@@ -150,6 +150,10 @@ class Conductor:
         under_way.run = self._executor.submit(program, actions, ahead=ahead)
         return under_way
 
+    def take_first(self, under_way: UnderWay) -> None:
+        """Returns once the first part has been updated; raises what went wrong until then."""
+        under_way.run.wait("Step", self._taken[0].name)
+
     def gather_rest(self, local: Local, under_way: UnderWay) -> None:
         """What is left of an update that other ranks publish part by part, and that has failed on this one."""
         for part in self.parts(local):

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerokern.optim.accord import say_outcome
 from zerokern.optim.binding import Binding
 from zerokern.optim.conductor import Conductor, UnderWay
 from zerokern.optim.decide import Decision
@@ -194,8 +195,19 @@ class Course:
         self._on_their_way = list(self._tickets.values())
         self._tickets, self._departures, self._gates = {}, [], []
         if lazily:
+            if bound.rests_on_disk and not local.accord.in_company:  # others go on, whatever fails here
+                self._take_first(under_way)
             self._publish_later(local, under_way)
         return under_way
+
+    def _take_first(self, under_way: UnderWay) -> None:
+        """A disk that cannot be read shows before the step counts: then all is as it was."""
+        try:
+            self._conduct().take_first(under_way)
+        except Exception as error:
+            self._give_up(under_way, error)
+            say_outcome(error, torn=self._holdings.torn)
+            raise
 
     def _late(self) -> bool:
         """Whether this call's update is published by the next one."""
