@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zerokern.report import info
     from zerokern.saving import Saving, export, load, load_pretrained, save
     from zerokern.schedule import Delayed
+    from zerokern.zero.recompute import recompute
 
 __all__ = [
     "SGD",
@@ -65,6 +66,7 @@ __all__ = [
     "measure",
     "no_sync",
     "plan",
+    "recompute",
     "save",
     "shard",
     "shards",
@@ -97,6 +99,7 @@ _HOMES = {
     "from_deepspeed": "zerokern.integrations.deepspeed",
     "info": "zerokern.report",
     "Delayed": "zerokern.schedule",
+    "recompute": "zerokern.zero.recompute",
 }
 
 

@@ -17,14 +17,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.core.errors import BackendError, ZerokernError, got, say_once
 
 __all__ = [
+    "OTHERS",
     "Batches",
     "CudaDriver",
     "CudaMark",
     "Ticket",
+    "driver_of",
     "forget_error",
     "given",
     "passed",
@@ -36,6 +39,8 @@ BATCH_SINCE = 12080  # CUDA 12.8: with an argument for the copy at fault; from 1
 WITHOUT_FAULT = 13000
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say which way
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+OTHERS = WeakTensorKeyDictionary()
+"""Tensors on devices that torch does not know, with their drivers: who plays a device writes its tensors in here."""
 
 
 class Ticket(Protocol):
@@ -313,3 +318,12 @@ class CudaDriver:
 
     def _this_or_current(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is None else stream
+
+
+def driver_of(tensor: Tensor) -> Any:
+    """What copies between a tensor's device and host memory go through; None for one in host memory.
+
+    >>> driver_of(torch.ones(1)) is None
+    True
+    """
+    return CudaDriver(tensor.device) if tensor.is_cuda else OTHERS.get(tensor)

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerokern.core.errors import StateError, got
 from zerokern.kernels.triton import backend
 from zerokern.kernels.triton.backend import capturing
 from zerokern.memory.copies import Driver
-from zerokern.memory.staging import CudaDriver
+from zerokern.memory.staging import OTHERS, CudaDriver
 
 __all__ = [
     "OTHERS",
@@ -29,9 +28,6 @@ __all__ = [
     "require",
     "serves",
 ]
-
-OTHERS = WeakTensorKeyDictionary()
-"""Tensors on devices that torch does not know, with their drivers: who plays a device writes its tensors in here."""
 
 
 def serves(device: torch.device) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.core.errors import got
+from zerokern.zero.containers import mapped
 
 __all__ = ["cast_floats", "check_policy", "wire_dtype"]
 
@@ -44,26 +43,4 @@ def wire_dtype(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> torch.
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """The same containers with every floating-point tensor in them in `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        cast = {key: cast_floats(item, dtype) for key, item in value.items()}
-        return cast if type(value) is dict else _rebuilt_mapping(value, cast)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floats(item, dtype) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(cast_floats(item, dtype) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init}
-        return dataclasses.replace(value, **{name: cast_floats(item, dtype) for name, item in fields.items()})
-    return value
-
-
-def _rebuilt_mapping(value: Any, cast: dict[Any, Any]) -> Any:
-    """A mapping of a class of its own, as model outputs are: its values are exchanged in a copy."""
-    import copy
-
-    rebuilt = copy.copy(value)
-    for key, item in cast.items():
-        rebuilt[key] = item
-    return rebuilt
+    return mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -1,0 +1,143 @@
+"""Activations that are computed again in backward: torch's own checkpoint, with inputs that rest in a place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zerokern.core.errors import got
+from zerokern.io import Nvme
+from zerokern.zero import hooks
+from zerokern.zero.containers import mapped
+from zerokern.zero.keeping import Keeper, Turn
+from zerokern.zero.reads import Reads
+
+__all__ = ["Call", "check_keep", "keeping", "recompute", "turn_of"]
+
+TORCHS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""Keywords of torch's checkpoint, which it gets, as it does in torch"""
+_here = threading.local()
+
+
+def recompute(fn: Callable[..., Any], *args: Any, keep: str | Nvme = "device", **kwargs: Any) -> Any:
+    """`fn(*args, **kwargs)`, of which only the inputs are kept, and the rest is computed again in backward.
+
+    What `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)` does, with its keywords. `keep`: where the
+    inputs rest until then: `"device"`, where they are; `"cpu"`, from a GPU to pinned host memory and back, one call
+    ahead, beside the computation; `zk.Nvme(path)`, from anywhere to a disk. Parameters, tensors below 1 MiB, and the
+    inputs of the call that came last stay where they are; so do those that lie in host memory with `keep="cpu"`. Within
+    another checkpoint, or other hooks for what autograd saves, these keep the inputs.
+
+    >>> import torch, zerokern as zk
+    >>> layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
+    >>> zk.recompute(layer, x, keep="cpu").sum().backward()
+    >>> torch.equal(x.grad, layer.weight.detach().sum(0).expand(3, 2))
+    True
+    """
+    if kwargs.pop("use_reentrant", False):
+        raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
+    if check_keep(keep) == "device":
+        return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    settings = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
+    return keeping(_keeper(keep), fn, args, kwargs, settings)
+
+
+def check_keep(keep: object) -> Any:
+    """The place, or an error.
+
+    >>> check_keep("cpu")
+    'cpu'
+    """
+    if not isinstance(keep, Nvme) and keep not in ("device", "cpu"):
+        raise ValueError(got("keep", keep, "'device', 'cpu' or zk.Nvme(path)"))
+    return keep
+
+
+def _keeper(keep: str | Nvme) -> Keeper | None:
+    """What keeps inputs in this place, for calls of this thread."""
+    if keep == "device":
+        return None
+    keepers: dict[str | Nvme, Keeper] = _here.__dict__.setdefault("keepers", {})
+    if keep not in keepers:
+        keepers[keep] = Keeper(keep)
+    return keepers[keep]
+
+
+class Call:
+    """A function and its arguments, whose tensors are handed over apart: those that autograd is to keep.
+
+    >>> call = Call(lambda x, more: x + more[0], (torch.ones(2), [torch.ones(2)]), {})
+    >>> tensors = call.take()
+    >>> call(*tensors), call(torch.zeros(2), torch.zeros(2))
+    (tensor([2., 2.]), tensor([0., 0.]))
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.fn = fn
+        self._tensors: list[Tensor] = []
+        self._places: dict[int, int] = {}
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._given = mapped((args, kwargs), self._place)
+        self._places.clear()
+
+    def _place(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        if id(tensor) not in self._places:
+            self._places[id(tensor)] = len(self._tensors)
+            self._tensors.append(tensor)
+        return _Place(self._places[id(tensor)])
+
+    def take(self) -> list[Tensor]:
+        """The tensors, which are not kept here."""
+        found, self._tensors = self._tensors, []
+        return found
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """The first time with the very arguments, then with these tensors in the places of theirs."""
+        given, self._first = self._first, None
+        args, kwargs = given or mapped(self._given, lambda place: tensors[place.number], _Place)
+        return self.fn(*args, **kwargs)
+
+
+class _Place:
+    """Of a tensor among arguments."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@torch._disable_dynamo
+def keeping(
+    keeper: Keeper | None,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: dict[str, Any],
+) -> Any:
+    """torch's checkpoint, with inputs that the keeper keeps."""
+    call = Call(fn, args, kwargs)
+    turn = turn_of(keeper)
+    if turn is None:
+        return checkpoint(call, *call.take(), use_reentrant=False, **settings)
+    hooks.hear_saved(turn.pack, turn.unpack)
+    try:
+        return checkpoint(call, *call.take(), use_reentrant=False, **settings)
+    finally:
+        hooks.hear_saved_no_more()
+
+
+def turn_of(keeper: Keeper | None) -> Turn | None:
+    """A turn of this call, where autograd may be told of it, and nobody else keeps what it saves."""
+    if keeper is None or not torch.is_grad_enabled() or not hooks.hears_of_saved():
+        return None
+    top = hooks.hears_saved()
+    mine = top is None or isinstance(getattr(top[0], "__self__", None), Reads)
+    return keeper.begin() if mine else None
