@@ -14,6 +14,7 @@ from zerokern.core.errors import got
 
 from . import ops, peers
 from .contest import Request, WrongResult
+from .infinity import command as infinity
 from .offload import command as offload
 from .shapes import Shape, shape
 from .zero import command as zero
@@ -29,10 +30,10 @@ DEFAULT_PEERS = {"io": ("fio",), "save": ("fio", "dcp", "torch")}
 ON_DISK = ("io", "save")
 TIERS = ("cpu", "nvme")
 SHAPES = ("flat", "llama", "small")
-RANKED = {"zero": zero, "offload": offload}
-BELONGS = {"offload": ("hidden", "stage"), "zero": tuple(zero.DEFAULTS)}
+RANKED = {"zero": zero, "offload": offload, "infinity": infinity}
+BELONGS = {"offload": ("hidden", "stage"), "infinity": ("micro",), "zero": tuple(zero.DEFAULTS)}
 UNUSED = {"io": ("numel", "threads"), "save": ("threads",)}
-UNUSED_BY_RANKS = ("numel", "path", "shape", "tier")
+UNUSED_BY_RANKS = ("numel", "shape", "tier")
 UNUSED_HIDDEN = (*offload.DEFAULTS, "vs", "plot")
 FULL_NUMEL, SMOKE_NUMEL = 64 << 20, 1 << 18
 
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vs", type=parse_peers, metavar="PEERS", help=",".join(PEERS))
     parser.add_argument("--tier", choices=TIERS, default="cpu", help="adam: where the optimizer's state lies")
     parser.add_argument(
-        "--path", type=arguments.folder, metavar="FOLDER", help="io, save and --tier nvme: where on the disk to measure"
+        "--path", type=arguments.folder, metavar="FOLDER", help="io, save, infinity, --tier nvme: where on the disk"
     )
     parser.add_argument("--threads", type=arguments.count, help="threads for everyone (all usable CPUs)")
     parser.add_argument("--pairs", type=arguments.count, help="rounds in which everyone runs once (60; disks 15)")
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--smoke", action="store_true", help="a few rounds on little data: does it work")
     zero.add_arguments(parser)
     offload.add_arguments(parser)
+    infinity.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     try:
-        measured = RANKED[args.op].measure if args.op in RANKED else _measure if args.path is None else _measure_disk
+        on_disk = args.path is not None
+        measured = RANKED[args.op].measure if args.op in RANKED else _measure_disk if on_disk else _measure
         content, plot = measured(args, console, _command())
     except WrongResult as error:
         print(f"zerokern bench: {error}; no speed is told of a wrong result", file=sys.stderr)
@@ -107,11 +110,14 @@ def mismatch(args: argparse.Namespace) -> str:
         allowed = "a folder with io, save and --tier nvme, and nothing else"
         return got("path", args.path, allowed, "Name a folder on the disk to measure: --path FOLDER" if on_disk else "")
     if ranked:
-        unused: tuple[str, ...] = (*UNUSED_BY_RANKS, *(UNUSED_HIDDEN if hidden else ()))
+        path = () if args.op == "infinity" else ("path",)
+        unused: tuple[str, ...] = (*UNUSED_BY_RANKS, *path, *(UNUSED_HIDDEN if hidden else ()))
     else:
         unused = UNUSED.get(args.op, ("vs", "threads") if on_disk else ())
     if given := _given(args, unused):
         return f"{given} has no meaning in this benchmark; leave it out"
+    if args.op in ("zero", "offload") and 1 in (args.ranks or ()):
+        return got("ranks", 1, f"2 or more with {args.op}; 1 is for infinity")
     known = RANKED[args.op].PEERS if ranked else PEERS
     strangers = ",".join(peer for peer in args.vs or () if peer not in known)
     return got("vs", strangers, f"a list of {', '.join(known)} with {args.op}") if strangers else ""

@@ -30,7 +30,7 @@ def groups(seat: Seat) -> dict[str, Make]:
     return found | {plain.NAME: lambda: plain.candidates(seat)}
 
 
-def tune(floor: Floor, effort: Effort) -> dict[str, Any]:
+def tune(floor: Floor, effort: Effort, groups: Callable[[Seat], dict[str, Make]] = groups) -> dict[str, Any]:
     """The best wirings by name, and who is missing and why."""
     chosen: dict[str, str] = {}
     missing: dict[str, str] = {}

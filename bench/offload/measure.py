@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from zerokern.memory.room import room
 
+from ..zero.job import Job
 from ..zero.launch import run_ranks
-from ..zero.measure import MEMORY_SHARE, PROCESS_NBYTES, Advance, Row, Say, raced, side_by_side
+from ..zero.measure import MEMORY_SHARE, PROCESS_NBYTES, Advance, Raced, Row, Say, raced, side_by_side
 from ..zero.turns import LARGE, Effort
 from . import ours
 from .job import OffloadJob
 
+AnyJob = TypeVar("AnyJob", bound=Job)
 PROGRAM = f"{__package__}.rank"
 USUAL = Effort(rounds=15, steps=4, trial_rounds=3)
 OF_LARGE = Effort(rounds=11, steps=3, trial_rounds=2)
@@ -26,10 +29,13 @@ def usual_effort(numel: int) -> Effort:
 
 @dataclass(frozen=True)
 class Weight:
-    """Host memory of one contender alone, all ranks together: between steps, and the most in a step."""
+    """What one contender alone takes, all ranks together: host memory between steps, the most in a step, and the bytes
+    that a step reads from the disk and writes there."""
 
     held: int
     peak: int
+    read: int = 0
+    written: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,38 +61,50 @@ def measure(job: OffloadJob, effort: Effort, say: Say, advance: Advance) -> Outc
     def rounds(done: int, of: int) -> None:
         advance(job.name, done, of)
 
+    tuned, missing, weights, done = contested(job, effort, say, rounds, PROGRAM, ours.NAMES)
+    return Outcome(tuned, done.rows(tuned, ours.NAMES), missing | done.missing, weights, done.sets, done.steps)
+
+
+def contested(
+    job: AnyJob, effort: Effort, say: Say, rounds: Callable[[int, int], None], program: str, mine: Sequence[str]
+) -> tuple[AnyJob, dict[str, str], dict[str, Weight], Raced]:
+    """The job with the best wirings, who is missing, what each weighs, and the turns of everyone beside `mine`."""
     missing: dict[str, str] = {}
     weights: dict[str, Weight] = {}
     sets: list[tuple[str, ...]] = [()]
     if effort.tune:
-        tuned = run_ranks("tune", job, effort, say, rounds, PROGRAM)
+        tuned = run_ranks("tune", job, effort, say, rounds, program)
         missing = tuned["missing"]
         here = tuple(peer for peer in job.peers if peer not in missing)
         job = dataclasses.replace(job, wirings=tuned["wirings"], peers=here)
         for name in job.wirings:
-            alone = run_ranks("memory", dataclasses.replace(job, names=(name,)), effort, say, rounds, PROGRAM)
+            alone = run_ranks("memory", dataclasses.replace(job, names=(name,)), effort, say, rounds, program)
             if "missing" in alone:
                 say(f"{name}: its memory is not known, {alone['missing']}")
                 continue
             weights[name] = Weight(**alone)
             say(f"{name}: {per_parameter(weights[name].held, job):.1f} B of host memory per parameter")
-        sets = split(list(job.wirings), weights, job, min(room().values()))
+        sets = split(list(job.wirings), weights, job, min(room().values()), mine)
     done = raced(
-        sets, lambda names: run_ranks("contest", dataclasses.replace(job, names=names), effort, say, rounds, PROGRAM)
+        sets, lambda names: run_ranks("contest", dataclasses.replace(job, names=names), effort, say, rounds, program)
     )
-    return Outcome(job, done.rows(job, ours.NAMES), missing | done.missing, weights, done.sets, done.steps)
+    return job, missing, weights, done
 
 
-def per_parameter(nbytes: float, job: OffloadJob) -> float:
+def per_parameter(nbytes: float, job: Job) -> float:
     """Of the model, whatever the number of ranks that share or repeat it."""
     return nbytes / job.numel
 
 
 def split(
-    names: Sequence[str], weights: Mapping[str, Weight], job: OffloadJob, free_nbytes: float
+    names: Sequence[str],
+    weights: Mapping[str, Weight],
+    job: Job,
+    free_nbytes: float,
+    mine: Sequence[str] = ours.NAMES,
 ) -> list[tuple[str, ...]]:
     """Sets of contenders that fit into memory side by side; ours are in each of them."""
-    always = [name for name in names if name in ours.NAMES]
+    always = [name for name in names if name in mine]
 
     def fits(found: Iterable[str]) -> bool:
         known = [weights[name] for name in (*always, *found) if name in weights]

@@ -6,15 +6,18 @@ import ctypes
 import dataclasses
 import gc
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..contest import Missing
-from ..zero.trainer import Candidate
+from ..disk import usage
+from ..zero.trainer import Candidate, Seat
 from ..zero.tuning import by_name
 from ..zero.turns import Floor
-from .contenders import groups
+from .contenders import Make, groups
 
+Groups = Callable[[Seat], dict[str, Make]]
 STEPS = 3
 SMALL = "tiny"
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -43,38 +46,40 @@ def tidy() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def weigh(floor: Floor) -> dict[str, Any]:
-    """Bytes of all ranks together for the one contender that the job names: between steps, and at most in a step.
+def weigh(floor: Floor, groups: Groups = groups) -> dict[str, Any]:
+    """Bytes of all ranks together for the one contender that the job names: between steps, at most in a step, and those
+    that a step reads from the disk and writes there.
 
     It trains a small model first, so that code, threads and what libraries keep for themselves count for nobody.
     """
     (name,) = floor.seat.job.names
     small = Floor(dataclasses.replace(floor.seat, job=dataclasses.replace(floor.seat.job, model=SMALL)), floor._tell)
     try:
-        _train(small, name, keep=False)
+        _train(small, name, groups)
         tidy()
         before = resident_nbytes()
-        held, peak = _train(floor, name, keep=True)
+        found = _train(floor, name, groups)
     except Missing as reason:
         return {"missing": str(reason)}
-    return {"held": sum(floor.all(held - before)), "peak": sum(floor.all(peak - before))}
+    own = {**found, "held": found["held"] - before, "peak": found["peak"] - before}
+    return {what: sum(floor.all(nbytes)) for what, nbytes in own.items()}
 
 
-def _train(floor: Floor, name: str, keep: bool) -> tuple[int, int]:
-    player = floor.seated(_chosen(floor, name))
+def _train(floor: Floor, name: str, groups: Groups) -> dict[str, int]:
+    player = floor.seated(_chosen(floor, name, groups))
     floor.turn(player, STEPS - 1)
     tidy()
-    if keep:
-        forget_peak()
+    forget_peak()
+    before = usage.of_process()
     floor.turn(player, 1)
-    peak = peak_nbytes()
+    used, peak = usage.of_process() - before, peak_nbytes()
     tidy()
-    held = resident_nbytes()
+    found = {"held": resident_nbytes(), "peak": peak, "read": used.read_nbytes, "written": used.written_nbytes}
     floor.leave([player])
-    return held, peak
+    return found
 
 
-def _chosen(floor: Floor, name: str) -> Candidate:
+def _chosen(floor: Floor, name: str, groups: Groups) -> Candidate:
     """The contender in the wiring that it competes with."""
     wiring, reasons = floor.seat.job.wirings.get(name), []
     for make in groups(floor.seat).values():

@@ -1,10 +1,10 @@
 """The benchmarks: one file per op. Each says what it updates, what its truth is and who does the same.
 
 KERNELS work on memory, in contests that `bench.measure` runs; the others bring a measurement of their own, and those
-of "zero" and "offload" are packages, `bench.zero` and `bench.offload`.
+of "zero", "offload" and "infinity" are packages, `bench.zero`, `bench.offload` and `bench.infinity`.
 """
 
 from __future__ import annotations
 
 KERNELS = ("adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream")
-NAMES = (*KERNELS, "io", "save", "zero", "offload")
+NAMES = (*KERNELS, "io", "save", "zero", "offload", "infinity")

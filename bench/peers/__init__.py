@@ -19,7 +19,7 @@ MODULES = {
     "foreach": ("torch_foreach",),
     "for": ("torch_for",),
     "compile": ("torch_compile",),
-    "deepspeed": ("deepspeed", "deepspeed_aio", "deepspeed_zero", "deepspeed_offload"),
+    "deepspeed": ("deepspeed", "deepspeed_aio", "deepspeed_zero", "deepspeed_offload", "deepspeed_infinity"),
     "torchao": ("torchao", "torchao_offload"),
     "bitsandbytes": ("bitsandbytes",),
     "avx2": ("kernels_avx2",),
@@ -27,7 +27,7 @@ MODULES = {
     "dcp": ("dcp",),
     "ddp": ("ddp",),
     "zero1": ("zero_redundancy",),
-    "fsdp2": ("fsdp2", "fsdp2_offload"),
+    "fsdp2": ("fsdp2", "fsdp2_offload", "fsdp2_infinity"),
     "fsdp2-ours": ("fsdp2_ours",),
 }
 

@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Any] = {"ranks": (2,), "model": ("25M",), "dtype": ("fp32",)
 SMOKE: dict[str, Any] = {"ranks": (2,), "model": ("tiny",), "dtype": ("fp32",), "batch": 4}
 MOST_RANKS = 64
 
-parse_ranks = arguments.numbers("ranks", f"numbers from 2 to {MOST_RANKS}, such as 2,4", least=2, most=MOST_RANKS)
+parse_ranks = arguments.numbers("ranks", f"numbers from 1 to {MOST_RANKS}, such as 2,4", most=MOST_RANKS)
 parse_batch = arguments.number("batch", "a number of sequences per rank, from 1 on")
 
 

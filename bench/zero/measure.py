@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +75,13 @@ class Raced:
     found: list[Turns] = dataclasses.field(default_factory=list)
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     wirings: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
     steps: int = 0
 
-    def rows(self, job: Job, mine: Sequence[str]) -> list[Row]:
-        return [row(name, self.wirings[name], job, self.found, mine) for name in ordered(self.wirings, mine)]
+    def rows(self, job: Job, mine: Sequence[str], beside: Collection[str] = ()) -> list[Row]:
+        """`beside`: those of ours that the rest of ours are compared with as well."""
+        names = ordered(self.wirings, mine)
+        return [row(name, self.wirings[name], job, self.found, mine, beside) for name in names]
 
     @property
     def sets(self) -> list[list[str]]:
@@ -95,6 +98,7 @@ def raced(sets: Sequence[tuple[str, ...]], run: Callable[[tuple[str, ...]], dict
         done.found.append(Turns(result["times"], result["losses"]))
         done.missing |= result["missing"]
         done.wirings |= result["wirings"]
+        done.notes |= result.get("notes", {})
         done.steps = result["steps"]
     return done
 
@@ -157,8 +161,10 @@ def ordered(names: Iterable[str], mine: Sequence[str]) -> list[str]:
     return [name for name in (*mine, *peers, plain.NAME) if name in names]
 
 
-def row(name: str, wiring: str, job: Job, found: Sequence[Turns], mine: Sequence[str]) -> Row:
-    """`mine`: who is ours, and is compared with the others."""
+def row(
+    name: str, wiring: str, job: Job, found: Sequence[Turns], mine: Sequence[str], beside: Collection[str] = ()
+) -> Row:
+    """`mine`: who is ours, and is compared with the others and with those of `beside`."""
     there = [turns for turns in found if name in turns.times]
     ns = median_estimate(time for turns in there for time in turns.times[name])
     ratios = {other: ratio for turns in reversed(there) for other, ratio in _ratios(turns, name)}
@@ -170,7 +176,7 @@ def row(name: str, wiring: str, job: Job, found: Sequence[Turns], mine: Sequence
         tokens_per_s=job.tokens / ns.median * 1e9,
         roof_share=None if roof is None else roof.median,
         loss=there[-1].losses[name],
-        ratio={other: ratio for other, ratio in ratios.items() if is_ours and other not in mine},
+        ratio={other: ratio for other, ratio in ratios.items() if is_ours and (other not in mine or other in beside)},
         wiring=wiring,
         is_peer=not is_ours,
         is_roof=name == plain.NAME,

@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def wiring(self) -> str:
-        return ", ".join(self.choices.values())
+        return ", ".join(filter(None, self.choices.values()))
 
 
 def wirings(name: str, build: Callable[..., Trainer], **axes: Mapping[str, Any]) -> list[Candidate]:

@@ -268,8 +268,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         "option, value, says",
         [
-            ("--ranks", "1", "numbers from 2 to 64"),
-            ("--ranks", "2,x", "numbers from 2 to 64"),
+            ("--ranks", "0", "numbers from 1 to 64"),
+            ("--ranks", "2,x", "numbers from 1 to 64"),
             ("--model", "7B", "a list of tiny, 25M, 100M"),
             ("--dtype", "fp16", "a list of fp32, bf16"),
             ("--batch", "0", "from 1 on"),

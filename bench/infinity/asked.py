@@ -1,0 +1,43 @@
+"""What issue and design ask of parameters in host memory and on disk, and whether a run meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import disk, ours
+from .measure import Outcome
+
+MODELS = ("25M", "100M")
+ASKED = {  # where parameters rest, against whom: their time over ours, at least
+    (ours.CPU, "deepspeed-cpu"): 1.8,
+    (ours.NVME, "deepspeed-nvme"): 2.5,
+    (ours.CPU, "fsdp2"): 1.6,
+    (ours.NVME, disk.NAME): 1 / 1.08,
+}
+VERTICAL_MICRO, VERTICAL = 8, 4.0
+
+
+def verdicts(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """One entry for each ratio that is asked and was measured; the low end of the interval is told beside it."""
+    found = []
+    for outcome in outcomes:
+        if outcome.job.model not in MODELS:
+            continue
+        for row in outcome.rows:
+            kind = row.name.removesuffix(ours.VERTICAL)
+            asked = {peer: least for (name, peer), least in ASKED.items() if name == kind}
+            if row.name == ours.NVME + ours.VERTICAL and outcome.job.micro == VERTICAL_MICRO:
+                asked[ours.NVME] = VERTICAL
+            if row.name == ours.NVME and outcome.job.micro > 1:
+                asked.pop(disk.NAME)  # it goes over its parameters more often than the disk alone does
+            for peer, least in asked.items():
+                if (ratio := row.ratio.get(peer)) is not None:
+                    found.append(
+                        {
+                            "contest": outcome.name, "what": f"{row.name} against {peer}", "asked": round(least, 4),
+                            "measured": round(ratio.median, 4), "low": round(ratio.low, 4),
+                            "met": ratio.median >= least,
+                        }
+                    )  # fmt: skip
+    return found

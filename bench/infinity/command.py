@@ -1,0 +1,56 @@
+"""`zerokern bench infinity`: whole steps with parameters in host memory or on disk, against DeepSpeed and FSDP2."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from zerokern import arguments
+
+from ..zero.command import chosen, contests
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from rich.console import Console
+
+PEERS = ("deepspeed", "fsdp2")
+DEFAULTS: dict[str, Any] = {"ranks": (2,), "model": ("25M",), "dtype": ("bf16",), "batch": 0, "micro": (1, 4, 8)}
+SMOKE: dict[str, Any] = {"ranks": (1,), "model": ("tiny",), "dtype": ("bf16",), "batch": 2, "micro": (1, 2)}
+MOST_MICRO = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that only `zerokern bench infinity` has; it shares those of `zero`."""
+    numbers = arguments.numbers("micro", f"numbers from 1 to {MOST_MICRO}, such as 1,4,8", most=MOST_MICRO)
+    parser.add_argument("--micro", type=numbers, metavar="N,N", help="infinity: micro-batches in a step (1,4,8)")
+
+
+def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[dict[str, Any], ModuleType]:
+    """Runs the contests one after the other and prints each; returns the JSON of them all, and what draws it.
+
+    What rests on disk lies in a folder below --path, which is removed afterwards; without it there is no disk.
+    """
+    from ..zero.asked import verdict_lines
+    from . import plot, report
+    from .asked import verdicts
+    from .job import BATCHES, InfinityJob
+    from .measure import measure, usual_effort
+
+    usual, peers = chosen(args, DEFAULTS, SMOKE), PEERS if args.vs is None else args.vs
+    with tempfile.TemporaryDirectory(prefix="zerokern-bench-", dir=args.path) as place:
+        jobs = [
+            InfinityJob(
+                model, dtype, ranks, micro * (usual["batch"] or BATCHES[model]), args.threads or 1, peers, micro=micro,
+                folder=place if args.path else "",
+            )
+            for ranks in usual["ranks"]
+            for model in usual["model"]
+            for dtype in usual["dtype"]
+            for micro in usual["micro"]
+        ]  # fmt: skip
+        outcomes = contests(args, jobs, usual_effort, console, measure, report)
+    for line in verdict_lines([] if args.smoke else verdicts(outcomes)):
+        console.print(line, markup=False)
+    return report.document(outcomes, command), plot

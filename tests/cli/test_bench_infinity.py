@@ -1,0 +1,248 @@
+"""`zerokern bench infinity`: ours have the bits of ours resident before any speed; bytes as the kernel counts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerokern as zk
+from zerokern.cli.main import main
+
+asked, contenders, disk, jobs, measure, ours, rank = (
+    import_module(f"zerokern.bench.infinity.{name}")
+    for name in ("asked", "contenders", "disk", "job", "measure", "ours", "rank")
+)
+zero, plain, trainer, turns, zero_measure = (
+    import_module(f"zerokern.bench.zero.{name}") for name in ("job", "plain", "trainer", "turns", "measure")
+)
+memory = import_module("zerokern.bench.offload.memory")
+EFFORT = turns.Effort(rounds=2, steps=1, trial_rounds=1, trial_steps=1, check_steps=3, tune=False)
+
+
+def silent(*_: object) -> None:
+    return None
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    """One rank in this process, with one thread as in the command's ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def seat(world: None, tmp_path: Path) -> Any:
+    return trainer.Seat(jobs.InfinityJob("tiny", "bf16", 1, 4, peers=("fsdp2",), micro=2, folder=str(tmp_path)), 0)
+
+
+@pytest.fixture
+def rested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What zk.shard was told; it does as if everything rested on the device, in the plain order."""
+    told: list[dict[str, Any]] = []
+    real = zk.shard
+
+    def shard(module: Any, *, tier: Any = "device", micro: int = 1, **more: Any) -> Any:
+        told.append({"tier": tier, "micro": micro})
+        return real(module, **more)
+
+    monkeypatch.setattr(zk, "shard", shard)
+    return told
+
+
+def contest(seat: Any, effort: Any = EFFORT) -> dict[str, Any]:
+    return rank.contest(turns.Floor(seat, silent), effort, silent)
+
+
+class TestJob:
+    def test_it_travels_as_text(self) -> None:
+        job = jobs.InfinityJob("25M", "bf16", 2, 16, 1, ("fsdp2",), {"fsdp2": "a wiring"}, micro=8, folder="swap")
+        assert jobs.InfinityJob.from_json(job.to_json()) == job
+        assert (job.name, job.micro_batch) == ("GPT 25M, bf16, 2 ranks, 8 micro-batches", 2)
+
+    def test_every_model_has_a_batch_whose_means_are_exact(self) -> None:
+        assert jobs.BATCHES.keys() == zero.MODELS.keys()
+        assert all(batch & (batch - 1) == 0 for batch in jobs.BATCHES.values())
+
+    def test_a_step_of_micro_batches_has_the_mean_gradient_and_the_mean_loss(self) -> None:
+        seen: list[bool] = []
+        module, batch = torch.nn.Linear(4, 1), (torch.arange(24.0).view(6, 4), torch.zeros(6, 1))
+        loss = torch.nn.MSELoss()
+        loss(module(batch[0]), batch[1]).backward()
+        wanted, module.weight.grad = module.weight.grad, None
+
+        class Loss(torch.nn.Module):
+            def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                return loss(module(x), y)
+
+        class Unreduced:
+            def __enter__(self) -> None:
+                seen.append(True)
+
+            def __exit__(self, *_: object) -> None:
+                seen.append(False)
+
+        found = jobs.accumulating(Loss(), 3, lambda: seen.append(True), Unreduced)(*batch)
+        assert torch.allclose(module.weight.grad, wanted) and torch.allclose(found, loss(module(batch[0]), batch[1]))
+        assert seen == [True, False, True, False, True]
+
+
+class TestOurs:
+    def test_with_one_micro_batch_there_is_no_order_and_without_a_folder_no_disk(self) -> None:
+        def names(micro: int, folder: str) -> list[str]:
+            return ours.names_of(trainer.Seat(jobs.InfinityJob("tiny", "bf16", 1, 8, micro=micro, folder=folder), 0))
+
+        assert names(4, "swap") == list(ours.NAMES)
+        assert names(1, "swap") == [ours.RESIDENT, ours.CPU, ours.NVME]
+        assert names(1, "") == [ours.RESIDENT, ours.CPU]
+
+    def test_zk_shard_is_told_where_and_in_which_order(self, seat: Any, rested: list[dict[str, Any]]) -> None:
+        for name in ours.NAMES:
+            ours.how(seat, name)
+            ours.candidates(seat, name)[0].build()
+        tiers = [one["tier"] for one in rested]
+        assert tiers[:3] == ["device", "cpu", "cpu"] and all(isinstance(one, zk.Nvme) for one in tiers[3:])
+        assert [one["micro"] for one in rested] == [1, 1, 2, 1, 2]
+
+    def test_a_zerokern_that_does_not_know_the_word_is_named(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(zk, "shard", lambda module, *, stage: module)
+        with pytest.raises(ours.Missing, match="has no tier and no micro"):
+            ours.how(seat, ours.CPU + ours.VERTICAL)
+        assert ours.how(seat, ours.RESIDENT) == {}
+
+
+class TestContest:
+    def test_all_train_alike(self, seat: Any, rested: list[dict[str, Any]]) -> None:
+        found = contest(seat)
+        assert set(found["times"]) == {*ours.NAMES, "fsdp2", disk.NAME, plain.NAME}
+        assert found["missing"] == {}
+        horizontal = [name for name in ours.NAMES if ours.order_of(name) == "horizontal"]
+        assert len({found["losses"][name] for name in horizontal}) == 1
+        assert {name for name in horizontal if found["notes"].get(name) == rank.SAME} == set(horizontal[1:])
+
+    def test_another_bit_of_ours_ends_it(
+        self, seat: Any, rested: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Host memory and one unit in the last place of lr."""
+        real, lr = zk.AdamW, ours.HYPER["lr"]
+
+        def optimizer(*arguments: Any, **options: Any) -> Any:
+            return real(*arguments, **options | ({"lr": lr * (1 + 1e-3)} if options["tier"] == "cpu" else {}))
+
+        monkeypatch.setattr(zk, "AdamW", optimizer)
+        assert "zk cpu: its loss in step" in contest(seat)["wrong"]
+
+    def test_a_peer_with_wrong_losses_is_named_and_left_out(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        fsdp2 = import_module("zerokern.bench.peers.fsdp2_infinity")
+        build = fsdp2.accumulating
+        monkeypatch.setattr(fsdp2, "accumulating", lambda *arguments: lambda *batch: build(*arguments)(*batch) + 0.05)
+        assert "fsdp2: its loss in step 1 is" in contest(seat)["missing"]["fsdp2"]
+
+    def test_what_cannot_be_made_leaves_the_others_alone(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ours, "how", lambda seat, name: (_ for _ in ()).throw(ours.Missing("no such tier")))
+        found = contest(seat)
+        assert set(found["missing"]) == set(ours.NAMES)
+        assert set(found["times"]) == {"fsdp2", disk.NAME, plain.NAME}
+
+    def test_trained_apart(self) -> None:
+        losses = {ours.RESIDENT: 2.0, ours.NVME: 2.0, ours.NVME + ours.VERTICAL: 2.001, "fsdp2": 3.0}
+        assert rank.trained_apart(losses) == ""
+        assert "zk nvme, vertical has the loss 2.5" in rank.trained_apart({**losses, ours.NVME + ours.VERTICAL: 2.5})
+
+
+class TestDisk:
+    def test_a_step_moves_what_the_design_says(self, seat: Any) -> None:
+        """All of it, as the kernel counts it."""
+        job = jobs.InfinityJob("25M", "bf16", 2, 2, folder=seat.job.folder)
+        made, usage = disk.DiskAlone(trainer.Seat(job, 0)), memory.usage
+        if not made.store.direct:
+            pytest.skip("needs a file system with O_DIRECT")
+        try:
+            before = usage.of_process()
+            made.step(torch.zeros(1), torch.zeros(1))
+            moved = usage.of_process() - before
+        finally:
+            made.close()
+        share = job.numel / job.ranks
+        assert moved.read_nbytes == pytest.approx(14 * share, rel=0.005)
+        assert moved.written_nbytes == pytest.approx(12 * share, rel=0.005)
+
+    def test_fp32_and_more_passes(self) -> None:
+        job = jobs.InfinityJob("25M", "fp32", 1, 2)
+        assert (disk.traffic(job).up, disk.traffic(job).down) == (16.0, 12.0)
+        assert disk.traffic(jobs.InfinityJob("25M", "bf16", 1, 2), passes=8).up == 14.0 + 7 * 4
+
+
+class TestMeasure:
+    def rows(self, micro: int, times: dict[str, list[float]]) -> Any:
+        job = jobs.InfinityJob("25M", "bf16", 2, micro * 2, micro=micro, folder="swap")
+        done = zero_measure.Raced(
+            [zero_measure.Turns(times, dict.fromkeys(times, 2.0))], wirings=dict.fromkeys(times, "")
+        )
+        rows = done.rows(job, ours.NAMES, beside=(ours.RESIDENT, *ours.OFFLOADED))
+        return measure.Outcome(job, [measure.alike(one) for one in rows], {}, {}, {}, [], 1)
+
+    def test_each_is_compared_with_who_does_the_same(self) -> None:
+        names = [*ours.NAMES, "deepspeed-cpu", "deepspeed-nvme", "fsdp2", disk.NAME, plain.NAME]
+        rows = {row.name: row for row in self.rows(8, {name: [1.0] for name in names}).rows}
+        assert set(rows[ours.CPU].ratio) == {ours.RESIDENT, "deepspeed-cpu", "fsdp2"}
+        assert set(rows[ours.NVME + ours.VERTICAL].ratio) == {ours.RESIDENT, ours.NVME, "deepspeed-nvme", disk.NAME}
+        assert rows[disk.NAME].roof_share is None and rows[ours.NVME].roof_share == 1.0
+
+    def test_what_was_asked_is_told(self) -> None:
+        times = {ours.CPU: [1.0], ours.NVME: [4.4], ours.NVME + ours.VERTICAL: [1.0], "fsdp2": [1.5], disk.NAME: [0.95]}
+        found = {one["what"]: one for one in asked.verdicts([self.rows(8, times)])}
+        assert found["zk cpu against fsdp2"]["met"] is False
+        assert found["zk nvme, vertical against zk nvme"]["measured"] == 4.4
+        assert found["zk nvme, vertical against disk alone"]["met"] is True
+        assert "zk nvme against disk alone" not in found
+
+    def test_bytes_at_the_disk_are_weighed(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = jobs.InfinityJob("tiny", "bf16", 1, 2, names=(disk.NAME,), folder=seat.job.folder)
+        found = memory.weigh(turns.Floor(trainer.Seat(job, 0), silent), contenders.groups)
+        assert found.keys() == {"held", "peak", "read", "written"}
+
+
+class TestCommand:
+    @pytest.mark.slow
+    def test_smoke(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(Path(__file__).parents[2])  # a source tree, where zerokern has no bench
+        result, chart = tmp_path / "result.json", tmp_path / "chart.png"
+        arguments = ["bench", "infinity", "--smoke", "--path", str(tmp_path), "--json", str(result)]
+        assert main([*arguments, "--plot", str(chart)]) == 0
+        assert chart.read_bytes().startswith(b"\x89PNG")
+        content = json.loads(result.read_text())
+        first, second = (
+            [row for row in content["rows"] if row["contest"] == one["name"]] for one in content["contests"]
+        )
+        assert {ours.RESIDENT, "fsdp2", disk.NAME, plain.NAME} <= {row["name"] for row in first}
+        assert len(second) >= len(first)
+        assert not list(tmp_path.glob("zerokern-bench-*"))
+        assert "CPU, gloo: no claim for GPUs" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "arguments, says",
+        [
+            (["zero", "--micro", "2"], "--micro belongs to infinity"),
+            (["zero", "--ranks", "1"], "ranks=1 is not possible; allowed: 2 or more with zero"),
+            (["offload", "--path", "."], "--path has no meaning"),
+            (["infinity", "--numel", "1M"], "--numel has no meaning"),
+            (["infinity", "--stage", "2"], "--stage belongs to offload"),
+            (["infinity", "--vs", "ddp"], "vs='ddp' is not possible; allowed: a list of deepspeed, fsdp2"),
+        ],
+    )
+    def test_options_that_do_not_fit_are_taught(
+        self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["bench", *arguments]) == 2
+        assert says in capsys.readouterr().err
