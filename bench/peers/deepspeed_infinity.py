@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import logging
 import os
 from typing import Any
@@ -28,6 +29,7 @@ BLOCKS = {"requests of 1 MiB": MIB, "requests of 256 KiB": MIB // 4}
 LEAST_NBYTES = 4096  # that goes to the disk
 BUFFERS, DEPTH = 8, 32
 LIVE_BLOCKS = 2
+_numbers = itertools.count()
 
 
 def config(seat: Seat, device: str, overlap: bool, block: int) -> dict[str, Any]:
@@ -37,7 +39,8 @@ def config(seat: Seat, device: str, overlap: bool, block: int) -> dict[str, Any]
     where: dict[str, Any] = {"device": device, "pin_memory": False}
     param, optimizer = dict(where), dict(where)
     if device == "nvme":
-        path = os.path.join(job.folder, "deepspeed")
+        # one that is built later empties the folder that it is given
+        path = os.path.join(job.folder, f"deepspeed-{next(_numbers)}")
         param |= {"nvme_path": path, "buffer_count": BUFFERS, "buffer_size": largest + MIB, "max_in_cpu": 0}
         optimizer |= {"nvme_path": path, "buffer_count": 5, "pipeline_read": True, "pipeline_write": True}
     made["zero_optimization"] |= {
