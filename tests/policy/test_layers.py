@@ -39,7 +39,9 @@ PLANNERS = {  # pure plans: they run in milliseconds, without torch
     "zerokern/schedule/passes.py",
     "zerokern/schedule/policies.py",
     "zerokern/schedule/program.py",
+    "zerokern/schedule/resting.py",
     "zerokern/schedule/simulator.py",
+    "zerokern/schedule/sketch.py",
 }
 
 

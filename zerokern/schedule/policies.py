@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerokern.core.errors import got
 
-from .program import Op, Program, Ref, Span
+from .program import Program, Span
+from .resting import resting
+from .sketch import OpKey, Sketch, fetched, reduced
 
 __all__ = ["Delayed", "check_schedule", "program_of", "resident"]
-
-Key = tuple[str, str, int]
-"""An op by its verb and span, and how many steps ago."""
-NORM: Key = ("Norm", "all", 0)
-AWAY: list[Key] = [("Store", "state", 1)]  # the last step's state is on disk again
 
 
 @dataclass(frozen=True)
@@ -63,12 +60,14 @@ def program_of(
     shadow: bool = True,
     at_once: bool = False,
     on_disk: bool = False,
+    passes: int = 1,
 ) -> Program:
     """One optimizer step over spans in forward order.
 
     `shadow`: with Delayed, updated parameters wait on the device until they are published; without, on the host.
     `at_once`: with "overlap", no forward begins before every span is published, as it is with plain tensors.
     `on_disk`: state comes and goes while it is updated, and the step is over when the last of it has gone.
+    `passes`: over spans whose parameters rest off the device: micro-batches, each of which fetches them anew.
 
     A Delayed program is that of a call after the exact ones. A step that it refers to and that ran another program,
     or that never was, counts as over.
@@ -93,6 +92,8 @@ def program_of(
     check_schedule(schedule)
     if not spans:
         raise ValueError(got("spans", list(spans), "at least one span"))
+    if any(span.fetch_lanes for span in spans):
+        return resting("delayed" if isinstance(schedule, Delayed) else schedule, spans, passes)
     if schedule == "sync":
         return _sync(spans, on_disk)
     return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
@@ -107,46 +108,48 @@ def resident(spans: Sequence[Span]) -> Program:
      1 device Backward a                      after 0
      2 device Step     a  280 B, 10 elements  after 1
     """
-    draft = _Draft("resident")
-    draft.compute(spans, lambda place: [("Gather" if spans[place].gather_nbytes else "Step", spans[place].name, 1)])
+    sketch = Sketch("resident")
+    sketch.compute(
+        spans, lambda place: [OpKey("Gather" if spans[place].gather_nbytes else "Step", spans[place].name, 1)]
+    )
     for span in spans:
-        last = draft.add("Step", span, "device", map(_reduced, spans), span.step_nbytes, span.numel)
-        draft.gather(span, last)
-    return draft.program()
+        last = sketch.add("Step", span.name, "device", map(reduced, spans), span.step_nbytes, span.numel)
+        sketch.gather(span, last)
+    return sketch.program()
 
 
 def _sync(spans: Sequence[Span], on_disk: bool) -> Program:
     """In order: all gradients down, then all updates, then all parameters up."""
-    draft = _Draft("sync", on_disk)
-    draft.compute(spans, lambda place: [("Publish", spans[-1].name, 1)] if place == 0 else [])
-    last: list[Key] = [_reduced(span) for span in spans]
+    sketch = Sketch("sync", on_disk)
+    sketch.compute(spans, lambda place: [OpKey("Publish", spans[-1].name, 1)] if place == 0 else [])
+    last: list[OpKey] = [reduced(span) for span in spans]
     for span in reversed(spans):
-        last = draft.fetch(span, last) or last
-    last = draft.norm(spans, last)
-    for add in (draft.step, draft.store, draft.gather, draft.publish):
+        last = sketch.fetch(span, last) or last
+    last = sketch.norm(spans, last)
+    for add in (sketch.step, sketch.store, sketch.gather, sketch.publish):
         for span in spans:
             last = add(span, last) or last
-    return draft.program()
+    return sketch.program()
 
 
 def _overlap(spans: Sequence[Span], at_once: bool, on_disk: bool) -> Program:
     """Gradients leave during backward, parameters come back one by one, and each forward waits for its own."""
-    published: list[Key] = [("Publish", span.name, 1) for span in spans]
+    published: list[OpKey] = [OpKey("Publish", span.name, 1) for span in spans]
 
-    def begin(place: int) -> list[Key]:
+    def begin(place: int) -> list[OpKey]:
         if at_once:
             return published if place == 0 else []
         return [published[place]]
 
-    draft = _Draft("overlap", on_disk)
-    draft.compute(spans, begin, fetched=True)
-    norm = draft.norm(spans, map(_fetched, spans))
+    sketch = Sketch("overlap", on_disk)
+    sketch.compute(spans, begin, fetched=True)
+    norm = sketch.norm(spans, map(fetched, spans))
     for span in spans:
-        last = draft.step(span, norm)
-        last = draft.store(span, last) or last
-        last = draft.gather(span, last) or last
-        draft.publish(span, last)
-    return draft.program()
+        last = sketch.step(span, norm)
+        last = sketch.store(span, last) or last
+        last = sketch.gather(span, last) or last
+        sketch.publish(span, last)
+    return sketch.program()
 
 
 def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> Program:
@@ -155,34 +158,27 @@ def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> Program:
     What ranks show each other they gather then, and nothing runs beside it.
     """
     shown = {span.name: bool(span.gather_nbytes) and not span.gathered_again for span in spans}
-    seen: list[Key] = [("Gather" if shown[span.name] else "Publish", span.name, 1) for span in spans]
-    stored = [(_stored(span), span.name, 1) for span in spans]
-    draft = _Draft("delayed", on_disk)
-    draft.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
-    published: list[Key] = []
+    seen: list[OpKey] = [OpKey("Gather" if shown[span.name] else "Publish", span.name, 1) for span in spans]
+    stored = [OpKey(_stored(span), span.name, 1) for span in spans]
+    sketch = Sketch("delayed", on_disk)
+    sketch.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
+    published: list[OpKey] = []
     for span in spans:
-        published += draft.publish(span, [("Backward", spans[0].name, 0), *stored], span.param_nbytes if shadow else 0)
+        published += sketch.publish(
+            span, [OpKey("Backward", spans[0].name), *stored], span.param_nbytes if shadow else 0
+        )
     for span in spans:
         if shown[span.name]:
-            draft.gather(span, published)
-    norm = draft.norm(spans, map(_fetched, spans))
+            sketch.gather(span, published)
+    norm = sketch.norm(spans, map(fetched, spans))
     for span in reversed(spans):  # as the next gradients come: what they are fetched into is free sooner
-        free: Key = ("Publish", span.name, 0)
-        read: list[Key] = [("Store", span.name, 1)] if span.param_nbytes else []
-        last = draft.step(span, [*norm, *read] if shadow else [*norm, free])
-        last = draft.store(span, [*last, free]) or last
+        free: OpKey = OpKey("Publish", span.name)
+        read: list[OpKey] = [OpKey("Store", span.name, 1)] if span.param_nbytes else []
+        last = sketch.step(span, [*norm, *read] if shadow else [*norm, free])
+        last = sketch.store(span, [*last, free]) or last
         if not shown[span.name]:
-            draft.gather(span, last)
-    return draft.program()
-
-
-def _reduced(span: Span) -> Key:
-    """What a gradient is complete after, where backward left it."""
-    return ("Reduce" if span.reduce_nbytes else "Backward", span.name, 0)
-
-
-def _fetched(span: Span) -> Key:
-    return ("Fetch", span.name, 0) if span.grad_nbytes else _reduced(span)
+            sketch.gather(span, last)
+    return sketch.program()
 
 
 def _stored(span: Span) -> str:
@@ -190,66 +186,3 @@ def _stored(span: Span) -> str:
     if span.gather_nbytes and span.gathered_again:
         return "Gather"
     return "Store" if span.param_nbytes else "Step"
-
-
-class _Draft:
-    """A program whose ops still name each other. What need not move is no op: its method returns no keys."""
-
-    def __init__(self, name: str, on_disk: bool = False) -> None:
-        self.name, self.on_disk = name, on_disk
-        self.ops: list[tuple[Op, tuple[Key, ...]]] = []
-
-    def compute(self, spans: Sequence[Span], begin: Callable[[int], list[Key]], fetched: bool = False) -> None:
-        """Forward, backward and reduction; with `fetched` gradients leave for the host as they become complete."""
-        last: list[Key] = []
-        for place, span in enumerate(spans):
-            last = self.add("Forward", span, "device", [*last, *begin(place)], flops=span.forward_flops)
-        for span in reversed(spans):
-            last = self.add("Backward", span, "device", last, flops=span.backward_flops)
-            if span.reduce_nbytes:
-                self.add("Reduce", span, "net", last, span.reduce_nbytes)
-            if fetched:
-                self.fetch(span, [_reduced(span), ("Step", span.name, 1)])
-
-    def fetch(self, span: Span, after: Iterable[Key]) -> list[Key]:
-        return self.add("Fetch", span, "down", after, span.grad_nbytes) if span.grad_nbytes else []
-
-    def norm(self, spans: Sequence[Span], after: Iterable[Key]) -> list[Key]:
-        op = Op("Norm", "all", "cpu", (), sum(span.grad_nbytes for span in spans), sum(span.numel for span in spans))
-        self.ops.append((op, tuple(after)))
-        return [NORM]
-
-    def step(self, span: Span, after: Iterable[Key]) -> list[Key]:
-        return self.add("Step", span, "cpu", [*after, *AWAY] if self.on_disk else after, span.step_nbytes, span.numel)
-
-    def store(self, span: Span, after: Iterable[Key]) -> list[Key]:
-        return self.add("Store", span, "up", after, span.param_nbytes) if span.param_nbytes else []
-
-    def gather(self, span: Span, after: Iterable[Key]) -> list[Key]:
-        return self.add("Gather", span, "net", after, span.gather_nbytes) if span.gather_nbytes else []
-
-    def publish(self, span: Span, after: Iterable[Key], nbytes: int = 0) -> list[Key]:
-        return self.add("Publish", span, "device", after, nbytes)
-
-    def add(
-        self,
-        verb: str,
-        span: Span,
-        lane: str,
-        after: Iterable[Key],
-        nbytes: int = 0,
-        numel: int = 0,
-        flops: float = 0.0,
-    ) -> list[Key]:
-        self.ops.append((Op(verb, span.name, lane, (), nbytes, numel, flops), tuple(after)))
-        return [(verb, span.name, 0)]
-
-    def program(self) -> Program:
-        if self.on_disk:
-            steps = tuple((op.verb, op.what, 0) for op, _ in self.ops if op.verb == "Step")
-            self.ops.append((Op("Store", "state", "cpu"), steps))
-        places = {(op.verb, op.what): index for index, (op, _) in enumerate(self.ops)}
-        refs = [tuple(sorted(Ref(places[verb, what], back) for verb, what, back in after)) for _, after in self.ops]
-        return Program(
-            self.name, tuple(op._replace(after=after) for (op, _), after in zip(self.ops, refs, strict=True))
-        )

@@ -74,6 +74,20 @@ class Span:
     """updated parameters that ranks exchange, as each of them sends"""
     gathered_again: bool = False
     """forward and backward gather them; else it is done once, for all ranks to see what was updated"""
+    record_nbytes: int = 0
+    """state that rests on disk: read and written by the update"""
+    fetch_nbytes: int = 0
+    """parameters that rest off the device: what of them comes for a forward, and again for a backward"""
+    stays_nbytes: int = 0
+    """of these, what is there still where a pass turns and the same span is next"""
+    fetch_lanes: tuple[str, ...] = ()
+    """how they come: ("up",) from host memory, ("read", "up") from the disk, ("read",) to a device that is the host"""
+    spill_nbytes: int = 0
+    """gradients that wait for the update on the disk"""
+    keep_nbytes: int = 0
+    """inputs that are kept off the device from forward to backward"""
+    keep_lanes: tuple[str, ...] = ()
+    """how they come back"""
 
     @classmethod
     def of(
@@ -104,7 +118,7 @@ class Span:
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field not in ("name", "gathered_again") and value < 0:
+            if isinstance(value, (int, float)) and value < 0:
                 raise ValueError(got(f"Span.{field}", value, "a number that is not negative"))
 
 

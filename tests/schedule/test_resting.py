@@ -1,0 +1,136 @@
+"""Steps whose parameters rest off the device: what moves, what runs beside what, and how long that takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from zerokern.schedule import Delayed, Machine, Program, Ref, Span, program_of, simulate
+
+GB = 10**9
+SCHEDULES = ("sync", "overlap", Delayed())
+EVEN = Machine("even", flops_s=1, device_gb_s=inf, down_gb_s=inf, up_gb_s=1, host_gb_s=inf, read_gb_s=1, write_gb_s=1)
+HALF = replace(EVEN, up_gb_s=inf, read_both_gb_s=0.5, write_both_gb_s=0.5)
+ON_HOST, ON_DISK = ("up",), ("read", "up")
+
+
+def spans(count: int = 8, compute: float = 0.0, **sizes: object) -> list[Span]:
+    """Backward computes three times as long as forward; sizes are of all spans together."""
+    each = {name: size // count if isinstance(size, int) else size for name, size in sizes.items()}
+    flops = {"forward_flops": compute / 4 / count, "backward_flops": compute * 3 / 4 / count}
+    return [Span(f"{i}", 8, **flops, **each) for i in range(count)]  # type: ignore[arg-type]
+
+
+def moved(program: Program, lane: str) -> int:
+    return sum(op.nbytes for op in program.ops if op.lane == lane)
+
+
+def exact(**others: object) -> list[Span]:
+    """Two bytes of parameters, ten of state and two of gradients for each of 10^9 parameters, all on disk."""
+    given = {"fetch_nbytes": 2 * GB, "fetch_lanes": ON_DISK, "record_nbytes": 10 * GB, "grad_nbytes": 2 * GB}
+    return spans(**(given | others))
+
+
+class TestBytes:
+    @pytest.mark.parametrize("schedule, read", [("sync", 16), ("overlap", 14), (Delayed(), 14)], ids=str)
+    def test_of_the_disk(self, schedule: object, read: int) -> None:
+        """The update's read of parameters is one of the two fetches, but where it comes after both."""
+        program = program_of(schedule, exact())
+        assert (moved(program, "read"), moved(program, "write")) == (read * GB, 12 * GB)
+        assert (moved(program, "up"), moved(program, "down")) == (4 * GB, 2 * GB)
+
+    @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+    def test_gradients_that_wait_on_the_disk(self, schedule: object) -> None:
+        resting, spilling = (program_of(schedule, exact(spill_nbytes=n * GB)) for n in (0, 2))
+        for lane in ("read", "write"):
+            assert moved(spilling, lane) - moved(resting, lane) == 2 * GB
+
+    @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+    def test_several_micro_batches_fetch_anew(self, schedule: object) -> None:
+        once, eight = (program_of(schedule, exact(), passes=n) for n in (1, 8))
+        assert (moved(once, "up"), moved(eight, "up")) == (4 * GB, 32 * GB)
+        assert moved(eight, "read") - moved(once, "read") == 28 * GB
+        assert moved(eight, "down") == 16 * GB, "each sends its gradients to where they are added"
+        assert moved(eight, "write") == moved(once, "write")
+
+    def test_what_is_there_at_a_turn_is_not_fetched(self) -> None:
+        program = program_of("sync", exact(stays_nbytes=2 * GB), passes=2)
+        assert moved(program, "up") == 8 * GB - 3 * GB // 4, "three turns of four: new parameters come for a new step"
+
+    def test_inputs_leave_and_come_back_but_for_the_last_ones(self) -> None:
+        program = program_of("overlap", exact(keep_nbytes=8 * GB, keep_lanes=ON_DISK))
+        plain = program_of("overlap", exact())
+        assert [moved(program, lane) - moved(plain, lane) for lane in ("down", "up", "read", "write")] == [7 * GB] * 4
+
+    def test_what_is_frozen_only_comes(self) -> None:
+        frozen = [Span(f"{i}", 0, fetch_nbytes=GB, fetch_lanes=ON_DISK) for i in range(3)]
+        program = program_of("overlap", [*frozen, Span("last", 8, fetch_nbytes=GB, fetch_lanes=ON_DISK)])
+        assert moved(program, "read") == 8 * GB and moved(program, "write") == GB
+
+    def test_a_device_that_is_the_host(self) -> None:
+        program = program_of("overlap", exact(fetch_lanes=("read",), grad_nbytes=0))
+        assert {op.lane for op in program.ops} == {"device", "cpu", "read", "write"}
+
+
+class TestOrder:
+    @pytest.mark.parametrize("lanes", [ON_HOST, ON_DISK])
+    @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+    def test_a_span_is_on_its_way_while_the_one_before_computes(self, schedule: object, lanes: tuple) -> None:
+        program = program_of(schedule, spans(compute=80.0, fetch_nbytes=8 * GB, fetch_lanes=lanes))
+        ran = {(one.verb, one.what): one for one in reversed(simulate(program, EVEN, steps=1).events)}  # in forward
+        for before, after in (("1", "2"), ("2", "3"), ("5", "6")):
+            computes, fetched = ran["Forward", before], ran["Fetch", f"{after} parameters"]
+            assert computes.begin_ns <= fetched.begin_ns < fetched.end_ns <= computes.end_ns
+
+    @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+    def test_no_more_than_two_are_there(self, schedule: object) -> None:
+        """A span comes when the one before the last has computed."""
+        program = program_of(schedule, exact(), passes=2)
+        computes = [i for i, op in enumerate(program.ops) if op.verb in ("Forward", "Backward")]
+        for number, place in enumerate(computes[2:]):
+            before = [program.ops[ref.index] for ref in program.ops[place].after if not ref.back]
+            (fetch,) = (op for op in before if op.lane == "up")
+            assert Ref(computes[number]) in fetch.after
+
+    @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+    def test_nothing_is_read_before_it_is_written(self, schedule: object) -> None:
+        """Of one span the disk does one thing at a time, also over the end of a step."""
+        machine = replace(HALF, flops_s=1e9)
+        ran = simulate(program_of(schedule, exact(spill_nbytes=2 * GB), passes=2), machine, steps=4).events
+        for number in range(8):
+            mine = [one for one in ran if one.lane in ("read", "write") and one.what.split(" ")[0] == str(number)]
+            written = [one for one in mine if one.what.endswith("record") and one.verb == "Store"]
+            reads = [one for one in mine if one.verb == "Fetch" and not one.what.endswith("gradients")]
+            assert written and reads
+            for store in written:
+                assert all(store.end_ns <= one.begin_ns or one.end_ns <= store.begin_ns for one in reads)
+
+
+class TestTimes:
+    def test_compute_hides_what_is_shorter(self) -> None:
+        """Two seconds up in forward and in backward, beside ten and thirty of compute; the first fetch is seen."""
+        program = program_of("overlap", spans(compute=40.0, fetch_nbytes=2 * GB, fetch_lanes=ON_HOST))
+        timeline = simulate(program, EVEN)
+        assert timeline.step_seconds == pytest.approx(40 + 2 / 8) and timeline.hidden == pytest.approx(15 / 16)
+
+    @pytest.mark.parametrize("schedule, seconds", [("sync", 28), ("overlap", 26), (Delayed(), 26)], ids=str)
+    def test_where_the_disk_decides(self, schedule: object, seconds: float) -> None:
+        """Reads and writes share one rate, so that a step is their sum."""
+        timeline = simulate(program_of(schedule, exact(count=32)), HALF)
+        assert timeline.step_seconds == pytest.approx(seconds, rel=0.02)
+
+    @pytest.mark.parametrize("compute", [13.0, 26.0, 40.0, 80.0])
+    def test_a_delay_spreads_the_disk_over_the_whole_step(self, compute: float) -> None:
+        """The longer of compute and disk, where "overlap" has 24 of 26 in a quarter of the compute. Where both take as
+        long, one span ahead does not even out that some spans are updated in forward and others are not."""
+        given = exact(count=32, compute=compute)
+        delayed, overlap = (simulate(program_of(one, given), HALF).step_seconds for one in (Delayed(), "overlap"))
+        assert delayed == pytest.approx(max(compute, 26), rel=0.1 if compute == 26 else 0.05)
+        assert overlap == pytest.approx(max(24, compute / 4) + max(2, compute * 3 / 4), rel=0.05)
+
+    def test_the_vertical_order_is_worth_eight_times_the_parameters(self) -> None:
+        host = {"compute": 0.0, "fetch_nbytes": 2 * GB, "fetch_lanes": ON_HOST}
+        once, eight = (simulate(program_of("overlap", spans(**host), passes=n), EVEN).step_seconds for n in (1, 8))
+        assert eight / once == pytest.approx(8, rel=0.01)

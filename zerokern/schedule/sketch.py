@@ -1,0 +1,117 @@
+"""A program while it is made: its ops still name each other. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from .program import Op, Program, Ref, Span
+
+__all__ = ["NORM", "OpKey", "Sketch", "fetched", "reduced"]
+
+_RING = 4  # records of spans that are on their way from and to the disk at once
+
+
+class OpKey(NamedTuple):
+    """An op by its verb and span, how many steps ago, and which turn of several in a step."""
+
+    verb: str
+    what: str
+    back: int = 0
+    turn: int = 0
+
+
+NORM = OpKey("Norm", "all")
+AWAY = [OpKey("Store", "state", 1)]  # the last step's state is on disk again
+
+
+def reduced(span: Span) -> OpKey:
+    """What a gradient is complete after, where backward left it."""
+    return OpKey("Reduce" if span.reduce_nbytes else "Backward", span.name)
+
+
+def fetched(span: Span) -> OpKey:
+    """What a gradient is with the update after."""
+    return OpKey("Fetch", span.name) if span.grad_nbytes else reduced(span)
+
+
+class Sketch:
+    """What need not move is no op: its method returns no keys."""
+
+    def __init__(self, name: str, on_disk: bool = False) -> None:
+        self.name, self.on_disk = name, on_disk
+        self.ops: list[tuple[Op, tuple[OpKey, ...]]] = []
+        self._records: list[str] = []
+
+    def compute(self, spans: Sequence[Span], begin: Callable[[int], list[OpKey]], fetched: bool = False) -> None:
+        """Forward, backward and reduction; with `fetched` gradients leave for the host as they become complete."""
+        last: list[OpKey] = []
+        for place, span in enumerate(spans):
+            last = self.add("Forward", span.name, "device", [*last, *begin(place)], flops=span.forward_flops)
+        for span in reversed(spans):
+            last = self.add("Backward", span.name, "device", last, flops=span.backward_flops)
+            if span.reduce_nbytes:
+                self.add("Reduce", span.name, "net", last, span.reduce_nbytes)
+            if fetched:
+                self.fetch(span, [reduced(span), OpKey("Step", span.name, 1)])
+
+    def fetch(self, span: Span, after: Iterable[OpKey], turn: int = 0) -> list[OpKey]:
+        return self.add("Fetch", span.name, "down", after, span.grad_nbytes, turn=turn) if span.grad_nbytes else []
+
+    def norm(self, spans: Sequence[Span], after: Iterable[OpKey]) -> list[OpKey]:
+        nbytes, numel = sum(span.grad_nbytes for span in spans), sum(span.numel for span in spans)
+        return self.add(NORM.verb, NORM.what, "cpu", after, nbytes, numel)
+
+    def step(
+        self, span: Span, after: Iterable[OpKey], *, read: int = 0, written: int = 0, ahead: Iterable[OpKey] = (NORM,)
+    ) -> list[OpKey]:
+        """The update. What of it rests on disk is read after `ahead`, as far before as there is room, and written.
+
+        `read`, `written`: bytes besides the state's.
+        """
+        after = [*after, *AWAY] if self.on_disk else list(after)
+        record, read, written = f"{span.name} record", read + span.record_nbytes, written + span.record_nbytes
+        if read:
+            after += self.add("Fetch", record, "read", [*ahead, *self._room(record, bool(written))], read)
+        last = self.add("Step", span.name, "cpu", after, span.step_nbytes, span.numel)
+        if written:
+            self.add("Store", record, "write", last, written)
+        return last
+
+    def _room(self, record: str, comes_back: bool) -> list[OpKey]:
+        """What a record waits for: that it has been written, and others before it."""
+        self._records += [record] if comes_back else []
+        room = [OpKey("Store", record, 1)] if comes_back else []
+        return room + ([OpKey("Store", self._records[-1 - _RING])] if len(self._records) > _RING else [])
+
+    def store(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
+        return self.add("Store", span.name, "up", after, span.param_nbytes) if span.param_nbytes else []
+
+    def gather(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
+        return self.add("Gather", span.name, "net", after, span.gather_nbytes) if span.gather_nbytes else []
+
+    def publish(self, span: Span, after: Iterable[OpKey], nbytes: int = 0) -> list[OpKey]:
+        return self.add("Publish", span.name, "device", after, nbytes)
+
+    def add(
+        self,
+        verb: str,
+        what: str,
+        lane: str,
+        after: Iterable[OpKey],
+        nbytes: int = 0,
+        numel: int = 0,
+        flops: float = 0.0,
+        turn: int = 0,
+    ) -> list[OpKey]:
+        self.ops.append((Op(verb, what, lane, (), nbytes, numel, flops, turn), tuple(after)))
+        return [OpKey(verb, what, turn=turn)]
+
+    def program(self) -> Program:
+        """All of it, each op after the places of those that it named."""
+        if self.on_disk:
+            self.add("Store", "state", "cpu", [OpKey("Step", op.what) for op, _ in self.ops if op.verb == "Step"])
+        places = {(op.verb, op.what, op.turn): index for index, (op, _) in enumerate(self.ops)}
+        refs = [sorted({Ref(places[key.verb, key.what, key.turn], key.back) for key in after}) for _, after in self.ops]
+        ops = zip(self.ops, refs, strict=True)
+        return Program(self.name, tuple(op._replace(after=tuple(after)) for (op, _), after in ops))
