@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group, during, group_on
 from zerokern.core.errors import StateError, got
+from zerokern.io import Nvme
 from zerokern.zero import home_of
 from zerokern.zero.construction import Construction
 from zerokern.zero.partition import check_stage
@@ -38,6 +39,7 @@ def shard(
     stage: int = 2,
     mesh: DeviceMesh | Group | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    tier: str | Nvme = "device",
     units: Units = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Module:
@@ -49,7 +51,9 @@ def shard(
 
     `units`: what is gathered together at stage 3: modules, or a function that says yes or no to each; by default the
     children of `ModuleList`s, and the rest with the root. `bucket_bytes`: how much one collective moves, at most,
-    unless one parameter is larger. `mp_policy.param_dtype` becomes the parameters' dtype; the fp32 values that they
+    unless one parameter is larger. `tier`: where shards rest at stage 3. With `zk.Nvme(path)` they are fetched from a
+    folder below `path` before their unit computes, and before they are updated; host memory holds the units at work,
+    and gradients. `mp_policy.param_dtype` becomes the parameters' dtype; the fp32 values that they
     had are handed to the optimizer exactly.
 
     >>> import torch, zerokern as zk
@@ -67,6 +71,7 @@ def shard(
             stage=check_stage(stage),
             group=group_of(mesh, module),
             mp_policy=mp_policy,
+            tier=tier,
             units=units,
             bucket_bytes=bucket_bytes,
         )
@@ -136,11 +141,12 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
         "stage": 2,
         "mesh": None,
         "mp_policy": None,
+        "tier": "device",
         "units": None,
         "bucket_bytes": BUCKET_BYTES,
         **shard_kwargs,
     }
-    unknown = sorted(set(shard_kwargs) - {"stage", "mesh", "mp_policy", "units", "bucket_bytes"})
+    unknown = sorted(set(shard_kwargs) - set(settings))
     if unknown:
         raise TypeError(f"zk.build got {', '.join(unknown)}; allowed: the keywords of zk.shard, and device")
     stage = check_stage(settings.pop("stage"))

@@ -136,7 +136,7 @@ class FolderLock:
 
     def _take(self) -> None:
         """The lock file, made where it is not there, locked. What is in the folder is opened relative to it."""
-        collected = False
+        collections = 3  # what autograd's nodes hold is found one by one
         until = time.monotonic() + LINGER_S
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
@@ -152,9 +152,9 @@ class FolderLock:
             except OSError as error:
                 holder = Holder.of(fd)
                 os.close(fd)
-                if holder.is_here() and not collected:  # perhaps by a store in a cycle that nobody refers to any more
+                if holder.is_here() and collections:  # perhaps by a store in a cycle that nobody refers to any more
                     gc.collect()
-                    collected = True
+                    collections -= 1
                     continue
                 if error.errno != errno.EWOULDBLOCK:
                     raise

@@ -97,11 +97,11 @@ class NvmePlace:
     {'cargo': 4000}
     """
 
-    def __init__(self, tier: Nvme, owner: str) -> None:
-        """`owner`: who takes the memory."""
+    def __init__(self, tier: Nvme, owner: str, *, staged: bool = True) -> None:
+        """`owner`: who takes the memory. `staged`: records pass through a ring, which is taken with the folder."""
         nbytes = tier.ring_nbytes // SLOTS // PAGE * PAGE
         self.slot_nbytes = nbytes - SKEW if nbytes >= LARGE else nbytes
-        self.tier, self._owner = tier, owner
+        self.tier, self._owner, self._staged = tier, owner, staged
         self.records: dict[str, Record] = {}
         self.ahead: dict[Record, tuple[Slot, Any]] = {}  # what is read before it is asked for: slots, and tickets
         self.version = 0  # counts what may have changed records
@@ -120,22 +120,25 @@ class NvmePlace:
     def open(self) -> None:
         """Take memory for the ring, then the folder, which is refused where another job has it."""
         if not self.is_open:
-            arena = Arena(SLOTS * self.slot_nbytes)
-            ring = Ring(arena, SLOTS, self.slot_nbytes, self._owner)
-            tier = self.tier
+            ring = None
+            if self._staged:
+                ring = Ring(Arena(SLOTS * self.slot_nbytes), SLOTS, self.slot_nbytes, self._owner)
+            arena, tier = None if ring is None else ring.arena, self.tier
             try:
                 self.swap = Store(
                     tier.path, budget=tier.budget, engine=tier.engine, checksum=tier.checksum, arena=arena
                 )
             except BaseException:
-                _give_back(ring)
+                if ring is not None:
+                    _give_back(ring)
                 raise
-            self.ring = ring
-            weakref.finalize(self, _give_back, ring).atexit = False
+            if ring is not None:
+                self.ring = ring
+                weakref.finalize(self, _give_back, ring).atexit = False
 
     def check(self) -> None:
         """Raises in a forked child: the ring's memory is not there, and an update would write to it all the same."""
-        if self.is_open:
+        if self.is_open and self._staged:
             self.ring.slots[0].lease.tensor(torch.uint8, (1,))
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Record]:
@@ -177,6 +180,9 @@ class NvmePlace:
             self.swap.delete(record.key)
             record.dropped = True
             del self.records[record.key]
+
+    def __repr__(self) -> str:
+        return f"the folder {self.tier.path!r}"
 
     def held(self) -> dict[str, int]:
         """Bytes of all records, by role."""

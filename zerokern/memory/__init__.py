@@ -11,6 +11,7 @@ from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import FreeSpans
 from zerokern.memory.place import DevicePlace, HostPlace, Place, Wanted
+from zerokern.memory.rest import Rest, Rests
 from zerokern.memory.ring import Ring, Slot, flow, flowing
 from zerokern.memory.staging import CudaDriver
 
@@ -23,6 +24,8 @@ __all__ = [
     "HostPlace",
     "Lease",
     "Place",
+    "Rest",
+    "Rests",
     "Ring",
     "Slot",
     "Wanted",

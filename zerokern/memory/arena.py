@@ -117,7 +117,7 @@ class Arena:
         start = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         self._skip = -start % HUGE_PAGE
         self.base = start + self._skip
-        os.register_at_fork(after_in_child=functools.partial(_never_unmap, weakref.ref(self._mapping)))
+        os.register_at_fork(after_in_child=functools.partial(never_unmap, weakref.ref(self._mapping)))
         self.nodes = placement.bind(self.base, self.nbytes)
         _make_resident(self._mapping, self._skip, self.nbytes)
         refused = native.library().zk_memory_lock(self.base, self.nbytes)
@@ -285,7 +285,7 @@ def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
             torch.frombuffer(mapping, dtype=torch.uint8, count=piece, offset=at).zero_()  # before Linux 5.14
 
 
-def _never_unmap(mapping: weakref.ref[mmap.mmap]) -> None:
+def never_unmap(mapping: weakref.ref[mmap.mmap]) -> None:
     """In a forked child the memory is not there; by the time the object dies, its addresses may hold something else."""
     found = mapping()
     if found is not None:

@@ -17,6 +17,7 @@ from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.rows import Row, Turns, count_step, row_ranges, set_groups, table_of
 from zerokern.optim.state import Entry, Exact, StepBook, begin, check_entries, make, pull, untangled
 from zerokern.optim.survey import Groups, Survey, same_objects
+from zerokern.zero.kinds import present
 
 
 class Binding:
@@ -113,7 +114,8 @@ class Binding:
         for i, param, entry, slot in made:
             self._state[param] = entry
             if slot.key in ("master", "remainder"):
-                begin(param, slot, entry[slot.key], None if self._exact is None else self._exact(param))
+                with present(param, written=True):
+                    begin(param, slot, entry[slot.key], None if self._exact is None else self._exact(param))
             elif slot.key in moments and initial[self.survey.owners[i]]:
                 entry[slot.key].fill_(initial[self.survey.owners[i]])
 

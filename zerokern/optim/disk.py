@@ -19,6 +19,7 @@ from zerokern.memory import Slot as Cell
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout, Slot
 from zerokern.optim.interrupts import whole
 from zerokern.optim.state import Checked, Entry, begin, make
+from zerokern.zero.kinds import present
 
 __all__ = [
     "Disk", "OnDisk", "Stretch", "described", "housed", "in_memory", "moved_in", "on_disk_of", "put_down",
@@ -127,6 +128,11 @@ def fill(owner: OnDisk, place: Stretch, base: int, tensors: dict[str, Tensor]) -
 
 def settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
     """Give the span's tensors, flat and in the order of `owner.slots`, what they begin with, or masters anew."""
+    with present(owner.param, written=owner.exact is not None):
+        _settle(owner, place, tensors)
+
+
+def _settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
     mine = slice(place.start, place.start + place.numel)
     param = owner.param.detach().reshape(-1)[mine]
     exact = None if owner.exact is None or place.begun else owner.exact.view(-1)[mine]

@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zerokern.io.place import Record
-from zerokern.memory import Slot, flow, flowing
+from zerokern.memory import Rest, Slot, flow, flowing
 from zerokern.optim.binding import Binding
 from zerokern.optim.disk import Disk, Stretch, described, moved_in, on_disk_of, settle, stand_ins
 from zerokern.optim.formats import ON_DISK, Algorithm, Layout
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness
+from zerokern.optim.resting_binding import Visits
 from zerokern.optim.rows import pointer_words, table_of
 from zerokern.optim.state import Entry, Exact, check_entries, make
 from zerokern.optim.survey import Groups, Survey, names_of
+from zerokern.zero.kinds import rest_of
 
 
 @dataclass
@@ -36,12 +38,16 @@ class SpanRow:
 
 
 class Item(NamedTuple):
-    """A record on its way through the ring, and the rows of the table that it has; it always has the same slot."""
+    """A record on its way through the ring, and the rows of the table that it has; it always has the same slot.
+
+    `rests`: where the parameters are while nobody uses them. They come with the record, and leave with it.
+    """
 
     record: Record
     begin: int
     end: int
     visits: list[tuple[int, Stretch]]  # (number in the survey, place)
+    rests: list[Rest]
 
 
 class DiskBinding(Binding):
@@ -175,7 +181,8 @@ class DiskBinding(Binding):
                 self._index.append(i)
                 starts.append(place.start)
                 self.numels.append(place.numel)
-            self._items.append(Item(record, begin, len(rows), some))
+            rests = {id(rest): rest for i, _ in some if (rest := rest_of(survey.params[i])) is not None}
+            self._items.append(Item(record, begin, len(rows), some, list(rests.values())))
         self._ends = list(accumulate(Counter(first.values())[turn] for turn in range(len(self.turns))))
         loose_ends = list(accumulate(Counter(turns[i] for i in loose)[turn] for turn in range(len(self.turns))))
         self._loose = len(rows)
@@ -185,6 +192,8 @@ class DiskBinding(Binding):
             self._index.append(i)
             starts.append(0)
             self.numels.append(survey.numels[i])
+        self._visits = Visits([rest_of(survey.params[i]) for i in self._index])
+        self._borrowed: list[Rest] = []
         chosen = self._index
         self.owners = [survey.owners[i] for i in chosen]
         self.numbers = [survey.numbers[i] for i in chosen]
@@ -225,10 +234,10 @@ class DiskBinding(Binding):
             with whole("the step"):
                 if self._items:
                     flow(self._disk.ring, len(self._items), self._fetch, self._compute, self._store)
-                if self._loose < self.table.nseg:
-                    self.run_rows(scale, self._loose)
+                self._run_loose(self._loose, self.table.nseg)
                 self._done = True
         except BaseException:
+            self._give_back()
             if self.torn:
                 self.survey.cells.raise_versions()
             raise
@@ -242,8 +251,21 @@ class DiskBinding(Binding):
         for _ in range(begun, self._ends[turn]):
             next(self._flow)  # type: ignore[arg-type]
         begin, end = self._loose_ends[turn : turn + 2]
+        self._run_loose(begin, end)
+
+    def _run_loose(self, begin: int, end: int) -> None:
+        """Rows without state on disk."""
         if begin < end:
-            self.run_rows(scale, begin, end)
+            try:
+                for some in self._visits.of([(begin, end)]):
+                    self.run_rows(self._scale, *some)
+            finally:
+                self._visits.end()
+
+    def _give_back(self) -> None:
+        """Parameters that came for an update that goes no further."""
+        while self._borrowed:
+            self._borrowed.pop().leave()
 
     def put_away(self) -> None:
         if self._flow is not None:
@@ -255,6 +277,7 @@ class DiskBinding(Binding):
         flow, self._flow = self._flow, None
         if flow is not None and getgeneratorstate(flow) != GEN_RUNNING:  # as it seems to in a forked child
             flow.close()
+        self._give_back()
 
     @property
     def carried_out(self) -> bool:
@@ -267,10 +290,16 @@ class DiskBinding(Binding):
 
     def _fetch(self, i: int, slot: Slot, after: Any) -> Any:
         record = self._items[i].record
+        for rest in self._items[i].rests:
+            rest.fetch()
+            self._borrowed.append(rest)
         return self._disk.fetch(record, self._disk.view(slot, record), after) if record.stored else None
 
     def _compute(self, i: int, slot: Slot) -> None:
         item = self._items[i]
+        for rest in item.rests:
+            rest.wait()
+            rest.change()
         if item.record.unsettled:
             self._settle(item, slot)
         self.run_rows(self._scale, item.begin, item.end)
@@ -295,6 +324,9 @@ class DiskBinding(Binding):
     def _store(self, i: int, slot: Slot) -> Any:
         record = self._items[i].record
         ticket = self._disk.store(record, self._disk.view(slot, record))
+        for rest in self._items[i].rests:
+            self._borrowed.remove(rest)
+            rest.leave()
         if record.unsettled:
             for number, place in self._items[i].visits:
                 place.begun = True

@@ -22,10 +22,12 @@ from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
 from zerokern.optim.hosted import ColumnsOf, Host
 from zerokern.optim.local import LATE, Local
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
+from zerokern.optim.resting_binding import RestingBinding
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.data_writes import DataWrites
+from zerokern.zero.kinds import rest_of
 
 __all__ = ["Bound", "Chosen", "Holdings"]
 
@@ -213,7 +215,8 @@ class Holdings:
             )
         else:
             room = self.room if survey.device is None else None
-            made = Binding(*subject, previous=previous if type(previous) is Binding else None, room=room, **begins)
+            kind = Binding if all(rest_of(one) is None for one in survey.params) else RestingBinding
+            made = kind(*subject, previous=previous if type(previous) is kind else None, room=room, **begins)
         if local is not None:
             local.bound(survey.params, self.state)
         self.bound = Bound(made, made.witness, formats)

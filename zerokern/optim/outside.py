@@ -23,6 +23,7 @@ from zerokern.core.errors import StateError
 from zerokern.kernels.ops import fingerprints
 from zerokern.optim.disk import on_disk_of
 from zerokern.optim.formats import ON_DISK
+from zerokern.zero.kinds import present, rest_of
 
 _version_of = operator.attrgetter("_version")
 _pointer_of = torch.Tensor.data_ptr
@@ -194,7 +195,13 @@ class Witness:
 
 
 def _prints_of(params: list[Tensor]) -> list[int]:
-    return fingerprints([param.detach().contiguous() for param in params]).tolist()
+    if all(rest_of(param) is None for param in params):
+        return fingerprints([param.detach().contiguous() for param in params]).tolist()
+    found = []
+    for param in params:  # one at a time: together they may be more than fits
+        with present(param):
+            found.append(int(fingerprints(param.detach().contiguous())))
+    return found
 
 
 def tracked(state: Mapping[Any, Any]) -> list[Tensor]:
@@ -225,7 +232,8 @@ def follow(params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]], *, 
                 entry["remainder"].zero_()
             if "master" in entry:
                 master = entry["master"]
-                torch.where(master.to(param.dtype) == param, master, param.float(), out=master)
+                with present(param):
+                    torch.where(master.to(param.dtype) == param, master, param.float(), out=master)
     if lost:
         warnings.warn(
             f"the remainders loaded for {lost} parameters are dropped, because the parameters were written after "

@@ -15,6 +15,7 @@ from zerokern.optim import checks
 from zerokern.optim.formats import Layout
 from zerokern.optim.state import Entry
 from zerokern.optim.survey import Groups
+from zerokern.zero.kinds import rest_of
 
 Turns = Sequence[Sequence[int]]
 """Places among an optimizer's parameters that are updated one after the other."""
@@ -33,7 +34,8 @@ class Row:
         self.param, self.param_pointer, self.layout, self.first = param, param_pointer, layout, first
         slots = [slot for slot in layout.slots if slot.column]
         self.tensors = [entry[slot.key] for slot in slots]
-        self.storages = [tensor.untyped_storage() for tensor in (param, *self.tensors)]
+        held = self.tensors if rest_of(param) is not None else (param, *self.tensors)  # else it would count as in use
+        self.storages = [tensor.untyped_storage() for tensor in held]
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         words = dict(zip((slot.column for slot in slots), addresses, strict=True))
         words[layout.param_column] = param_pointer

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokern.zero.sharded import METADATA, leaves
+from zerokern.zero.sharded import leaves
+from zerokern.zero.sharded_functions import METADATA
 
 __all__ = ["arrived", "awaited", "without_waiting"]
 

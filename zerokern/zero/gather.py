@@ -8,199 +8,21 @@ more, and those that lie in each other or are used from outside.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zerokern.comm import Group, Handle, during
+from zerokern.comm import Group, during
 from zerokern.schedule.passes import Ahead, Order, turn
-from zerokern.zero import guards, hooks
-from zerokern.zero.awaited import without_waiting
-from zerokern.zero.homes import home_of
+from zerokern.zero import hooks
+from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.hooks import in_backward
-from zerokern.zero.params import BucketMemory, Gathered, Tenant
-from zerokern.zero.reads import Reads, Resting
-from zerokern.zero.sharded import Sharded
-from zerokern.zero.units import Owner, Unit
+from zerokern.zero.reads import Reads
 
-__all__ = ["GatheredUnit", "Gatherer"]
-
-_version_of = operator.attrgetter("_version")
-_is_trained = operator.attrgetter("requires_grad")
-_is_gathered = operator.attrgetter("gathered")
-_is_touched = operator.attrgetter("touched")
-
-
-class GatheredUnit:
-    """The buckets of a unit, and the places in modules where its parameters are registered."""
-
-    def __init__(
-        self, number: int, unit: Unit, memories: Sequence[BucketMemory], owners: dict[int, list[Owner]]
-    ) -> None:
-        self.number, self.name, self.memories = number, unit.name, memories
-        self.called = f"unit {self.name!r}" if self.name else "the root"
-        self._module, self._modules = id(unit.module), {id(module) for module in unit.module.modules()}
-        self.tenants = [tenant for memory in memories for tenant in memory.tenants]
-        self._params = [tenant.param for tenant in self.tenants]
-        self._fulls = [tenant.full for tenant in self.tenants if tenant.full is not None]
-        pairs = zip(self._fulls, self._params, strict=True)
-        self._places = [(one.module, one.attribute, param, full) for full, param in pairs for one in owners[id(param)]]
-        self._comes_and_goes = [memory for memory in memories if memory.sharded]
-        self.computing = 0  # forwards of this unit that are running
-        self.pending = 0  # forwards whose backward has not begun
-        self.began = -1  # the pass in which its backward last did
-        self.outside = False  # used by others in this pass
-        self.lent = 0  # parameters that are whole in the user's objects, and need no gathering
-        self.apart = 0  # forwards that are running with nothing else
-        self.held: set[int] = set()  # units that something has been done with since they were last released
-        self._is_in = False
-        modules = {id(module): module for module, *_ in self._places}
-        self._rnns = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
-        self._pieces = [home.piece for tenant in self.tenants if (home := home_of(tenant.param)) is not None]
-        self._versions = list(map(_version_of, self._pieces))
-        self._handles: list[Handle] = []
-        self._unwritten: list[int] | None = None  # versions of what is whole, while somebody may write to it
-        if not self.whole:
-            self._call_fulls(Resting)
-        self.prepare: Callable[[], None] = _nothing  # returns once the shards are those of the last step
-
-    def encloses(self, other: GatheredUnit) -> bool:
-        """Whether the other unit's module lies within this one's."""
-        return other._module in self._modules
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is gathered, or on its way."""
-        return all(map(_is_gathered, self._comes_and_goes))
-
-    @property
-    def all_lent(self) -> bool:
-        return self.lent == len(self.tenants)
-
-    def launch(self) -> None:
-        self.held.add(self.number)
-        self.prepare()
-        self._notice_writes()
-        if self._comes_and_goes and not self.whole:
-            kept = False
-            with during(self.called, of=self.called), hooks.outside_of_transforms():
-                for memory in self.memories:
-                    if not memory.gathered:
-                        kept |= memory.allocate()
-                        self._handles.append(memory.group.all_gather(memory.full, memory.shard))
-            if kept:  # whoever did may read it without a word
-                self.wait()
-
-    def _notice_writes(self) -> None:
-        """A graph that was made with other values must not go on with these: autograd compares versions."""
-        before, now = self._versions, list(map(_version_of, self._pieces))
-        if now != before:
-            self._versions = now
-            pairs = zip(self._fulls, before, now, strict=True)
-            torch.autograd.graph.increment_version([full for full, was, found in pairs if found != was])
-
-    def watch(self) -> None:
-        """From here on somebody has the whole parameters and may write to them."""
-        if self._unwritten is None:
-            self._unwritten = self._whole_versions()
-
-    def keep_writes(self) -> None:
-        """What was written to whole parameters since `watch` is to last: each rank keeps its span of what it wrote."""
-        before, self._unwritten = self._unwritten, None
-        if before is None:
-            return
-        now = self._whole_versions()
-        touched = list(map(_is_touched, self._fulls))
-        if now != before or any(touched):
-            with torch.no_grad():
-                for number, (tenant, piece) in enumerate(zip(self.tenants, self._pieces, strict=True)):
-                    if now[number] != before[number] or touched[number]:
-                        self._keep(tenant, piece, raised=now[number] != before[number])
-            self._versions = list(map(_version_of, self._pieces))
-
-    def _whole_versions(self) -> list[int]:
-        return list(map(_version_of, self._fulls))
-
-    @staticmethod
-    def _keep(tenant: Tenant, piece: Tensor, *, raised: bool) -> None:
-        home, full = home_of(tenant.param), tenant.full
-        assert home is not None and full is not None
-        written = home.here.cut(full)
-        if written.data_ptr() == piece.data_ptr():  # one rank: it is there already
-            if raised:
-                torch.autograd.graph.increment_version(piece)
-        elif not torch.equal(written, piece):
-            piece.copy_(written)
-
-    @property
-    def ready(self) -> bool:
-        return self.whole and not self._handles
-
-    def wait(self) -> None:
-        if self._handles:
-            with hooks.outside_of_transforms():
-                while self._handles:
-                    self._handles.pop(0).wait()
-            self._call_fulls(Gathered)
-
-    def release(self) -> None:
-        self.held.discard(self.number)
-        self.wait()
-        self.take_out()
-        self._unwritten = None
-        for full in self._fulls:
-            if full.touched:
-                full.touched = False
-        for memory in self._comes_and_goes:
-            memory.release()
-        if self._comes_and_goes:
-            self._call_fulls(Resting)
-
-    def _call_fulls(self, name: type[Gathered]) -> None:
-        for full in self._fulls:
-            full.__class__ = name
-
-    def put_in(self) -> None:
-        """Let the modules compute with the whole parameters."""
-        self._is_in = True
-        self.held.add(self.number)
-        with without_waiting():
-            frozen_alike = list(map(_is_trained, self._params)) == list(map(_is_trained, self._fulls))
-        usual = frozen_alike and not self.lent
-        for module, attribute, param, full in self._places:
-            there = module._parameters
-            found = there.get(attribute)
-            if found is not param and found is not full:  # by functional_call, say: that is what is to compute
-                self._refuse_stranger(found, param)
-            elif usual:
-                there[attribute] = full
-            elif isinstance(param, Sharded):
-                full.requires_grad_(param.requires_grad)
-                there[attribute] = full
-        self._refresh_rnns()
-
-    def _refuse_stranger(self, found: Tensor | None, param: Tensor) -> None:
-        if guards.is_trained(found) and torch.is_grad_enabled() and not in_backward():
-            assert found is not None
-            guards.refuse_stranger(next(tenant.name for tenant in self.tenants if tenant.param is param), found)
-
-    def take_out(self) -> None:
-        if self._is_in:
-            self._is_in = False
-            for module, attribute, param, full in self._places:
-                there = module._parameters
-                if there.get(attribute) is full:
-                    there[attribute] = param
-            self._refresh_rnns()
-
-    def _refresh_rnns(self) -> None:
-        """Recurrent modules keep a list of their parameters besides."""
-        for module in self._rnns:
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+__all__ = ["Gatherer"]
 
 
 class Gatherer:
@@ -221,6 +43,7 @@ class Gatherer:
         self._task = -1
         self.publishing: Callable[[], bool] = lambda: False
         sharded = [(unit, memory) for unit in units for memory in unit.memories if memory.sharded]
+        self._comes_and_goes = bool(sharded)
         self.reads = Reads(
             {memory.full.untyped_storage()._cdata: (memory, partial(self.reading, unit)) for unit, memory in sharded}
         )
@@ -265,7 +88,7 @@ class Gatherer:
         unit.put_in()
         unit.keep_writes()  # by others, who use it from outside
         unit.watch()
-        tells = torch.is_grad_enabled() and not self.group.alone and self.reads.begin()
+        tells = torch.is_grad_enabled() and self._comes_and_goes and self.reads.begin()
         self._running.append((unit, tells, hooks.next_node()))
 
     def keep_writes(self) -> None:
@@ -288,7 +111,7 @@ class Gatherer:
 
     def _begin(self, unit: GatheredUnit, order: Order) -> None:
         """Its turn has come: it is whole from here on, and so is what follows it soon."""
-        if self.group.alone:  # nothing comes and goes, in whatever order
+        if not self._comes_and_goes:  # in whatever order
             unit.launch()
             return
         goes_back = order is self.backward and unit is not self.root
@@ -389,7 +212,3 @@ class Gatherer:
         for unit in self.units:
             unit.pending = 0
         self.settle()
-
-
-def _nothing() -> None:
-    pass

@@ -6,7 +6,8 @@ Everybody else asks `here_of` which of its elements are on this rank, and `local
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from zerokern.core.errors import StateError
 from zerokern.kernels.formats import BLOCK, blocks
 from zerokern.memory.here import Here
+from zerokern.memory.rest import Rest
 from zerokern.zero.sharded import Sharded, Spanned
 
-__all__ = ["Placed", "Residence", "here_of", "is_divided", "local_of", "over", "shardings_of", "take"]
+__all__ = [
+    "Placed",
+    "Residence",
+    "here_of",
+    "is_divided",
+    "local_of",
+    "over",
+    "present",
+    "rest_of",
+    "shardings_of",
+    "take",
+]
 
 
 def here_of(tensor: Tensor) -> Here:
@@ -49,6 +62,29 @@ def local_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, Sharded):
         return tensor.span
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def present(tensor: Tensor, *, written: bool = False) -> Iterator[None]:
+    """Within, the values of a piece are in memory, wherever it rests; what is `written` to them lasts.
+
+    >>> with present(torch.ones(2)):
+    ...     pass
+    """
+    rest = rest_of(tensor)
+    if rest is None:
+        yield
+        return
+    with rest.used():
+        if written:
+            rest.change()
+        yield
+
+
+def rest_of(tensor: Tensor) -> Rest | None:
+    """Where a piece's values are while nobody uses them; None: in its memory."""
+    home: Residence | None = getattr(tensor, "_zk_home", None)
+    return None if home is None else home.rest
 
 
 def is_divided(value: object) -> bool:
@@ -186,6 +222,7 @@ class Residence:
     sharding: Any = None
     gradients: Any = None  # the bucket that zk.shard reduces its gradient in
     loan: Any = None  # while it is whole in the user's object (stage 3)
+    rest: Rest | None = None  # where the piece's values are while nobody uses them
 
     def __init__(self, name: str, here: Here, piece: Tensor, trained: bool) -> None:
         self.name, self.here = name, here

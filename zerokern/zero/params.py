@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError
 from zerokern.kernels import split
+from zerokern.memory import Rests
 from zerokern.memory.place import DevicePool
 from zerokern.zero import hooks
 from zerokern.zero.homes import Home, alias, give_home
@@ -86,22 +87,36 @@ def whole_like(group: Group, shard_numel: int, place: Piece, one: Sharded) -> Te
 
 
 class BucketMemory:
-    """One bucket: `shard` is always there; `full` too below stage 3 and on one rank, else its memory comes and goes."""
+    """One bucket: `shard` is always there; `full` too below stage 3 and on one rank, else its memory comes and goes.
 
-    def __init__(self, bucket: Bucket, group: Group, *, sharded: bool, pool: DevicePool) -> None:
+    With `rests` the shard comes and goes too, and its values rest in their place; on one rank it is all there is.
+    """
+
+    def __init__(
+        self, bucket: Bucket, group: Group, *, sharded: bool, pool: DevicePool, rests: Rests | None = None
+    ) -> None:
         self.bucket, self.group, self.device = bucket, group, pool.device
         self._pool = pool
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
-        self.sharded = sharded and not group.alone
+        self.rest = None if rests is None else rests.make("parameters", bucket.shard_numel, self.dtype)
+        self.sharded = sharded and (not group.alone or self.rest is not None)
         self.tenants: list[Tenant] = []
         self._sorted: list[Tenant] = []
         self._begins: list[int] = []
         self.gathered = not self.sharded
         begin, numel = group.rank * bucket.shard_numel, bucket.shard_numel
-        with pool.allocating() if self.sharded else nullcontext():
-            self.full = torch.empty(bucket.padded_numel, dtype=self.dtype, device=self.device)
+        self._fetched = False
+        self.fetch()
+        if self.rest is not None and group.alone:
+            self.full = self.rest.memory
+        else:
+            with pool.allocating() if self.sharded else nullcontext():
+                self.full = torch.empty(bucket.padded_numel, dtype=self.dtype, device=self.device)
         self.own = alias(self.full, begin, (numel,))
-        self.shard = torch.empty(numel, dtype=self.dtype, device=self.device) if self.sharded else self.own
+        if self.rest is not None:
+            self.shard = self.own if group.alone else self.rest.memory
+        else:
+            self.shard = torch.empty(numel, dtype=self.dtype, device=self.device) if self.sharded else self.own
         self._references = 0  # to the storage of `full`, from here
         self._stays = False
 
@@ -131,7 +146,9 @@ class BucketMemory:
         if wide:
             remainder = self._round(source)
             lost = self._lost(source if remainder is None else remainder, replicated) if keeps_initial else {}
-        if self.sharded:
+        if self.rest is not None:
+            self.rest.change()
+        if self.sharded and self.shard is not self.own:
             self.shard.copy_(self.own)
         return lost
 
@@ -171,8 +188,25 @@ class BucketMemory:
         """This rank's elements of a parameter, 1-D; none of them for None."""
         return alias(self.shard, 0, (0,)) if piece is None else alias(self.shard, piece.offset, (piece.numel,))
 
+    def fetch(self) -> None:
+        """The shard is on its way to where it is gathered from, if it rests elsewhere."""
+        if self.rest is not None and not self._fetched:
+            self.rest.fetch()
+            self._fetched = True
+
+    def let_go(self) -> None:
+        """The shard has been gathered, or need not be."""
+        if self._fetched:
+            assert self.rest is not None
+            self._fetched = False
+            self.rest.leave()
+
     def allocate(self) -> bool:
         """Memory for the full bucket, in the storage that the views of it have; whether somebody else has kept it."""
+        self.fetch()
+        if self.shard is self.own:
+            self.gathered = True
+            return False
         storage = self.full.untyped_storage()
         kept = bool(storage.nbytes())
         if not kept:
@@ -188,7 +222,10 @@ class BucketMemory:
         saves), it stays until that has ended: the first time that this is called there is nobody else. Where NumPy has
         seen it, torch changes its size no more.
         """
-        if self.sharded:
+        self.let_go()
+        if self.sharded and self.shard is self.own:
+            self.gathered = False
+        elif self.sharded:
             storage = self.full.untyped_storage()
             references = torch._C._storage_Use_Count(storage._cdata)
             self._references = self._references or references
@@ -271,6 +308,7 @@ def _shard(tenant: Tenant, memory: BucketMemory, home: Home) -> None:
     hooks.share_hooks(param, full)
     local = home.piece.detach()
     body = Sharded.of(local, home.here, name=home.name)
+    home.rest = body.rest = memory.rest
     body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, tenant.place)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)

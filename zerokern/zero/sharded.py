@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 
 from zerokern.core.errors import StateError, got
 from zerokern.memory.here import Cuboid, Here, chunk_list, write_items
+from zerokern.memory.rest import Rest
 
 from . import hooks
+from .sharded_functions import METADATA, SET_DATA, UNTRACED, WRITING_OPERATORS
 from .sharded_ops import rule_for
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
-__all__ = ["GET_DATA", "Sharded", "ShardedUseError", "Spanned"]
+__all__ = ["Sharded", "ShardedUseError", "Spanned"]
 
 KINDS = ("parameter", "gradient", "state")
 
@@ -61,6 +64,7 @@ class Sharded(torch.Tensor):
     #: all elements of it, or of another tensor that is sharded alike, from all ranks
     whole: Callable[[Sharded], torch.Tensor] | None = None
     original: Sharded | None = None  # what it was detached of
+    rest: Rest | None = None  # where `span` is while nobody uses it
 
     @staticmethod
     def __new__(
@@ -106,7 +110,11 @@ class Sharded(torch.Tensor):
     def local(self) -> torch.Tensor:
         """This rank's elements, flat, for whoever asks."""
         self.span.zk_handed_out = True  # type: ignore[attr-defined]
-        return self.span
+        if self.rest is None:
+            return self.span
+        with self.rest.used():
+            self.rest.change()
+            return self.span.detach()  # whose memory stays as long as it does
 
     @property
     def handed_out(self) -> bool:
@@ -144,6 +152,8 @@ class Sharded(torch.Tensor):
         """
         made = Sharded.of(local, self.here, name=self.name, kind=self.kind, dtype=dtype)
         made.whole, made.in_forward = self.whole, self.in_forward
+        if self.rest is not None and local.untyped_storage()._cdata == self.span.untyped_storage()._cdata:
+            made.rest = self.rest
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -174,7 +184,8 @@ class Sharded(torch.Tensor):
             refuse("copy.deepcopy", self, "copy")
         if self.settle is not None:
             self.settle()
-        memo[id(self)] = copied = self.like(self.span.clone(), self.dtype)
+        with nullcontext() if self.rest is None else self.rest.used():
+            memo[id(self)] = copied = self.like(self.span.clone(), self.dtype)
         return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -214,6 +225,14 @@ class Sharded(torch.Tensor):
             return rebind(*args)
         given = dict(kwargs or {})
         found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
+        if any(one.rest is not None for one in found):
+            with fetched(found, written=targets(func, args, given)):
+                return Sharded.perform(func, args, given, found)
+        return Sharded.perform(func, args, given, found)
+
+    @staticmethod
+    def perform(func: Callable, args: tuple, given: dict, found: list[Sharded]) -> Any:
+        """What a call on sharded tensors comes to."""
         op, topic = BELOW_DISPATCH.get(func, ("", ""))
         if topic not in ("", "values", "autograd"):
             refuse(op, found[0], topic)
@@ -257,6 +276,30 @@ class Sharded(torch.Tensor):
         if not all(issubclass(one, Sharded) for one in types):
             return NotImplemented
         return rule_for(func)(Sharded, func, args, dict(kwargs or {}))
+
+
+@contextmanager
+def fetched(tensors: Iterable[Sharded], written: Iterable[Any]) -> Iterator[None]:
+    """Within, those that rest elsewhere are here; what is written to them lasts."""
+    resting = [(one, one.rest) for one in tensors if one.rest is not None]
+    begun: list[Rest] = []
+    try:
+        for _, rest in resting:
+            rest.fetch()
+            begun.append(rest)
+        for rest in begun:
+            rest.wait()
+        for one in written:
+            if isinstance(one, Sharded) and one.rest is not None:
+                one.rest.change()
+        versions = [one.span._version for one, _ in resting]
+        yield
+        for (one, rest), version in zip(resting, versions, strict=True):
+            if one.span._version != version:
+                rest.change()
+    finally:
+        for rest in begun:
+            rest.leave()
 
 
 def leaves(arguments: Any) -> Iterable[Any]:
@@ -329,16 +372,6 @@ def rebind(target: torch.Tensor, value: torch.Tensor) -> None:
     refuse("`.data = sharded tensor`", value, "rebind")
 
 
-def getters(*excluded: str) -> set[Callable]:
-    described = {name: getattr(torch.Tensor, name) for name in dir(torch.Tensor)}
-    found = {one for name, one in described.items() if hasattr(type(one), "__set__") and name not in excluded}
-    return {one.__get__ for one in found} | {one.__set__ for one in found}
-
-
-def methods(names: str) -> set[Callable]:
-    return {getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name)}
-
-
 def operator(name: str) -> Callable:
     """torch's operators turn every TypeError into NotImplemented: `==` would be False then, and `+=` a new tensor."""
     torchs = getattr(torch.Tensor, name)
@@ -361,17 +394,3 @@ for binary in "add sub mul matmul truediv floordiv mod pow and or xor lshift rsh
             setattr(Sharded, f"__{way}{binary}__", operator(f"__{way}{binary}__"))
 for comparison in "__eq__ __ne__ __lt__ __le__ __gt__ __ge__".split():
     setattr(Sharded, comparison, operator(comparison))
-
-GET_DATA, SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-METADATA = getters("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__") | methods(
-    "size dim ndimension numel nelement stride storage_offset element_size get_device __len__ __hash__ "
-    "is_floating_point is_complex is_signed is_contiguous is_conj is_neg is_inference is_same_size is_set_to is_shared "
-    "requires_grad_ retain_grad detach_ contiguous __format__ __dir__ has_names"
-)
-METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
-UNTRACED = {GET_DATA} | methods("detach clone new_empty new_zeros new_ones new_full new_tensor new_empty_strided")
-UNTRACED |= {torch.clone, torch.detach, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like}
-WRITING_OPERATORS = frozenset(
-    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
-    "__ixor__ __ilshift__ __irshift__".split()
-)

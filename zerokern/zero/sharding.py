@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group
+from zerokern.core.errors import ShardError
+from zerokern.io import Nvme
 from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed
 from zerokern.memory.place import DevicePool
 from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
-from zerokern.zero.gather import GatheredUnit, Gatherer
+from zerokern.zero.gather import Gatherer
+from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.homes import Home
 from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
@@ -27,7 +30,9 @@ from zerokern.zero.params import BucketMemory, Tenant, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
 from zerokern.zero.publishing import Publisher
 from zerokern.zero.reduction import Reduction
-from zerokern.zero.sharded import GET_DATA, Sharded, leaves
+from zerokern.zero.resting import check_tier, rests_on
+from zerokern.zero.sharded import Sharded, leaves
+from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
 
 __all__ = ["Sharding"]
@@ -47,12 +52,14 @@ class Sharding:
         mp_policy: MixedPrecisionPolicy | None = None,
         units: Units = None,
         bucket_bytes: int = 32 << 20,
+        tier: str | Nvme = "device",
         materialize: Callable[[Unit], None] | None = None,
     ) -> None:
         self.module, self.stage, self.group = module, stage, group
         self.everyone = group  # those with copies too
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
+        self.rests = rests_on(check_tier(tier, stage), group)
         self.nodes: dict[str, object] = {}  # what autograd asks before it accumulates; it lives as long as it is here
         self._stream = stream_number(group.device)  # which they were made on
         self.more_nodes: list[object] = []
@@ -64,6 +71,7 @@ class Sharding:
             "stage": stage,
             "bucket_bytes": checks.bucket_bytes(bucket_bytes),
             "mp_policy": str(self.policy),
+            "tier": tier if isinstance(tier, str) else type(tier).__name__,
             "units": [unit.name for unit in found],
         }
         checks.same_on_all_ranks(group, settings, found)
@@ -72,6 +80,9 @@ class Sharding:
             self._take_in(found, device, bucket_bytes, materialize)
         self._hook_gradients()
         self._hook_forwards(found)
+        for memory in self.memories:
+            if memory.rest is not None:
+                memory.rest.is_viewed()
         self.watch = guards.Guard(self)
         guards.install()
 
@@ -91,7 +102,7 @@ class Sharding:
         homes: dict[int, Home] = {}
         owners = owners_of(self.module)
         self._owners: dict[int, list] = {}
-        pool = DevicePool(device)
+        pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
         for bucket in buckets:
             present = {id(named[spot.param][2]) for spot in bucket.places} - prepared
@@ -99,7 +110,7 @@ class Sharding:
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
                 if materialize is not None and id(unit) in present:
                     materialize(unit)
-            memory = BucketMemory(bucket, self.group, sharded=shards_parameters(self.stage), pool=pool)
+            memory = BucketMemory(bucket, self.group, sharded=divided, pool=pool, rests=self.rests)
             tenants = [
                 Tenant(named[spot.param][0], named[spot.param][1], named[spot.param][1].shape, spot)
                 for spot in bucket.places
@@ -312,6 +323,11 @@ class Sharding:
 
     def expose(self) -> list[nn.Parameter]:
         """The pieces of all parameters that are trained, with gradients of their own from now on."""
+        if self.rests is not None:
+            raise ShardError(
+                f"zk.shards was asked for spans that rest in {self.rests.place!r}, and an optimizer that knows nothing "
+                "of that would read and write memory that is not there; step the model with an optimizer of zerokern"
+            )
         for bucket in self.gradient_buckets:
             bucket.exposed = True
         return [home.piece for home in self.homes if home.gradients is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from zerokern.comm import during
 from zerokern.core.errors import ShardError
 from zerokern.zero import hooks
-from zerokern.zero.gather import GatheredUnit
+from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.homes import alias, home_of
-from zerokern.zero.kinds import shardings_of
+from zerokern.zero.kinds import present, shardings_of
 from zerokern.zero.params import BucketMemory, Tenant
 from zerokern.zero.sharded import Sharded
 
@@ -68,7 +68,7 @@ class Loan:
     def _keep(self) -> None:
         """This rank's span of what was written."""
         home = self._home
-        with torch.no_grad():
+        with torch.no_grad(), present(home.piece, written=True):
             home.piece.copy_(home.here.cut(self._body))
 
     def check(self) -> None:
@@ -114,7 +114,10 @@ def _lend(unit: GatheredUnit, memory: BucketMemory, tenants: Sequence[Tenant]) -
     if not tenants:
         return []
     full = torch.empty(memory.bucket.padded_numel, dtype=memory.dtype, device=memory.device)
-    with during("zk.gathered", of=f"zk.gathered, from {memory.called} on"):
+    with (
+        during("zk.gathered", of=f"zk.gathered, from {memory.called} on"),
+        nullcontext() if memory.rest is None else memory.rest.used(),
+    ):
         memory.group.all_gather(full, memory.shard).wait()
     return [Loan(unit, tenant, alias(full, tenant.place.offset, tenant.shape)) for tenant in tenants]
 

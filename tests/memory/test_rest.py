@@ -1,0 +1,139 @@
+"""Memory that is there while somebody uses it: contents, users, views that others keep, failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zerokern.core.errors import IoError
+from zerokern.io.place import Nvme, NvmePlace
+from zerokern.memory import HostPlace, Rest, Rests
+
+
+@pytest.fixture(params=["host", "nvme"])
+def rests(request: pytest.FixtureRequest, tmp_path: Path) -> Rests:
+    place: Any = HostPlace("a test") if request.param == "host" else NvmePlace(Nvme(tmp_path), "a test", staged=False)
+    return Rests(place, leaving_nbytes=8192)
+
+
+def filled(rests: Rests, value: float, numel: int = 3000) -> Rest:
+    one = rests.make("parameters", numel, torch.float32)
+    with one.used():
+        one.memory.fill_(value)
+        one.change()
+    return one
+
+
+def test_contents_come_back_at_the_same_address(rests: Rests) -> None:
+    ones = [filled(rests, value) for value in range(8)]
+    rests.drain()
+    assert not any(one.is_here for one in ones) and not rests.nbytes
+    addresses = [one.memory.data_ptr() for one in ones]
+    for value, one in enumerate(ones):
+        with one.used():
+            assert torch.equal(one.memory, torch.full((3000,), float(value)))
+    assert addresses == [one.memory.data_ptr() for one in ones]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1024, 1025, (2 << 20) // 4, (2 << 20) // 4 + 1])
+def test_any_length(rests: Rests, numel: int) -> None:
+    one = filled(rests, 2.0, numel)
+    rests.drain()
+    with one.used():
+        assert one.memory.shape == (numel,) and torch.equal(one.memory, torch.full((numel,), 2.0))
+
+
+def test_what_was_never_written_is_zero(rests: Rests) -> None:
+    one = rests.make("parameters", 100, torch.bfloat16)
+    for _ in range(2):
+        with one.used():
+            assert not one.memory.any()
+
+
+def test_the_last_user_to_leave_lets_go(rests: Rests) -> None:
+    one = filled(rests, 1.0)
+    rests.drain()
+    one.fetch()
+    one.fetch()
+    one.wait()
+    one.leave()
+    assert one.is_here and one.memory[0] == 1.0
+    one.leave()
+    assert not one.is_here
+
+
+def test_a_view_that_somebody_keeps_keeps_the_memory(rests: Rests) -> None:
+    one = filled(rests, 1.0)
+    rests.drain()
+    with one.used():
+        kept = one.memory[5:]
+    assert one.is_here and rests.nbytes
+    kept.fill_(7.0)
+    with one.used():
+        one.change()
+        assert one.memory[4] == 1.0 and one.memory[5] == 7.0
+    del kept
+    rests.sweep()
+    rests.drain()
+    assert not one.is_here
+    with one.used():
+        assert one.memory[5] == 7.0
+
+
+def test_at_most_so_much_is_on_its_way(rests: Rests) -> None:
+    for value in range(16):
+        filled(rests, value)
+        assert rests.nbytes <= rests.leaving_nbytes + 12288
+
+
+def test_a_change_is_stored_and_nothing_else(tmp_path: Path) -> None:
+    place = NvmePlace(Nvme(tmp_path), "a test", staged=False)
+    one = filled(Rests(place), 1.0)
+    one.rests.drain()
+    before = place.swap.stats()
+    for _ in range(3):
+        with one.used():
+            pass
+    after = place.swap.stats()
+    assert after["written_nbytes"] == before["written_nbytes"]
+    assert after["read_nbytes"] - before["read_nbytes"] == 3 * one.nbytes
+
+
+def test_a_fetch_that_fails_tells_every_user_and_the_next_one_reads_again(tmp_path: Path) -> None:
+    place = NvmePlace(Nvme(tmp_path, checksum=True), "a test", staged=False)
+    one = filled(Rests(place), 1.0)
+    one.rests.drain()
+    entry = next(iter(place.swap._entries.values()))
+    good, entry.crc = entry.crc, 1
+    one.fetch()
+    one.fetch()
+    for _ in range(2):
+        with pytest.raises(IoError, match="CRC32C"):
+            one.wait()
+    one.leave()
+    one.leave()
+    assert not one.is_here
+    entry.crc = good
+    with one.used():
+        assert one.memory[0] == 1.0
+
+
+TOUCHES = """
+import torch
+from zerokern.memory import HostPlace, Rests
+one = Rests(HostPlace("a test")).make("parameters", 1024, torch.float32)
+print("made", flush=True)
+one.memory.sum()
+"""
+
+
+def test_memory_that_is_not_there_cannot_be_taken_for_values() -> None:
+    run = subprocess.run([sys.executable, "-c", TOUCHES], capture_output=True, text=True, env={**os.environ})
+    assert run.stdout == "made\n" and run.returncode == -signal.SIGSEGV

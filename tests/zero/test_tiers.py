@@ -1,0 +1,211 @@
+"""Parameters that rest on disk: training, reading, writing and failing as if they were in memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import World, built, on_ranks, on_threads, ranked
+
+import zerokern as zk
+from zerokern.api import sharding_of
+
+ON_DISK = pytest.mark.parametrize("settings", [
+    {},
+    {"schedule": "overlap"},
+    {"tier": "cpu", "schedule": "overlap"},
+    {"tier": "nvme", "state_format": "int8"},
+    {"tier": "nvme", "schedule": "overlap", "max_grad_norm": 0.5},
+], ids=["sync", "overlap", "state in host memory", "int8 state on disk", "all on disk, overlap, clipped"])  # fmt: skip
+
+
+class Model(nn.Module):
+    """Residual blocks; the first and the last layer belong to the root."""
+
+    def __init__(self, width: int = 96, count: int = 5) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(count)
+        )
+        self.leave = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+def model_of(seed: int = 1, **settings: Any) -> Model:
+    return built(lambda: Model(**settings), seed)
+
+
+def batches(steps: int, rank: int = 0) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(3 + rank)
+    for _ in range(steps):
+        yield torch.randn(16, 8, generator=generator)
+
+
+def train(model: nn.Module, steps: int, rank: int = 0, **settings: Any) -> list[float]:
+    opt = zk.AdamW(model.parameters(), lr=1e-3, **settings)
+    losses = []
+    for x in batches(steps, rank):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    opt.flush()
+    return losses
+
+
+def on(folder: Path, settings: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**settings, "tier": zk.Nvme(folder / name)} if settings.get("tier") == "nvme" else settings
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    with zk.gathered(model):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@ON_DISK
+def test_the_bits_of_a_plain_model(settings: dict[str, Any], tmp_path: Path) -> None:
+    plain, resting = model_of(), model_of()
+    zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path / "model"))
+    expected = train(plain, 6, **on(tmp_path, settings, "plain"))
+    assert train(resting, 6, **on(tmp_path, settings, "resting")) == expected
+    found = values(resting)
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+
+
+@ranked
+def resident_and_resting(world: World, folder: Path, settings: dict[str, Any]) -> None:
+    losses, ends = [], []
+    for tier in ("device", zk.Nvme(folder / "model")):
+        model = world.shard(model_of(), stage=3, tier=tier)
+        name = f"{'resting' if ends else 'resident'}-{world.rank}"
+        losses.append(train(model, 6, world.rank, **on(folder, settings, name)))
+        ends.append(values(model))
+    assert losses[0] == losses[1]
+    assert all(torch.equal(one, ends[1][name]) for name, one in ends[0].items())
+
+
+@ON_DISK
+def test_the_bits_of_resident_shards(settings: dict[str, Any], tmp_path: Path) -> None:
+    on_threads(2, resident_and_resting, tmp_path, settings)
+
+
+def test_ranks_that_are_processes(tmp_path: Path) -> None:
+    on_ranks(2, resident_and_resting, tmp_path, {"tier": "nvme", "schedule": "overlap"})
+
+
+def test_between_steps_nothing_is_in_memory(tmp_path: Path) -> None:
+    model = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    train(model, 2)
+    sharding = sharding_of(model)
+    sharding.rests.drain()
+    assert not any(memory.rest.is_here for memory in sharding.memories)
+
+
+@pytest.mark.parametrize("width", [1, 3, 2048])
+def test_any_size_of_parameters(width: int, tmp_path: Path) -> None:
+    plain, resting = model_of(width=width, count=2), model_of(width=width, count=2)
+    zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path, ring_nbytes="1M"))
+    assert train(resting, 2) == train(plain, 2)
+
+
+USES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "mul_": lambda p: p.mul_(0.5),
+    "copy_": lambda p: p.copy_(torch.ones(p.shape)),
+    "data": lambda p: p.data.add_(1.0),
+    "foreach": lambda p: torch._foreach_add_([p], 1.0),
+    "local": lambda p: p.local.add_(2.0) if hasattr(p, "local") else p.view(-1).add_(2.0),
+    "zero_": lambda p: p.zero_(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_writes_between_steps_last(use: str, tmp_path: Path) -> None:
+    plain, resting = model_of(), model_of()
+    zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path))
+    for model in (plain, resting):
+        train(model, 1)
+        with torch.no_grad():
+            USES[use](model.blocks[1][0].weight)
+    sharding_of(resting).rests.drain()
+    assert train(resting, 2) == train(plain, 2)
+
+
+def test_what_is_read_between_steps(tmp_path: Path) -> None:
+    plain, resting = model_of(), model_of()
+    zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path))
+    train(plain, 1)
+    train(resting, 1)
+    sharding_of(resting).rests.drain()
+    averages = [p.detach().clone() for p in resting.parameters()]
+    averages[0].lerp_(next(iter(resting.parameters())).detach(), 0.5)
+    copied = copy.deepcopy(resting.state_dict())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(copied[name].local.view(value.shape), value)
+    for one, value in zip(averages, plain.parameters(), strict=True):
+        assert torch.equal(one.local.view(value.shape), value)
+
+
+def test_an_evaluation_and_a_forward_that_breaks_off(tmp_path: Path) -> None:
+    plain, resting = model_of(), model_of()
+    zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path))
+    x = torch.ones(2, 8)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    with torch.no_grad():
+        assert torch.equal(plain(x), resting(x))
+    handle = resting.blocks[3].register_forward_pre_hook(fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            resting(x)
+    handle.remove()
+    assert train(resting, 2) == train(plain, 2)
+
+
+def test_spans_for_torchs_optimizers_are_refused(tmp_path: Path) -> None:
+    model = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    with pytest.raises(zk.ShardError, match=r"zk\.shards was asked for spans that rest"):
+        zk.shards(model)
+
+
+@pytest.mark.parametrize(("stage", "tier", "says"), [
+    (2, "cpu", "allowed: 'device' below stage 3"),
+    (3, "disk", "allowed: 'device', 'cpu' or zk.Nvme"),
+    (3, "swap/folder", "a folder becomes a tier"),
+])  # fmt: skip
+def test_other_tiers_are_refused(stage: int, tier: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says.replace(".", r"\.").replace("(", r"\(")):
+        zk.shard(model_of(), stage=stage, tier=tier)
+
+
+def test_two_models_in_one_folder_are_refused(tmp_path: Path) -> None:
+    first = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    with pytest.raises(zk.IoError, match="in use by this process"):
+        zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    assert train(first, 1)
+
+
+def test_the_folder_is_free_and_empty_once_the_model_is_gone(tmp_path: Path) -> None:
+    model = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    train(model, 1)
+    del model
+    again = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    assert train(again, 1)
+    del again
+    for _ in range(3):
+        gc.collect()
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size] == []

@@ -1,0 +1,233 @@
+"""Memory at an address that stays, and is there only while somebody uses it; its contents rest in a place.
+
+So tensors over it are made once, and what knows them by their address goes on knowing them. Without a user the memory
+is given back to the system, and to touch it is a fault: nobody can read what is not there and take it for values.
+Where somebody has kept a view of it, it stays until that has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from ctypes import c_size_t, c_void_p
+from typing import Any
+
+import torch
+
+from zerokern.core.errors import ZerokernError
+from zerokern.memory.arena import HUGE_PAGE, PAGE, never_unmap
+from zerokern.memory.place import Place, Wanted
+from zerokern.memory.staging import Ticket
+
+__all__ = ["Rest", "Rests"]
+
+_NONE, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_NORESERVE = 0x4000  # Python 3.13 has a name for it
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Rests:
+    """What rests in one place. `leaving_nbytes`: how much may be on its way there before a new fetch waits for it.
+
+    >>> from zerokern.memory import HostPlace
+    >>> rests = Rests(HostPlace("example"))
+    >>> one = rests.make("parameters", 8, torch.float32)
+    >>> with one.used():
+    ...     one.change(); _ = one.memory.fill_(2.0)
+    >>> rests.drain(); one.is_here
+    False
+    >>> with one.used():
+    ...     one.memory.sum()
+    tensor(16.)
+    """
+
+    def __init__(self, place: Place[Any], leaving_nbytes: int = 64 << 20) -> None:
+        self.place, self.leaving_nbytes = place, leaving_nbytes
+        self.lock = threading.RLock()
+        self.leaving: deque[Rest] = deque()  # without a user, and to be given back once they are stored
+        self.kept: list[Rest] = []  # without a user, while somebody has a view of them
+        self._pid = os.getpid()
+
+    def make(self, role: str, numel: int, dtype: torch.dtype) -> Rest:
+        """Memory for so many elements, zeros as yet, with room for them in the place."""
+        return Rest(self, role, numel, dtype)
+
+    def check(self) -> None:
+        """Raises in a forked child, where the memory is not."""
+        if os.getpid() != self._pid:
+            raise ZerokernError(
+                f"these tensors rest in {self.place!r} of process {self._pid}, and this is {os.getpid()}, forked from "
+                "it: they are not here. Hand a child copies, or start it with the 'spawn' method"
+            )
+
+    def sweep(self, room: int = 0) -> None:
+        """Give back what is stored, and what nobody has a view of any more; at most so much stays on its way, less
+        `room`. Raises what went wrong in storing: the memory stays then."""
+        with self.lock:
+            kept, self.kept = self.kept, []
+            for one in kept:
+                one.settle()
+            there = sum(one.nbytes for one in self.leaving)
+            while self.leaving and (self.leaving[0].is_stored or there + room > self.leaving_nbytes):
+                one = self.leaving.popleft()
+                there -= one.nbytes
+                one.end()
+
+    def drain(self) -> None:
+        """Returns once nothing is on its way to the place."""
+        with self.lock:
+            while self.leaving:
+                self.leaving.popleft().end()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are in memory without a user."""
+        with self.lock:
+            return sum(one.nbytes for one in (*self.leaving, *self.kept))
+
+
+class Rest:
+    """One stretch of memory. Made by `Rests.make`; a tensor over it, `memory`, has its elements while it is used.
+
+    Users count: each `fetch` has its `leave`.
+    """
+
+    def __init__(self, rests: Rests, role: str, numel: int, dtype: torch.dtype) -> None:
+        self.rests = rests
+        size = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
+        self.nbytes = size
+        (self._kept,) = rests.place.lay_out([Wanted(role, torch.Size([size]), torch.uint8)])
+        slack = HUGE_PAGE if size >= HUGE_PAGE else 0
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._mapping = mmap.mmap(-1, size + slack, flags=flags)
+        start = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
+        self._skip = -start % HUGE_PAGE if slack else 0
+        self._address = start + self._skip
+        with contextlib.suppress(OSError):  # advice
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._mapping.madvise(mmap.MADV_DONTFORK)
+        os.register_at_fork(after_in_child=functools.partial(never_unmap, weakref.ref(self._mapping)))
+        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=self._skip)
+        self.memory = torch.frombuffer(self._mapping, dtype=dtype, count=max(1, numel), offset=self._skip)[:numel]
+        self._views = sys.maxsize  # of the memory, as few as there ever were: those that are always there
+        self._users = 0
+        self._has_contents = False  # in the place
+        self._changed = False
+        self._coming: Ticket | None = None
+        self._going: Ticket | None = None
+        self._failure: BaseException | None = None
+        self._protect(_NONE)
+        self.is_here = False
+
+    def fetch(self) -> None:
+        """One more user; what is not there is on its way from here on, and `wait` returns once it is."""
+        rests = self.rests
+        rests.check()
+        with rests.lock:
+            if not self.is_here:
+                rests.sweep(self.nbytes)
+                self._protect(_ALL)
+                self.is_here = True
+                try:
+                    self._coming = rests.place.fetch(self._kept, self._bytes) if self._has_contents else None
+                except BaseException:
+                    self._give_back()
+                    raise
+            self._users += 1
+
+    def wait(self) -> None:
+        """Returns once the contents are there; raises what kept them from coming, to every user."""
+        coming = self._coming
+        if coming is not None:
+            try:
+                coming.wait()
+            except Exception as error:
+                self._failure = error
+            self._coming = None
+        if self._failure is not None:
+            raise self._failure
+
+    def change(self) -> None:
+        """A user has written, or is about to: what is stored is not what is there. Returns once it may write."""
+        with self.rests.lock:
+            going, self._going = self._going, None
+            self._changed = True
+        if going is not None:
+            going.wait()
+
+    def leave(self) -> None:
+        """One user less. The last one's memory is given back, once what has changed is stored."""
+        with self.rests.lock:
+            self._users -= 1
+            if not self._users:
+                self.settle()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, it is there."""
+        self.fetch()
+        try:
+            self.wait()
+            yield
+        finally:
+            self.leave()
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether nothing of it is on its way to the place."""
+        return self._going is None or self._going.done()
+
+    def is_viewed(self) -> bool:
+        """Whether somebody has a view of the memory, beside those who always do: asked first while nobody else does."""
+        views = torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata)
+        self._views = min(self._views, views)
+        return views > self._views
+
+    def settle(self) -> None:
+        """Nobody uses it: on its way to the place, or kept, or given back. With the lock."""
+        if self._users or not self.is_here:
+            return
+        if self._coming is not None:  # nobody has waited: it must not arrive in memory that is not there
+            with contextlib.suppress(Exception):
+                self._coming.wait()
+            self._coming = None
+        if self._failure is None and self.is_viewed():
+            self.rests.kept.append(self)
+            return
+        if self._failure is None and self._changed:
+            self._changed = False
+            self._going = self.rests.place.store(self._kept, self._bytes)
+            self._has_contents = True
+        if self._going is None:
+            self._give_back()
+        else:
+            self.rests.leaving.append(self)
+
+    def end(self) -> None:
+        """It was on its way to the place. With the lock."""
+        going, self._going = self._going, None
+        if going is not None:
+            try:
+                going.wait()
+            except BaseException:
+                self._changed = True
+                raise
+        if not self._users and self.is_here and not self._changed:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self.is_here, self._failure = False, None
+        self._mapping.madvise(mmap.MADV_DONTNEED, self._skip, self.nbytes)
+        self._protect(_NONE)
+
+    def _protect(self, how: int) -> None:
+        if _LIBC.mprotect(c_void_p(self._address), c_size_t(self.nbytes), how):
+            raise OSError(ctypes.get_errno(), f"mprotect of {self.nbytes} bytes")
