@@ -106,6 +106,17 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
     on_ranks(2, resident_and_resting, tmp_path, {"tier": "nvme", "schedule": "overlap"})
 
 
+@ON_DISK
+def test_values_that_bf16_has_rounded_away_are_not_lost(settings: dict[str, Any], tmp_path: Path) -> None:
+    """They are joined with what rests on the disk when the optimizer first asks for them."""
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    losses = []
+    for tier in ("device", zk.Nvme(tmp_path / "model")):
+        model = zk.shard(model_of(), stage=3, mp_policy=policy, tier=tier)
+        losses.append(train(model, 4, **on(tmp_path, settings, f"state-{len(losses)}")))
+    assert losses[0] == losses[1]
+
+
 def test_between_steps_nothing_is_in_memory(tmp_path: Path) -> None:
     model = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
     train(model, 2)
