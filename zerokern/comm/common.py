@@ -65,6 +65,9 @@ class CommonGroup(Group):
     def agree(self, key: str) -> None:
         self._common.watch.agree(key)
 
+    def give_up(self, reason: str) -> None:
+        self._common.watch.give_up(reason)
+
 
 def detail(tensor: Tensor) -> str:
     """What a message says of a tensor that is moved.

@@ -90,6 +90,9 @@ class FakeGroup(Group):
     def follow(self, key: str) -> None:
         self._board.follow(key)
 
+    def give_up(self, reason: str) -> None:
+        self._world.fail(f"rank {self.rank}: {reason}")
+
     def agree(self, key: str) -> None:
         if not self.alone:
             try:
@@ -246,6 +249,9 @@ class Lonely(Group):
 
     def _broadcast(self, tensor: Tensor, src: int) -> Handle:
         return self._refuse("broadcast")
+
+    def give_up(self, reason: str) -> None:
+        self._world.fail(f"rank {self.rank}: {reason}")
 
     def agree(self, key: str) -> None:
         self._refuse("agree")

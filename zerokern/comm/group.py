@@ -265,6 +265,9 @@ class Group:
     def follow(self, key: str) -> None:
         """This rank's next step is `key`, as recorded: counted, not communicated."""
 
+    def give_up(self, reason: str) -> None:
+        """This rank cannot do what the others wait for: they are told why, and the group is at its end."""
+
     def agree(self, key: str) -> None:
         """Returns when all ranks want `key` as their next step; raises CommError on every rank where they do not."""
 

@@ -74,6 +74,14 @@ class Watch:
         if self._thread is None:
             self._start()
 
+    def give_up(self, reason: str) -> None:
+        """This rank cannot go on: the others are told why, wherever they wait, and the group is at its end."""
+        if self.failure is None:
+            self.failure = Failure(f"rank {self.board.rank}: {reason}")
+            with contextlib.suppress(RuntimeError):
+                self.board.fail(self.failure)
+            self._sever()
+
     def refuse_after_failure(self, waiting: Waiting) -> None:
         """A group that has failed once stays so: its ranks no longer agree on what comes next."""
         if self.failure is not None:

@@ -256,7 +256,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             binding = bind() if survey.params else None
         ran: list[Binding] = []
         reported = accord.reported(lambda: any(one.carried_out or one.torn for one in ran))
-        with nullcontext() if self.holdings.disk is None else reported:
+        with reported if self.holdings.moves_on_disk else nullcontext():
             if binding is not None:
                 prepare(binding)
                 ran.append(binding)
@@ -279,7 +279,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
         accord = None if self.holdings.local is None else self.holdings.local.accord
         if self.holdings.local is None or accord is None or not accord.in_company:
-            if self.holdings.disk is not None and (self.holdings.torn or not self.course.is_scheduled):
+            if self.holdings.moves_on_disk and (self.holdings.torn or not self.course.is_scheduled):
                 say_outcome(error, torn=self.holdings.torn)
             return
         decided_there = self.holdings.local.host is None and device.holds(
@@ -288,7 +288,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
             with suppress(CommError):
                 self.course.keep_up(self.holdings.local)
-                reports = self.holdings.disk is not None and not self.course.is_scheduled
+                reports = self.holdings.moves_on_disk and not self.course.is_scheduled
                 accord.refuse(self.holdings.untold or str(error), torn=self.holdings.torn, reports=reports)
         if accord.agreed:
             self.holdings.torn, self.holdings.untold = accord.torn, ""

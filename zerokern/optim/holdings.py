@@ -95,6 +95,12 @@ class Holdings:
         return isinstance(self.schedule, Delayed)
 
     @property
+    def moves_on_disk(self) -> bool:
+        """Whether an update reads and writes what rests on a disk, and so may fail on one rank alone."""
+        shardings = () if self.local is None else self.local.shardings
+        return self.disk is not None or any(getattr(one, "rests", None) is not None for one in shardings)
+
+    @property
     def held(self) -> WatchedState:
         """The state by what is updated here: parameters, or this rank's pieces of them."""
         return self.state if self.local is None else self.local.state

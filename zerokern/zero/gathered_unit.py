@@ -100,9 +100,20 @@ class GatheredUnit:
         if memory.shard is memory.own:
             self._coming.append(memory)
             return
-        if memory.rest is not None:
-            memory.rest.wait()
+        self._wait_for(memory)
         self._handles.append(memory.group.all_gather(memory.full, memory.shard))
+
+    def _wait_for(self, memory: BucketMemory) -> None:
+        """The shard is here. Where it cannot be fetched, nobody can gather it: the others hear why, and not of us."""
+        if memory.rest is None:
+            return
+        try:
+            memory.rest.wait()
+        except Exception as error:
+            if self.called not in str(error):
+                error.args = (f"{self.called} cannot be fetched: {error}",)
+            memory.group.give_up(str(error))
+            raise
 
     def _notice_writes(self) -> None:
         """A graph that was made with other values must not go on with these: autograd compares versions."""
@@ -158,9 +169,7 @@ class GatheredUnit:
                 while self._handles:
                     self._handles.pop(0).wait()
                 while self._coming:
-                    rest = self._coming[-1].rest
-                    assert rest is not None
-                    rest.wait()  # where it fails, it does so again for whoever asks again
+                    self._wait_for(self._coming[-1])  # where it fails, it does so again for whoever asks again
                     self._coming.pop()
             for memory in self._comes_and_goes:
                 if memory.shard is not memory.own:
