@@ -28,7 +28,7 @@ def plain(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def by(keeper: Keeper) -> Any:
-    return lambda layer, *args, **kwargs: kept_by(keeper, layer, args, kwargs, {})
+    return lambda layer, *args, **kwargs: kept_by(keeper, 1, layer, args, kwargs, {})
 
 
 @pytest.fixture(params=["cpu", "nvme", pytest.param("nvme from a device", marks=pytest.mark.slow)])
@@ -95,8 +95,8 @@ def test_what_must_not_move_stays(keeper: Keeper) -> None:
     def use(*tensors: Tensor) -> Tensor:
         return sum((tensor.sin().sum() for tensor in tensors), torch.zeros(()))
 
-    first = kept_by(keeper, use, (big, big.t(), small, expanded, leaf, batch().to_sparse()), {}, {})
-    second = kept_by(keeper, use, (small,), {}, {})
+    first = kept_by(keeper, 1, use, (big, big.t(), small, expanded, leaf, batch().to_sparse()), {}, {})
+    second = kept_by(keeper, 1, use, (small,), {}, {})
     assert keeper.moved_nbytes == 0
     (first + second).backward()
     assert torch.equal(big.grad, 2 * big.detach().cos())

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from zerokern.zero.mixed import DTYPES
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Unit
 
-__all__ = ["bucket_bytes", "gradient", "model", "no_writes_of_one_rank", "same_on_all_ranks"]
+__all__ = ["bucket_bytes", "gradient", "model", "no_writes_of_one_rank", "same_on_all_ranks", "thawed", "unreduced"]
 
 
 def bucket_bytes(value: object) -> int:
@@ -82,6 +82,23 @@ def gradient(name: str, grad: Tensor) -> None:
             f"the gradient of {name!r} was computed with create_graph=True, and its graph would be lost in "
             "reducing it; take gradients of gradients by torch.autograd.grad, and of the sum a plain backward()"
         )
+
+
+def thawed(name: str) -> NoReturn:
+    """Within a pass, between two gradients of one parameter."""
+    raise StateError(
+        f"{name!r} was frozen or thawed within a backward pass, between two of its gradients "
+        "(of its module, and of what was computed within zk.gathered); do that before the pass, or after it"
+    )
+
+
+def unreduced(names: Sequence[str]) -> NoReturn:
+    """Gradients that no other rank knows of, in a step."""
+    listed = ", ".join(map(repr, names[:3]))
+    raise StateError(
+        f"gradients of {listed} were accumulated under zk.no_sync and never reduced; run the last backward "
+        "before step() outside of it, or drop them with zero_grad()"
+    )
 
 
 def _one(name: str, param: nn.Parameter, built: bool) -> None:

@@ -156,7 +156,7 @@ class Gatherer:
 
     def joins_backward(self) -> None:
         """Something happens in a pass, perhaps the first of it."""
-        task = torch._C._current_graph_task_id()
+        task = hooks.current_pass()
         if task != self._task:
             self._task = task
             self.backward.begin()
@@ -172,7 +172,7 @@ class Gatherer:
         """What autograd saved of the unit's parameters is about to be read."""
         if not in_backward():
             self.use_outside(unit)
-        elif unit.began != torch._C._current_graph_task_id():
+        elif unit.began != hooks.current_pass():
             self._begin_backward(unit)
         elif not unit.ready:
             unit.outside = not unit.whole  # it seemed to be done with: once more would be too often

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import Handle
-from zerokern.core.errors import StateError
 from zerokern.kernels import Flattener
 from zerokern.zero import checks
 from zerokern.zero.awaited import without_waiting
@@ -91,13 +90,23 @@ class GradientBucket:
             return
         checks.gradient(tenant.name, grad)
         if place in self._dropped:
-            self._refuse_in_between(place)
+            checks.thawed(self.tenants[place].name)
         if self.closed:
             self._take_late(place, grad)
         elif beside:
             self.beside.append((place, grad.detach()))
         else:
             self._put(place, grad)
+
+    def add(self, place: int, grad: Tensor) -> None:
+        """A part of one that arrives later: it lies there as what an earlier pass has left, to be added to."""
+        if self.closed or not self.tenants[place].param.requires_grad:
+            self.take(place, grad, beside=False)
+            return
+        checks.gradient(self.tenants[place].name, grad)
+        there = place in self._kept or (place in self.arrived and not self.keeps)
+        self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
+        self._kept.add(place)
 
     def _put(self, place: int, grad: Tensor) -> None:
         """What was in order when it arrived; what has become of the parameter since does not matter."""
@@ -115,16 +124,10 @@ class GradientBucket:
     def _drop(self, place: int) -> None:
         """Frozen since the forward: autograd drops what arrives then, and all that it would have been added to."""
         if place in (self.arrived_places if self.closed else self._kept & self.arrived.keys()):
-            self._refuse_in_between(place)
+            checks.thawed(self.tenants[place].name)
         self._dropped.add(place)
         self.arrived.pop(place, None)
         self.beside = [one for one in self.beside if one[0] != place]
-
-    def _refuse_in_between(self, place: int) -> None:
-        raise StateError(
-            f"{self.tenants[place].name!r} was frozen or thawed within a backward pass, between two of its gradients "
-            "(of its module, and of what was computed within zk.gathered); do that before the pass, or after it"
-        )
 
     def _take_late(self, place: int, grad: Tensor) -> None:
         """The order of the units did not show that more would come."""
@@ -383,11 +386,7 @@ class GradientBucket:
     def refuse_unreduced(self) -> None:
         """A step on gradients that other ranks know nothing of would let the ranks drift apart."""
         if self.local and not self.replicated and not self.group.alone:
-            names = ", ".join(repr(self.tenants[place].name) for place in sorted(self.local)[:3])
-            raise StateError(
-                f"gradients of {names} were accumulated under zk.no_sync and never reduced; run the last backward "
-                "before step() outside of it, or drop them with zero_grad()"
-            )
+            checks.unreduced([self.tenants[place].name for place in sorted(self.local)])
 
     def reset(self) -> None:
         """Forget a pass, or be ready for the next one."""

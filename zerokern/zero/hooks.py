@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "after_loading",
     "at_end_of_backward",
     "before_accumulation",
+    "current_pass",
     "graph_tensors",
     "hear_saved",
     "hear_saved_no_more",
@@ -31,6 +33,7 @@ __all__ = [
     "hears_saved",
     "hooks_after_accumulation",
     "in_backward",
+    "is_accumulated",
     "keep_hook",
     "made_anew",
     "next_node",
@@ -39,8 +42,10 @@ __all__ = [
     "on_registration",
     "outside_of_transforms",
     "share_hooks",
+    "silenced",
     "take_hooks",
     "when_gradient_is_there",
+    "within_pass",
     "wrap_forward",
 ]
 
@@ -142,6 +147,52 @@ def after_loading(module: nn.Module, call: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether autograd is running a pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def current_pass() -> int:
+    """The number of the pass that autograd is running in this thread; -1: none. Those `within_pass` count as that."""
+    number = torch._C._current_graph_task_id()
+    return number if number == -1 or _pass.number == -1 else _pass.number
+
+
+class _Pass(threading.local):
+    number = -1
+
+
+_pass = _Pass()
+
+
+@contextmanager
+def within_pass() -> Iterator[None]:
+    """Passes that are begun within, by functions of the graph, are parts of the one that is running."""
+    before, _pass.number = _pass.number, current_pass()
+    try:
+        yield
+    finally:
+        _pass.number = before
+
+
+def is_accumulated(node: object) -> bool | None:
+    """Whether the pass that is running adds to the leaf of this node; None: it hands the gradient to its caller."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad
+        return None
+
+
+@contextmanager
+def silenced(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Hooks on the gradients of these leaves hear nothing of what is computed within."""
+    with torch._C.DisableTorchFunctionSubclass():
+        heard = [one._backward_hooks for one in leaves if one._backward_hooks]
+    kept = [dict(hooks) for hooks in heard]
+    for hooks in heard:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(heard, kept, strict=True):
+            hooks.update(before)
 
 
 def when_gradient_is_there(tensor: Tensor, call: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +13,20 @@ from torch.utils.checkpoint import checkpoint
 from zerokern.core.errors import got
 from zerokern.io import Nvme
 from zerokern.zero import hooks
+from zerokern.zero.batches import refuse_batch_norm
 from zerokern.zero.containers import mapped
 from zerokern.zero.keeping import Keeper, Turn
 from zerokern.zero.reads import Reads
+from zerokern.zero.slices import sliced
 
-__all__ = ["Call", "check_keep", "keeping", "recompute", "turn_of"]
+__all__ = ["Call", "check_keep", "check_micro", "keeping", "recompute", "turn_of"]
 
 TORCHS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keywords of torch's checkpoint, which it gets, as it does in torch"""
 _here = threading.local()
 
 
-def recompute(fn: Callable[..., Any], *args: Any, keep: str | Nvme = "device", **kwargs: Any) -> Any:
+def recompute(fn: Callable[..., Any], *args: Any, keep: str | Nvme = "device", micro: int = 1, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)`, of which only the inputs are kept, and the rest is computed again in backward.
 
     What `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)` does, with its keywords. `keep`: where the
@@ -33,18 +35,27 @@ def recompute(fn: Callable[..., Any], *args: Any, keep: str | Nvme = "device", *
     inputs of the call that came last stay where they are; so do those that lie in host memory with `keep="cpu"`. Within
     another checkpoint, or other hooks for what autograd saves, these keep the inputs.
 
+    `micro`: so many slices of the batch, one after the other, each computed again in backward: the same bits as a loop
+    over so many micro-batches, with the live activations of one. The batch is dimension 0 of the first tensor among the
+    arguments; tensors as long as that are cut, as `torch.chunk` does (the last slice may be shorter), parameters and
+    all others are shared. Results have the batch in dimension 0 too; of a number, as a loss, each slice gives one, and
+    the result is the vector of them. What cannot be cut is refused by name.
+
     >>> import torch, zerokern as zk
     >>> layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
     >>> zk.recompute(layer, x, keep="cpu").sum().backward()
     >>> torch.equal(x.grad, layer.weight.detach().sum(0).expand(3, 2))
     True
+    >>> zk.recompute(layer, x, micro=2).shape, zk.recompute(lambda x: layer(x).sum(), x, micro=2).shape
+    (torch.Size([3, 2]), torch.Size([2]))
     """
     if kwargs.pop("use_reentrant", False):
         raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
-    if check_keep(keep) == "device":
+    check_keep(keep)
+    if check_micro(micro) == 1 and keep == "device":
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     settings = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
-    return keeping(_keeper(keep), fn, args, kwargs, settings)
+    return keeping(_keeper(keep), micro, fn, args, kwargs, settings)
 
 
 def check_keep(keep: object) -> Any:
@@ -56,6 +67,17 @@ def check_keep(keep: object) -> Any:
     if not isinstance(keep, Nvme) and keep not in ("device", "cpu"):
         raise ValueError(got("keep", keep, "'device', 'cpu' or zk.Nvme(path)"))
     return keep
+
+
+def check_micro(micro: object) -> int:
+    """The number of slices, or an error.
+
+    >>> check_micro(4)
+    4
+    """
+    if isinstance(micro, bool) or not isinstance(micro, int) or micro < 1:
+        raise ValueError(got("micro", micro, "a whole number from 1 on"))
+    return micro
 
 
 def _keeper(keep: str | Nvme) -> Keeper | None:
@@ -77,11 +99,13 @@ class Call:
     (tensor([2., 2.]), tensor([0., 0.]))
     """
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool = False
+    ) -> None:
         self.fn = fn
         self._tensors: list[Tensor] = []
         self._places: dict[int, int] = {}
-        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None if again else (args, kwargs)
         self._given = mapped((args, kwargs), self._place)
         self._places.clear()
 
@@ -99,7 +123,7 @@ class Call:
         return found
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """The first time with the very arguments, then with these tensors in the places of theirs."""
+        """The first time with the very arguments, `again` with these tensors in the places of theirs."""
         given, self._first = self._first, None
         args, kwargs = given or mapped(self._given, lambda place: tensors[place.number], _Place)
         return self.fn(*args, **kwargs)
@@ -117,21 +141,28 @@ class _Place:
 @torch._disable_dynamo
 def keeping(
     keeper: Keeper | None,
+    micro: int,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     settings: dict[str, Any],
 ) -> Any:
-    """torch's checkpoint, with inputs that the keeper keeps."""
-    call = Call(fn, args, kwargs)
+    """torch's checkpoint, of slices of the batch, with inputs that the keeper keeps."""
+    if micro > 1:
+        refuse_batch_norm(fn)
+    call = Call(fn, args, kwargs, again=micro > 1)
     turn = turn_of(keeper)
-    if turn is None:
-        return checkpoint(call, *call.take(), use_reentrant=False, **settings)
-    hooks.hear_saved(turn.pack, turn.unpack)
-    try:
-        return checkpoint(call, *call.take(), use_reentrant=False, **settings)
-    finally:
-        hooks.hear_saved_no_more()
+
+    def compute(tensors: Sequence[Tensor]) -> Any:
+        if turn is None:
+            return checkpoint(call, *tensors, use_reentrant=False, **settings)
+        hooks.hear_saved(turn.pack, turn.unpack)
+        try:
+            return checkpoint(call, *tensors, use_reentrant=False, **settings)
+        finally:
+            hooks.hear_saved_no_more()
+
+    return compute(call.take()) if micro == 1 else sliced(compute, call.take(), micro)
 
 
 def turn_of(keeper: Keeper | None) -> Turn | None:

@@ -61,7 +61,7 @@ class Reduction:
         grad = grads[0]
         if grad is None:
             return (None,)
-        if not self.active or self._task != torch._C._current_graph_task_id():
+        if not self.active or self._task != hooks.current_pass():
             self._begin()
         if not bucket.opened and not bucket.keeps and not beside:
             self._open(bucket)
@@ -69,6 +69,14 @@ class Reduction:
         if bucket.expected <= len(bucket.arrived):
             self._complete(bucket)
         return (None,)
+
+    def add(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
+        """A part of a gradient, of some rows of the batch; the last part arrives by autograd, and counts for all."""
+        if not self.active or self._task != hooks.current_pass():
+            self._begin()
+        if not bucket.opened:
+            self._open(bucket)
+        bucket.add(place, grad)
 
     def _begin(self) -> None:
         if self._model_is_there() is None:  # a graph outlived it
@@ -80,7 +88,7 @@ class Reduction:
             )
         self.group.settle()
         self.settle()
-        self.active, self._task = True, torch._C._current_graph_task_id()
+        self.active, self._task = True, hooks.current_pass()
         self._next = 0
         self._completed.clear()
         with without_waiting():  # what is asked here of parameters are no values

@@ -191,7 +191,7 @@ class Sharding:
         self.reduction.flush(self._buckets_of[unit.number])
 
     def _before_root(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        if torch._C._current_graph_task_id() == -1:
+        if not hooks.in_backward():
             self.reduction.abandon()
             if torch.is_grad_enabled():
                 self._follow_stream()
@@ -239,7 +239,7 @@ class Sharding:
 
         def begins() -> None:
             nonlocal told
-            task = torch._C._current_graph_task_id()
+            task = hooks.current_pass()
             if task != told:  # the first of the outputs, in each pass through this graph
                 told = task
                 assert self.gatherer is not None
@@ -247,6 +247,11 @@ class Sharding:
 
         for output in self.gatherer.after_forward(unit, result):
             hooks.when_gradient_is_there(output, begins)
+
+    def joins_backward(self) -> None:
+        """Something of a pass begins that other passes are begun within."""
+        if self.gatherer is not None:
+            self.gatherer.joins_backward()
 
     def use_outside(self, unit: GatheredUnit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
