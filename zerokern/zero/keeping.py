@@ -67,7 +67,7 @@ class Keeper:
     def __init__(self, keep: str | Nvme) -> None:
         self.lock = threading.RLock()
         self.moved_nbytes = 0  # out, so far
-        self.disk = NvmePlace(keep, ROLE) if isinstance(keep, Nvme) else None
+        self.disk = NvmePlace(keep, ROLE, staged=False) if isinstance(keep, Nvme) else None
         self._host = HostPlace(ROLE)
         self._free: list[Block] = []
         self._copies: dict[Any, Copies] = {}

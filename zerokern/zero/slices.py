@@ -60,7 +60,7 @@ def sliced(compute: Compute, tensors: Sequence[Tensor], micro: int) -> Any:
     return results.joined(_Sliced.apply(graph, results.tensors(), *inputs, *graph.leaves.values()))
 
 
-class _Entry(torch.autograd.Function):
+class _Enter(torch.autograd.Function):
     """Where a slice's graph begins; its node knows the shapes alone, so that the inputs need not stay."""
 
     @staticmethod
@@ -123,7 +123,7 @@ class _Graph:
         pieces = [self._rows.cut(one, begin, end) for one in tensors]
         edges = []
         if self.entering:
-            entered = _Entry.apply(self._anchor, *(pieces[number] for number in self.entering))
+            entered = _Enter.apply(self._anchor, *(pieces[number] for number in self.entering))
             for number, one in zip(self.entering, entered, strict=True):
                 pieces[number] = one
                 edges.append(get_gradient_edge(one))
@@ -208,7 +208,7 @@ def _leaves(nodes: Iterable[Any], first: int) -> Iterator[Any]:
                 "a function that is computed in slices (micro > 1) runs a module of FSDP, which would reduce its "
                 "gradients in each slice and lose some; divide the model by zk.shard, or use micro=1"
             )
-        if name == "_EntryBackward":
+        if name == "_EnterBackward":
             continue
         for one in following:
             if one not in seen:
