@@ -248,11 +248,6 @@ class Sharding:
         for output in self.gatherer.after_forward(unit, result):
             hooks.when_gradient_is_there(output, begins)
 
-    def joins_backward(self) -> None:
-        """Something of a pass begins that other passes are begun within."""
-        if self.gatherer is not None:
-            self.gatherer.joins_backward()
-
     def use_outside(self, unit: GatheredUnit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
         assert self.gatherer is not None

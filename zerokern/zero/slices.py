@@ -143,10 +143,9 @@ class _Graph:
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         ends = [InParts(shape) if cut else Summed() for shape, cut in self._like]
         given = {node: way_to(node, leaf) for node, leaf in self.leaves.items()}
-        for leaf in self.leaves.values():
-            home = home_of(leaf)
-            if home is not None:
-                home.sharding.joins_backward()
+        for home in filter(None, map(home_of, self.leaves.values())):
+            if home.sharding.gatherer is not None:  # whose pass this is, not that of the first slice
+                home.sharding.gatherer.joins_backward()
         with hooks.within_pass(), _one_recomputation():
             for number, one in enumerate(self._slices):
                 if one is None:
