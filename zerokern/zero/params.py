@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError
 from zerokern.kernels import split
-from zerokern.memory import Rests
+from zerokern.memory import Rest
 from zerokern.memory.place import DevicePool
 from zerokern.zero import hooks
 from zerokern.zero.homes import Home, alias, give_home
@@ -89,16 +89,16 @@ def whole_like(group: Group, shard_numel: int, place: Piece, one: Sharded) -> Te
 class BucketMemory:
     """One bucket: `shard` is always there; `full` too below stage 3 and on one rank, else its memory comes and goes.
 
-    With `rests` the shard comes and goes too, and its values rest in their place; on one rank it is all there is.
+    With a `rest` the shard comes and goes too, and its values rest in their place; on one rank it is all there is.
     """
 
     def __init__(
-        self, bucket: Bucket, group: Group, *, sharded: bool, pool: DevicePool, rests: Rests | None = None
+        self, bucket: Bucket, group: Group, *, sharded: bool, pool: DevicePool, rest: Rest | None = None
     ) -> None:
         self.bucket, self.group, self.device = bucket, group, pool.device
         self._pool = pool
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
-        self.rest = None if rests is None else rests.make("parameters", bucket.shard_numel, self.dtype)
+        self.rest = rest
         self.sharded = sharded and (not group.alone or self.rest is not None)
         self.tenants: list[Tenant] = []
         self._sorted: list[Tenant] = []

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from zerokern.comm import Group
 from zerokern.core.errors import got
 from zerokern.io import Nvme
 from zerokern.io.place import NvmePlace
-from zerokern.memory import Rests
-from zerokern.zero.partition import shards_parameters
+from zerokern.memory import Rest, Rests
+from zerokern.zero.partition import Bucket, shards_parameters
 
-__all__ = ["check_tier", "rests_on"]
+__all__ = ["check_tier", "rest_of_bucket", "rests_on"]
 
 
 def check_tier(tier: object, stage: int) -> str | Nvme:
@@ -33,10 +34,10 @@ def rests_on(tier: str | Nvme, group: Group) -> Rests | None:
     if not isinstance(tier, Nvme):
         return None
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else group.rank
-    own = replace_path(tier, os.path.join(tier.path, f"parameters-{rank}"))
+    own = replace(tier, path=os.path.join(tier.path, f"parameters-{rank}"))
     return Rests(NvmePlace(own, "parameters", staged=False))
 
 
-def replace_path(tier: Nvme, path: str) -> Nvme:
-    """The same tier in another folder."""
-    return replace(tier, path=path)
+def rest_of_bucket(rests: Rests, bucket: Bucket) -> Rest:
+    """Where this rank's shard of a bucket is while nobody uses it."""
+    return rests.make("parameters", bucket.shard_numel, getattr(torch, bucket.dtype))

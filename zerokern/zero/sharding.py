@@ -30,7 +30,7 @@ from zerokern.zero.params import BucketMemory, Tenant, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
 from zerokern.zero.publishing import Publisher
 from zerokern.zero.reduction import Reduction
-from zerokern.zero.resting import check_tier, rests_on
+from zerokern.zero.resting import check_tier, rest_of_bucket, rests_on
 from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
@@ -104,13 +104,15 @@ class Sharding:
         self._owners: dict[int, list] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
-        for bucket in buckets:
+        # room for all of them, before anything is changed: a place may be too small
+        resting = [None if self.rests is None else rest_of_bucket(self.rests, bucket) for bucket in buckets]
+        for bucket, rest in zip(buckets, resting, strict=True):
             present = {id(named[spot.param][2]) for spot in bucket.places} - prepared
             prepared |= present
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
                 if materialize is not None and id(unit) in present:
                     materialize(unit)
-            memory = BucketMemory(bucket, self.group, sharded=divided, pool=pool, rests=self.rests)
+            memory = BucketMemory(bucket, self.group, sharded=divided, pool=pool, rest=rest)
             tenants = [
                 Tenant(named[spot.param][0], named[spot.param][1], named[spot.param][1].shape, spot)
                 for spot in bucket.places
