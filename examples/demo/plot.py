@@ -1,4 +1,4 @@
-"""demo.png: what each optimizer holds under the cap, the loss curves on top of each other, what each rank holds."""
+"""demo.png: what optimizers hold under the cap, loss curves on top of each other, what ranks hold, what disk saves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from . import memory, race, together
+from . import larger, memory, race, together
 from .act import Act
+from .view import megabytes
 
 INK = "#1f2430"
 GRID = "#e4e6eb"
@@ -172,18 +173,41 @@ def draw_ranks(axes: Axes, curves: Axes, outcome: together.Outcome) -> None:
     curves.set_xlabel("step")
 
 
+def draw_larger(axes: Axes, curves: Axes, outcome: larger.Outcome) -> None:
+    """What both trainings took of memory, and the cap; below it their losses."""
+    both = ((larger.RESIDENT, outcome.resident), (larger.RESTING, outcome.resting))
+    for x, (told, colour) in enumerate(((outcome.resident, "#b9bec8"), (outcome.resting, "#2f5d8a"))):
+        axes.bar(x, told.taken / 1e6, BAR_WIDTH, color=colour)
+    axes.axhline(outcome.act.cap / 1e6, color=ALARM, linewidth=1.8, label=f"cap {megabytes(outcome.act.cap)}")
+    axes.set_xticks(range(len(both)), [name.replace(", ", ",\n") for name, _ in both])
+    axes.legend(frameon=False, loc="upper right")
+    axes.set_ylabel("MB that training took")
+    clean(axes, f"{outcome.act.shape.numel / 1e6:.0f}M parameters, at rest in memory and on disk")
+    steps = range(1, len(outcome.resting.losses) + 1)
+    for (name, told), style in zip(both, LANE_STYLES, strict=False):
+        curves.plot(steps, told.losses[: len(steps)], label=name, **style)
+    curves.spines[["top", "right"]].set_visible(False)
+    curves.grid(axis="y", color=GRID)
+    curves.legend(frameon=False, loc="upper right")
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
+    curves.set_ylabel("training loss")
+    curves.set_xlabel("step")
+
+
 def draw(
     path: Path,
     capped: list[tuple[Act, list[memory.Outcome]]],
     lanes: list[race.Lane],
     ranks: together.Outcome | None = None,
+    rested: larger.Outcome | None = None,
 ) -> bool:
-    """Writes the picture of the acts that ran: a panel for each cap, one for the losses, one for the ranks. False where
-    there is none.
+    """Writes the picture of the acts that ran: a panel for each cap, one for the losses, one for the ranks, one for
+    what trained from disk. False where there is none.
     """
     capped = [(act, outcomes) for act, outcomes in capped if outcomes]
     ranks = None if ranks is None or ranks.failure else ranks
-    panels = len(capped) + bool(lanes) + bool(ranks)
+    rested = None if rested is None or rested.failure else rested
+    panels = len(capped) + bool(lanes) + bool(ranks) + bool(rested)
     if not panels:
         return False
     with plt.rc_context(FONT | TICKS):
@@ -197,6 +221,9 @@ def draw(
         if ranks:
             held, curves = next(columns).subplots(2, 1, height_ratios=(3, 2))
             draw_ranks(held, curves, ranks)
+        if rested:
+            held, curves = next(columns).subplots(2, 1, height_ratios=(3, 2))
+            draw_larger(held, curves, rested)
         figure.savefig(path)
         plt.close(figure)
     return True

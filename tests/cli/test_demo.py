@@ -64,7 +64,7 @@ def test_options_are_read() -> None:
         (["--steps", "0"], "--steps: count='0' is not possible; allowed: a whole number from 1 on"),
         (["--out", "demo.txt"], "out='demo.txt' is not possible; allowed: a .png"),
         (["--out", "no-such-folder/demo.png"], "in a folder that exists"),
-        (["--act", "4"], "invalid choice: '4'"),
+        (["--act", "5"], "invalid choice: '5'"),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,9 +304,9 @@ def test_the_quick_demo_runs(tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     said = ("OUT OF MEMORY (step 1, optimizer)", "zk.AdamW int8: trained", "exact on disk: trained", "Act 2")
-    for words in (*said, "Act 3", "planned for a rank", "demo.png written"):
+    for words in (*said, "Act 3", "planned for a rank", "Act 4", "the same bits", "demo.png written"):
         assert words in ran.stdout
-    assert picture_size(tmp_path / "demo.png") == (3840, 864)
+    assert picture_size(tmp_path / "demo.png") == (4800, 864)
 
 
 def test_an_act_survives_the_command_line() -> None:

@@ -1,0 +1,174 @@
+"""Fourth act: a model that is several times larger than a cap on memory trains from disk, as it trains in memory."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..contenders import CONTENDERS, ON_DISK
+from ..model import Shape
+from .act import Act
+from .place import temporary
+from .processes import Processes
+from .view import View, megabytes
+
+DISK_MARGIN = 1.2
+BEGINNING = 1  # step, which finds no state on the disk
+RESIDENT, RESTING = "all in memory, no cap", "all on disk, capped"
+
+# In memory it needs 14 bytes per parameter; gradients alone wait there, 2 bytes, beside the rings and a few units.
+FULL = Act(
+    Shape(8, 1024, 64), (), rows=4, steps=10, lr=2e-4, seconds=30.0, cap=420_000_000, ring_nbytes=32 << 20, stage=3,
+    warmup=8,
+)  # fmt: skip
+QUICK = Act(
+    Shape(8, 512, 64), (), rows=2, steps=4, lr=3e-4, seconds=10.0, cap=160_000_000, ring_nbytes=8 << 20, stage=3,
+    warmup=8,
+)  # fmt: skip
+
+
+@dataclass
+class Told:
+    """What one training said."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    resident: int = 0
+    peak: int = 0
+    failure: str = ""
+
+    def take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "ready":
+            self.resident = event["resident"]
+        elif kind == "step":
+            self.losses.append(event["loss"])
+            for name in ("seconds", "read", "written"):
+                getattr(self, name).append(event[name])
+        elif kind == "end":
+            self.peak = event["peak"]
+            self.failure = f"out of memory ({event['phase']}): {event['message']}" if event["message"] else ""
+
+    @property
+    def taken(self) -> int:
+        """Memory that training took, at most."""
+        return self.peak - self.resident
+
+    def of_settled(self, name: str) -> float:
+        values = getattr(self, name)
+        return statistics.median(values[BEGINNING:] or values)
+
+
+@dataclass
+class Outcome:
+    """The same training in memory and from disk."""
+
+    act: Act
+    resident: Told
+    resting: Told
+    place: str = ""
+
+    @property
+    def differs(self) -> int:
+        """The first step whose losses are not the same bits; 0 where there is none."""
+        pairs = zip(self.resident.losses, self.resting.losses, strict=False)
+        return next((step for step, (want, found) in enumerate(pairs, 1) if want != found), 0)
+
+    @property
+    def failure(self) -> str:
+        for who, told in ((RESIDENT, self.resident), (RESTING, self.resting)):
+            if told.failure:
+                return f"{who}: {told.failure}"
+        return f"the losses of step {self.differs} differ" if self.differs else ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failure)
+
+
+def needs(act: Act) -> dict[str, int]:
+    """Bytes by role that training holds in memory where everything rests there."""
+    return CONTENDERS["exact"].bytes_by_role(act.shape.numel)
+
+
+def at_rest(act: Act) -> int:
+    """Bytes that rest on disk: parameters, remainders and state."""
+    return sum(nbytes for role, nbytes in needs(act).items() if role in {*ON_DISK, "parameters"})
+
+
+def train(act: Act, name: str, view: View, folder: str = "") -> Told:
+    told = Told()
+    with closing(Processes("rest", [[act.to_json(), folder]])) as processes, view.rounds() as rounds:
+        for _, event in processes.events():
+            told.take(event)
+            if event["event"] == "step":
+                rounds.at(f"  {name}, loss {told.losses[-1]:.3f}", len(told.losses), act.steps)
+        told.failure = told.failure or processes.failures().get(0, "" if told.peak else "ended without a word")
+    return told
+
+
+def table_rows(outcome: Outcome) -> list[list[str]]:
+    act, both = outcome.act, (outcome.resident, outcome.resting)
+    numel = act.shape.numel
+
+    def row(name: str, *cells: str) -> list[str]:
+        return [name, *cells]
+
+    def moved(told: Told, way: str) -> str:
+        nbytes = told.of_settled(way)
+        return f"{nbytes / numel:.2f} B per parameter" if nbytes else "-"
+
+    return [
+        row("cap", "-", megabytes(act.cap)),
+        row("memory that training took", *(megabytes(told.taken) for told in both)),
+        row("at rest on disk", "-", megabytes(at_rest(act))),
+        row("read in a step", *(moved(told, "read") for told in both)),
+        row("written in a step", *(moved(told, "written") for told in both)),
+        row("a step", *(f"{told.of_settled('seconds'):,.2f} s" for told in both)),
+        *(
+            row(f"loss of step {step}", *(f"{told.losses[step - 1]:.9f}" for told in both))
+            for step in shown(len(outcome.resting.losses))
+        ),
+    ]
+
+
+def shown(count: int) -> list[int]:
+    """
+    >>> shown(10), shown(1)
+    ([1, 5, 10], [1])
+    """
+    return sorted({1, count // 2, count} - {0}) if count else []
+
+
+def perform(act: Act, view: View) -> Outcome | None:
+    """Runs the act and prints its table; None where no folder has room for it."""
+    held = sum(needs(act).values())
+    view.title(
+        f"Act 4: a GPT of {act.shape.numel / 1e6:.0f}M parameters, with state and gradients {megabytes(held)}, under a "
+        f"memory cap of {megabytes(act.cap)}"
+    )
+    nbytes = round(at_rest(act) * DISK_MARGIN)
+    with temporary(nbytes) as place:
+        if place is None:
+            view.say(f"  left out, because no folder for temporary files has {megabytes(nbytes)} free")
+            return None
+        view.say(f"  parameters and state rest in {place}, a temporary folder that is removed afterwards")
+        resting = train(act, RESTING, view, str(place.folder))
+        outcome = Outcome(act, Told(), resting, str(place))
+    if not resting.failure:
+        outcome.resident = train(act, RESIDENT, view)
+    if not resting.failure and not outcome.resident.failure:
+        view.say()
+        view.table(["", RESIDENT, RESTING], table_rows(outcome))
+        view.say(
+            f"All of it is {held / act.cap:.1f} times the cap, which is that of act 1. Bytes are those that the kernel "
+            f"counted at the device. The losses of {len(resting.losses)} steps are "
+            + ("NOT the same." if outcome.differs else "the same bits.")
+        )
+    if outcome.failed:
+        view.say(f"FAILED: {outcome.failure}")
+    return outcome
