@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = [*everything, *(section.name for section in ALONE)]
     parser = argparse.ArgumentParser(prog="bench/gpu.sh", description=__doc__)
     parser.add_argument("out", type=Path, help="an existing folder for JSON and logs")
-    parser.add_argument("section", nargs="?", help=f"one of {', '.join(names)}; all but offload* without it")
+    parser.add_argument("section", nargs="?", help=f"one of {', '.join(names)}; without it all but the long ones")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU at toy sizes; nothing is measured")
     parser.add_argument("--tree", type=Path, metavar="FOLDER", help="the sources, for their tests")
     parser.add_argument("--within", type=float, default=540.0, metavar="S", help="seconds for all sections (540)")

@@ -10,7 +10,9 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,6 +55,9 @@ class Case:
         return cls(**{**fields, "tokens": tuple(fields["tokens"])})
 
 
+Make = Callable[[device.Stage, Any], device.Trainer]
+
+
 def tell(**message: object) -> None:
     print(json.dumps(message), flush=True)
 
@@ -67,7 +72,7 @@ def trainer(stage: device.Stage, case: Case) -> device.Trainer:
     return device.compute_only(stage) if case.name == COMPUTE else device.ours(stage, case.name, case.form)
 
 
-def train(case: Case, stage: device.Stage) -> None:
+def train(case: Case, stage: device.Stage, trainer: Make) -> None:
     made = trainer(stage, case)
     for tokens in case.tokens:
         try:
@@ -89,8 +94,8 @@ def _train(made: device.Trainer, stage: device.Stage, tokens: int, steps: int) -
     tell(tokens=tokens, seconds=seconds, losses=[loss.item() for loss in losses])
 
 
-def main(text: str) -> None:
-    case = Case.from_json(text)
+def main(text: str, case_of: Callable[[str], Case] = Case.from_json, trainer: Make = trainer) -> None:
+    case = case_of(text)
     where = torch.device(case.on)
     # code, context and threads of libraries count for nobody
     warm = dataclasses.replace(case, layers=WARM.layers, width=WARM.width, context=WARM.context)
@@ -100,7 +105,7 @@ def main(text: str) -> None:
     made.settle()
     del made
     ask(ready=case.shape.numel)
-    train(case, device.Stage(where, case.shape))
+    train(case, device.Stage(where, case.shape), trainer)
     ask(ended=True)
 
 

@@ -20,6 +20,7 @@ from .case import Case
 SMI = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "200")
 MIB, KIB = 1 << 20, 1 << 10
 LOG_LINES = 5
+PROGRAM = f"{__package__}.case"
 
 
 @dataclass
@@ -71,9 +72,9 @@ class DeviceWatch:
         return self.peak
 
 
-def run_case(case: Case, log: Path, limit_s: float) -> Found:
+def run_case(case: Case, log: Path, limit_s: float, program: str = PROGRAM) -> Found:
     """Starts it, hears it, answers it, and stops it at the limit; what it had told until then is kept."""
-    words = [sys.executable, "-m", f"{__package__}.case", case.to_json()]
+    words = [sys.executable, "-m", program, case.to_json()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     home = Path(__file__).resolve().parents[3]  # -m puts the working folder first on the path
     found, watch = Found(), DeviceWatch()

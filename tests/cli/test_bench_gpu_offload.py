@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-asked, contest, device, offload, offload7b, offloadmax, run, sections, settings, syncs, timers, watch = (
+asked, contest, device, infinity, offload, offload7b, offloadmax, run, sections, settings, syncs, timers, watch = (
     import_module(f"zerokern.bench.{name}")
     for name in (
-        "gpu.asked", "contest", "offload.device", "gpu.sections.offload", "gpu.sections.offload7b",
-        "gpu.sections.offloadmax", "run", "gpu.sections", "gpu.settings", "offload.syncs", "timers", "offload.watch",
+        "gpu.asked", "contest", "offload.device", "gpu.sections.infinity", "gpu.sections.offload",
+        "gpu.sections.offload7b", "gpu.sections.offloadmax", "run", "gpu.sections", "gpu.settings", "offload.syncs", "timers", "offload.watch",
     )
 )  # fmt: skip
 case = import_module("zerokern.bench.offload.case")
@@ -175,6 +175,16 @@ class TestJudge:
         offload7b.judge(desk, found)
         assert desk.figures == {"offload7b.delayed": (0.8, f"{device.DELAYED}, 16,384 tokens")}
         assert desk.refused == {"offload7b.overlap": "ended with 1: out of memory"}
+
+    def test_parameters_on_the_host_are_compared_with_those_on_the_device(self) -> None:
+        def of(losses: list[float], seconds: float) -> object:
+            return watch.Found([{"tokens": 64, "losses": losses, "seconds": seconds}], numel=10)
+
+        desk = Desk()
+        infinity.judge(desk, {infinity.DEVICE: of([2.0, 1.0], 1.0), infinity.HOST: of([2.0, 1.01], 1.25)})
+        assert desk.figures == {"infinity.loss": (1.0, "4 steps"), "infinity.share": (0.8, "10 parameters")}
+        infinity.judge(desk, {infinity.DEVICE: of([2.0], 1.0), infinity.HOST: watch.Found(failed="ended with 1")})
+        assert desk.refused == {"infinity.share": "ended with 1", "infinity.loss": "ended with 1"}
 
     def test_ten_falling_losses_are_a_training(self) -> None:
         def of(losses: list[float], failed: str = "") -> bool:

@@ -39,6 +39,7 @@ ALONE = (
     Section("offload", 240, 60, "a GPT of 1B with its state on the host: every schedule, and what others offload with"),
     Section("offload7b", 240, 60, "a GPT of 7B with its state on the host, each schedule in a process", timed=False),
     Section("offloadmax", 240, 60, "the largest model that trains on one GPU and its host", timed=False),
+    Section("infinity", 240, 60, "models whose parameters rest on the host and on the disk", timed=False),
 )
 NAMES = ("build", *(section.name for section in (*SECTIONS, *ALONE)))
 
