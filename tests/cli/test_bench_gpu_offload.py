@@ -19,7 +19,8 @@ asked, contest, device, infinity, offload, offload7b, offloadmax, run, sections,
     import_module(f"zerokern.bench.{name}")
     for name in (
         "gpu.asked", "contest", "offload.device", "gpu.sections.infinity", "gpu.sections.offload",
-        "gpu.sections.offload7b", "gpu.sections.offloadmax", "run", "gpu.sections", "gpu.settings", "offload.syncs", "timers", "offload.watch",
+        "gpu.sections.offload7b", "gpu.sections.offloadmax", "run", "gpu.sections", "gpu.settings", "offload.syncs",
+        "timers", "offload.watch",
     )
 )  # fmt: skip
 case = import_module("zerokern.bench.offload.case")
