@@ -220,3 +220,27 @@ def test_the_folder_is_free_and_empty_once_the_model_is_gone(tmp_path: Path) -> 
     for _ in range(3):
         gc.collect()
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size] == []
+
+
+@ranked
+def fetched_before_it_is_gathered(world: World, folder: Path) -> None:
+    model = world.shard(model_of(), stage=3, tier=zk.Nvme(folder))
+    train(model, 2, world.rank)
+    sharding = sharding_of(model)
+    rests = [memory.rest for unit in sharding.gatherer.units[1:] for memory in unit.memories]
+    seen: list[list[int]] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(
+            lambda *_: seen.append([number for number, rest in enumerate(rests) if rest._users])
+        )
+    sharding.rests.drain()
+    sharding.rests.sweep()
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    # the unit at work and the next are gathered, and need their shards no more; the one after them is on its way
+    assert [2 in users for users in seen][:2] == [True, True]
+    assert all(len(users) <= 2 for users in seen)
+
+
+def test_shards_come_one_unit_earlier_than_they_are_gathered(tmp_path: Path) -> None:
+    on_threads(2, fetched_before_it_is_gathered, tmp_path)

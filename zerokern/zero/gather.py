@@ -44,6 +44,7 @@ class Gatherer:
         self.publishing: Callable[[], bool] = lambda: False
         sharded = [(unit, memory) for unit in units for memory in unit.memories if memory.sharded]
         self._comes_and_goes = bool(sharded)
+        self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
         self.reads = Reads(
             {memory.full.untyped_storage()._cdata: (memory, partial(self.reading, unit)) for unit, memory in sharded}
         )
@@ -130,6 +131,10 @@ class Gatherer:
                     unit.wait()
                 elif not self.publishing():  # its update would keep this one back
                     self.units[number].launch()
+            # what is gathered next has to be here by then: shards come from where they rest one unit earlier
+            for number in order.coming(self.ahead.depth + 1)[self.ahead.depth :] if self._fetches else ():
+                if not self.publishing():
+                    self.units[number].fetch()
 
     def after_forward(self, unit: GatheredUnit, result: Any) -> list[Tensor]:
         """The outputs whose gradients are to tell when the unit's backward begins: those that it has computed."""
