@@ -40,6 +40,8 @@ def shard(
     mesh: DeviceMesh | Group | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     tier: str | Nvme = "device",
+    keep: str | Nvme | None = None,
+    micro: int = 1,
     units: Units = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Module:
@@ -53,7 +55,10 @@ def shard(
     children of `ModuleList`s, and the rest with the root. `bucket_bytes`: how much one collective moves, at most,
     unless one parameter is larger. `tier`: where shards rest at stage 3. With `zk.Nvme(path)` they are fetched from a
     folder below `path` before their unit computes, and before they are updated; host memory holds the units at work,
-    and gradients. `mp_policy.param_dtype` becomes the parameters' dtype; the fp32 values that they
+    and gradients. `keep`: units keep their inputs alone until backward, there (`"device"`, `"cpu"`, `zk.Nvme(path)`),
+    and are computed again; `micro`: in so many slices of the batch, one after the other, while the parameters are
+    there. Both as `zk.recompute` says; of units that lie in each other the outermost, and not the root. `micro` above 1
+    alone means `keep="device"`. `mp_policy.param_dtype` becomes the parameters' dtype; the fp32 values that they
     had are handed to the optimizer exactly.
 
     >>> import torch, zerokern as zk
@@ -72,6 +77,8 @@ def shard(
             group=group_of(mesh, module),
             mp_policy=mp_policy,
             tier=tier,
+            keep=keep,
+            micro=micro,
             units=units,
             bucket_bytes=bucket_bytes,
         )
@@ -137,18 +144,20 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
     >>> model.weight.shape
     torch.Size([2, 4])
     """
-    settings = {
+    settings: dict[str, Any] = {
         "stage": 2,
         "mesh": None,
         "mp_policy": None,
         "tier": "device",
+        "keep": None,
+        "micro": 1,
         "units": None,
         "bucket_bytes": BUCKET_BYTES,
-        **shard_kwargs,
     }
     unknown = sorted(set(shard_kwargs) - set(settings))
     if unknown:
         raise TypeError(f"zk.build got {', '.join(unknown)}; allowed: the keywords of zk.shard, and device")
+    settings.update(shard_kwargs)
     stage = check_stage(settings.pop("stage"))
     mesh = settings.pop("mesh")
     with during("zk.build", of="zk.shard"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ __all__ = [
     "accumulator",
     "after_accumulation",
     "after_loading",
+    "around_forward",
     "at_end_of_backward",
     "before_accumulation",
     "current_pass",
@@ -34,6 +36,7 @@ __all__ = [
     "hooks_after_accumulation",
     "in_backward",
     "is_accumulated",
+    "is_within_pass",
     "keep_hook",
     "made_anew",
     "next_node",
@@ -172,6 +175,11 @@ def within_pass() -> Iterator[None]:
         _pass.number = before
 
 
+def is_within_pass() -> bool:
+    """Whether this is such a part."""
+    return _pass.number != -1
+
+
 def is_accumulated(node: object) -> bool | None:
     """Whether the pass that is running adds to the leaf of this node; None: it hands the gradient to its caller."""
     try:
@@ -265,6 +273,39 @@ def _around(call: Callable[..., Any], before: Before, after: After) -> Callable[
         return result if changed is None else changed
 
     return wrapped
+
+
+class _Around:
+    """What a module has in the place of its forward; a copy of it, or what is pickled of it, has its forward itself."""
+
+    def __init__(self, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward, self._call = forward, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._forward, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _itself, (self._forward,)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+def around_forward(module: nn.Module, call: Callable[[Callable[..., Any], Args, Kwargs], Any]) -> None:
+    """Have `call(forward, args, kwargs)` compute, within what hooks do before and after; of a compiled one, all of it.
+
+    >>> layer = nn.Identity()
+    >>> around_forward(layer, lambda forward, args, kwargs: forward(*args, **kwargs) + 1)
+    >>> layer(torch.ones(1))
+    tensor([2.])
+    """
+    compiled = getattr(module, "_compiled_call_impl", None)
+    if compiled is None:
+        module.forward = _Around(module.forward, call)  # type: ignore[method-assign]
+    else:
+        module._compiled_call_impl = lambda *args, **kwargs: call(compiled, args, kwargs)
 
 
 def next_node() -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zerokern.core.errors import got
+from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.zero import hooks
 from zerokern.zero.batches import refuse_batch_norm
@@ -18,8 +19,9 @@ from zerokern.zero.containers import mapped
 from zerokern.zero.keeping import Keeper, Turn
 from zerokern.zero.reads import Reads
 from zerokern.zero.slices import sliced
+from zerokern.zero.units import Unit
 
-__all__ = ["Call", "check_keep", "check_micro", "keeping", "recompute", "turn_of"]
+__all__ = ["Call", "check_keep", "check_micro", "check_repeated", "keeping", "recompute", "repeat_units", "turn_of"]
 
 TORCHS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keywords of torch's checkpoint, which it gets, as it does in torch"""
@@ -80,6 +82,45 @@ def check_micro(micro: object) -> int:
     return micro
 
 
+def check_repeated(units: Sequence[Unit], keep: object, micro: object) -> str:
+    """What all ranks are to have asked for, in words; or an error.
+
+    >>> check_repeated([], None, 1)
+    'nowhere, 1'
+    """
+    slices = check_micro(micro)
+    place = "nowhere" if keep is None else check_keep(keep)
+    if len(units) < 2 and (slices, place) != (1, "nowhere"):
+        raise ValueError(
+            f"keep={keep!r}, micro={micro} are for units, and this model is one with its root: name some by units="
+        )
+    return f"{place if isinstance(place, str) else 'a disk'}, {slices}"
+
+
+def repeat_units(units: Sequence[Unit], keep: str | Nvme | None, micro: int) -> None:
+    """From now on units keep their inputs alone: all but the root, which comes first, and those that lie in others.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> repeat_units([Unit("", nn.ModuleList([layer])), Unit("0", layer)], "device", 1)
+    >>> hasattr(layer.forward, "__wrapped__")
+    True
+    """
+    if micro == 1 and keep is None:
+        return
+    keeper = None if keep in (None, "device") else Keeper(check_keep(keep))
+    within: set[int] = set()
+    for unit in units[1:]:
+        if id(unit.module) not in within:
+            within.update(map(id, unit.module.modules()))
+            hooks.around_forward(unit.module, partial(_forward, keeper, micro))
+
+
+def _forward(keeper: Keeper | None, micro: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return keeping(keeper, micro, forward, args, kwargs, {})
+
+
 def _keeper(keep: str | Nvme) -> Keeper | None:
     """What keeps inputs in this place, for calls of this thread."""
     if keep == "device":
@@ -100,12 +141,13 @@ class Call:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool = False
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, in_slices: bool = False
     ) -> None:
-        self.fn = fn
+        self.fn, self._in_slices = fn, in_slices
+        self.is_new = True  # what is called now is no repetition
         self._tensors: list[Tensor] = []
         self._places: dict[int, int] = {}
-        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None if again else (args, kwargs)
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None if in_slices else (args, kwargs)
         self._given = mapped((args, kwargs), self._place)
         self._places.clear()
 
@@ -123,7 +165,12 @@ class Call:
         return found
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """The first time with the very arguments, `again` with these tensors in the places of theirs."""
+        """The first time with the very arguments, or else with these tensors in the places of theirs."""
+        if self._in_slices and not self.is_new and not hooks.is_within_pass():
+            raise StateError(
+                "a tensor of one slice's graph was kept by a function that is computed in slices (micro > 1), as an "
+                "auxiliary loss in an attribute is, and used outside: the others are not in it. Return it as a result"
+            )
         given, self._first = self._first, None
         args, kwargs = given or mapped(self._given, lambda place: tensors[place.number], _Place)
         return self.fn(*args, **kwargs)
@@ -150,17 +197,19 @@ def keeping(
     """torch's checkpoint, of slices of the batch, with inputs that the keeper keeps."""
     if micro > 1:
         refuse_batch_norm(fn)
-    call = Call(fn, args, kwargs, again=micro > 1)
+    call = Call(fn, args, kwargs, in_slices=micro > 1)
     turn = turn_of(keeper)
 
     def compute(tensors: Sequence[Tensor]) -> Any:
-        if turn is None:
-            return checkpoint(call, *tensors, use_reentrant=False, **settings)
-        hooks.hear_saved(turn.pack, turn.unpack)
+        call.is_new = True
+        if turn is not None:
+            hooks.hear_saved(turn.pack, turn.unpack)
         try:
             return checkpoint(call, *tensors, use_reentrant=False, **settings)
         finally:
-            hooks.hear_saved_no_more()
+            call.is_new = False
+            if turn is not None:
+                hooks.hear_saved_no_more()
 
     return compute(call.take()) if micro == 1 else sliced(compute, call.take(), micro)
 
