@@ -17,6 +17,7 @@ from zerokern.io import Nvme
 from zerokern.zero import home_of
 from zerokern.zero.construction import Construction
 from zerokern.zero.partition import check_stage
+from zerokern.zero.recompute import Repeated
 from zerokern.zero.sharding import Sharding
 from zerokern.zero.units import Units
 from zerokern.zero.whole import whole
@@ -77,8 +78,7 @@ def shard(
             group=group_of(mesh, module),
             mp_policy=mp_policy,
             tier=tier,
-            keep=keep,
-            micro=micro,
+            repeated=Repeated(keep, micro),
             units=units,
             bucket_bytes=bucket_bytes,
         )
@@ -160,12 +160,13 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
     settings.update(shard_kwargs)
     stage = check_stage(settings.pop("stage"))
     mesh = settings.pop("mesh")
+    repeated = Repeated(settings.pop("keep"), settings.pop("micro"))
     with during("zk.build", of="zk.shard"):
         group = group_on(mesh, torch.get_default_device() if device is None else device)
     construction = Construction(group.device)
     module = construction.run(fn)
     with during("zk.build", of="zk.shard"):
-        Sharding(module, stage=stage, group=group, materialize=construction.materialize, **settings)
+        Sharding(module, stage=stage, group=group, repeated=repeated, materialize=construction.materialize, **settings)
     return module
 
 

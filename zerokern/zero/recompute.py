@@ -21,7 +21,7 @@ from zerokern.zero.reads import Reads
 from zerokern.zero.slices import sliced
 from zerokern.zero.units import Unit
 
-__all__ = ["Call", "check_keep", "check_micro", "check_repeated", "keeping", "recompute", "repeat_units", "turn_of"]
+__all__ = ["Call", "Repeated", "check_keep", "check_micro", "keeping", "recompute", "turn_of"]
 
 TORCHS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keywords of torch's checkpoint, which it gets, as it does in torch"""
@@ -82,37 +82,40 @@ def check_micro(micro: object) -> int:
     return micro
 
 
-def check_repeated(units: Sequence[Unit], keep: object, micro: object) -> str:
-    """What all ranks are to have asked for, in words; or an error.
-
-    >>> check_repeated([], None, 1)
-    'nowhere, 1'
-    """
-    slices = check_micro(micro)
-    place = "nowhere" if keep is None else check_keep(keep)
-    if len(units) < 2 and (slices, place) != (1, "nowhere"):
-        raise ValueError(
-            f"keep={keep!r}, micro={micro} are for units, and this model is one with its root: name some by units="
-        )
-    return f"{place if isinstance(place, str) else 'a disk'}, {slices}"
-
-
-def repeat_units(units: Sequence[Unit], keep: str | Nvme | None, micro: int) -> None:
-    """From now on units keep their inputs alone: all but the root, which comes first, and those that lie in others.
+class Repeated:
+    """Units whose inputs alone are kept: all but the root, which comes first, and those that lie in others.
 
     >>> layer = nn.Linear(2, 2)
-    >>> repeat_units([Unit("", nn.ModuleList([layer])), Unit("0", layer)], "device", 1)
-    >>> hasattr(layer.forward, "__wrapped__")
+    >>> units, repeated = [Unit("", nn.ModuleList([layer])), Unit("0", layer)], Repeated(None, 4)
+    >>> repeated.check(units)
+    'device, 4'
+    >>> repeated.begin(units); hasattr(layer.forward, "__wrapped__")
     True
     """
-    if micro == 1 and keep is None:
-        return
-    keeper = None if keep in (None, "device") else Keeper(check_keep(keep))
-    within: set[int] = set()
-    for unit in units[1:]:
-        if id(unit.module) not in within:
-            within.update(map(id, unit.module.modules()))
-            hooks.around_forward(unit.module, partial(_forward, keeper, micro))
+
+    def __init__(self, keep: str | Nvme | None, micro: int) -> None:
+        self.micro = check_micro(micro)
+        self.keep = None if keep is None and micro == 1 else check_keep("device" if keep is None else keep)
+
+    def check(self, units: Sequence[Unit]) -> str:
+        """What all ranks are to have asked for, in words; or an error."""
+        if self.keep is not None and len(units) < 2:
+            raise ValueError(
+                f"keep={self.keep!r}, micro={self.micro} are for units, and this model is one with its root: name some "
+                "by units="
+            )
+        return f"{'a disk' if isinstance(self.keep, Nvme) else self.keep}, {self.micro}"
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """From now on, whenever gradients are wanted."""
+        if self.keep is None:
+            return
+        keeper = None if self.keep == "device" else Keeper(self.keep)
+        within: set[int] = set()
+        for unit in units[1:]:
+            if id(unit.module) not in within:
+                within.update(map(id, unit.module.modules()))
+                hooks.around_forward(unit.module, partial(_forward, keeper, self.micro))
 
 
 def _forward(keeper: Keeper | None, micro: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -29,7 +29,6 @@ from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
 from zerokern.zero.params import BucketMemory, Tenant, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
 from zerokern.zero.publishing import Publisher
-from zerokern.zero.recompute import check_repeated, repeat_units
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.resting import check_tier, rest_of_bucket, rests_on
 from zerokern.zero.sharded import Sharded, leaves
@@ -54,8 +53,7 @@ class Sharding:
         units: Units = None,
         bucket_bytes: int = 32 << 20,
         tier: str | Nvme = "device",
-        keep: str | Nvme | None = None,
-        micro: int = 1,
+        repeated: Any = None,
         materialize: Callable[[Unit], None] | None = None,
     ) -> None:
         self.module, self.stage, self.group = module, stage, group
@@ -75,7 +73,7 @@ class Sharding:
             "bucket_bytes": checks.bucket_bytes(bucket_bytes),
             "mp_policy": str(self.policy),
             "tier": tier if isinstance(tier, str) else type(tier).__name__,
-            "keep, micro": check_repeated(found, keep, micro),
+            "keep, micro": str(repeated and repeated.check(found)),
             "units": [unit.name for unit in found],
         }
         checks.same_on_all_ranks(group, settings, found)
@@ -83,7 +81,8 @@ class Sharding:
             self._broadcast_buffers()
             self._take_in(found, device, bucket_bytes, materialize)
         self._hook_gradients()
-        repeat_units(found, keep, micro)
+        if repeated is not None:  # zero/recompute.py; within the hooks that follow
+            repeated.begin(found)
         self._hook_forwards(found)
         for memory in self.memories:
             if memory.rest is not None:
