@@ -27,7 +27,7 @@ from zerokern.memory.arena import HUGE_PAGE, PAGE, never_unmap
 from zerokern.memory.place import Place, Wanted
 from zerokern.memory.staging import Ticket
 
-__all__ = ["Rest", "Rests"]
+__all__ = ["NextRest", "Rest", "Rests"]
 
 _NONE, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_NORESERVE = 0x4000  # Python 3.13 has a name for it
@@ -54,11 +54,23 @@ class Rests:
         self.lock = threading.RLock()
         self.leaving: deque[Rest] = deque()  # without a user, and to be given back once they are stored
         self.kept: list[Rest] = []  # without a user, while somebody has a view of them
+        self.unused: list[Any] = []  # room in the place that nobody has any more
         self._pid = os.getpid()
 
     def make(self, role: str, numel: int, dtype: torch.dtype) -> Rest:
         """Memory for so many elements, zeros as yet, with room for them in the place."""
+        self.evict()
         return Rest(self, role, numel, dtype)
+
+    def follow(self, base: Rest, role: str) -> NextRest:
+        """Memory for what is to become the contents of another."""
+        self.evict()
+        return NextRest(base, role)
+
+    def evict(self) -> None:
+        """Room that nobody has any more is free again."""
+        while self.unused:
+            self.place.evict([self.unused.pop()])
 
     def check(self) -> None:
         """Raises in a forked child, where the memory is not."""
@@ -124,8 +136,13 @@ class Rest:
         self._coming: Ticket | None = None
         self._going: Ticket | None = None
         self._failure: BaseException | None = None
+        self.edition = 0  # another one for other contents: counts what may have changed them
         self._protect(_NONE)
         self.is_here = False
+
+    def __del__(self) -> None:
+        if hasattr(self, "_kept"):
+            self.rests.unused.append(self._kept)
 
     def fetch(self) -> None:
         """One more user; what is not there is on its way from here on, and `wait` returns once it is."""
@@ -160,6 +177,7 @@ class Rest:
         with self.rests.lock:
             going, self._going = self._going, None
             self._changed = True
+            self.edition += 1
         if going is not None:
             going.wait()
 
@@ -187,7 +205,7 @@ class Rest:
 
     def is_viewed(self) -> bool:
         """Whether somebody has a view of the memory, beside those who always do: asked first while nobody else does."""
-        views = torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata)
+        views = self._count_views()
         self._views = min(self._views, views)
         return views > self._views
 
@@ -204,11 +222,12 @@ class Rest:
             return
         if self._failure is None and self._changed:
             self._changed = False
+            self.edition += 1  # who was given a view may have written until now
             self._going = self.rests.place.store(self._kept, self._bytes)
             self._has_contents = True
         if self._going is None:
             self._give_back()
-        else:
+        elif self not in self.rests.leaving:
             self.rests.leaving.append(self)
 
     def end(self) -> None:
@@ -221,7 +240,27 @@ class Rest:
                 self._changed = True
                 raise
         if not self._users and self.is_here and not self._changed:
-            self._give_back()
+            if self._failure is None and self.is_viewed():
+                self.rests.kept.append(self)
+            else:
+                self._give_back()
+
+    def come_to_rest(self) -> None:
+        """It is not in memory any more if it was on its way to the place. With the lock."""
+        if not self._users and self in self.rests.leaving:
+            self.rests.leaving.remove(self)
+            self.end()
+
+    @contextlib.contextmanager
+    def adding_views(self) -> Iterator[None]:
+        """Views that are taken within will always be there: they do not keep the memory."""
+        before = self._count_views()
+        yield
+        if self._views < sys.maxsize:
+            self._views += self._count_views() - before
+
+    def _count_views(self) -> int:
+        return int(torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata))
 
     def _give_back(self) -> None:
         self.is_here, self._failure = False, None
@@ -231,3 +270,87 @@ class Rest:
     def _protect(self, how: int) -> None:
         if _LIBC.mprotect(c_void_p(self._address), c_size_t(self.nbytes), how):
             raise OSError(ctypes.get_errno(), f"mprotect of {self.nbytes} bytes")
+
+
+class NextRest(Rest):
+    """What is to become the contents of another: it begins as a copy of these when it is first fetched, is changed
+    beside them, and takes their place. Made by `Rests.follow`.
+
+    >>> from zerokern.memory import HostPlace
+    >>> rests = Rests(HostPlace("example"))
+    >>> base = rests.make("parameters", 2, torch.float32); following = rests.follow(base, "pending")
+    >>> with following.used():
+    ...     following.change(); _ = following.memory.add_(1.0)
+    >>> following.take_place()
+    True
+    >>> with base.used():
+    ...     base.memory
+    tensor([1., 1.])
+    """
+
+    def __init__(self, base: Rest, role: str) -> None:
+        super().__init__(base.rests, role, base.memory.numel(), base.memory.dtype)
+        self.base = base
+        self._begun_from: int | None = None  # the edition of the other that it was copied from
+        self._is_copying = False  # the other is being fetched, to be copied
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it has contents of its own."""
+        return self._begun_from is not None
+
+    def fetch(self) -> None:
+        with self.rests.lock:
+            super().fetch()
+            if not self.is_begun and not self._is_copying:
+                try:
+                    self.base.fetch()
+                except BaseException:
+                    super().leave()
+                    raise
+                self._is_copying = True
+
+    def wait(self) -> None:
+        super().wait()
+        if not self._is_copying:
+            return
+        self.base.wait()
+        going, self._going = self._going, None
+        if going is not None:  # of what it held before
+            going.wait()
+        edition = self.base.edition
+        self.memory.copy_(self.base.memory)
+        self._begun_from, self._is_copying = edition, False
+        self.base.leave()
+
+    def leave(self) -> None:
+        with self.rests.lock:
+            if self._users == 1 and self._is_copying:  # nobody has waited
+                self._is_copying = False
+                self.base.leave()
+            super().leave()
+
+    def take_place(self) -> bool:
+        """Its contents are the other's from here on, and it begins anew. False, and nothing has happened, where that
+        needs a copy: the other has been changed meanwhile, or somebody uses either."""
+        base = self.base
+        with self.rests.lock:
+            for one in (base, self):
+                one.come_to_rest()
+            if base.is_here or self.is_here or not self._has_contents or self._begun_from != base.edition:
+                return False
+            base._kept, self._kept = self._kept, base._kept
+            base._has_contents = True
+            base.edition += 1
+            self.forget()
+            return True
+
+    def forget(self) -> None:
+        """What it holds is of no use: it begins anew. Nobody uses it."""
+        with self.rests.lock:
+            self._has_contents, self._begun_from, self._changed = False, None, False
+
+    def _give_back(self) -> None:
+        super()._give_back()
+        if not self._has_contents:
+            self._begun_from = None

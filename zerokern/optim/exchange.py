@@ -25,7 +25,7 @@ from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.local import LATE, PENDING
 from zerokern.optim.state import Checked, Entry, laid_out, make
 from zerokern.optim.survey import Groups
-from zerokern.zero.kinds import Residence
+from zerokern.zero.kinds import Residence, present
 
 __all__ = ["Column", "Exchange", "Inflow", "Round"]
 
@@ -142,7 +142,8 @@ class Exchange:
             if ticket is not None:
                 ticket.wait()
         for twin in twins:
-            twin.pending = not torch.equal(twin.values.detach(), twin.near.detach().to(twin.values.device))
+            with present(twin.values), present(twin.near):
+                twin.pending = not torch.equal(twin.values.detach(), twin.near.detach().to(twin.values.device))
             twin.loaded = twin.bits if twin.pending else None
 
     def counters(self) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
-from zerokern.memory import HostPlace, Wanted, placement
+from zerokern.memory import HostPlace, NextRest, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
 from zerokern.optim.device import driver_of, put_in_place
 from zerokern.optim.formats import Slot
 from zerokern.zero.homes import alias
+from zerokern.zero.kinds import present, rest_of
 
 __all__ = ["Host", "Twin"]
 
@@ -40,12 +41,18 @@ def _nothing() -> None:
 
 @dataclass(eq=False)
 class Twin:
-    """One parameter, `near` to the compute, and what the host has of it."""
+    """One parameter, `near` to the compute, and what the host has of it.
+
+    `rest`: where its values are while nobody uses them, if the parameter rests too. They are the parameter's then, and
+    nowhere else, until an update changes them.
+    """
 
     near: Tensor
     values: nn.Parameter
     grad: Tensor
     shadow: Tensor | None = None
+    rest: NextRest | None = None
+    shown: Tensor | None = None  # the values, for who shows them: other views would keep them in memory
     others: dict[torch.dtype, Tensor] = field(default_factory=dict)  # room for gradients of other dtypes than the last
     seen: tuple[int, int] = (0, 0)  # version and address of `near`, as of the last time both agreed
     fetched: tuple[Tensor, int] | None = None  # the gradient that left before `step()`, and its version then
@@ -67,7 +74,8 @@ class Twin:
     @property
     def bits(self) -> int:
         """The parameter's fingerprint."""
-        return int(fingerprints(self.near.detach().contiguous()))
+        with present(self.near):
+            return int(fingerprints(self.near.detach().contiguous()))
 
     def agree(self) -> None:
         self.seen = (self.near._version, self.near.data_ptr())
@@ -143,7 +151,9 @@ class Host:
     def _make(
         self, near: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype], columns: Sequence[Sequence[Slot]]
     ) -> None:
-        wanted = [Wanted("values", one.shape, one.dtype) for one in near]
+        places = self._beside(near)
+        loose = [one for one, place in zip(near, places, strict=True) if place is None]
+        wanted = [Wanted("values", one.shape, one.dtype) for one in loose]
         wanted += [Wanted("gradients", one.shape, dtype) for one, dtype in zip(near, grad_dtypes, strict=True)]
         slots = [(one, slot) for one, some in zip(near, columns, strict=True) for slot in some]
         slots.sort(key=lambda pair: pair[1].key)
@@ -153,15 +163,15 @@ class Host:
         tensors = self.room.lay_out(wanted)
         if self.driver is not None:
             self._prints = tensors.pop()
-        count = len(near)
+        there, count = iter(tensors), len(loose) + len(near)
         made: list[Twin] = []
-        for one, values, grad in zip(near, tensors, tensors[count:], strict=False):
-            param = nn.Parameter(values)
-            if grad.dtype != values.dtype:
-                param.grad_dtype = grad.dtype
-            made.append(Twin(one, param, grad))
+        for one, place, grad in zip(near, places, tensors[len(loose) : count], strict=True):
+            twin = Twin(one, nn.Parameter(next(there)), grad) if place is None else _resting(one, grad, place)
+            if grad.dtype != twin.values.dtype:
+                twin.values.grad_dtype = grad.dtype
+            made.append(twin)
         kept: dict[int, dict[str, Tensor]] = {}
-        for (one, slot), tensor in zip(slots, tensors[2 * count :], strict=True):
+        for (one, slot), tensor in zip(slots, tensors[count:], strict=True):
             kept.setdefault(id(one), {})[slot.key] = tensor
         for twin, some in zip(made, columns, strict=True):
             state = kept.get(id(twin.near), {})
@@ -171,6 +181,15 @@ class Host:
                 twin.shadow = torch.empty_like(twin.near.detach())
             self.twins[id(twin.near)] = twin
         self.refetch(made)
+
+    def _beside(self, near: Sequence[Tensor]) -> list[NextRest | None]:
+        """Where the values of twins rest: together with those of all whose parameters rest together."""
+        found = {twin.rest.base: twin.rest for twin in self.twins.values() if twin.rest is not None}
+        bases = list(map(rest_of, near))
+        for base in bases:
+            if base is not None and base not in found:
+                found[base] = base.rests.follow(base, "pending")
+        return [None if base is None else found[base] for base in bases]
 
     def prints(self, count: int) -> Tensor:
         """Two numbers for each of `count` gradients, which a copy may write."""
@@ -202,7 +221,10 @@ class Host:
         """The values of the twins are those of the parameters."""
         if not twins:
             return
-        pairs = [(twin.near.detach(), twin.values.detach()) for twin in twins]
+        for twin in twins:
+            twin.pending = False
+        self._forget([twin for twin in twins if twin.rest is not None])
+        pairs = [(twin.near.detach(), twin.values.detach()) for twin in twins if twin.rest is None]
         if self.copies is None:
             for near, values in pairs:
                 values.copy_(near)
@@ -210,8 +232,19 @@ class Host:
             self.copies.to_host([near.contiguous() for near, _ in pairs], [values for _, values in pairs]).wait()
             torch.autograd.graph.increment_version([twin.values for twin in twins])
         for twin in twins:
-            twin.pending = twin.checked = False
+            twin.checked = False
             twin.agree()
+
+    def _forget(self, twins: Sequence[Twin]) -> None:
+        """As `refetch`, where both rest: nothing is read unless what lies beside them is pending."""
+        needed = {twin.rest for twin in self.pending}
+        for twin in twins:
+            assert twin.rest is not None
+            if twin.rest not in needed:
+                twin.rest.forget()
+                continue
+            with present(twin.near), present(twin.values, written=True), torch.no_grad():
+                twin.values.copy_(twin.near)
 
     def fetch(
         self, pairs: Sequence[tuple[Twin, Tensor]], *, left_as: Sequence[int] = (), ready: Copy | None = None
@@ -307,27 +340,55 @@ class Host:
         twins = [twin for twin in updated if twin.pending]
         if not twins:
             return None
+        loose = [twin for twin in twins if twin.rest is None]
+        rests = {twin.rest for twin in twins if twin.rest is not None}
+        if rests:
+            twins = loose + [twin for twin in self.pending if twin.rest in rests]  # and what lies beside them
+        for rest in rests:
+            self._put_rest(rest, [twin for twin in twins if twin.rest is rest])
         if self.driver is None:
             with torch.no_grad():
-                for twin in twins:
+                for twin in loose:
                     twin.near.detach().copy_(twin.values.detach())
         else:
-            shadowed = [(alias(twin.near, 0, twin.near.shape), twin.shadow) for twin in twins]
+            shadowed = [(alias(twin.near, 0, twin.near.shape), twin.shadow) for twin in loose]
             put_in_place(self.driver, [(near, shadow) for near, shadow in shadowed if shadow is not None])
         for twin in twins:
             twin.pending = False
         self._put += twins
         return self.here()
 
+    def _put_rest(self, rest: NextRest, twins: Sequence[Twin]) -> None:
+        """What is pending of all that rest together; without a copy, unless others have written beside them."""
+        if rest.take_place():
+            return
+        with rest.base.used(), rest.used(), torch.no_grad():
+            rest.base.change()
+            for twin in twins:
+                twin.near.detach().copy_(twin.values.detach())
+        rest.forget()
+
     def pend(self, near: Tensor, values: Tensor) -> None:
         """Values that were saved with their update yet to be published, if they are others than the twin's."""
         twin = self.twins[id(near)]
-        if torch.equal(values.to(twin.values.device), twin.values):
-            return
-        with torch.no_grad():
+        with present(values), present(twin.values):
+            if torch.equal(values.to(twin.values.device), twin.values):
+                return
+        with torch.no_grad(), present(values), present(twin.values, written=True):
             alias(twin.values, 0, twin.values.shape).copy_(values)  # its master comes with it, and is not to begin anew
         if self.copies is not None:
             ticket = self.store([twin], None)
             assert ticket is not None
             ticket.wait()
         twin.pending, twin.loaded = True, twin.bits
+
+
+def _resting(near: Tensor, grad: Tensor, rest: NextRest) -> Twin:
+    """The twin of a parameter that rests; its values lie as the parameter's do."""
+    with rest.adding_views():
+        offset = int(near.storage_offset()) - int(rest.base.memory.storage_offset())
+        values = nn.Parameter(alias(rest.memory, offset, near.shape))
+        shown = values.detach()
+    values.zk_rest = shown.zk_rest = rest  # type: ignore[attr-defined]
+    rest.is_viewed()  # by nobody else yet
+    return Twin(near, values, grad, rest=rest, shown=shown)

@@ -20,6 +20,7 @@ from zerokern.optim.local import LATE, NOT_DELAYED, PENDING, Local, localised, s
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import Checked, Entry, check_entry, copied
 from zerokern.optim.survey import Groups, names_of
+from zerokern.zero.kinds import present
 
 __all__ = ["keep", "merged_groups", "room_for", "take_over"]
 
@@ -147,8 +148,9 @@ def _set_apart(
             raise StateError(got(*what, f"{tuple(mine.shape)} {mine.dtype}, as the parameter; nothing is cast"))
     if local is None or local.host is None or not local.host.delays:
         for place, key in places.items():
-            if not torch.equal(entries[key][PENDING].to(near[place].device), near[place]):
-                raise StateError(NOT_DELAYED)
+            with present(near[place]):
+                if not torch.equal(entries[key][PENDING].to(near[place].device), near[place]):
+                    raise StateError(NOT_DELAYED)
         places = {}
     rest = {key: {name: one for name, one in entry.items() if name != PENDING} for key, entry in entries.items()}
     # copies: what was loaded in place may be the twins themselves, which follow their parameters first

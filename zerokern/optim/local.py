@@ -24,7 +24,7 @@ from zerokern.optim.outside import WatchedState
 from zerokern.optim.survey import Groups, names_of, same_objects
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import home_of
-from zerokern.zero.kinds import Residence, is_divided, shardings_of
+from zerokern.zero.kinds import Residence, is_divided, present, shardings_of
 
 __all__ = ["LATE", "NOT_DELAYED", "PENDING", "Local", "localised", "scale_gradients", "sharded"]
 
@@ -226,8 +226,10 @@ class Local:
                 values = entry.pop(PENDING)
                 if self.host is not None and self.host.delays:
                     self.host.pend(near, values)
-                elif not torch.equal(values.to(near.device), near):
-                    raise StateError(NOT_DELAYED)
+                else:
+                    with present(values), present(near):
+                        if not torch.equal(values.to(near.device), near):
+                            raise StateError(NOT_DELAYED)
         self.state = WatchedState(made)
         outer.watch_all()
         self._outer = outer
@@ -268,9 +270,11 @@ class Local:
         for piece in pieces:
             self.exact(piece)
         if self.host is not None and self.host.delays:
+            shown = {id(twin.values): twin.shown for twin in self.host.twins.values()}
             for piece in self.pieces:
                 if piece in self.state:  # shown, because who flattens a state_dict asks a fresh optimizer for its keys
-                    self.state[piece].setdefault(PENDING, piece.detach())
+                    found = shown.get(id(piece))
+                    self.state[piece].setdefault(PENDING, piece.detach() if found is None else found)
             self.state.watch_all()  # that was us: what is bound stays bound
         self.export(outer)
 
@@ -288,7 +292,10 @@ class Local:
     def saved(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> dict[Any, Any]:
         """As `shown`, with copies of pending values: who loads a checkpoint writes into what a state_dict shows."""
         waiting = {key: entry for key, entry in state.items() if isinstance(entry, dict) and PENDING in entry}
-        copies = {key: {**entry, PENDING: entry[PENDING].clone()} for key, entry in waiting.items()}
+        copies = {}
+        for key, entry in waiting.items():
+            with present(entry[PENDING]):
+                copies[key] = {**entry, PENDING: entry[PENDING].clone()}
         return self.shown({**state, **copies}, outer)
 
     def refetch(self) -> None:
@@ -302,7 +309,8 @@ class Local:
         self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine})
         outer = WatchedState({key: entry for key, entry in state.items() if id(key) not in mine})
         if self.host is not None:
-            self.host.refetch(self.host.pending)  # replaced, not lost: nobody need be warned of it
+            # replaced, not lost: nobody need be warned of it
+            self.host.refetch([one for one in self.host.twins.values() if one.pending or one.rest is not None])
         self.look()
         if self.host is not None:
             for place, values in pending.items():

@@ -82,7 +82,10 @@ def present(tensor: Tensor, *, written: bool = False) -> Iterator[None]:
 
 
 def rest_of(tensor: Tensor) -> Rest | None:
-    """Where a piece's values are while nobody uses them; None: in its memory."""
+    """Where the values of a piece, or of a twin of one, are while nobody uses them; None: in its memory."""
+    own: Rest | None = getattr(tensor, "zk_rest", None)
+    if own is not None:
+        return own
     home: Residence | None = getattr(tensor, "_zk_home", None)
     return None if home is None else home.rest
 

@@ -29,7 +29,9 @@ class Spanned(Here):
     def show(self, local: torch.Tensor, before: Any = None, name: str = "") -> torch.Tensor:
         if isinstance(before, Sharded) and before.span is local and before.here == self:
             return before
-        return Sharded.of(local, self, name=name, kind="state")
+        made = Sharded.of(local, self, name=name, kind="state")
+        made.rest = getattr(local, "zk_rest", None)
+        return made
 
 
 class Sharded(torch.Tensor):
