@@ -35,7 +35,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Rests:
-    """What rests in one place. `leaving_nbytes`: how much may be on its way there before a new fetch waits for it.
+    """What rests in one place. `leaving_nbytes`: how much may be in memory without a user, one half on its way there,
+    before a new fetch waits for it, the other for who is about to use it.
 
     >>> from zerokern.memory import HostPlace
     >>> rests = Rests(HostPlace("example"))
@@ -87,14 +88,21 @@ class Rests:
             kept, self.kept = self.kept, []
             for one in kept:
                 one.settle()
-            there = sum(one.nbytes for one in self.leaving)
-            while self.leaving and (self.leaving[0].is_stored or there + room > self.leaving_nbytes):
-                one = self.leaving.popleft()
-                there -= one.nbytes
-                one.end()
+            going = [one for one in self.leaving if not one.is_awaited]
+            there = sum(one.nbytes for one in going)
+            for one in going:
+                if one.is_stored or there + room > self.leaving_nbytes // 2:
+                    there -= one.nbytes
+                    self.leaving.remove(one)
+                    one.end()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much more may stay for who is about to use it."""
+        awaited = sum(one.nbytes for one in self.leaving if one.is_awaited)
+        return awaited + nbytes <= self.leaving_nbytes - self.leaving_nbytes // 2
 
     def drain(self) -> None:
-        """Returns once nothing is on its way to the place."""
+        """Returns once nothing is on its way to the place, nor awaits its next user."""
         with self.lock:
             while self.leaving:
                 self.leaving.popleft().end()
@@ -136,6 +144,7 @@ class Rest:
         self._coming: Ticket | None = None
         self._going: Ticket | None = None
         self._failure: BaseException | None = None
+        self.is_awaited = False  # stays for its next user, even once it is stored
         self.edition = 0  # another one for other contents: counts what may have changed them
         self._protect(_NONE)
         self.is_here = False
@@ -158,6 +167,7 @@ class Rest:
                 except BaseException:
                     self._give_back()
                     raise
+            self.is_awaited = False
             self._users += 1
 
     def wait(self) -> None:
@@ -181,11 +191,16 @@ class Rest:
         if going is not None:
             going.wait()
 
-    def leave(self) -> None:
-        """One user less. The last one's memory is given back, once what has changed is stored."""
+    def leave(self, *, awaited: bool = False) -> None:
+        """One user less. The last one's memory is given back, once what has changed is stored.
+
+        `awaited`: somebody else is about to use it, so that it stays as long as there is room. Those that come first
+        are used first.
+        """
         with self.rests.lock:
             self._users -= 1
             if not self._users:
+                self.is_awaited = awaited and self.rests.has_room(self.nbytes)
                 self.settle()
 
     @contextlib.contextmanager
@@ -225,8 +240,8 @@ class Rest:
             self.edition += 1  # who was given a view may have written until now
             self._going = self.rests.place.store(self._kept, self._bytes)
             self._has_contents = True
-        if self._going is None:
-            self._give_back()
+        if self.is_stored and not self.is_awaited:
+            self.end()
         elif self not in self.rests.leaving:
             self.rests.leaving.append(self)
 
@@ -263,7 +278,7 @@ class Rest:
         return int(torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata))
 
     def _give_back(self) -> None:
-        self.is_here, self._failure = False, None
+        self.is_here, self.is_awaited, self._failure = False, False, None
         self._mapping.madvise(mmap.MADV_DONTNEED, self._skip, self.nbytes)
         self._protect(_NONE)
 
@@ -323,7 +338,8 @@ class NextRest(Rest):
         self._begun_from, self._is_copying = edition, False
         self.base.leave()
 
-    def leave(self) -> None:
+    def leave(self, *, awaited: bool = False) -> None:
+        """As of any; nobody awaits it, for its contents are about to be the other's."""
         with self.rests.lock:
             if self._users == 1 and self._is_copying:  # nobody has waited
                 self._is_copying = False

@@ -326,7 +326,7 @@ class DiskBinding(Binding):
         ticket = self._disk.store(record, self._disk.view(slot, record))
         for rest in self._items[i].rests:
             self._borrowed.remove(rest)
-            rest.leave()
+            rest.leave(awaited=True)  # by its forward
         if record.unsettled:
             for number, place in self._items[i].visits:
                 place.begun = True

@@ -36,7 +36,7 @@ class Visits:
             yield from some
             if rest is not None:
                 self._begun.remove(rest)
-                rest.leave()
+                rest.leave(awaited=True)  # by its forward
 
     def end(self) -> None:
         """Nothing more is visited, and nothing stays fetched."""
