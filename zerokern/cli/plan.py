@@ -51,12 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--state-format", default="fp32", metavar="FORMAT", help="fp32, bf16, int8")
     run_.add_argument("--master-format", metavar="FORMAT", help="split16, fp32, split8, none")
     run_.add_argument("--tier", default="device", help="where optimizer state lies: device, cpu, nvme")
+    run_.add_argument(
+        "--param-tier", default="device", metavar="TIER", help="where parameters rest at stage 3 (device)"
+    )
+    run_.add_argument("--keep", metavar="TIER", help="where inputs of recomputed units are kept: device, cpu, nvme")
+    run_.add_argument("--micro", type=arguments.count, default=1, metavar="N", help="slices of each batch (1)")
     run_.add_argument("--schedule", choices=("sync", "overlap", "delayed"), default="sync", help="of the update (sync)")
     run_.add_argument("--bucket-bytes", type=arguments.count, default=32 << 20, metavar="N", help="as in zk.shard")
     run_.add_argument("--accumulate", type=arguments.count, default=1, metavar="N", help="micro-batches in a step (1)")
     run_.add_argument("--no-sync", action="store_true", help="all micro-batches but the last under zk.no_sync")
     run_.add_argument("--device", help="cuda or cpu: where collectives run")
     run_.add_argument("--device-memory", metavar="SIZE,...", help="what is to fit: 80GB, 40GiB, h100, v100, ...")
+    run_.add_argument("--host-memory", metavar="SIZE", help="what a host has for its ranks: 128GiB, 2TB, ...")
+    run_.add_argument("--disk", metavar="SIZE", help="what the disks of a host have for its ranks: 4TB, ...")
+    run_.add_argument("--ranks-per-host", type=arguments.count, metavar="N", help="(all ranks, at most 8)")
     timed = parser.add_argument_group("how long a step takes, without offload and with the update on the host")
     timed.add_argument("--hardware", metavar="NAME", help=f"{', '.join(shipped())}, or a JSON file that describes one")
     timed.add_argument("--tokens", type=parse_tokens, metavar="N,...", help="in a step of one rank (4k,16k,32k,64k)")
@@ -128,12 +136,18 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
             state_format=args.state_format,
             master_format=args.master_format,
             tier=args.tier,
+            param_tier=args.param_tier,
+            keep=args.keep,
+            micro=args.micro,
             schedule=Delayed() if args.schedule == "delayed" else args.schedule,
             bucket_bytes=args.bucket_bytes,
             accumulate=args.accumulate,
             no_sync=args.no_sync,
             device=args.device,
             device_memory=args.device_memory,
+            host_memory=args.host_memory,
+            disk=args.disk,
+            ranks_per_host=args.ranks_per_host,
         )
         for world in sorted(args.world)
     ]

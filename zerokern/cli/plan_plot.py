@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter
 
 from zerokern.planner.amounts import gigabytes
 from zerokern.planner.share import STATES, WORKING
-from zerokern.planner.table import NAMES, settings
+from zerokern.planner.table import NAMES, TIERS, settings
 from zerokern.zero.partition import STAGES
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ ROLE_COLOURS = {
     "buffers": "#93bfae",
     "scratch": "#c4ddd3",
     "shadow": "#d9b44a",
+    "ring": "#b7c9c1",
+    "host parameters": "#5b86b3",
+    "host gradients": "#c3c8d0",
     "checkpoints": "#8a6fa8",
     "activations": "#c3b3d6",
 }
@@ -66,35 +69,38 @@ def draw(plans: list[Plan], path: Path) -> None:
 
 
 def draw_stages(axes: Axes, plan: Plan) -> None:
-    """Bytes on the device, stacked by role, with each device's memory as a line."""
-    shares = [plan.at(stage).share for stage in STAGES]
-    tops = [0.0] * len(shares)
+    """Bytes stacked by role, with each device's memory as a line: on the device at each stage, or in each tier."""
+    bars, names = STAGES, ["0\nall replicated", "1\nstate sharded", "2\nand gradients", "3\nand parameters"]
+    held = [[one for one in plan.at(stage).share.held if one.tier == "device"] for stage in plan.stages]
+    if plan.recipe.rests:
+        bars, names = tuple(range(len(TIERS))), list(TIERS.values())
+        held = [[one for one in plan.share.held if one.tier == tier] for tier in TIERS]
+    tops = [0.0] * len(bars)
     for role in (*STATES, *WORKING):
-        heights = [
-            sum(one.nbytes for one in share.held if one.role == role and one.tier == "device") / 1e9 for share in shares
-        ]
+        heights = [sum(one.nbytes for one in some if one.role == role) / 1e9 for some in held]
         if any(heights):
-            axes.bar(STAGES, heights, BAR_WIDTH, tops, color=ROLE_COLOURS[role], label=NAMES.get(role, role))
+            axes.bar(bars, heights, BAR_WIDTH, tops, color=ROLE_COLOURS[role], label=NAMES.get(role, role))
             tops = [top + height for top, height in zip(tops, heights, strict=True)]
     most = max(plan.device_memory.values(), default=0) / 1e9
     highest = 1.1 * max(*tops, most)
     if most and max(tops) > FAR * most:
         highest = 1.6 * most
     axes.set_ylim(0, highest)
-    for stage, top in zip(STAGES, tops, strict=True):
+    for stage, top in zip(bars, tops, strict=True):
         name_bar(axes, stage, top, highest, ALARM if most and top > most else INK)
     mark_devices(axes, dict(plan.device_memory))
-    axes.set_xticks(STAGES, ["0\nall replicated", "1\nstate sharded", "2\nand gradients", "3\nand parameters"])
-    axes.set_xlim(-0.5, 3.5)
+    axes.set_xticks(bars, names)
+    axes.set_xlim(-0.5, len(bars) - 0.5)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.set_ylabel("GB on each rank's device")
+    axes.set_ylabel("GB of each rank" if plan.recipe.rests else "GB on each rank's device")
     axes.legend(
         frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=5, fontsize=11,
         handlelength=1.2, columnspacing=1.3,
     )  # fmt: skip
     axes.grid(axis="y", color=GRID)
     rows = -(-len(axes.get_legend_handles_labels()[1]) // 5)
-    finish(axes, f"ZeRO stages on {plan.world:,} rank{'' if plan.world == 1 else 's'}", 14 + 19 * rows)
+    what = f"Stage {plan.stage}" if plan.recipe.rests else "ZeRO stages"
+    finish(axes, f"{what} on {plan.world:,} rank{'' if plan.world == 1 else 's'}", 14 + 19 * rows)
 
 
 def name_bar(axes: Axes, stage: int, top: float, highest: float, colour: str) -> None:
@@ -111,7 +117,8 @@ def name_bar(axes: Axes, stage: int, top: float, highest: float, colour: str) ->
 def draw_worlds(axes: Axes, plans: list[Plan]) -> None:
     """How the whole falls with the ranks, on logarithmic axes."""
     worlds = [plan.world for plan in plans]
-    for stage, colour in zip(STAGES, STAGE_COLOURS, strict=True):
+    for stage in plans[0].stages:
+        colour = STAGE_COLOURS[stage]
         totals = [plan.at(stage).share.total / 1e9 for plan in plans]
         axes.plot(worlds, totals, color=colour, linewidth=2.4, marker="o", markersize=6)
         end = (worlds[-1], totals[-1])

@@ -74,11 +74,26 @@ def parse_device_memory(value: Memory) -> dict[str, int]:
     return dict(_one_memory(one) for one in value)
 
 
+def parse_memory(argument: str, value: int | str) -> int:
+    """Bytes of host memory or disk.
+
+    >>> parse_memory("host_memory", "128GiB"), parse_memory("disk", "4TB")
+    (137438953472, 4000000000000)
+    """
+    allowed = "bytes as a whole number, or text with its unit (4TB is 4·10^12, 128GiB is 128·2^30)"
+    return _nbytes(argument, value, allowed)[1]
+
+
 def _one_memory(value: object) -> tuple[str, int]:
     if isinstance(value, str):
         name = value.strip().lower()
         if name in DEVICES:
             return f"{name} ({DEVICES[name] / 1e9:g} GB)", DEVICES[name]
+    return _nbytes("device_memory", value, _ALLOWED_MEMORY + ", ".join(DEVICES))
+
+
+def _nbytes(argument: str, value: object, allowed: str) -> tuple[str, int]:
+    if isinstance(value, str):
         found = _NBYTES.fullmatch(value.strip())
         if found:
             power = {"M": 2, "G": 3, "T": 4}[found[2].upper()]
@@ -87,7 +102,7 @@ def _one_memory(value: object) -> tuple[str, int]:
                 return value.strip(), nbytes
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return f"{gigabytes(value)} GB", value
-    raise ValueError(got("device_memory", value, _ALLOWED_MEMORY + ", ".join(DEVICES)))
+    raise ValueError(got(argument, value, allowed))
 
 
 def gigabytes(nbytes: float) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from zerokern.core.errors import got
-from zerokern.planner.amounts import table_of
-from zerokern.planner.outline import Load
-from zerokern.planner.recipe import itemsize
-from zerokern.schedule import Delayed, Machine, Program, Span, flow_bound, program_of, resident, simulate
-from zerokern.zero.partition import shards_parameters, shards_state
+from zerokern.planner.amounts import gigabytes, table_of
+from zerokern.planner.hiding import Hiding, efficiency, hiding
+from zerokern.planner.steps import SPANS, StepShape
+from zerokern.schedule import Delayed, Machine, Program, flow_bound, program_of, resident, simulate
 
 if TYPE_CHECKING:
     from zerokern.planner.planning import Plan
@@ -23,7 +22,7 @@ NO_OFFLOAD, PLAIN = "no offload", "overlap, plain"
 SCHEDULES: dict[str, str | Delayed] = {"sync": "sync", PLAIN: "overlap", "overlap": "overlap", "delayed": Delayed()}
 USUAL = (4096, 16_384, 32_768, 65_536)
 SHARES = (0.90, 0.95, 0.99)
-_SPANS = 32  # more of them change a step by less than one of them takes
+_RESTING_SPANS = 48  # the first of them is fetched beside nothing
 _MOST = 1 << 26  # tokens, more than anybody has in a step
 
 
@@ -43,6 +42,25 @@ class Prediction:
     """the share of the step in which the device does forward or backward"""
     flow_seconds: float
     """what the flow of data allows where nothing is shared"""
+    written: int = 0
+    """bytes that each rank writes to its disk in a step"""
+    hides_from: float = 0.0
+    """T*: the tokens from which all that moves takes no longer than compute, if all of it runs beside that"""
+
+    @property
+    def written_a_day(self) -> float:
+        """Bytes that each rank writes to its disk in a day of such steps."""
+        return self.written * 86_400 / self.step_seconds
+
+    @property
+    def without_overlap(self) -> float:
+        """The efficiency of the ZeRO-Infinity paper, whose copies run beside nothing: T / (T + T*)."""
+        return efficiency(self.tokens, 1.0, self.hides_from)
+
+    @property
+    def with_overlap(self) -> float:
+        """What is left of full speed where all copies run beside compute: T / T*, and at most all of it."""
+        return min(1.0, self.tokens / self.hides_from) if self.hides_from else 1.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,22 @@ class Forecast:
     rows: tuple[Prediction, ...]
     needed: dict[str, dict[float, int | None]]
     """by schedule and share of the step: from how many tokens on the device computes for so much of it"""
+    hidings: Mapping[str, tuple[Hiding, ...]] = field(default_factory=dict)
+    """by schedule: what moves in a step where parameters rest off the device, or state on the disk"""
+
+    flops: int = 6
+    """for each token and parameter"""
+    leaves_out: str = ""
+    """what moves in a step and has no part in its time"""
+
+    def _notes(self) -> Iterator[str]:
+        computed = f"{self.flops} flops per token and parameter, without attention"
+        computed += ", recomputing forward" if self.flops > 6 else ""
+        yield f"Tokens are those of one rank in one optimizer step; {computed}."
+        yield from (note for note in _NOTES if PLAIN in self.needed or not note.startswith("Plain"))
+        yield from _RESTING_NOTES if self.hidings else ()
+        if self.leaves_out:
+            yield f"Not timed: {self.leaves_out}."
 
     @cached_property
     def vanishes(self) -> dict[str, int | None]:
@@ -73,6 +107,7 @@ class Forecast:
         return {
             "machine": self.machine.name,
             "predictions": [vars(row) for row in self.rows],
+            "hides_from": {name: {one.what: one.tokens for one in found} for name, found in self.hidings.items()},
             "tokens_needed": {
                 name: {str(share): n for share, n in found.items()} for name, found in self.needed.items()
             },
@@ -84,8 +119,11 @@ class Forecast:
             cells = [f"{row.tokens:,}", row.schedule, _time(row.step_seconds), f"{row.tokens_s:,.0f}"]
             alone = row.schedule == NO_OFFLOAD
             cells += ["-" if alone else f"{row.hidden:.0%}", f"{row.of_resident:.0%}"]
+            if self.hidings:
+                cells += ["-"] * 3 if alone else [f"{row.without_overlap:.0%}", f"{row.with_overlap:.0%}", _a_day(row)]
             rows.append(cells)
         header = ["tokens", "schedule", "step", "tokens/s", "hidden", "of no offload"]
+        header += ["T / (T + T*)", "min(1, T / T*)", "written a day"] if self.hidings else []
         lines = [f"### {self.title}, on {self.machine.name}", f"{self.machine.title}:" if self.machine.title else ""]
         needed = [
             [schedule, *("-" if found[share] is None else f"{found[share]:,}" for share in SHARES)]
@@ -95,20 +133,47 @@ class Forecast:
         parts = [
             "\n\n".join(line for line in lines if line),
             table_of(header, rows, left=2),
+            *_hidings(self.hidings),
             "Tokens in a step from which on the device computes nearly all of the time, so that the update is hidden:",
             table_of(shares, needed, left=1),
-            "\n".join(f"* {note}" for note in _NOTES),
+            "\n".join(f"* {note}" for note in self._notes()),
         ]
         return "\n\n".join(parts)
 
 
 _NOTES = (
-    "Tokens are those of one rank in one optimizer step; 6 flops per token and parameter, without attention.",
     "Hidden: the share of copies and update that runs beside forward and backward.",
     "No offload is the same step with all state on the device, whether it fits there or not.",
     "Plain tensors are complete when step() returns; those of zk.shard, also on one rank, are waited for unit by unit.",
     "A prediction of the simulator from the machine's description (zerokern.schedule.machine_of), not a measurement.",
 )
+
+
+_INPUTS = "inputs that are kept off the device, where parameters rest on it"
+_RESTING_NOTES = (
+    "T*: the tokens from which what moves takes no longer than compute, bytes / rate x flops per second / flops per "
+    "token. T / (T + T*) is the ZeRO-Infinity paper's efficiency, of copies that run beside nothing.",
+)
+
+
+def _hidings(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
+    """From how many tokens each link hides, by schedule; what moves as much at another is not said again."""
+    if not found:
+        return []
+    whose: dict[tuple[str, int], list[str]] = {}
+    rows: dict[tuple[str, int], list[str]] = {}
+    for name, hidings in found.items():
+        for one in hidings:
+            key = one.what, one.nbytes
+            whose.setdefault(key, []).append(name)
+            rows[key] = [one.what, gigabytes(one.nbytes), _time(one.seconds), f"{one.tokens:,.0f}"]
+    told = [["all" if len(whose[key]) == len(found) else ", ".join(whose[key]), *row] for key, row in rows.items()]
+    header = ["schedule", "what moves in a step", "GB", "takes", "hides from T* tokens"]
+    return ["What has to hide beside compute, alone and at the machine's rates:", table_of(header, told, left=2)]
+
+
+def _a_day(row: Prediction) -> str:
+    return f"{row.written_a_day / 1e12:,.3g} TB" if row.written else "-"
 
 
 def forecast(plan: Plan, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
@@ -119,10 +184,14 @@ def forecast(plan: Plan, machine: Machine, tokens: Sequence[int] = USUAL) -> For
     if plan.recipe.optimizer == "none":
         raise ValueError(got("optimizer", None, "an optimizer, whose update is what is hidden"))
     mine = machine.shared_by(plan.world)
-    shape, coarse = _Shape(plan, _SPANS), _Shape(plan, _SPANS // 2)
-    names = [name for name in SCHEDULES if name != PLAIN or plan.world == 1]
+    shape, coarse = StepShape(plan, _spans_of(plan)), StepShape(plan, SPANS // 2)
+    names = [name for name in SCHEDULES if name != PLAIN or (plan.world == 1 and not plan.recipe.rests)]
     rows = [row for one in tokens for row in _predictions(shape, mine, names, one)]
-    return Forecast(plan.subject.title, machine, tuple(rows), {name: _needed(coarse, mine, name) for name in names})
+    needed = {name: _needed(coarse, mine, name) for name in names}
+    left = _INPUTS if plan.kept and not plan.recipe.rests else ""
+    moving = names if shape.tells else []
+    hidings = {name: tuple(hiding(_program(shape, name, 1 << 20), mine, 1 << 20)) for name in moving}
+    return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left)
 
 
 def step_program(plan: Plan, schedule: str, tokens: int) -> Program:
@@ -132,95 +201,23 @@ def step_program(plan: Plan, schedule: str, tokens: int) -> Program:
     >>> sorted({op.verb for op in step_program(plan("1B"), "delayed", 4096).ops})
     ['Backward', 'Fetch', 'Forward', 'Norm', 'Publish', 'Step', 'Store']
     """
-    return _program(_Shape(plan, _SPANS), schedule, tokens)
+    return _program(StepShape(plan, _spans_of(plan)), schedule, tokens)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What is fetched, updated and stored together; `own_numel` of it by this rank."""
-
-    numel: int
-    own_numel: int
-    dtype: str
-    trainable: bool
+def _spans_of(plan: Plan) -> int:
+    return _RESTING_SPANS if plan.recipe.rests else SPANS
 
 
-class _Shape:
-    """A plan's buckets as spans that are as long as is useful."""
-
-    def __init__(self, plan: Plan, count: int) -> None:
-        self.plan = plan
-        self.accumulate = plan.settings.accumulate
-        self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
-
-    def spans(self, tokens: int) -> list[Span]:
-        """Gradients leave in the last micro-batch; those before it are part of where its backward begins."""
-        last = tokens / self.accumulate
-        spans = [self._span(number, part, last) for number, part in enumerate(self.parts)]
-        before = sum(span.forward_flops + span.backward_flops for span in spans) * (self.accumulate - 1)
-        return [*spans[:-1], replace(spans[-1], backward_flops=spans[-1].backward_flops + before)]
-
-    def _span(self, number: int, part: _Part, tokens: float) -> Span:
-        recipe, settings, stage = self.plan.recipe, self.plan.settings, self.plan.stage
-        compute = 2.0 * part.numel * tokens
-        if not part.trainable:
-            return Span(f"{number}", 0, forward_flops=compute, backward_flops=compute)
-        wire = itemsize(recipe.wire_dtype(part.dtype))
-        sent = (settings.world - 1) / settings.world
-        reductions = 1 if settings.no_sync else settings.accumulate
-        reduced = part.numel * wire * sent * reductions * (1 if shards_state(stage) else 2)
-        gathers = (2 if shards_parameters(stage) else 1) if shards_state(stage) else 0
-        return Span.of(
-            f"{number}",
-            part.own_numel,
-            grad_nbytes=part.own_numel * wire,
-            param_nbytes=part.own_numel * itemsize(part.dtype),
-            state_nbytes=part.own_numel * recipe.state_nbytes(part.dtype),
-            own_master=recipe.master_of(part.dtype) != "fp32",
-            forward_flops=compute,
-            backward_flops=2 * compute,
-            reduce_nbytes=round(reduced),
-            gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),
-            gathered_again=shards_parameters(stage),
-        )
-
-
-def _parts(plan: Plan) -> Iterator[_Part]:
-    buckets = plan.subject.buckets(plan.stage, plan.world, plan.settings.bucket_bytes)
-    for load in buckets.loads:
-        yield from _pieces(load, shards_state(plan.stage))
-
-
-def _pieces(load: Load, is_sharded: bool) -> Iterator[_Part]:
-    """A bucket, or as many as are counted together, or a large one in as many as there may be."""
-    count = min(_SPANS, max(load.count, 1))
-    for number in range(count):
-        numel, own = (total * (number + 1) // count - total * number // count for total in (load.numel, load.own_numel))
-        yield _Part(numel, own if is_sharded else numel, load.dtype, load.trainable)
-
-
-def _merged(parts: Sequence[_Part], least: int) -> Iterator[_Part]:
-    """Neighbours of one kind together, until they have so many elements."""
-    held: _Part | None = None
-    for part in parts:
-        if held is not None and (held.dtype, held.trainable) == (part.dtype, part.trainable) and held.numel < least:
-            held = replace(held, numel=held.numel + part.numel, own_numel=held.own_numel + part.own_numel)
-            continue
-        if held is not None:
-            yield held
-        held = part
-    if held is not None:
-        yield held
-
-
-def _program(shape: _Shape, name: str, tokens: int) -> Program:
+def _program(shape: StepShape, name: str, tokens: int) -> Program:
     if name not in (NO_OFFLOAD, *SCHEDULES):
         raise ValueError(got("schedule", name, " | ".join(map(repr, (NO_OFFLOAD, *SCHEDULES)))))
     spans = shape.spans(tokens)
-    return resident(spans) if name == NO_OFFLOAD else program_of(SCHEDULES[name], spans, at_once=name == PLAIN)
+    if name == NO_OFFLOAD:
+        return resident(shape.at_once(spans))
+    return program_of(SCHEDULES[name], spans, at_once=name == PLAIN, passes=shape.passes)
 
 
-def _predictions(shape: _Shape, machine: Machine, names: Sequence[str], tokens: int) -> Iterator[Prediction]:
+def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], tokens: int) -> Iterator[Prediction]:
     alone = 0.0
     for name in (NO_OFFLOAD, *names):
         program = _program(shape, name, tokens)
@@ -236,6 +233,8 @@ def _predictions(shape: _Shape, machine: Machine, names: Sequence[str], tokens: 
             alone / seconds,
             _compute(program, machine) / seconds,
             flow_bound(program, machine),
+            sum(op.nbytes for op in program.ops if op.lane == "write"),
+            max((one.tokens for one in hiding(program, machine, tokens)), default=0.0) if name != NO_OFFLOAD else 0.0,
         )
 
 
@@ -243,7 +242,7 @@ def _compute(program: Program, machine: Machine) -> float:
     return sum(machine.seconds(op) for op in program.ops if op.verb in ("Forward", "Backward"))
 
 
-def _needed(shape: _Shape, machine: Machine, name: str) -> dict[float, int | None]:
+def _needed(shape: StepShape, machine: Machine, name: str) -> dict[float, int | None]:
     """By share: the least number of tokens, to 2 %, from which on the device computes for so much of the step."""
 
     @cache

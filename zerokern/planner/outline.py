@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from zerokern.core.errors import got
 from zerokern.core.units import BLOCK
 from zerokern.planner.amounts import count, parse_numel
 from zerokern.planner.recipe import Recipe, itemsize
+from zerokern.schedule.passes import ROOT
 from zerokern.zero.partition import shards_parameters, shards_state
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Outline:
         """As `zk.shard` would make them at this stage."""
         key = shards_parameters(stage), world, bucket_bytes
         if key not in self._divided:
-            self._divided[key] = Buckets(tuple(self._loads(*key)))
+            self._divided[key] = Buckets(tuple(self._loads(*key)), key[0] and bool(self.units))
         return self._divided[key]
 
     def pieces(self, stage: int, world: int, bucket_bytes: int) -> list[tuple[int, str]]:
@@ -214,7 +216,12 @@ class Transformer:
     @property
     def checkpoints(self) -> int:
         """Bytes of activation checkpoints; where `ci` does not divide the layers, as the paper has it, a fraction."""
-        return 2 * self._tokens * self.hidden * self.layers // self.ci
+        return self.checkpoint * self.layers // self.ci
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of one of them."""
+        return 2 * self._tokens * self.hidden
 
     @property
     def working_activations(self) -> int:
@@ -300,6 +307,7 @@ class Buckets:
     """All buckets of a model at a stage, in the order of the units."""
 
     loads: tuple[Load, ...]
+    in_units: bool = False
 
     @cached_property
     def kinds(self) -> list[Load]:
@@ -313,6 +321,21 @@ class Buckets:
     def trained(self) -> list[Load]:
         """The kinds that have gradients."""
         return [kind for kind in self.kinds if kind.trainable]
+
+    @cached_property
+    def root(self) -> Buckets:
+        """Of a model in units: what belongs to none of them."""
+        return Buckets(tuple(load for load in self.loads if load.unit == ROOT and self.in_units))
+
+    @cached_property
+    def others(self) -> Buckets:
+        """What comes and goes unit by unit: all of it where units are not known."""
+        return Buckets(tuple(load for load in self.loads if load.unit != ROOT or not self.in_units))
+
+    @cached_property
+    def by_unit(self) -> list[list[Load]]:
+        """Buckets of one unit after those of another."""
+        return [list(loads) for _, loads in groupby(self.loads, key=lambda load: load.unit)]
 
     @cached_property
     def padding(self) -> int:

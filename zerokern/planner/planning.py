@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from zerokern.planner import table
-from zerokern.planner.amounts import Memory, parse_device_memory
+from zerokern.core.errors import BudgetError, got
+from zerokern.core.units import RING_NBYTES
+from zerokern.planner import table, tiers
+from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
 from zerokern.planner.outline import Outline, subject_of
 from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe
+from zerokern.planner.rest import Move, moves_of
 from zerokern.planner.share import Share, pinned_nbytes, share_of
 from zerokern.schedule import Delayed, Machine, Program, machine_of
 from zerokern.zero.partition import STAGES, check_stage
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "plan"]
 
 _BUCKET_BYTES = 32 << 20
+_RANKS_PER_HOST = 8  # of a usual node, unless it is said
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,13 @@ class Plan:
     settings: Arrangement
     stage: int
     device_memory: Mapping[str, int] = field(default_factory=dict)
+    budget: Mapping[str, int] = field(default_factory=dict)
+    """bytes of host memory ("cpu") and of disk ("nvme") that one rank may have, as far as they are known"""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those that can be planned so: all of them, or the third alone where parameters rest off the device."""
+        return (self.stage,) if self.recipe.rests else STAGES
 
     @property
     def world(self) -> int:
@@ -100,8 +112,91 @@ class Plan:
         return traffic_of(self.program, self.world)
 
     @cached_property
+    def moves(self) -> list[Move]:
+        """What one rank moves in a step over its link ("down", "up") and from and to its disk ("read", "write").
+
+        >>> plan("1B", stage=3, param_tier="cpu", tier="cpu").moves
+        [Move(role='parameters', lane='up', nbytes=4000000000), Move(role='gradients', lane='down', nbytes=2000000000)]
+        """
+        return moves_of(self.subject, self.recipe, self.stage, self.settings)
+
+    def moved(self, lane: str) -> int:
+        """Bytes over one lane in a step, of one rank: "down", "up", "read", "write".
+
+        >>> on_disk = plan("1B", stage=3, param_tier="nvme", tier="nvme", schedule="overlap")
+        >>> {lane: on_disk.moved(lane) / 1e9 for lane in ("up", "down", "read", "write")}
+        {'up': 4.0, 'down': 2.0, 'read': 14.0, 'write': 12.0}
+        """
+        return sum(one.nbytes for one in self.moves if one.lane == lane)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of inputs that leave the device in a step, and come back."""
+        return max((one.nbytes for one in self.moves if one.role == "checkpoints"), default=0)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Bytes that a rank lacks, by the memory that does not have them; empty where all of it fits.
+
+        >>> plan("8B", stage=3, param_tier="cpu", tier="cpu", host_memory="100GB").missing
+        {'host memory': 12000000000}
+        """
+        found = {name: self.total - most for name, most in self.device_memory.items()}
+        names = {"cpu": "host memory", "nvme": "disk"}
+        found |= {names[tier]: self.tiers.get(tier, 0) - most for tier, most in self.budget.items()}
+        return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
+
+    def require(self) -> None:
+        """Raises `BudgetError` where `device_memory`, `host_memory` or `disk` is too small, with what would fit.
+
+        >>> plan("70B", stage=3, param_tier="cpu", tier="cpu", host_memory="128GiB").require()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        zerokern.core.errors.BudgetError: 70B parameters, on 1 rank do not fit: 843 GB of host memory are missing
+        ...
+        """
+        if self.missing:
+            lacks = " and ".join(f"{gigabytes(nbytes)} GB of {name}" for name, nbytes in self.missing.items())
+            raise BudgetError(f"{table.title(self)} do not fit: {lacks} are missing\n\n{self}")
+
+    def would_fit(self) -> list[Plan]:
+        """The same run with what is needed least off the device, as far as it fits: exact formats, then lossy ones.
+
+        >>> found = plan("20B", device_memory="v100", host_memory="128GiB", disk="1TB").would_fit()
+        >>> [(one.recipe.param_tier, one.recipe.tier, one.recipe.is_lossy()) for one in found][:3]
+        [('cpu', 'nvme', False), ('nvme', 'nvme', False), ('cpu', 'nvme', True)]
+        """
+        found: list[Plan] = []
+        for one in self._elsewhere():
+            if not one.missing and all(one.recipe != other.recipe for other in found):
+                found.append(one)
+        return found
+
+    def _elsewhere(self) -> Iterator[Plan]:
+        """Every placement, in exact formats and in small ones; inputs where they are, and then elsewhere."""
+        exact, lossy = self.recipe, [one for one in self.recipe.alternatives(self.subject.main_dtype) if one.is_lossy()]
+        small = [one for one in lossy if one.master_format != "none"]
+        if exact.is_lossy():
+            exact, small = replace(exact, state_format="fp32", master_format=None), [exact, *small]
+        small = sorted(small, key=lambda one: one.state_nbytes(self.subject.main_dtype))[:1]
+        keeps = dict.fromkeys((self.recipe.keep, *(("cpu", "nvme") if self.recipe.keep else ())))
+        places = [("device", "cpu"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]
+        for recipe, keep, (param_tier, tier) in product([exact, *small], keeps, places):
+            here = replace(recipe, tier=tier, param_tier=param_tier, keep=keep, **_rings(tier, param_tier, keep))
+            settings = replace(self.settings, spills=False)
+            yield replace(self, recipe=here.on(settings.device, 3), stage=3, settings=settings).spilling()
+
+    def spilling(self) -> Plan:
+        """The same, but gradients of parameters at rest wait on the disk if they do not fit in host memory."""
+        most = self.budget.get("cpu")
+        has_disk = "nvme" in (self.recipe.param_tier, self.recipe.tier)
+        if most is None or not self.recipe.rests or not has_disk or self.tiers.get("cpu", 0) <= most:
+            return self
+        return replace(self, settings=replace(self.settings, spills=True))
+
+    @cached_property
     def _others(self) -> dict[int, Plan]:
-        return {stage: self if stage == self.stage else replace(self, stage=stage) for stage in STAGES}
+        return {stage: self if stage == self.stage else replace(self, stage=stage) for stage in self.stages}
 
     def at(self, stage: int) -> Plan:
         """The same run at another stage.
@@ -109,7 +204,9 @@ class Plan:
         >>> [plan("1T", world=1024).at(stage).states // 10**9 for stage in (0, 3)]
         [14000, 13]
         """
-        return self._others[check_stage(stage)]
+        if check_stage(stage) not in self._others:
+            raise ValueError(got("stage", stage, f"{self.stage}, for parameters that rest off the device"))
+        return self._others[stage]
 
     def fits(self, device_memory: int | str) -> bool:
         """Whether `total` is at most a device's memory: bytes, '80GB', '80GiB' or a name such as 'h100'.
@@ -136,7 +233,9 @@ class Plan:
 
     def in_other_formats(self) -> list[Plan]:
         """The same run in every state and master format that its parameters can have, the exact ones first."""
-        return [replace(self, recipe=recipe) for recipe in self.recipe.alternatives(self.subject.main_dtype)]
+        settings = replace(self.settings, spills=False)
+        recipes = self.recipe.alternatives(self.subject.main_dtype)
+        return [replace(self, recipe=recipe, settings=settings).spilling() for recipe in recipes]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as numbers, for programs: bytes by role and tier at each stage, and the traffic.
@@ -147,7 +246,7 @@ class Plan:
         return table.as_dict(self)
 
     def __str__(self) -> str:
-        return table.of_plan(self)
+        return tiers.of_resting(self) if self.recipe.rests else table.of_plan(self)
 
 
 def plan(
@@ -162,6 +261,9 @@ def plan(
     state_format: str = "fp32",
     master_format: str | None = None,
     tier: Any = "device",
+    param_tier: Any = "device",
+    keep: Any = None,
+    micro: int = 1,
     schedule: str | Delayed = "sync",
     units: Any = None,
     bucket_bytes: int = _BUCKET_BYTES,
@@ -169,6 +271,9 @@ def plan(
     no_sync: bool = False,
     device: str | None = None,
     device_memory: Memory = None,
+    host_memory: int | str | None = None,
+    disk: int | str | None = None,
+    ranks_per_host: int | None = None,
 ) -> Plan:
     """What each rank of a training run holds and sends, at every stage, before anything of it is allocated.
 
@@ -178,7 +283,12 @@ def plan(
     param_dtype, reduce_dtype: in place of `mp_policy`, also as text. A bare number is of bf16 parameters by default.
     accumulate: micro-batches in a step, each of them reduced; with `no_sync`, all but the last under `zk.no_sync`.
     device: "cuda" or "cpu", whose collectives need memory of their own; default: the model's, else "cuda".
+    param_tier: where parameters rest at stage 3: `zk.shard(tier=)`, as `tier` is that of the optimizer.
+    keep, micro: as in `zk.shard`; with `accumulate`, each micro-batch fetches parameters at rest anew.
     device_memory: what to compare with: "80GB", "h100,32GiB", a mapping of names to bytes.
+    host_memory, disk: what a host has, for `ranks_per_host` ranks together (default: all ranks, at most 8). Gradients
+        of parameters at rest wait on the disk where they do not fit in host memory. `Plan.require()` refuses what does
+        not fit.
 
     >>> import zerokern as zk
     >>> print(zk.plan(torch.nn.Linear(1024, 1024), stage=1, world=4))  # doctest: +ELLIPSIS
@@ -195,14 +305,37 @@ def plan(
         master_format=master_format,
         tier=tier,
         schedule=schedule,
+        param_tier=param_tier,
+        keep=keep,
     )
     memory = parse_device_memory(device_memory)
-    settings = Arrangement(world, device or "cuda", bucket_bytes, accumulate, no_sync)
+    settings = Arrangement(world, device or "cuda", bucket_bytes, accumulate, no_sync, micro)
     subject = subject_of(model, recipe, units)
     if device is None:
         settings = replace(settings, device=subject.device)
-    made = Plan(subject, recipe, settings, stage, memory)
+    recipe = recipe.on(settings.device, stage)
+    if recipe.rests and no_sync:
+        allowed = "False for parameters at rest, whose gradients would gather on the device"
+        raise ValueError(got("no_sync", no_sync, allowed, "micro=M has one pass over the parameters for all slices"))
+    made = Plan(subject, recipe, settings, stage, memory, _budget(host_memory, disk, world, ranks_per_host))
     for dtype in sorted({member.dtype for member in subject.members if member.trainable} or {subject.dtype}):
         recipe.state_of(dtype)  # refuses here what cannot be
     recipe.has_twins(made.settings.device)
-    return made
+    return made.spilling()
+
+
+def _rings(tier: str, param_tier: str, keep: str | None) -> dict[str, int]:
+    """Host memory that disks are read and written through."""
+    places = {"ring_nbytes": tier, "param_ring_nbytes": param_tier, "keep_ring_nbytes": keep}
+    return {name: RING_NBYTES * (place == "nvme") for name, place in places.items()}
+
+
+def _budget(
+    host_memory: int | str | None, disk: int | str | None, world: int, ranks_per_host: int | None
+) -> dict[str, int]:
+    """What one rank has of a host's memory and of its disk."""
+    ranks = min(world, _RANKS_PER_HOST) if ranks_per_host is None else ranks_per_host
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= world:
+        raise ValueError(got("ranks_per_host", ranks_per_host, f"a whole number of ranks, from 1 to world={world}"))
+    asked = {"cpu": ("host_memory", host_memory), "nvme": ("disk", disk)}
+    return {tier: parse_memory(*one) // ranks for tier, one in asked.items() if one[1] is not None}

@@ -9,8 +9,9 @@ from typing import Any
 from zerokern.core.errors import got
 from zerokern.core.units import BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STATE_FORMATS
 from zerokern.schedule import Delayed, check_schedule
+from zerokern.zero.partition import shards_parameters
 
-__all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "itemsize", "short"]
+__all__ = ["OPTIMIZERS", "Arrangement", "Holding", "Recipe", "StateRole", "dtype_of", "itemsize", "short"]
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
 _ITEMSIZE |= {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -28,6 +29,16 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # the state keys that grow with the 
 }
 _FACES = {"adamw": "zk.AdamW", "adam": "zk.Adam", "lion": "zk.Lion", "adagrad": "zk.Adagrad", "sgd": "zk.SGD"}
 _WITHOUT_INT8 = ("adagrad", "sgd", "sgd-momentum")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes of one role in one tier; `format` says what they are made of."""
+
+    role: str
+    format: str
+    tier: str
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,10 @@ class Recipe:
     tier: str = "device"
     ring_nbytes: int = 0
     schedule: str | Delayed = "sync"
+    param_tier: str = "device"
+    param_ring_nbytes: int = 0
+    keep: str | None = None
+    keep_ring_nbytes: int = 0
 
     @classmethod
     def of(
@@ -81,6 +96,8 @@ class Recipe:
         master_format: str | None,
         tier: object,
         schedule: object = "sync",
+        param_tier: object = "device",
+        keep: object = None,
     ) -> Recipe:
         """The keywords of `zk.shard` and `zk.AdamW`, checked."""
         if mp_policy is not None:
@@ -98,7 +115,9 @@ class Recipe:
             raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, formats))} with {name}"))
         if master_format is not None and master_format not in MASTER_FORMATS:
             raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
-        place, ring_nbytes = _tier(tier)
+        place, ring_nbytes = _tier("tier", tier)
+        rest, param_ring = _tier("param_tier", param_tier)
+        kept, keep_ring = (None, 0) if keep is None else _tier("keep", keep)
         return cls(
             name,
             None if param_dtype is None else dtype_of("param_dtype", param_dtype),
@@ -108,7 +127,32 @@ class Recipe:
             place,
             ring_nbytes,
             check_schedule(schedule),
+            rest,
+            param_ring,
+            kept,
+            keep_ring,
         )
+
+    @property
+    def rests(self) -> bool:
+        """Whether parameters come to the device for each forward and backward."""
+        return self.param_tier != "device"
+
+    def on(self, device: str, stage: int) -> Recipe:
+        """As it is where collectives run on such a device: what rests in host memory of a CPU is on the device."""
+        here = self
+        if device == "cpu":
+            here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
+            here = replace(here, keep="device") if self.keep == "cpu" else here
+        if not here.rests:
+            return here
+        if not shards_parameters(stage):
+            allowed = "'device' below stage 3, where every rank computes with all parameters as they lie"
+            raise ValueError(got("param_tier", self.param_tier, allowed, "Plan it with stage=3"))
+        if device != "cpu" and self.tier == "device" and self.optimizer != "none":
+            allowed = "'cpu' or 'nvme' (zk.Nvme(path)) for parameters that rest off the device"
+            raise ValueError(got("tier", self.tier, allowed, "Their state is larger than they are"))
+        return here
 
     @property
     def delays(self) -> bool:
@@ -116,6 +160,8 @@ class Recipe:
 
     def has_twins(self, device: str) -> bool:
         """Whether what is updated are copies in host memory of parameters on such a device."""
+        if self.rests:
+            return False  # where they rest they are updated
         if device != "cpu" and self.tier != "cpu" and self.schedule != "sync":
             advice = "The update of state on the device has nothing to hide behind"
             raise ValueError(got("schedule", self.schedule, "'sync' for parameters on a device, or tier='cpu'", advice))
@@ -196,9 +242,13 @@ class Arrangement:
     bucket_bytes: int
     accumulate: int
     no_sync: bool
+    micro: int = 1
+    spills: bool = False
+    """gradients of parameters at rest wait on the disk"""
 
     def __post_init__(self) -> None:
-        for name, what in (("world", "ranks"), ("bucket_bytes", "bytes"), ("accumulate", "micro-batches in a step")):
+        counts = ("world", "ranks"), ("bucket_bytes", "bytes"), ("accumulate", "micro-batches in a step")
+        for name, what in (*counts, ("micro", "slices of a batch")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(got(name, value, f"a whole number of {what}, from 1 on"))
@@ -235,9 +285,9 @@ def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
-def _tier(tier: Any) -> tuple[str, int]:
+def _tier(argument: str, tier: Any) -> tuple[str, int]:
     if hasattr(tier, "ring_nbytes"):
         return "nvme", int(tier.ring_nbytes)
     if tier in ("device", "cpu", "nvme"):
         return str(tier), RING_NBYTES if tier == "nvme" else 0
-    raise ValueError(got("tier", tier, "'device' | 'cpu' | 'nvme', or zk.Nvme(path)"))
+    raise ValueError(got(argument, tier, "'device' | 'cpu' | 'nvme', or zk.Nvme(path)"))

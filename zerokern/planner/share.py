@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zerokern.core.units import BUFFERS
+from zerokern.planner import rest
 from zerokern.planner.outline import Buckets, Load, Outline
-from zerokern.planner.recipe import Arrangement, Recipe, StateRole, itemsize, short
+from zerokern.planner.recipe import Arrangement, Holding, Recipe, StateRole, itemsize, short
 from zerokern.zero.partition import shards_gradients, shards_parameters, shards_state
 
 __all__ = ["STATES", "TWINS", "WORKING", "Holding", "Share", "Sums", "pinned_nbytes", "share_of", "summed"]
@@ -16,16 +17,6 @@ STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_
 TWINS = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
 WORKING = ("gathered", "buffers", "scratch", "ring", *TWINS, "checkpoints", "activations")
 FINGERPRINTS_NBYTES = 16  # of each gradient, as it left and as it was in `step()`: see zerokern/optim/leaving.py
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Bytes of one role in one tier; `format` says what they are made of."""
-
-    role: str
-    format: str
-    tier: str
-    nbytes: int
 
 
 class Sums:
@@ -83,7 +74,9 @@ def summed(held: Iterable[Holding], key: Callable[[Holding], str]) -> dict[str, 
 def share_of(subject: Outline, recipe: Recipe, stage: int, settings: Arrangement) -> Share:
     """Rank 0's share, which no other rank's exceeds by more than the padding at a cut."""
     buckets = subject.buckets(stage, settings.world, settings.bucket_bytes)
-    held = [*_states(buckets, recipe, stage, settings), *_working(buckets, subject, recipe, stage, settings)]
+    resting = rest.states_at_rest(buckets, recipe, settings)
+    held = [*(resting if recipe.rests else _states(buckets, recipe, stage, settings))]
+    held += [*_working(buckets, subject, recipe, stage, settings), *_inputs(subject, recipe, settings)]
     arriving = max((kind.largest_numel * kind.itemsize for kind in buckets.trained), default=0)
     return Share(stage, tuple(one for one in held if one.nbytes), buckets.padding, arriving)
 
@@ -126,7 +119,9 @@ def _working(
     buckets: Buckets, subject: Outline, recipe: Recipe, stage: int, settings: Arrangement
 ) -> Iterator[Holding]:
     """What is there besides the states while a step runs."""
-    if settings.world > 1:
+    if recipe.rests:
+        yield from rest.working_at_rest(buckets, subject, recipe, settings)
+    elif settings.world > 1:
         wire = [(kind, itemsize(recipe.wire_dtype(kind.dtype))) for kind in buckets.trained]
         largest = max((kind.largest_numel * size for kind, size in wire), default=0)
         if shards_parameters(stage) and subject.units:
@@ -138,12 +133,22 @@ def _working(
             yield Holding("buffers", "", "device", count * largest)
         if settings.device == "cpu":
             yield Holding("scratch", "", "device", largest // settings.world * (settings.world - 1))
-    if recipe.tier == "nvme":
-        yield Holding("ring", "", "cpu", recipe.ring_nbytes)
+    link = recipe.param_ring_nbytes + recipe.keep_ring_nbytes if settings.device != "cpu" else 0
+    yield Holding("ring", "", "cpu", recipe.ring_nbytes + link)
+
+
+def _inputs(subject: Outline, recipe: Recipe, settings: Arrangement) -> Iterator[Holding]:
+    """What activation checkpoints keep; off the device all but the last one's, and room for one that comes back."""
     shape = subject.transformer
-    if shape is not None and shape.has_activations:
-        yield Holding("checkpoints", "", "device", shape.checkpoints)
-        yield Holding("activations", "", "device", shape.working_activations)
+    if shape is None or not shape.has_activations:
+        return
+    away = 0
+    if recipe.keep not in (None, "device"):
+        away = shape.checkpoints - shape.checkpoint
+        yield Holding("checkpoints", "", str(recipe.keep), away)
+    yield Holding("checkpoints", "", "device", min(shape.checkpoints - away + shape.checkpoint, shape.checkpoints))
+    slices = -(-(shape.batch or 1) // settings.micro)
+    yield Holding("activations", "", "device", shape.working_activations * slices // (shape.batch or 1))
 
 
 def pinned_nbytes(subject: Outline, recipe: Recipe, stage: int, settings: Arrangement) -> int:

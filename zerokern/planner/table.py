@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from zerokern.core.units import BLOCK
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.recipe import OPTIMIZERS, short
 from zerokern.planner.share import STATES, WORKING, Holding, Share
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from zerokern.planner.measuring import Measured
     from zerokern.planner.planning import Plan
 
-__all__ = ["NAMES", "as_dict", "of_held", "of_measured", "of_plan", "of_worlds"]
+__all__ = ["NAMES", "TIERS", "as_dict", "fit", "formats_of", "of_held", "of_measured", "of_plan", "of_worlds"]
 
 NAMES = {
     "gathered": "units gathered",
@@ -63,10 +62,15 @@ def settings(plan: Plan) -> str:
         master = recipe.master_of(dtype)
         words += [] if master == "own" else [f'master_format="{master}"']
         words += [] if recipe.tier == "device" else [f"state {TIERS[recipe.tier]}"]
+    words += [f"parameters at rest {TIERS[recipe.param_tier]}"] if recipe.rests else []
+    if recipe.optimizer != "none":
         words += [] if recipe.schedule == "sync" else [f"schedule={recipe.schedule!r}"]
     if plan.settings.accumulate > 1:
         how = "all but the last under zk.no_sync" if plan.settings.no_sync else "each reduced"
+        how = "each fetching parameters anew" if recipe.rests else how
         words.append(f"{plan.settings.accumulate} micro-batches in a step, {how}")
+    words += [f"each batch in {plan.settings.micro} slices"] if plan.settings.micro > 1 else []
+    words += [f"inputs of units kept {TIERS[recipe.keep]}"] if recipe.keep else []
     return ", ".join(words)
 
 
@@ -164,31 +168,33 @@ def fit(nbytes: int, most: int) -> str:
 def _formats(plan: Plan) -> str:
     rows = []
     for other in plan.in_other_formats():
-        recipe, dtype = other.recipe, plan.subject.main_dtype
         totals = [other.at(stage).total for stage in STAGES]
-        width = sum(state.per_element + state.per_block / BLOCK for state in recipe.state_of(dtype))
-        master = recipe.master_of(dtype)
-        rows.append(
-            [
-                recipe.state_format + (" *(lossy)*" if recipe.state_format != "fp32" else ""),
-                master + (" *(lossy)*" if master in ("split8", "none") else ""),
-                f"{width:.3g}",
-                *map(gigabytes, [other.at(stage).pinned for stage in STAGES] if plan.pinned else totals),
-                *(fitting(totals, most) for most in plan.device_memory.values()),
-            ]
-        )
+        shown = [other.at(stage).pinned for stage in STAGES] if plan.pinned else totals
+        fits = [fitting(totals, most) for most in plan.device_memory.values()]
+        rows.append([*formats_of(other), *map(gigabytes, shown), *fits])
     header = ["state_format", "master_format", "state, B/parameter", *STAGE_HEADS]
     return table_of(header + [f"fits {name}" for name in plan.device_memory], rows, left=2) if len(rows) > 1 else ""
 
 
-def fitting(totals: Sequence[int], most: int) -> str:
+def formats_of(plan: Plan) -> tuple[str, str, str]:
+    """State and master format, marked where they are lossy, and the bytes of state for a parameter."""
+    recipe, dtype = plan.recipe, plan.subject.main_dtype
+    master = recipe.master_of(dtype)
+    return (
+        recipe.state_format + (" *(lossy)*" if recipe.state_format != "fp32" else ""),
+        master + (" *(lossy)*" if master in ("split8", "none") else ""),
+        f"{recipe.state_nbytes(dtype):.3g}",
+    )
+
+
+def fitting(totals: Sequence[int], most: int, stages: Sequence[int] = STAGES) -> str:
     """The stages whose total fits.
 
     >>> fitting([90, 80, 70, 60], 80), fitting([90] * 4, 80)
     ('stages 1, 2, 3', 'none')
     """
-    stages = [str(stage) for stage, nbytes in zip(STAGES, totals, strict=True) if nbytes <= most]
-    return "none" if not stages else f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
+    fit = [str(stage) for stage, nbytes in zip(stages, totals, strict=True) if nbytes <= most]
+    return "none" if not fit else f"stage{'s' if len(fit) > 1 else ''} {', '.join(fit)}"
 
 
 def of_worlds(plans: Sequence[Plan]) -> str:
@@ -196,11 +202,11 @@ def of_worlds(plans: Sequence[Plan]) -> str:
     first = plans[0]
     rows = []
     for plan in plans:
-        shares = [plan.at(stage).share for stage in STAGES]
-        fits = [fitting([share.total for share in shares], most) for most in first.device_memory.values()]
+        shares = [plan.at(stage).share for stage in plan.stages]
+        fits = [fitting([share.total for share in shares], most, plan.stages) for most in first.device_memory.values()]
         rows.append([f"{plan.world:,}", *(gigabytes(share.states) for share in shares), *fits])
     said = "Model states (parameters, gradients, optimizer state) on each rank, in GB (10^9 bytes), with "
-    header = ["ranks", *STAGE_HEADS, *(f"fits {name}" for name in first.device_memory)]
+    header = ["ranks", *(f"stage {stage}" for stage in first.stages), *(f"fits {name}" for name in first.device_memory)]
     parts = [f"### {first.subject.title}", f"{said}{settings(first)}:", table_of(header, rows, left=0)]
     if first.device_memory:
         parts.append("What fits is counted with what collectives and computing need besides.")
@@ -268,7 +274,14 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "no_sync": plan.settings.no_sync,
         **formats,
         "device_memory": dict(plan.device_memory),
-        "stages": [_stage_dict(plan.at(stage)) for stage in STAGES],
+        "param_tier": recipe.param_tier,
+        "keep": recipe.keep,
+        "micro": plan.settings.micro,
+        "gradients_spill": plan.settings.spills,
+        "budget": dict(plan.budget),
+        "missing": plan.missing,
+        "moves": [vars(one) for one in plan.moves],
+        "stages": [_stage_dict(plan.at(stage)) for stage in plan.stages],
     }
 
 

@@ -79,7 +79,7 @@ class Span:
     fetch_nbytes: int = 0
     """parameters that rest off the device: what of them comes for a forward, and again for a backward"""
     stays_nbytes: int = 0
-    """of these, what is there still where a pass turns and the same span is next"""
+    """of these, what stays from forward to backward: of the last span, and of what encloses all others"""
     fetch_lanes: tuple[str, ...] = ()
     """how they come: ("up",) from host memory, ("read", "up") from the disk, ("read",) to a device that is the host"""
     spill_nbytes: int = 0

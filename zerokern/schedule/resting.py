@@ -1,6 +1,6 @@
 """The step of a model whose parameters rest in host memory or on disk: a unit is fetched before it computes. No torch.
 
-One span ahead is on its way while one computes. Where a pass turns, the span that was last is next, and is there still.
+One span ahead is on its way while one computes. What is last in forward is first in backward, and is there still.
 From the disk it comes in chunks, so that reading and crossing the link are one movement: both begin at once.
 """
 
@@ -101,9 +101,9 @@ class _Resting:
 
     def _read(self, number: int) -> int:
         """Bytes of parameters that a use fetches."""
-        use, before = self.uses[number], self.uses[number - 1]
+        use = self.uses[number]
         span = self.spans[use.place]
-        return span.fetch_nbytes - (span.stays_nbytes if number and before.place == use.place else 0)
+        return span.fetch_nbytes - (span.stays_nbytes if use.verb == "Backward" else 0)
 
     def _fetch(self, number: int, span: Span, ready: list[OpKey]) -> list[OpKey]:
         """There is room for a span where the one before the last has computed."""
@@ -220,7 +220,8 @@ class _Resting:
             moved += beside
             computed += taken
             behind = (moved + self._moved(use.place) / 2) * sum(flops) <= total * computed
-            if use.place in waiting and (behind or use.verb == "Backward"):
+            stays = self.spans[use.place].stays_nbytes  # what comes once brings its record along
+            if use.place in waiting and (behind or stays or use.verb == "Backward"):
                 waiting.remove(use.place)
                 moved += self._moved(use.place)
                 yield use.place, number

@@ -1,0 +1,229 @@
+"""Parameters at rest: what lies in which tier, what moves in a step, where gradients wait, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zerokern as zk
+from zerokern.core.errors import BudgetError
+from zerokern.planner import Transformer
+from zerokern.planner.forecast import step_program
+
+SMALL = {"state_format": "int8", "master_format": "split8"}
+SCHEDULES = ("sync", "overlap", zk.Delayed())
+LANES = ("up", "down", "read", "write")
+SHAPE = Transformer(24, 2048, heads=16, batch=8, seq=1024)
+GB = 10**9
+
+
+def at_rest(model: object = "1B", param_tier: str = "nvme", tier: str = "nvme", **asked: object) -> zk.Plan:
+    return zk.plan(model, stage=3, param_tier=param_tier, tier=tier, **({"device": "cuda"} | asked))
+
+
+def per_parameter(plan: zk.Plan) -> tuple[float, ...]:
+    """Bytes up, down, read and written for each parameter that this rank has of its own."""
+    return tuple(round(plan.moved(lane) * plan.world / plan.numel, 3) for lane in LANES)
+
+
+def model() -> nn.Module:
+    """Units of different sizes, one frozen, and a root around them."""
+    units = [nn.Linear(256, 256 + 128 * i, dtype=torch.bfloat16) for i in range(4)]
+    made = nn.Sequential(nn.Linear(64, 256, dtype=torch.bfloat16), nn.ModuleList(units))
+    units[1].requires_grad_(False)
+    return made
+
+
+class TestBytes:
+    """The contract of design.md, section 9: parameters twice up, gradients once down."""
+
+    @pytest.mark.parametrize("world", [1, 8])
+    @pytest.mark.parametrize(
+        "schedule, formats, bytes_",
+        [
+            ("overlap", {}, (4, 2, 14, 12)),
+            (zk.Delayed(), {}, (4, 2, 14, 12)),
+            ("overlap", SMALL, (4, 2, 7.063, 5.063)),
+            ("sync", {}, (4, 2, 16, 12)),
+            ("sync", SMALL, (4, 2, 9.063, 5.063)),
+        ],
+    )
+    def test_all_on_disk(self, schedule: object, formats: dict, bytes_: tuple, world: int) -> None:
+        """Under "sync" the update comes after both fetches, and reads parameters once more."""
+        plan = at_rest(world=world, schedule=schedule, **formats)
+        assert per_parameter(plan) == pytest.approx(bytes_, abs=0.002)
+
+    def test_other_tiers(self) -> None:
+        assert per_parameter(at_rest(param_tier="cpu", tier="cpu")) == (4, 2, 0, 0)
+        assert per_parameter(at_rest(param_tier="cpu", tier="nvme")) == (4, 2, 10, 10)
+        assert per_parameter(at_rest(param_tier="nvme", tier="cpu", schedule="overlap")) == (4, 2, 4, 2)
+        assert per_parameter(at_rest(device="cpu", schedule="overlap")) == (0, 0, 14, 12), "the host is the device"
+        assert per_parameter(zk.plan("1B", tier="cpu")) == (2, 2, 0, 0), "parameters that stay are updated elsewhere"
+
+    @pytest.mark.parametrize("many", [1, 4, 8])
+    def test_micro_batches_fetch_anew_and_slices_do_not(self, many: int) -> None:
+        horizontal = per_parameter(at_rest(schedule="overlap", accumulate=many))
+        vertical = per_parameter(at_rest(schedule="overlap", micro=many))
+        assert horizontal == (4 * many, 2 * many, 10 + 4 * many, 12)
+        assert vertical == (4, 2, 14, 12)
+
+    def test_what_stays_is_fetched_once(self) -> None:
+        """What is in no unit, and the last unit, where forward turns to backward."""
+        plan = at_rest(model(), schedule="overlap")
+        units = [sum(p.numel() for p in unit.parameters()) for unit in model()[1]]
+        root = sum(p.numel() for p in model()[0].parameters())
+        padding = 2 * 128 * 2 * 6
+        assert plan.moved("up") == pytest.approx(2 * (2 * sum(units) + root - units[-1]), abs=padding)
+        trained = plan.numel - units[1]
+        assert plan.moved("write") == pytest.approx(12 * trained, abs=12 * padding)
+
+    @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+    @pytest.mark.parametrize("asked", [{}, {"param_tier": "cpu"}, {"keep": "cpu"}, {"keep": "nvme", "accumulate": 3}])
+    @pytest.mark.parametrize("what", ["number", "module", "shape"])
+    def test_the_program_moves_what_the_plan_says(self, what: str, asked: dict, schedule: object) -> None:
+        plan = at_rest({"number": "3B", "module": model(), "shape": SHAPE}[what], schedule=schedule, **asked)
+        name = "delayed" if isinstance(schedule, zk.Delayed) else schedule
+        program = step_program(plan, name, 3 * 8192)
+        for lane in LANES:
+            told = sum(op.nbytes for op in program.ops if op.lane == lane)
+            assert told == pytest.approx(plan.moved(lane), rel=0.002), lane
+        flops = sum(op.flops for op in program.ops)
+        if what != "module":
+            recomputes = what == "shape" or "keep" in asked
+            assert flops == pytest.approx((8 if recomputes else 6) * plan.numel * 3 * 8192, rel=1e-3)
+
+
+class TestTiers:
+    @pytest.mark.parametrize("formats, bytes_", [({}, 12), (SMALL, 5.0625)])
+    def test_what_rests_where(self, formats: dict, bytes_: float) -> None:
+        """Parameters and state on disk, gradients in host memory; on the device two buffers of gradients."""
+        tiers = at_rest("8B", **formats).tiers
+        assert tiers["nvme"] == bytes_ * 8 * GB
+        assert tiers["cpu"] == 2 * 8 * GB + (128 << 20) and tiers["device"] == 64 << 20
+
+    def test_units_are_whole_on_the_device_one_by_one(self) -> None:
+        plan = at_rest(Transformer(80, 8192), "cpu", "cpu")
+        assert plan.roles["gathered"] == 2 * 2 * 12 * 8192**2
+        assert plan.total < 5 * GB and plan.tiers["cpu"] == 14 * plan.numel
+
+    def test_a_delay_needs_room_for_what_is_shown_later(self) -> None:
+        exact, delayed = at_rest("8B"), at_rest("8B", schedule=zk.Delayed())
+        assert delayed.tiers["nvme"] - exact.tiers["nvme"] == 16 * GB
+
+    def test_slices_divide_what_computes(self) -> None:
+        whole, sliced = (at_rest(SHAPE, keep="device", micro=n).roles["activations"] for n in (1, 8))
+        assert whole == 8 * sliced
+
+    @pytest.mark.parametrize("keep", ["cpu", "nvme"])
+    def test_inputs_leave_but_for_the_last_one_and_one_that_comes_back(self, keep: str) -> None:
+        plan, one = at_rest(SHAPE, keep=keep), SHAPE.checkpoint
+        held = {held.tier: held.nbytes for held in plan.share.held if held.role == "checkpoints"}
+        assert held == {"device": 2 * one, keep: 23 * one}
+        assert plan.kept == 23 * one
+
+    def test_on_a_cpu_what_rests_in_host_memory_is_on_the_device(self) -> None:
+        plan = zk.plan("1B", stage=3, param_tier="cpu", keep="cpu", device="cpu")
+        assert not plan.recipe.rests and plan.moves == []
+
+
+class TestGradients:
+    def test_they_wait_on_the_disk_where_the_host_is_too_small(self) -> None:
+        """70B on 128 GiB: 140 GB of gradients."""
+        large, small = (at_rest("70B", host_memory=host, schedule="overlap") for host in ("256GiB", "128GiB"))
+        assert (large.settings.spills, small.settings.spills) == (False, True)
+        assert per_parameter(large) == (4, 2, 14, 12) and per_parameter(small) == (4, 2, 16, 14)
+        assert small.tiers["nvme"] - large.tiers["nvme"] == 140 * GB and not small.missing
+        assert "they wait on the disk" in str(small) and "they wait on the disk" not in str(large)
+
+    def test_ranks_share_a_host(self) -> None:
+        """1T on a DGX-2 of 1.5 TB: 2 TB of gradients. Eight ranks on a host unless it is said."""
+        assert at_rest("1T", world=16, host_memory="1.5TB", ranks_per_host=16).settings.spills
+        assert not at_rest("1T", world=16, host_memory="1.5TB").settings.spills, "two hosts of 8"
+        assert at_rest("1T", world=16, host_memory="1.5TB").budget["cpu"] == 1.5e12 // 8
+
+    def test_without_a_disk_they_cannot(self) -> None:
+        plan = at_rest("70B", "cpu", "cpu", host_memory="128GiB")
+        assert not plan.settings.spills and plan.missing == {"host memory": 980 * GB - (128 << 30)}
+
+
+class TestBudget:
+    def test_what_does_not_fit_is_refused_with_what_would(self) -> None:
+        plan = at_rest("70B", "cpu", "cpu", host_memory="128GiB", disk="4TB", device_memory="h100")
+        with pytest.raises(BudgetError) as refused:
+            plan.require()
+        said = str(refused.value)
+        assert said.startswith("70B parameters, on 1 rank do not fit: 843 GB of host memory are missing")
+        assert "| parameters " in said and 'param_tier="nvme", tier="nvme"' in said
+        assert 'state_format="int8", master_format="split8" *(lossy)*' in said
+
+    def test_what_fits_passes(self) -> None:
+        at_rest("70B", host_memory="128GiB", disk="4TB", device_memory="h100").require()
+        zk.plan("1B", device_memory="h100").require()
+
+    def test_what_would_fit_does(self) -> None:
+        for one in zk.plan("70B", device_memory="h100", host_memory="128GiB", disk="4TB").would_fit():
+            again = zk.plan(
+                "70B", stage=3, param_tier=one.recipe.param_tier, tier=one.recipe.tier, device_memory="h100",
+                host_memory="128GiB", disk="4TB", state_format=one.recipe.state_format,
+                master_format=one.recipe.master_format,
+            )  # fmt: skip
+            again.require()
+            assert again.tiers == one.tiers
+
+    def test_nothing_fits(self) -> None:
+        plan = at_rest("10T", host_memory="128GiB", disk="4TB")
+        assert plan.would_fit() == [] and "No placement fits; more ranks each hold less" in str(plan)
+
+
+class TestText:
+    def test_the_page(self) -> None:
+        text = str(at_rest(SHAPE, world=2, keep="cpu", host_memory="64GB", disk="1TB", device_memory="h100"))
+        assert not any(line != line.rstrip() for line in text.splitlines())
+        for says in (
+            "parameters at rest on NVMe",
+            "inputs of units kept in host memory",
+            "| fits h100 (80 GB) ",
+            "| fits what a rank has ",
+            "| bytes per parameter of its own |",
+            "to other ranks",
+            "GB to the disk, which wears",
+        ):
+            assert says in text
+        tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+        assert len(tables) == 3 and all(len({len(line) for line in lines}) == 1 for lines in tables)
+
+    def test_numbers_for_programs(self) -> None:
+        found = at_rest("70B", host_memory="128GiB").to_dict()
+        assert (found["param_tier"], found["gradients_spill"], found["missing"]) == ("nvme", True, {})
+        assert [one["stage"] for one in found["stages"]] == [3]
+        assert sum(one["nbytes"] for one in found["moves"] if one["lane"] == "write") == 14 * 70 * GB
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "asked, says",
+        [
+            ({"param_tier": "disk"}, "param_tier='disk' is not possible; allowed: 'device'"),
+            ({"param_tier": "cpu", "stage": 2}, "param_tier='cpu' is not possible; allowed: 'device' below stage 3"),
+            ({"param_tier": "cpu"}, "tier='device' is not possible; allowed: 'cpu' or 'nvme'"),
+            ({"keep": "host"}, "keep='host' is not possible"),
+            ({"micro": 0}, "micro=0 is not possible"),
+            ({"param_tier": "cpu", "tier": "cpu", "accumulate": 2, "no_sync": True}, "no_sync=True is not possible"),
+            ({"host_memory": "lots"}, "host_memory='lots' is not possible; allowed: bytes as a whole number"),
+            ({"disk": 0}, "disk=0 is not possible"),
+            ({"host_memory": "1TB", "ranks_per_host": 2}, "ranks_per_host=2 is not possible"),
+        ],
+    )
+    def test_an_argument(self, asked: dict, says: str) -> None:
+        with pytest.raises(ValueError, match=says.replace("(", r"\(")):
+            zk.plan("1B", **({"stage": 3} | asked))
+
+    def test_another_stage(self) -> None:
+        with pytest.raises(ValueError, match="stage=2 is not possible; allowed: 3, for parameters that rest"):
+            at_rest().at(2)
+
+    def test_a_machine_without_a_disk(self) -> None:
+        bare = zk.schedule.Machine("bare", flops_s=1e14, device_gb_s=900, down_gb_s=9, up_gb_s=9, host_gb_s=40)
+        with pytest.raises(ValueError, match="machine 'bare': read_gb_s=None is not possible"):
+            at_rest().predict(bare, tokens=[4096])

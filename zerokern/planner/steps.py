@@ -1,0 +1,154 @@
+"""A plan's step as spans: what of each is computed, fetched, updated and stored, as the simulator is given it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from zerokern.planner.outline import Load
+from zerokern.planner.recipe import itemsize
+from zerokern.planner.rest import fetched_of, lanes_to
+from zerokern.schedule import Span
+from zerokern.schedule.passes import ROOT
+from zerokern.zero.partition import shards_parameters, shards_state
+
+if TYPE_CHECKING:
+    from zerokern.planner.planning import Plan
+
+__all__ = ["SPANS", "StepShape"]
+
+SPANS = 32  # more of them change a step by less than one of them takes
+
+
+@dataclass(frozen=True)
+class Lump:
+    """What is fetched, updated and stored together; `own_numel` of it by this rank."""
+
+    numel: int
+    own_numel: int
+    dtype: str
+    trainable: bool
+    rests: bool = False
+    encloses: bool = False
+    """all others: of no unit"""
+
+
+class StepShape:
+    """A plan's buckets as spans that are as long as is useful, for steps of any number of tokens."""
+
+    def __init__(self, plan: Plan, count: int) -> None:
+        self.plan = plan
+        self.accumulate = plan.settings.accumulate
+        rests, shape = plan.recipe.rests, plan.subject.transformer
+        recomputes = plan.recipe.keep is not None or (shape is not None and shape.has_activations)
+        self.flops = 8 if recomputes else 6
+        self.passes = self.accumulate if rests else 1
+        count = max(4, count // self.passes)
+        self.tells = rests or plan.recipe.tier == "nvme"
+        self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
+        buckets = plan.subject.buckets(plan.stage, plan.world, plan.settings.bucket_bytes)
+        self.stays = list(self._stays(fetched_of(buckets)[2] if rests else 0))[::-1]
+        self.kept = plan.kept // self.passes
+
+    def _stays(self, last: int) -> Iterator[int]:
+        """Of each part from the last on, bytes that are there from forward to backward: the last unit's, the root's."""
+        for part in reversed(self.parts):
+            nbytes = part.own_numel * itemsize(part.dtype)
+            yield nbytes if part.encloses else min(last, nbytes)
+            last -= min(last, nbytes)
+
+    def spans(self, tokens: int) -> list[Span]:
+        """Gradients leave in the last micro-batch; those before it are part of where its backward begins."""
+        last = tokens / self.accumulate
+        spans = [self._span(number, part, last) for number, part in enumerate(self.parts)]
+        if self.plan.recipe.rests:
+            return spans
+        before = sum(span.forward_flops + span.backward_flops for span in spans) * (self.accumulate - 1)
+        return [*spans[:-1], replace(spans[-1], backward_flops=spans[-1].backward_flops + before)]
+
+    def at_once(self, spans: Sequence[Span]) -> list[Span]:
+        """The same with all passes together, for what is on the device."""
+        times = self.passes
+        return [
+            replace(one, forward_flops=times * one.forward_flops, backward_flops=times * one.backward_flops)
+            for one in spans
+        ]
+
+    def _span(self, number: int, part: Lump, tokens: float) -> Span:
+        recipe, settings, stage = self.plan.recipe, self.plan.settings, self.plan.stage
+        compute = 2.0 * part.numel * tokens
+        again = compute if self.flops > 6 else 0.0
+        at_rest = self._at_rest(number, part)
+        if not part.trainable:
+            return Span(f"{number}", 0, forward_flops=compute, backward_flops=compute + again, **at_rest)
+        wire = itemsize(recipe.wire_dtype(part.dtype))
+        sent = (settings.world - 1) / settings.world
+        crosses = not (recipe.rests and settings.device == "cpu")
+        reductions = 1 if settings.no_sync else settings.accumulate
+        reduced = part.numel * wire * sent * reductions * (1 if shards_state(stage) else 2)
+        gathers = (2 if shards_parameters(stage) else 1) if shards_state(stage) else 0
+        return Span.of(
+            f"{number}",
+            part.own_numel,
+            grad_nbytes=part.own_numel * wire,
+            param_nbytes=part.own_numel * itemsize(part.dtype),
+            state_nbytes=part.own_numel * recipe.state_nbytes(part.dtype),
+            own_master=recipe.master_of(part.dtype) != "fp32",
+            forward_flops=compute,
+            fetched=crosses,
+            stored=crosses and not part.rests,
+            backward_flops=2 * compute + again,
+            reduce_nbytes=round(reduced),
+            gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),
+            gathered_again=shards_parameters(stage),
+            **at_rest,
+        )
+
+    def _at_rest(self, number: int, part: Lump) -> dict[str, Any]:
+        """What of a part is not on the device, and how it comes."""
+        recipe, settings = self.plan.recipe, self.plan.settings
+        found: dict[str, Any] = {}
+        if part.trainable and recipe.tier == "nvme":
+            found["record_nbytes"] = round(part.own_numel * recipe.state_nbytes(part.dtype))
+        if part.rests:
+            found["fetch_nbytes"] = part.own_numel * itemsize(part.dtype)
+            found["fetch_lanes"] = lanes_to(recipe.param_tier, settings.device)
+            found["stays_nbytes"] = self.stays[number]
+        if part.trainable and settings.spills:
+            found["spill_nbytes"] = part.own_numel * itemsize(recipe.wire_dtype(part.dtype))
+        if self.kept and recipe.rests:
+            found["keep_nbytes"] = self.kept // max(1, len(self.parts) - 1)
+            found["keep_lanes"] = lanes_to(recipe.keep, settings.device)
+        return found
+
+
+def _parts(plan: Plan) -> Iterator[Lump]:
+    buckets = plan.subject.buckets(plan.stage, plan.world, plan.settings.bucket_bytes)
+    for load in buckets.loads:
+        rests = plan.recipe.rests
+        for part in _pieces(load, shards_state(plan.stage)):
+            yield replace(part, rests=rests, encloses=rests and buckets.in_units and load.unit == ROOT)
+
+
+def _pieces(load: Load, is_sharded: bool) -> Iterator[Lump]:
+    """A bucket, or as many as are counted together, or a large one in as many as there may be."""
+    count = min(SPANS, max(load.count, 1))
+    for number in range(count):
+        numel, own = (total * (number + 1) // count - total * number // count for total in (load.numel, load.own_numel))
+        yield Lump(numel, own if is_sharded else numel, load.dtype, load.trainable)
+
+
+def _merged(parts: Sequence[Lump], least: int) -> Iterator[Lump]:
+    """Neighbours of one kind together, until they have so many elements."""
+    held: Lump | None = None
+    for part in parts:
+        kind = part.dtype, part.trainable, part.encloses
+        if held is not None and (held.dtype, held.trainable, held.encloses) == kind and held.numel < least:
+            held = replace(held, numel=held.numel + part.numel, own_numel=held.own_numel + part.own_numel)
+            continue
+        if held is not None:
+            yield held
+        held = part
+    if held is not None:
+        yield held
