@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,9 @@ class Driver(Protocol):
 
     def copy(self, stream: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Queues copies (dst, src), in any order among themselves. Nobody waits."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is launched within does not come behind what the program launches."""
 
     def pinned(self, tensor: Tensor) -> bool:
         """Whether copies to and from this host tensor run beside the program."""

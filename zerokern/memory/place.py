@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -257,13 +257,22 @@ class HostPlace(_InMemory):
         tensors = [lease.tensor(one.dtype, one.shape, at) for at, one in zip(offsets, wanted, strict=True)]
         return self._add(wanted, tensors, arena)
 
-    def store(self, kept: Tensor, value: Tensor, after: Ticket | None = None) -> Ticket:
-        """From the device, where there are `copies`."""
-        return _moved(value, kept, after) if self.copies is None else self.copies.to_host(value, kept, after=after)
+    def store(self, kept: Tensor, value: Tensor, after: Ticket | None = None) -> Any:
+        """From the device, where there are `copies`: then the ticket is theirs. Beside the program, if it is pinned."""
+        if self.copies is None or not self.copies.driver.pinned(kept):
+            return self._moved(value, kept, after)
+        return self.copies.to_host(value, kept, after=after)
 
-    def fetch(self, kept: Tensor, out: Tensor, after: Ticket | None = None) -> Ticket:
-        """To the device, where there are `copies`."""
-        return _moved(kept, out, after) if self.copies is None else self.copies.to_device(kept, out, after=after)
+    def fetch(self, kept: Tensor, out: Tensor, after: Ticket | None = None) -> Any:
+        """To the device, as `store`."""
+        if self.copies is None or not self.copies.driver.pinned(kept):
+            return self._moved(kept, out, after)
+        return self.copies.to_device(kept, out, after=after)
+
+    def _moved(self, src: Tensor, dst: Tensor, after: Ticket | None) -> Any:
+        """On the current stream; where it is not pinned memory, the host waits with it."""
+        ticket = _moved(src, dst, after)
+        return ticket if self.copies is None else self.copies.here()
 
     def keep(self, owner: Tensor, wanted: Sequence[Wanted], tensors: Sequence[Tensor]) -> None:
         """These were taken for the owner."""

@@ -124,6 +124,7 @@ def _measure(grads: list[Tensor], kind: float, place: torch.device) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=place)
     if kind == 2.0:
-        return sumsq_there(grads) if grads[0].is_cuda else torch.tensor(sumsq(grads), dtype=torch.float64)
+        found = sumsq_there(grads) if grads[0].is_cuda else torch.tensor(sumsq(grads), dtype=torch.float64)
+        return found.to(place)
     parts = [grad.detach() for grad in grads]  # a part of a gradient refuses to tell its norm for that of the whole
-    return torch.stack([torch.linalg.vector_norm(part, math.inf) for part in parts]).amax().double()
+    return torch.stack([torch.linalg.vector_norm(part, math.inf) for part in parts]).amax().double().to(place)

@@ -71,6 +71,8 @@ class Gatherer:
             unit.outside = False
             unit.computing = 0
             unit.release()
+        for unit in self.units:
+            unit.settle()
 
     def _all_lent(self) -> bool:
         return all(unit.all_lent for unit in self.units)
@@ -210,6 +212,7 @@ class Gatherer:
                 order.use(unit)
             unit.launch()
             unit.wait()
+            unit.settle()  # between steps anybody may write next
         unit.watch()
 
     def end_backward(self) -> None:

@@ -101,7 +101,7 @@ class GatheredUnit:
             self._coming.append(memory)
             return
         self._wait_for(memory)
-        self._handles.append(memory.group.all_gather(memory.full, memory.shard))
+        self._handles.append(memory.gather())
 
     def _wait_for(self, memory: BucketMemory) -> None:
         """The shard is here. Where it cannot be fetched, nobody can gather it: the others hear why, and not of us."""
@@ -149,7 +149,7 @@ class GatheredUnit:
     def _keep(tenant: Tenant, piece: Tensor, *, raised: bool) -> None:
         home, full = home_of(tenant.param), tenant.full
         assert home is not None and full is not None
-        written = home.here.cut(full)
+        written = home.here.cut(full).to(piece.device)
         with nullcontext() if home.rest is None else home.rest.used():
             if home.rest is not None:
                 home.rest.change()
@@ -175,6 +175,11 @@ class GatheredUnit:
                 if memory.shard is not memory.own:
                     memory.let_go()
             self._call_fulls(Gathered)
+
+    def settle(self) -> None:
+        """Returns once nothing is on its way from where it rests, so that it may be written there."""
+        for memory in self._comes_and_goes:
+            memory.settle()
 
     def release(self) -> None:
         self.held.discard(self.number)

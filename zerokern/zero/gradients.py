@@ -18,8 +18,10 @@ from zerokern.zero import checks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import Home, alias, strides
 from zerokern.zero.hooks import hooks_after_accumulation
-from zerokern.zero.params import BucketMemory, References, Tenant, shares, whole_like
+from zerokern.zero.landing import IntoHost
+from zerokern.zero.params import BucketMemory, Tenant, whole_like
 from zerokern.zero.partition import shards_gradients, shards_state
+from zerokern.zero.references import References, shares
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
 
@@ -37,10 +39,11 @@ class GradientBucket:
         self.bucket = memory.bucket
         self.tenants: list[Tenant] = memory.tenants
         self.replicated = not shards_state(stage)
-        # one rank's shard is the bucket: the gradients are flattened where they stay
-        self.lends_buffer = shards_gradients(stage) and not self.group.alone
-        # on a device gradients are kept until one launch flattens them all; on a CPU each goes to its place at once, so
-        # that the memory it came in, and the cache, serve the next
+        # one rank's shard is the bucket: the gradients are flattened where they stay, unless that is in host memory
+        self.stays = self.replicated or (self.group.alone and memory.host is None)
+        self.lends_buffer = shards_gradients(stage) and not self.stays
+        self.landing = None if memory.host is None else IntoHost(self.group, memory.host)
+        # on a device one launch flattens all; on a CPU each goes at once: its memory, and the cache, serve the next
         self.keeps = memory.device.type != "cpu"
         self.opened = self.closed = self.launched = self._adds = False
         self._kept: set[int] = set()
@@ -134,9 +137,7 @@ class GradientBucket:
         into = self.buffer
         if self.launched:
             self.late_places.add(place)
-            if self.late is None:
-                self.late = self._zeros()
-            into = self.late
+            into = self.late = self._zeros() if self.late is None else self.late
         else:
             self.local.add(place)
             self.arrived_places += (place,)
@@ -205,7 +206,7 @@ class GradientBucket:
             self._lay(self.buffer.clone())
             self.reduced = self._room()
         else:
-            self.reduced = self.reduced.clone()
+            self.reduced = self.reduced.clone() if self.landing is None else self._room().copy_(self.reduced)
         self._make_shown()
         self.give(live)
 
@@ -221,11 +222,10 @@ class GradientBucket:
             torch.autograd.graph.increment_version([self.reduced_span(place) for place in lives])
         self.local &= lives
         self.held &= lives
-        in_buffer = self.replicated or self.group.alone
-        if self.held and self.in_place and not in_buffer:
+        if self.held and self.in_place and not self.stays:
             self._move_out()
-        self._kept = lives if in_buffer else set(self.local)
-        self._adds = not in_buffer and bool(self.held)
+        self._kept = lives if self.stays else set(self.local)
+        self._adds = not self.stays and bool(self.held)
         self.opened = True
 
     def _lay(self, buffer: Tensor) -> Tensor:
@@ -286,25 +286,25 @@ class GradientBucket:
         self.launched = True
         self.local.clear()
         self._show()
-        if self.group.alone:
-            return None
-        if self.replicated:
-            return self.group.all_reduce(buffer, "mean", scratch=scratch)
+        if self.stays:
+            return None if self.group.alone else self.group.all_reduce(buffer, "mean", scratch=scratch)
+        return self._scatter(buffer, add, scratch)
+
+    def _scatter(self, buffer: Tensor, add: bool, scratch: Tensor | None) -> Handle:
         assert self.reduced is not None
-        scale = 1.0 / self.group.size
-        return self.group.reduce_scatter(buffer, self.reduced, scale=scale, add=add, scratch=scratch)
+        reduce = (self.landing or self.group).reduce_scatter
+        return reduce(buffer, self.reduced, scale=1.0 / self.group.size, add=add, scratch=scratch)
 
     def reduce_late(self, scratch: Tensor | None) -> None:
         """Add what arrived late, on any rank, to what is reduced."""
         late = self._zeros() if self.late is None else self.late
         self._guard()
-        assert self.reduced is not None
-        if self.replicated or self.group.alone:
+        if self.stays:
+            assert self.reduced is not None
             self.group.all_reduce(late, "mean", scratch=scratch).wait()
             self.reduced.add_(late)
         else:
-            scale = 1.0 / self.group.size
-            self.group.reduce_scatter(late, self.reduced, scale=scale, add=True, scratch=scratch).wait()
+            self._scatter(late, True, scratch).wait()
         self.tell()
 
     def _show(self) -> None:
@@ -313,11 +313,14 @@ class GradientBucket:
             self._make_shown()
 
     def _room(self) -> Tensor:
-        if self.replicated or self.group.alone:
+        if self.stays:
             return self.whole_buffer()
+        numel = self.bucket.shard_numel
+        if self.landing is not None:
+            return self.landing.room(numel, self.dtype)
         if self.lends_buffer:
-            return torch.zeros(self.bucket.shard_numel, dtype=self.dtype, device=self.memory.device)
-        return alias(self.whole_buffer(), self.group.rank * self.bucket.shard_numel, (self.bucket.shard_numel,))
+            return torch.zeros(numel, dtype=self.dtype, device=self.memory.device)
+        return alias(self.whole_buffer(), self.group.rank * numel, (numel,))
 
     def whole_buffer(self) -> Tensor:
         """A buffer of this bucket's own, for as long as it is needed."""
@@ -378,14 +381,12 @@ class GradientBucket:
         """Hooks on the accumulation of these gradients, which are reduced."""
         for place in places:
             home = self.homes[place]
-            if home.after_reduction:
-                param = home.piece if self.exposed else self.tenants[place].param
-                for call in [call for found in home.after_reduction for call in found.values()]:
-                    call(param)
+            for call in [call for found in home.after_reduction for call in found.values()]:
+                call(home.piece if self.exposed else self.tenants[place].param)
 
     def refuse_unreduced(self) -> None:
         """A step on gradients that other ranks know nothing of would let the ranks drift apart."""
-        if self.local and not self.replicated and not self.group.alone:
+        if self.local and not self.stays:
             checks.unreduced([self.tenants[place].name for place in sorted(self.local)])
 
     def reset(self) -> None:

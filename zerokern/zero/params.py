@@ -1,10 +1,9 @@
 """The memory of parameters: a flat bucket that they are views of, whole or this rank's shard of it. How they come
-there: the object that the user knows stays, what it consists of changes. And who else refers to such memory."""
+there: the object that the user knows stays, what it consists of changes."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from zerokern.comm import Group
+from zerokern.comm import Group, Handle
 from zerokern.core.errors import ShardError
 from zerokern.kernels import split
-from zerokern.memory import Rest
+from zerokern.memory import HostPlace, Rest
+from zerokern.memory.copies import Copy
 from zerokern.memory.place import DevicePool
 from zerokern.zero import hooks
 from zerokern.zero.homes import Home, alias, give_home
@@ -29,7 +29,7 @@ from zerokern.zero.units import Owner
 if TYPE_CHECKING:
     from zerokern.zero.sharding import Sharding
 
-__all__ = ["BucketMemory", "Gathered", "References", "Tenant", "exchange_bodies", "place", "shares", "whole_like"]
+__all__ = ["BucketMemory", "Gathered", "Tenant", "exchange_bodies", "place", "whole_like"]
 
 
 @dataclass
@@ -74,7 +74,7 @@ def whole_like(group: Group, shard_numel: int, place: Piece, one: Sharded) -> Te
     if group.size == 1:
         return one.local.detach().view(one.shape)
     window = min(shard_numel, place.numel)
-    mine = torch.zeros(window, dtype=one.span.dtype, device=one.span.device)
+    mine = torch.zeros(window, dtype=one.span.dtype, device=group.device)
     mine[: one.span.numel()] = one.span.detach()
     everyone = torch.empty(window * group.size, dtype=mine.dtype, device=mine.device)
     group.all_gather(everyone, mine).wait()
@@ -83,23 +83,33 @@ def whole_like(group: Group, shard_numel: int, place: Piece, one: Sharded) -> Te
         first = max(place.offset, rank * shard_numel)
         last = min(place.offset + place.numel, (rank + 1) * shard_numel)
         spans.append(part[: max(0, last - first)])
-    return torch.cat(spans).view(one.shape).to(one.dtype)
+    return torch.cat(spans).view(one.shape).to(one.device, one.dtype)
 
 
 class BucketMemory:
     """One bucket: `shard` is always there; `full` too below stage 3 and on one rank, else its memory comes and goes.
 
     With a `rest` the shard comes and goes too, and its values rest in their place; on one rank it is all there is.
+    With a `host` the shard lies there, `kept`, and a gather copies it to the device that computes.
     """
 
     def __init__(
-        self, bucket: Bucket, group: Group, *, sharded: bool, pool: DevicePool, rest: Rest | None = None
+        self,
+        bucket: Bucket,
+        group: Group,
+        *,
+        sharded: bool,
+        pool: DevicePool,
+        rest: Rest | None = None,
+        host: HostPlace | None = None,
+        kept: Tensor | None = None,
     ) -> None:
         self.bucket, self.group, self.device = bucket, group, pool.device
         self._pool = pool
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
         self.rest = rest
-        self.sharded = sharded and (not group.alone or self.rest is not None)
+        self.host = host
+        self.sharded = sharded and (not group.alone or self.rest is not None or host is not None)
         self.tenants: list[Tenant] = []
         self._sorted: list[Tenant] = []
         self._begins: list[int] = []
@@ -115,10 +125,13 @@ class BucketMemory:
         self.own = alias(self.full, begin, (numel,))
         if self.rest is not None:
             self.shard = self.own if group.alone else self.rest.memory
+        elif kept is not None:
+            self.shard = kept
         else:
             self.shard = torch.empty(numel, dtype=self.dtype, device=self.device) if self.sharded else self.own
         self._references = 0  # to the storage of `full`, from here
         self._stays = False
+        self._coming: Copy | None = None  # what last left the host
 
     @property
     def called(self) -> str:
@@ -150,7 +163,7 @@ class BucketMemory:
             self.rest.change()
         if self.sharded and self.shard is not self.own:
             self.shard.copy_(self.own)
-        return lost
+        return {number: one.to(self.shard.device) for number, one in lost.items()}
 
     def _round(self, source: Tensor) -> Tensor | None:
         """fp32 values into the bucket; a remainder for bf16, whose rounding rule is the optimizers' own."""
@@ -200,6 +213,27 @@ class BucketMemory:
             assert self.rest is not None
             self._fetched = False
             self.rest.leave()
+
+    def gather(self, full: Tensor | None = None) -> Handle:
+        """The shards of all ranks are on their way into `full`, the usual memory or another.
+
+        From the host a shard goes to its own span there, beside what computes; on several ranks the others follow it.
+        """
+        if self.host is None:
+            return self.group.all_gather(self.full if full is None else full, self.shard)
+        own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)
+        copy = self._coming = self.host.fetch(self.shard, own)
+        if self.group.alone or self.host.copies is None:
+            return Handle(copy.gate, copy.done, copy.gate)
+        with self.host.copies.driver.aside():
+            copy.gate()
+            return self.group.all_gather(self.full if full is None else full)
+
+    def settle(self) -> None:
+        """Returns once nothing reads the shard on its way to the device, so that it may be written."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.wait()
 
     def allocate(self) -> bool:
         """Memory for the full bucket, in the storage that the views of it have; whether somebody else has kept it."""
@@ -326,46 +360,3 @@ def exchange_bodies(param: Tensor, body: Tensor, name: str) -> None:
             f"{name!r} cannot be exchanged while something else holds it ({error}): drop losses and outputs of earlier "
             "forwards, and weak references to it, before"
         ) from error
-
-
-class References:
-    """How often gradients over one memory are referred to; counted when they are made, for nobody has them then.
-
-    Both times they come in a list that is made for the call.
-
-    >>> memory = torch.zeros(4)
-    >>> shown = [memory[:2], memory[2:]]
-    >>> references = References(memory, list(shown))
-    >>> references.has_more(memory, list(shown))
-    False
-    >>> kept = shown[1]
-    >>> references.has_more(memory, list(shown)), references.has_more(memory, shown[:1])
-    (True, False)
-    """
-
-    def __init__(self, memory: Tensor, shown: Sequence[Tensor]) -> None:
-        self._to_memory = _to_memory(memory)
-        self._to_each = _to_tensors(shown) / max(len(shown), 1)
-
-    def has_more(self, memory: Tensor, dropped: Sequence[Tensor], views: int = 0) -> bool:
-        """Whether there are more now: to those of them that are `dropped`, or by other views than these."""
-        return _to_memory(memory) > self._to_memory + views or _to_tensors(dropped) > self._to_each * len(dropped)
-
-
-def _to_memory(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def _to_tensors(tensors: Sequence[Tensor]) -> int:
-    parts = [one.span for one in tensors if isinstance(one, Sharded)]
-    return sum(map(sys.getrefcount, tensors)) + sum(map(sys.getrefcount, parts))
-
-
-def shares(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors lie in one memory.
-
-    >>> whole = torch.zeros(4)
-    >>> shares(whole[1:], whole), shares(whole.clone(), whole)
-    (True, False)
-    """
-    return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)

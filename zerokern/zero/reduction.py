@@ -204,6 +204,7 @@ class Reduction:
             if LATE in mine:
                 bucket.reduce_late(self._scratch_for(bucket))
             given.append([place for place, mark in enumerate(mine) if mark])
+        self._land()
         with without_waiting():
             for bucket, places in zip(self.buckets, given, strict=True):
                 bucket.give(places)
@@ -232,6 +233,12 @@ class Reduction:
                 return bytearray(there.tolist())
         return marks
 
+    def _land(self) -> None:
+        """Returns once what is reduced is where it is shown."""
+        for bucket in self.buckets:
+            if bucket.landing is not None:
+                bucket.landing.wait()
+
     def _learn_order(self) -> None:
         order = torch.tensor(list(self._completed), dtype=torch.int64, device=self.group.device)
         with during(BACKWARD, of="the order of buckets"):
@@ -243,6 +250,7 @@ class Reduction:
         if self.active:
             while self._outstanding:
                 self._wait_for_oldest()
+            self._land()
             self._reset()
 
     def _reset(self) -> None:

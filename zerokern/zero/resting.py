@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zerokern.comm import Group
 from zerokern.core.errors import got
 from zerokern.io import Nvme
 from zerokern.io.place import NvmePlace
-from zerokern.memory import Rest, Rests
+from zerokern.memory import Copies, HostPlace, Rests, Wanted
+from zerokern.memory.staging import OTHERS, CudaDriver
 from zerokern.zero.partition import Bucket, shards_parameters
 
-__all__ = ["check_tier", "rest_of_bucket", "rests_on"]
+__all__ = ["check_tier", "driver_of", "laid_out", "lies_on", "rests_on"]
+
+ADVICE = "More ranks, a narrower dtype, or tier=zk.Nvme(path) would take less of each machine's memory"
 
 
 def check_tier(tier: object, stage: int) -> str | Nvme:
@@ -38,6 +44,31 @@ def rests_on(tier: str | Nvme, group: Group) -> Rests | None:
     return Rests(NvmePlace(own, "parameters", staged=False))
 
 
-def rest_of_bucket(rests: Rests, bucket: Bucket) -> Rest:
-    """Where this rank's shard of a bucket is while nobody uses it."""
-    return rests.make("parameters", bucket.shard_numel, getattr(torch, bucket.dtype))
+def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
+    """What copies to and from the device that these compute on go through; None: they compute in host memory.
+
+    A device that torch does not know forgets them, for they are about to have another body: see `lies_on`.
+    """
+    played = [driver for param in params if (driver := OTHERS.pop(param, None)) is not None]
+    return CudaDriver(device) if device.type == "cuda" else next(iter(played), None)
+
+
+def lies_on(driver: Any, tensors: Sequence[Tensor]) -> None:
+    """These lie on the device, where torch does not know that by itself."""
+    if driver is not None and not isinstance(driver, CudaDriver):
+        for one in tensors:
+            OTHERS[one] = driver
+
+
+def laid_out(tier: str | Nvme, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
+    """Where this rank's shard of each bucket is, for its `BucketMemory`: room for all, before anything is changed."""
+    wanted = [Wanted("parameters", torch.Size([one.shard_numel]), getattr(torch, one.dtype)) for one in buckets]
+    if rests is not None and driver is not None:
+        do = "tier='cpu' takes pinned host memory; a model on the CPU rests on a disk"
+        raise ValueError(got("tier", tier, "'device' or 'cpu' for parameters on a device", do))
+    if rests is not None:
+        return [{"rest": rests.make(role, shape.numel(), dtype)} for role, shape, dtype in wanted]
+    if driver is None or tier == "device":
+        return [{}] * len(buckets)
+    host = HostPlace("zk.shard", ADVICE, copies=Copies(driver))
+    return [{"host": host, "kept": kept} for kept in host.lay_out(wanted)]

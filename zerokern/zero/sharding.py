@@ -30,7 +30,7 @@ from zerokern.zero.params import BucketMemory, Tenant, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
 from zerokern.zero.publishing import Publisher
 from zerokern.zero.reduction import Reduction
-from zerokern.zero.resting import check_tier, rest_of_bucket, rests_on
+from zerokern.zero.resting import check_tier, driver_of, laid_out, lies_on, rests_on
 from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
@@ -79,7 +79,7 @@ class Sharding:
         checks.same_on_all_ranks(group, settings, found)
         with torch.no_grad():
             self._broadcast_buffers()
-            self._take_in(found, device, bucket_bytes, materialize)
+            self._take_in(found, device, bucket_bytes, materialize, tier)
         self._hook_gradients()
         if repeated is not None:  # zero/recompute.py; within the hooks that follow
             repeated.begin(found)
@@ -96,6 +96,7 @@ class Sharding:
         device: torch.device,
         bucket_bytes: int,
         materialize: Callable[[Unit], None] | None,
+        tier: str | Nvme,
     ) -> None:
         """Parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]
@@ -108,25 +109,24 @@ class Sharding:
         self._owners: dict[int, list] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
-        # room for all of them, before anything is changed: a place may be too small
-        resting = [None if self.rests is None else rest_of_bucket(self.rests, bucket) for bucket in buckets]
-        for bucket, rest in zip(buckets, resting, strict=True):
+        driver = driver_of(device, [param for _, param, _ in named])
+        for bucket, room in zip(buckets, laid_out(tier, self.rests, driver, buckets), strict=True):
             present = {id(named[spot.param][2]) for spot in bucket.places} - prepared
             prepared |= present
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
                 if materialize is not None and id(unit) in present:
                     materialize(unit)
-            memory = BucketMemory(bucket, self.group, sharded=divided, pool=pool, rest=rest)
-            tenants = [
-                Tenant(named[spot.param][0], named[spot.param][1], named[spot.param][1].shape, spot)
-                for spot in bucket.places
-            ]
+            memory = BucketMemory(bucket, self.group, sharded=divided, pool=pool, **room)
+            there = [(spot, *named[spot.param]) for spot in bucket.places]
+            tenants = [Tenant(name, param, param.shape, spot) for spot, name, param, _ in there]
             lost = memory.fill(tenants, keeps_initial=bucket.trainable, replicated=self.replicated)
             for tenant, home in zip(tenants, place(self, memory, lost, owners), strict=True):
                 homes[tenant.place.param] = home
                 self._owners[id(tenant.param)] = owners[id(tenant.param)]
             self.memories.append(memory)
         self.homes = [homes[number] for number in range(len(named))]
+        if tier == "device":
+            lies_on(driver, [*(param for _, param, _ in named), *(home.piece for home in self.homes)])
         self.zero_order: list[nn.Parameter] = [param for _, param, _ in named]
         tenants = [tenant for memory in self.memories for tenant in memory.tenants]
         self.tenants = {id(tenant.param): tenant for tenant in tenants}

@@ -118,7 +118,8 @@ def _lend(unit: GatheredUnit, memory: BucketMemory, tenants: Sequence[Tenant]) -
         during("zk.gathered", of=f"zk.gathered, from {memory.called} on"),
         nullcontext() if memory.rest is None else memory.rest.used(),
     ):
-        memory.group.all_gather(full, memory.shard).wait()
+        memory.gather(full).wait()
+        memory.settle()
     return [Loan(unit, tenant, alias(full, tenant.place.offset, tenant.shape)) for tenant in tenants]
 
 
