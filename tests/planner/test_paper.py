@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zerokern.planner import Transformer, plan
+from zerokern.planner.hiding import efficiency
+from zerokern.schedule import machine_of
 
 ZERO_NUMELS = ("7.5B", "128B", "1T")
 ZERO_STATES_GB = """
@@ -86,3 +88,65 @@ def test_checkpoints_further_apart() -> None:
     assert far.checkpoints * 2 == near.checkpoints
     assert far.working_activations == 2 * near.working_activations
     assert far.activations == near.activations
+
+
+# nodes, GPUs; TB of GPUs, CPUs and NVMe; GB/s of the CPU's memory link and of NVMe for each GPU
+CLUSTERS = """
+1   1     0.032  1.5   28    12.0  12.0
+1   16    0.5    1.5   28    3.0   1.6
+4   64    2      6     112   3.0   1.6
+16  256   8      24    448   3.0   1.6
+64  1024  32     96    1792  3.0   1.6
+96  1536  48     144   2688  3.0   1.6
+"""
+
+
+@pytest.mark.parametrize("line", CLUSTERS.strip().splitlines())
+def test_clusters(line: str) -> None:
+    """Of one node, a GPU's share of its memories and rates; the paper rounds 0.512 TB of 16 GPUs to 0.5."""
+    nodes, gpus, *cells = line.split()
+    machine = machine_of("dgx2-v100").shared_by(int(gpus))
+    hosts = int(nodes) if int(gpus) == 1 else int(gpus) / 16
+    of_all = machine_of("dgx2-v100")
+    memory = [
+        int(gpus) * of_all.device_memory_gb / 1000,
+        hosts * of_all.host_memory_gb / 1000,
+        hosts * of_all.disk_gb / 1000,
+    ]
+    assert memory == pytest.approx([float(cell) for cell in cells[:3]], rel=0.025)
+    assert [machine.up_gb_s, machine.read_gb_s] == [float(cell) for cell in cells[3:]]
+
+
+@pytest.mark.parametrize("numel, nodes", [("1T", 1), ("32T", 32)])
+def test_what_a_cluster_trains_without_model_parallelism(numel: str, nodes: int) -> None:
+    """A trillion on one DGX-2, 32 on 32 of them, with everything on disk: of the second, gradients as well."""
+    found = plan(
+        numel, stage=3, world=16 * nodes, param_tier="nvme", tier="nvme", host_memory="1.5TB", disk="28TB",
+        ranks_per_host=16, device_memory="v100",
+    )  # fmt: skip
+    found.require()
+    assert found.settings.spills, "2 bytes of gradients for each of 10^12 parameters on a node with 1.5 TB"
+
+
+def test_efficiency() -> None:
+    """The paper's third figure, 70 TFLOPS: parameters and gradients of 1,024 tokens need 70 GB/s for half of it, states
+    four times as much; checkpoints of hidden 8K at 1 GB/s leave more than half, and above 80 % from 32K on."""
+    peak = 70e12
+    assert efficiency(1024, 70e9, peak) == pytest.approx(0.5, abs=0.01)
+    assert efficiency(2 * 1024, 70e9, peak) > 0.5
+    assert efficiency(2 * 1024 / 4, 4 * 70e9, peak) == efficiency(2 * 1024, 70e9, peak)
+    assert efficiency(2 * 1024 / 4, 1.5e12, peak) > 0.9, "states at batch 2 need 1.5 TB/s for 90 %"
+    assert efficiency(24 * 2048, 2e9, peak) > 0.5
+    assert efficiency(24 * 8192, 1e9, peak) > 0.5 and efficiency(24 * 32_768, 1e9, peak) > 0.8
+
+
+def test_efficiency_of_a_plan_is_that_of_the_paper() -> None:
+    """Of a step whose parameters and gradients alone cross the link: ait = batch x seq. The paper counts 4 reads and 2
+    writes of fp16 elements, ours a link for each direction, of which up moves 4 bytes: ait is 8 T / 4 of that one."""
+    found = plan("1B", stage=3, param_tier="cpu", tier="cpu", keep="device").predict("h100-pcie", tokens=[2048])
+    up = found.hidings["delayed"][0]
+    machine = found.machine
+    assert up.what == "host to device"
+    assert 2048 / (2048 + up.tokens) == pytest.approx(
+        efficiency(2 * 2048, machine.up_gb_s * 1e9, machine.flops_s), rel=1e-3
+    )
