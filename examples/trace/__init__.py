@@ -21,9 +21,10 @@ SCHEDULES = ("sync", "overlap", "delayed")
 STYLES = {
     "F": "blue", "B": "cyan", "P": "white", "R": "yellow", "G": "yellow",
     "D": "magenta", "N": "red", "S": "green", "U": "bright_magenta",
+    "L": "yellow", "W": "bright_yellow", "K": "magenta",
 }  # fmt: skip
 PLAIN_WIDTH, WIDEST = 100, 160
-SIMULATED = ("numel", "tokens", "ranks")
+SIMULATED = ("numel", "tokens", "ranks", "param_tier")
 USUAL_NUMEL, USUAL_TOKENS = "1B", 16 << 10
 
 parse_schedules = arguments.names("schedule", SCHEDULES)
@@ -42,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--hardware", metavar="NAME", help="a described machine, simulated: a name or a JSON file")
     run_.add_argument("--numel", metavar="N", help="simulated: parameters, such as 350M (1B)")
     run_.add_argument("--tokens", type=parse_tokens, metavar="N", help="simulated: tokens of a step and rank (16k)")
+    run_.add_argument(
+        "--param-tier",
+        choices=("cpu", "nvme"),
+        help="simulated: where parameters rest, and state with them (the device)",
+    )
     run_.add_argument("--ranks", type=arguments.count, metavar="N", help="simulated: devices that train together (1)")
 
 
@@ -70,7 +76,7 @@ def mismatch(args: argparse.Namespace) -> str:
     """What of the options does not fit together, or nothing."""
     if args.played and args.hardware is not None:
         return "--played runs on a played device and --hardware simulates a described one; leave one of them out"
-    given = [f"--{name}" for name in SIMULATED if getattr(args, name) is not None]
+    given = [f"--{name.replace('_', '-')}" for name in SIMULATED if getattr(args, name) is not None]
     if given and args.hardware is None:
         return f"{', '.join(given)} needs --hardware: what runs here is the demo's own model"
     return ""
@@ -113,7 +119,7 @@ def _trace(schedule: str, args: argparse.Namespace) -> Traced:
     if args.hardware is None:
         return traced.played(schedule, args.steps) if args.played else traced.live(schedule, args.steps)
     numel, tokens, ranks = args.numel or USUAL_NUMEL, args.tokens or USUAL_TOKENS, args.ranks or 1
-    return traced.simulated(schedule, args.steps, args.hardware, numel, tokens, ranks)
+    return traced.simulated(schedule, args.steps, args.hardware, numel, tokens, ranks, args.param_tier)
 
 
 def _write(path: Path, traced: Sequence[Traced]) -> None:

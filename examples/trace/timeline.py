@@ -23,13 +23,18 @@ LETTERS = {
     "Forward": "F", "Backward": "B", "Publish": "P", "Reduce": "R", "Gather": "G",
     "Fetch": "D", "Norm": "N", "Step": "S", "Store": "U",
 }  # fmt: skip
+OF_LANES = {  # what rests off the device comes by other lanes, and goes by others
+    ("Fetch", "up"): "U", ("Fetch", "read"): "L", ("Store", "write"): "W", ("Store", "down"): "K",
+}  # fmt: skip
 WORDS = {
     "F": "forward", "B": "backward", "P": "publish", "R": "reduce", "G": "gather",
     "D": "gradients down", "N": "norm", "S": "step", "U": "parameters up",
+    "L": "from disk", "W": "to disk", "K": "inputs down",
 }  # fmt: skip
 COMPUTE = ("Forward", "Backward")
-BEHIND = ("down", "cpu", "up")
-USUAL = ("device", *BEHIND)
+USUAL = ("device", "down", "cpu", "up")
+DISK = ("read", "write")
+BEHIND = (*USUAL[1:], *DISK)
 GOES_ON, IDLE, STEP = "━", "·", "┊"
 LEFT, RIGHT = 8, 24
 NARROWEST, WIDEST = 60, 400
@@ -106,9 +111,8 @@ class Picture:
     def summary(self) -> str:
         """How long a step takes, and how much lies hidden."""
         lies = "nothing on" if self.hidden is None else f"{self.hidden:.0%} of the time of"
-        return (
-            f"{_duration(self.step_seconds * 1e9)} a step; {lies} down, cpu and up hidden beside forward and backward"
-        )
+        lanes = "down, cpu, up and the disk" if any(row.lane in DISK for row in self.rows) else "down, cpu and up"
+        return f"{_duration(self.step_seconds * 1e9)} a step; {lies} {lanes} hidden beside forward and backward"
 
     def __str__(self) -> str:
         lines = [*self.above, *map(str, self.rows), f"{'':<{LEFT}}{self.legend}", self.summary]
@@ -336,11 +340,12 @@ def _cells(runs: Sequence[_Run], steps_at: set[int], numbers: dict[str, int]) ->
 
 
 def _letter(one: Happened) -> str:
-    return LETTERS.get(one.verb, one.verb[:1])
+    return OF_LANES.get((one.verb, one.lane)) or LETTERS.get(one.verb, one.verb[:1])
 
 
 def _label(one: Happened, numbers: dict[str, int]) -> str:
-    return f"{_letter(one)}{numbers.get(one.what, '')}"
+    whole = one.what if one.what in numbers else one.what.split(" ")[0]  # "3 parameters on disk" are those of "3"
+    return f"{_letter(one)}{numbers.get(whole, '')}"
 
 
 def _overlap(one: Happened, cell: Interval) -> float:

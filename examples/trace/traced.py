@@ -34,6 +34,7 @@ PLAYED_UNITS, PLAYED_NUMEL = 4, 5 << 20
 PLAYED_GB_S = 2.0
 PLAYED_FORWARD_S, PLAYED_BACKWARD_S = 0.010, 0.020
 STEADY_STEPS = 8  # by then a simulated program repeats itself
+RESTING_SPANS = 8  # so few that each can be told from the next
 PREDICTED = "Predicted from the machine's description (its sources: zerokern.schedule.machine_of), not measured."
 
 Point = Callable[[], int]
@@ -208,13 +209,23 @@ def played(schedule: str, steps: int) -> Traced:
     return Traced(f"{schedule}: {what}, played device, link of {PLAYED_GB_S:g} GB/s each way", recorder.events)
 
 
-def simulated(schedule: str, steps: int, hardware: str, numel: str, tokens: int, ranks: int) -> Traced:
-    """A few steps of a model of so many parameters on a described machine; with several ranks at stage 2."""
+def simulated(
+    schedule: str, steps: int, hardware: str, numel: str, tokens: int, ranks: int, param_tier: str | None = None
+) -> Traced:
+    """A few steps of a model of so many parameters on a described machine; with several ranks at stage 2.
+
+    `param_tier`: at stage 3, parameters and state rest there, and come for each forward and backward.
+    """
     machine = machine_of(hardware)
-    program = step_program(plan(numel, stage=2, world=ranks, tier="cpu"), schedule, tokens)
+    if param_tier is None:
+        program = step_program(plan(numel, stage=2, world=ranks, tier="cpu"), schedule, tokens)
+    else:
+        resting = plan(numel, stage=3, world=ranks, tier=param_tier, param_tier=param_tier)
+        program = step_program(resting, schedule, tokens, RESTING_SPANS)
     timeline = simulate(program, machine.shared_by(ranks), STEADY_STEPS + steps + 1)
     where = f"{machine.title or machine.name}{f', {ranks} ranks' if ranks > 1 else ''}"
-    title = f"{schedule}: {numel} parameters in bf16, {tokens:,} tokens a step, {where} (simulated)"
+    rest = {None: "", "cpu": ", at rest in host memory", "nvme": ", at rest on disk"}[param_tier]
+    title = f"{schedule}: {numel} parameters in bf16{rest}, {tokens:,} tokens a step, {where} (simulated)"
     return Traced(title, timeline.events, program, (PREDICTED,))
 
 

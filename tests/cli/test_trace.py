@@ -75,6 +75,25 @@ def test_several_ranks_have_a_net(capsys) -> None:
     assert set("RG") <= set(bars["net"].upper())
 
 
+def test_parameters_at_rest_come_under_compute(capsys) -> None:
+    """The fetch of a unit runs beside the compute of the one before, on one rank, and the disk has lanes of its own."""
+    (bars,) = pictures(said(capsys, "--hardware", "h100-pcie", "--param-tier", "cpu", "--schedule", "delayed"))
+    assert tuple(bars) == LANES and "U" in bars["up"].upper()
+    lines = said(capsys, "--hardware", "h100-pcie", "--param-tier", "nvme", "--schedule", "overlap", "--tokens", "512k")
+    assert "1B parameters in bf16, at rest on disk" in lines[0]
+    assert {line.split(" ")[0] for line in lines} >= {"read", "write"}
+    assert any("the time of down, cpu, up and the disk hidden" in line for line in lines)
+    traced = tracing.simulated("delayed", 2, "h100-pcie", "8B", 1 << 17, 1, "cpu")
+    ran = [one for one in traced.events if one.step == 8]
+    forward = {one.what: one for one in ran if one.verb == "Forward"}
+    up = {}
+    for one in ran:
+        if one.lane == "up":
+            up.setdefault(one.what.split(" ")[0], one)
+    for before, after in itertools.pairwise(sorted(forward, key=int)):
+        assert forward[before].begin_ns <= up[after].begin_ns and up[after].end_ns <= forward[before].end_ns
+
+
 def test_a_file_for_perfetto(capsys, tmp_path: Path) -> None:
     written = tmp_path / "trace.json"
     lines = said(capsys, "--hardware", "a100-pcie", "--schedule", "sync,delayed", "--json", str(written))
@@ -185,6 +204,7 @@ def test_colours_on_a_terminal_say_the_same() -> None:
         (("--schedule", "late"), "schedule='late' is not possible; allowed: a list of sync, overlap, delayed"),
         (("--tokens", "4k"), "--tokens needs --hardware"),
         (("--numel", "1B", "--ranks", "2", "--played"), "--numel, --ranks needs --hardware"),
+        (("--param-tier", "cpu"), "--param-tier needs --hardware"),
         (("--hardware", "h100-pcie", "--played"), "leave one of them out"),
         (("--hardware", "pdp-11"), "machine='pdp-11' is not possible; allowed: a JSON file, or one of a100-pcie"),
         (("--hardware", "h100-pcie", "--numel", "many"), "numel='many' is not possible"),

@@ -74,8 +74,8 @@ class TestOneGpu:
         ],
     )  # fmt: skip
     def test_a_step_of_131k_tokens(self, billions: int, formats: dict, io: int, compute: int, speed: int) -> None:
-        """Perfect overlap. The simulator's step is at most 10 % longer, where compute and disk take as long. 32B in int8
-        has 1,950 tokens per second by its own seconds, where the note says 1.9K."""
+        """Perfect overlap. The simulator's step is at most 10 % longer, where compute and disk take as long. 32B in
+        int8 has 1,950 tokens per second by its own seconds, where the note says 1.9K."""
         plan = at_rest(billions * 10**9, **formats)
         flops = sum(op.flops for op in step_program(plan, "delayed", TOKENS).ops)
         assert io_seconds(plan) == pytest.approx(io, abs=0.5)

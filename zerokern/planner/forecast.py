@@ -194,14 +194,16 @@ def forecast(plan: Plan, machine: Machine, tokens: Sequence[int] = USUAL) -> For
     return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left)
 
 
-def step_program(plan: Plan, schedule: str, tokens: int) -> Program:
+def step_program(plan: Plan, schedule: str, tokens: int, spans: int | None = None) -> Program:
     """The step that is simulated, of one rank: with its machine's share (`Machine.shared_by`) it gives the same times.
+
+    `spans`: in about so many parts, instead of as many as a prediction has.
 
     >>> from zerokern.planner import plan
     >>> sorted({op.verb for op in step_program(plan("1B"), "delayed", 4096).ops})
     ['Backward', 'Fetch', 'Forward', 'Norm', 'Publish', 'Step', 'Store']
     """
-    return _program(StepShape(plan, _spans_of(plan)), schedule, tokens)
+    return _program(StepShape(plan, spans or _spans_of(plan)), schedule, tokens)
 
 
 def _spans_of(plan: Plan) -> int:
