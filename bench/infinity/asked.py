@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..zero.measure import Row
 from . import disk, ours
 from .measure import Outcome
 
@@ -16,6 +17,7 @@ ASKED = {  # where parameters rest, against whom: their time over ours, at least
     (ours.NVME, disk.NAME): 1 / 1.08,
 }
 VERTICAL_MICRO, VERTICAL = 8, 4.0
+BYTES_ERROR = 0.01  # of those at the disk, against the plan
 
 
 def verdicts(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
@@ -40,4 +42,23 @@ def verdicts(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
                             "met": ratio.median >= least,
                         }
                     )  # fmt: skip
+            found += _bytes(outcome, row)
     return found
+
+
+def _bytes(outcome: Outcome, row: Row) -> list[dict[str, Any]]:
+    """What the kernel counted over what was planned, of a step that goes over its parameters once."""
+    weight, job = outcome.weights.get(row.name), outcome.job
+    once = job.micro == 1 or ours.order_of(row.name) == "vertical"
+    if weight is None or not once or not row.name.startswith(ours.NVME):
+        return []
+    planned = disk.traffic(job)
+    both = {"read": (weight.read, planned.up), "written": (weight.written, planned.down)}
+    return [
+        {
+            "contest": outcome.name, "what": f"{row.name}: bytes {way} over the plan's", "asked": 1.0,
+            "measured": round(share, 4), "low": round(share, 4), "met": abs(share - 1) <= BYTES_ERROR,
+        }
+        for way, (counted, nbytes) in both.items()
+        for share in (counted / (nbytes * job.numel),)
+    ]  # fmt: skip

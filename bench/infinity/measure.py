@@ -19,7 +19,7 @@ ALWAYS = (*ours.NAMES, disk.NAME)
 
 # whom each of ours is compared with, by where its parameters rest: who does the same
 RIVALS = {
-    ours.RESIDENT: ("deepspeed-cpu", "fsdp2"),
+    ours.RESIDENT: (ours.RESIDENT, "deepspeed-cpu", "fsdp2"),
     ours.CPU: (ours.RESIDENT, ours.CPU, "deepspeed-cpu", "fsdp2"),
     ours.NVME: (ours.RESIDENT, ours.NVME, "deepspeed-nvme", disk.NAME),
 }

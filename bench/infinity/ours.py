@@ -25,7 +25,7 @@ from .job import accumulating
 RESIDENT, CPU, NVME = "zk resident", "zk cpu", "zk nvme"
 VERTICAL = ", vertical"
 OFFLOADED = (CPU, NVME)
-NAMES = (RESIDENT, *(name + order for name in OFFLOADED for order in ("", VERTICAL)))
+NAMES = tuple(name + order for name in (RESIDENT, *OFFLOADED) for order in ("", VERTICAL))
 STAGE = 3
 _numbers = itertools.count()
 SCHEDULES = {"overlap": "overlap", "sync": "sync"}  # the same bits; which is faster depends on the machine
@@ -39,19 +39,33 @@ def order_of(name: str) -> str:
     return "vertical" if name.endswith(VERTICAL) else "horizontal"
 
 
-def tier_of(name: str, folder: str) -> Any:
+def is_resident(name: str) -> bool:
+    return name.removesuffix(VERTICAL) == RESIDENT
+
+
+def resident_of(name: str) -> str:
+    """Ours with everything on the device that sums in the same order, whose bits are therefore to be met.
+
+    >>> resident_of("zk nvme, vertical"), resident_of("zk cpu")
+    ('zk resident, vertical', 'zk resident')
+    """
+    return RESIDENT + (VERTICAL if order_of(name) == "vertical" else "")
+
+
+def tier_of(name: str, seat: Seat) -> Any:
     """Where parameters and state of a contender rest; on disk each that is built has a folder of its own."""
     kind = name.removesuffix(VERTICAL)
     if kind == NVME:
-        return zk.Nvme(Path(folder) / f"{name.replace(', ', '-').replace(' ', '-')}-{next(_numbers)}")
+        own = f"{name.replace(', ', '-').replace(' ', '-')}-{next(_numbers)}"
+        return zk.Nvme(Path(seat.job.folder) / own / f"rank-{seat.rank}")
     return {RESIDENT: "device", CPU: "cpu"}[kind]
 
 
 def how(seat: Seat, name: str) -> dict[str, Any]:
     """What zk.shard is told besides the stage, if it knows the words; else the contender is missing."""
     told: dict[str, Any] = {}
-    if name != RESIDENT:
-        told["tier"] = tier_of(name, seat.job.folder)
+    if not is_resident(name):
+        told["tier"] = tier_of(name, seat)
     if order_of(name) == "vertical":
         told["micro"] = seat.job.micro
     known = inspect.signature(zk.shard).parameters
@@ -86,7 +100,7 @@ def build(seat: Seat, name: str, schedule: str) -> Trainer:
 
 
 def candidates(seat: Seat, name: str) -> list[Candidate]:
-    schedules = {"sync": "sync"} if name == RESIDENT else SCHEDULES
+    schedules = {"sync": "sync"} if is_resident(name) else SCHEDULES
     return wirings(name, functools.partial(build, seat, name), schedule=schedules)
 
 

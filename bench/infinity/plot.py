@@ -11,6 +11,7 @@ from ..zero.plot import footer, ordered, steps
 
 NAMES = {
     "zk resident": "zerokern, all on the device",
+    "zk resident, vertical": "zerokern, all on the device, vertical",
     "zk cpu": "zerokern, host memory",
     "zk cpu, vertical": "zerokern, host memory, vertical",
     "zk nvme": "zerokern, disk",

@@ -6,7 +6,7 @@ Rank 0 tells what it finds as lines of JSON on the file that it was given; what 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..contest import Missing
@@ -23,7 +23,7 @@ from .job import InfinityJob
 
 TRUE_STEPS = 6  # that are compared with fp32 training in one process; from there on roundings to bf16 have grown
 SILENT = (plain.NAME, disk.NAME)  # who have no losses
-SAME = "the same bits as zk resident"
+SAME = "the same bits as {}"
 Tell = Callable[[dict[str, Any]], None]
 
 
@@ -37,7 +37,7 @@ def contest(floor: Floor, effort: Effort, tell: Tell) -> dict[str, Any]:
     truth = floor.losses(reference, min(TRUE_STEPS, effort.check_steps), whole=True)
     floor.leave([reference])
     del reference
-    resident: list[float] = []
+    resident: dict[str, list[float]] = {}
     players = []
     for group, make in groups(floor.seat).items():
         try:
@@ -50,15 +50,16 @@ def contest(floor: Floor, effort: Effort, tell: Tell) -> dict[str, Any]:
                     floor.turn(player, effort.check_steps)
                 else:
                     losses = floor.losses(player, effort.check_steps)
-                    resident = losses if name == ours.RESIDENT else resident
                     wrong = untrue(name, losses, truth, resident, TOLERANCE[job.dtype])
                     if wrong and name in ours.NAMES:
                         return {"wrong": f"{job.name}, {name}: {wrong}"}
                     if wrong:
                         floor.leave([player])
                         raise Missing(f"{name}: {wrong}")
-                    if name in ours.NAMES and losses == resident and name != ours.RESIDENT:
-                        notes[name] = SAME
+                    if name in ours.NAMES and ours.is_resident(name):
+                        resident[name] = losses
+                    elif name in ours.NAMES and ours.resident_of(name) in resident:
+                        notes[name] = SAME.format(ours.resident_of(name))
                     floor.say(f"{name}: {', '.join(['the losses are right', *filter(None, [notes.get(name)])])}")
                 players.append(player)
                 wirings[name] = chosen.wiring
@@ -76,40 +77,44 @@ def contest(floor: Floor, effort: Effort, tell: Tell) -> dict[str, Any]:
 
 
 def untrue(
-    name: str, losses: Sequence[float], truth: Sequence[float], resident: Sequence[float], tolerance: float
+    name: str,
+    losses: Sequence[float],
+    truth: Sequence[float],
+    resident: Mapping[str, Sequence[float]],
+    tolerance: float,
 ) -> str:
-    """What is wrong with a contender's losses, or nothing: ours have the bits of ours resident where sums have its
-    order, which is so but for the vertical one.
+    """What is wrong with a contender's losses, or nothing: ours have the bits of ours resident in the same order; the
+    two orders differ where the root sums.
 
-    >>> untrue("zk cpu", [2.0, 1.5001], [2.0], [2.0, 1.5], 0.01)
-    'its loss in step 2 is 1.5001000000 and 1.5000000000 resident; allowed: the same bits'
+    >>> untrue("zk cpu", [2.0, 1.5001], [2.0], {"zk resident": [2.0, 1.5]}, 0.01)
+    'its loss in step 2 is 1.5001000000, and 1.5000000000 resident; allowed: the same bits'
     """
     wrong = compared(truth, losses[: len(truth)], tolerance)
-    if wrong or name not in ours.NAMES or not resident:
+    if wrong or name not in ours.NAMES:
         return wrong
-    if ours.order_of(name) == "vertical":
-        return compared(resident, losses, tolerance)
-    for step, (want, found) in enumerate(zip(resident, losses, strict=True), start=1):
+    if ours.is_resident(name):
+        return compared(resident[ours.RESIDENT], losses, tolerance) if ours.RESIDENT in resident else ""
+    pairs = zip(resident.get(ours.resident_of(name), losses), losses, strict=True)
+    for step, (want, found) in enumerate(pairs, start=1):
         if want != found:
-            return f"its loss in step {step} is {found:.10f} and {want:.10f} resident; allowed: the same bits"
+            return f"its loss in step {step} is {found:.10f}, and {want:.10f} resident; allowed: the same bits"
     return ""
 
 
-def trained_apart(losses: dict[str, float]) -> str:
-    """Ours at the end of the contest: the bits of ours resident, or nearly so where sums have another order.
+def trained_apart(losses: Mapping[str, float]) -> str:
+    """Ours at the end of the contest: the bits of ours resident in the same order, and both orders nearly alike.
 
     >>> trained_apart({"zk resident": 2.0, "zk cpu": 2.01})
-    'zk cpu has the loss 2.0100, and resident 2.0000; allowed: the same bits'
+    'zk cpu has the loss 2.0100, and zk resident 2.0000; allowed: the same bits'
     """
-    resident = losses.get(ours.RESIDENT)
     for name in ours.NAMES:
-        mine = losses.get(name)
-        if mine is None or resident is None or mine == resident:
+        other = ours.RESIDENT if ours.is_resident(name) else ours.resident_of(name)
+        if name not in losses or other not in losses or losses[name] == losses[other]:
             continue
-        if ours.order_of(name) == "horizontal":
-            return f"{name} has the loss {mine:.4f}, and resident {resident:.4f}; allowed: the same bits"
-        if not abs(mine - resident) <= TRAINED_TOLERANCE * resident:
-            return f"{name} has the loss {mine:.4f}, and resident {resident:.4f}"
+        if not ours.is_resident(name):
+            return f"{name} has the loss {losses[name]:.4f}, and {other} {losses[other]:.4f}; allowed: the same bits"
+        if not abs(losses[name] - losses[other]) <= TRAINED_TOLERANCE * losses[other]:
+            return f"{name} has the loss {losses[name]:.4f}, and {other} {losses[other]:.4f}"
     return ""
 
 

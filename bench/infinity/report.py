@@ -26,7 +26,7 @@ def outcome_lines(outcome: Outcome) -> list[str]:
     lines = columns([*header, *(f"vs {peer}" for peer in peers)], (_cells(outcome, row, peers) for row in outcome.rows))
     notes = [f"{row.name}: {row.wiring}" for row in outcome.rows if row.wiring and row.name != plain.NAME]
     notes += [f"{group}: missing, {reason}" for group, reason in outcome.missing.items()]
-    notes.append(f"bits: whether the losses of the first steps have those of {ours.RESIDENT}")
+    notes.append(f"bits: the first losses are those of {ours.RESIDENT} in the same order of micro-batches")
     if outcome.weights:
         notes.append("peak: the most that training takes of memory, all ranks together")
         notes.append("read, written: bytes at the disk per parameter and step, as the kernel counts them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from importlib import import_module
@@ -104,6 +105,7 @@ class TestOurs:
 
         assert names(4, "swap") == list(ours.NAMES)
         assert names(1, "swap") == [ours.RESIDENT, ours.CPU, ours.NVME]
+        assert names(4, "")[:2] == [ours.RESIDENT, ours.RESIDENT + ours.VERTICAL]
         assert names(1, "") == [ours.RESIDENT, ours.CPU]
 
     def test_zk_shard_is_told_where_and_in_which_order(self, seat: Any, rested: list[dict[str, Any]]) -> None:
@@ -111,8 +113,9 @@ class TestOurs:
             ours.how(seat, name)
             ours.candidates(seat, name)[0].build()
         tiers = [one["tier"] for one in rested]
-        assert tiers[:3] == ["device", "cpu", "cpu"] and all(isinstance(one, zk.Nvme) for one in tiers[3:])
-        assert [one["micro"] for one in rested] == [1, 1, 2, 1, 2]
+        assert tiers[:4] == ["device", "device", "cpu", "cpu"]
+        assert all(isinstance(one, zk.Nvme) for one in tiers[4:])
+        assert [one["micro"] for one in rested] == [1, 2] * 3
 
     def test_a_zerokern_that_does_not_know_the_word_is_named(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(zk, "shard", lambda module, *, stage: module)
@@ -126,9 +129,10 @@ class TestContest:
         found = contest(seat)
         assert set(found["times"]) == {*ours.NAMES, "fsdp2", disk.NAME, plain.NAME}
         assert found["missing"] == {}
-        horizontal = [name for name in ours.NAMES if ours.order_of(name) == "horizontal"]
-        assert len({found["losses"][name] for name in horizontal}) == 1
-        assert {name for name in horizontal if found["notes"].get(name) == rank.SAME} == set(horizontal[1:])
+        for order in ("horizontal", "vertical"):
+            names = [name for name in ours.NAMES if ours.order_of(name) == order]
+            assert len({found["losses"][name] for name in names}) == 1
+            assert [found["notes"].get(name) for name in names] == [None, *[rank.SAME.format(names[0])] * 2]
 
     def test_another_bit_of_ours_ends_it(
         self, seat: Any, rested: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -155,9 +159,11 @@ class TestContest:
         assert set(found["times"]) == {"fsdp2", disk.NAME, plain.NAME}
 
     def test_trained_apart(self) -> None:
-        losses = {ours.RESIDENT: 2.0, ours.NVME: 2.0, ours.NVME + ours.VERTICAL: 2.001, "fsdp2": 3.0}
+        resident, vertical = ours.RESIDENT + ours.VERTICAL, ours.NVME + ours.VERTICAL
+        losses = {ours.RESIDENT: 2.0, ours.NVME: 2.0, resident: 2.001, vertical: 2.001, "fsdp2": 3.0}
         assert rank.trained_apart(losses) == ""
-        assert "zk nvme, vertical has the loss 2.5" in rank.trained_apart({**losses, ours.NVME + ours.VERTICAL: 2.5})
+        assert "zk nvme, vertical has the loss 2.5" in rank.trained_apart({**losses, vertical: 2.5})
+        assert "zk resident, vertical has the loss 2.5" in rank.trained_apart({**losses, resident: 2.5, vertical: 2.5})
 
 
 class TestDisk:
@@ -206,6 +212,14 @@ class TestMeasure:
         assert found["zk nvme, vertical against zk nvme"]["measured"] == 4.4
         assert found["zk nvme, vertical against disk alone"]["met"] is True
         assert "zk nvme against disk alone" not in found
+
+    def test_bytes_at_the_disk_are_those_of_the_plan(self) -> None:
+        outcome = self.rows(1, {ours.NVME: [1.0]})
+        numel = outcome.job.numel
+        weights = {ours.NVME: measure.Weight(1, 1, round(14.05 * numel), round(13 * numel))}
+        read, written = asked.verdicts([dataclasses.replace(outcome, weights=weights)])
+        assert (read["met"], written["met"]) == (True, False)
+        assert written["measured"] == pytest.approx(13 / 12, abs=1e-3)
 
     def test_bytes_at_the_disk_are_weighed(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         job = jobs.InfinityJob("tiny", "bf16", 1, 2, names=(disk.NAME,), folder=seat.job.folder)
