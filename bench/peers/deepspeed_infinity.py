@@ -95,8 +95,8 @@ def offered(device: str, seat: Seat) -> list[Candidate]:
         raise Missing("deepspeed is not installed (pip install deepspeed)")
     if device == "nvme" and not seat.job.folder:
         raise Missing("it needs a folder on a disk (--path FOLDER)")
-    if not seat.job.is_bf16:
-        raise Missing("with offload_param it computes fp32 models in bf16 and stops in the first product")
+    if device == "nvme" and not seat.job.is_bf16:
+        raise Missing("in fp32 its swapped parameters come back as bf16, and the first product refuses them")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     made = functools.partial(build, seat, device)
     blocks = BLOCKS if device == "nvme" else {"": MIB}
