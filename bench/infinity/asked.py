@@ -49,10 +49,9 @@ def verdicts(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 def _bytes(outcome: Outcome, row: Row) -> list[dict[str, Any]]:
     """What the kernel counted over what was planned, of a step that goes over its parameters once."""
     weight, job = outcome.weights.get(row.name), outcome.job
-    once = job.micro == 1 or ours.order_of(row.name) == "vertical"
-    if weight is None or not once or not row.name.startswith(ours.NVME):
+    if weight is None or not row.name.startswith(ours.NVME):
         return []
-    planned = disk.traffic(job)
+    planned = disk.traffic(job, ours.order_of(row.name) == "horizontal")
     both = {"read": (weight.read, planned.up), "written": (weight.written, planned.down)}
     return [
         {

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerokern as zk
+from zerokern.examples.model import GPT
 from zerokern.memory import Arena
 
 from ..zero.trainer import Candidate, Seat, Trainer, wirings
 from .job import InfinityJob
+from .ours import STAGE
 
 NAME = "disk alone"
 CHUNK_NBYTES = 8 << 20
@@ -42,17 +45,28 @@ class Traffic:
         return self.both
 
 
-def traffic(job: InfinityJob, passes: int = 1) -> Traffic:
-    """Of an exact step that goes over the parameters `passes` times, forth and back: design.md §8.
+def traffic(job: InfinityJob, horizontal: bool = False) -> Traffic:
+    """What zk.plan says of a step with everything on disk: a pass over the parameters, or one for each micro-batch.
 
-    The update reads a parameter no second time: it rides on one of the fetches.
-
-    >>> found = traffic(InfinityJob("25M", "bf16", 1, 2))
-    >>> found.up, found.down
-    (14.0, 12.0)
+    >>> found = traffic(InfinityJob("100M", "bf16", 1, 2))
+    >>> round(found.up, 1), round(found.down, 1)
+    (13.9, 12.0)
     """
-    param, state = (2.0, 10.0) if job.is_bf16 else (4.0, 8.0)  # bf16 beside its remainder, or fp32; exp_avg, exp_avg_sq
-    return Traffic(2 * passes * param - param, param + state)
+    with torch.device("meta"):
+        model = GPT(job.shape)
+    plan = zk.plan(
+        model,
+        stage=STAGE,
+        world=job.ranks,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) if job.is_bf16 else None,
+        tier="nvme",
+        param_tier="nvme",
+        schedule="overlap",
+        accumulate=job.micro if horizontal else 1,
+        device="cpu",
+    )
+    share = job.numel / job.ranks
+    return Traffic((plan.moved("read") - plan.moved("write")) / share, plan.moved("write") / share)
 
 
 def sizes(nbytes: float) -> list[int]:
