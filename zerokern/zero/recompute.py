@@ -200,6 +200,8 @@ def keeping(
     """torch's checkpoint, of slices of the batch, with inputs that the keeper keeps."""
     if micro > 1:
         refuse_batch_norm(fn)
+    if torch.is_grad_enabled():
+        _refuse_caches([*args, *kwargs.values()])
     call = Call(fn, args, kwargs, in_slices=micro > 1)
     turn = turn_of(keeper)
 
@@ -215,6 +217,16 @@ def keeping(
                 hooks.hear_saved_no_more()
 
     return compute(call.take()) if micro == 1 else sliced(compute, call.take(), micro)
+
+
+def _refuse_caches(values: Sequence[Any]) -> None:
+    """What a function writes to would have been written to when it is called again: keys and values of attention."""
+    found = [value for value in values if any(kind.__name__ == "Cache" for kind in type(value).__mro__)]
+    if found:
+        raise StateError(
+            f"a {type(found[0]).__name__} was handed to a function that is called again in backward, and would be "
+            "added to a second time; train without: model.config.use_cache = False"
+        )
 
 
 def turn_of(keeper: Keeper | None) -> Turn | None:

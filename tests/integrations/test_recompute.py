@@ -1,0 +1,108 @@
+"""A Llama of transformers: its own gradient checkpointing is left alone, and zk.shard(keep=, micro=) is another way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerokern as zk
+
+ROWS, LENGTH, WORDS = 4, 6, 32
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=WORDS, max_position_embeddings=16)
+    config.use_cache = False
+    return LlamaForCausalLM(config).train()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """With padding, so that there is a mask."""
+    words = torch.randint(WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+    mask = torch.ones_like(words)
+    mask[1, 4:] = 0
+    return {"input_ids": words, "labels": words.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def losses(model: nn.Module, optimizer: Any, steps: int = 4) -> list[float]:
+    found = []
+    for step in range(steps):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def ours(checkpoints: bool = False, **settings: Any) -> list[float]:
+    model = llama()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    zk.shard(model, **settings)
+    return losses(model, zk.AdamW(model.parameters(), lr=1e-2))
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    model = llama()
+    return losses(model, zk.AdamW(model.parameters(), lr=1e-2))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("keep", [None, "device", "cpu", "nvme", "its own", "both"])
+def test_losses_are_those_of_a_plain_loop(stage: int, keep: str | None, plain: list[float], tmp_path: Path) -> None:
+    place: Any = zk.Nvme(tmp_path, ring_nbytes="1M") if keep in ("nvme", "both") else keep
+    if keep == "its own":
+        assert ours(checkpoints=True, stage=stage) == plain
+    else:
+        assert ours(checkpoints=keep == "both", stage=stage, keep=place) == plain
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_slices_of_the_batch(stage: int, plain: list[float]) -> None:
+    assert ours(stage=stage, micro=2) == pytest.approx(plain, abs=2e-5)  # sums in another order, and Adam's first steps
+
+
+@pytest.mark.parametrize("settings", [{"keep": "device"}, {"micro": 2}])
+def test_a_cache_of_keys_and_values_is_refused(settings: Any) -> None:
+    """It would be added to once more in backward, and by each slice."""
+    model = llama()
+    model.config.use_cache = True
+    zk.shard(model, **settings)
+    with pytest.raises(zk.StateError, match=r"model\.config\.use_cache = False"):
+        model(**batch(0))
+    with torch.no_grad():
+        assert model(**batch(0)).past_key_values is not None
+
+
+def test_its_layers_by_hand(plain: list[float]) -> None:
+    """zk.recompute is what its layers may be called by."""
+    model = llama()
+    for layer in model.model.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward, **kwargs: zk.recompute(forward, *args, keep="cpu", **kwargs)
+    assert losses(model, zk.AdamW(model.parameters(), lr=1e-2)) == plain
+
+
+def test_the_loss_is_tiled(plain: list[float]) -> None:
+    """What its head and loss need of memory divides; a number for each slice, to be weighted as the user means it."""
+    model = llama()
+    inputs = batch(0)
+    hidden = model.model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state[:, :-1]
+    targets = inputs["labels"][:, 1:]
+
+    def summed(hidden: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), targets.flatten(), reduction="sum")
+
+    loss = zk.recompute(summed, hidden, targets, micro=4).sum() / (targets != -100).sum()
+    assert loss.item() == pytest.approx(plain[0], abs=1e-6)
+    loss.backward()
