@@ -56,9 +56,11 @@ class Place:
         side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(side)
 
-    def model(self, dtype: torch.dtype, stage: int | None = None) -> nn.Module:
+    def model(self, dtype: torch.dtype, stage: int | None = None, rests: str = "device") -> nn.Module:
         model = built(Net).to(device=self.device, dtype=dtype)
-        return model if stage is None else zk.shard(model, stage=stage, mesh=self.group, bucket_bytes=BUCKET_NBYTES)
+        if stage is None:
+            return model
+        return zk.shard(model, stage=stage, mesh=self.group, bucket_bytes=BUCKET_NBYTES, tier=rests)
 
     def moved(self, kind: str) -> int:
         """How many collectives of a kind the library has run."""
@@ -149,7 +151,7 @@ def same(left: tuple[list[Tensor], list[Tensor]], right: tuple[list[Tensor], lis
 
 def run(place: Place, stage: int | None, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
     trained = {name: settings.pop(name) for name in ("accumulate", "once", "between") if name in settings}
-    model = place.model(dtype, stage)
+    model = place.model(dtype, stage, settings.pop("rests", "device"))
     optimizer = zk.AdamW(model.parameters(), lr=1e-2, **settings)
     return train(place, model, optimizer, **trained)
 
@@ -163,6 +165,37 @@ def test_every_stage_and_schedule_has_the_bits_of_plain_training(place: Place, s
     same(run(place, stage, dtype), plain)
     same(run(place, stage, dtype, tier="cpu"), plain)
     same(run(place, stage, dtype, tier="cpu", schedule="overlap"), plain)
+
+
+@pytest.mark.usefixtures("everything_late")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("alone", [False, True], ids=["by the library", "straight"])
+def test_shards_in_host_memory_have_the_bits_of_plain_training(place: Place, alone: bool, dtype: torch.dtype) -> None:
+    """Copied up late, and down late, whoever waits for what; with a collective in between, or none."""
+    plain = run(place, None, dtype)
+    place.group.alone = alone
+    same(run(place, 3, dtype, rests="cpu"), plain)
+    same(run(place, 3, dtype, rests="cpu", schedule="overlap", tier="cpu"), plain)
+
+
+@pytest.mark.usefixtures("everything_late")
+@pytest.mark.parametrize("once", [False, True])
+def test_gradients_that_leave_are_accumulated_as_those_that_stay(place: Place, once: bool) -> None:
+    settings: dict[str, Any] = {"tier": "cpu", "max_grad_norm": 0.3, "accumulate": 3, "once": once}
+    same(run(place, 3, rests="cpu", schedule="overlap", **settings), run(place, 3, **settings))
+
+
+@pytest.mark.parametrize("place", [CUDA], indirect=True)
+def test_shards_in_host_memory_leave_nothing_on_the_device(place: Place) -> None:
+    """Between steps: what a step has allocated there is given back, and no more is reserved in later steps."""
+    there: list[tuple[int, int]] = []
+
+    def look(step: int) -> None:
+        torch.cuda.synchronize()
+        there.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+
+    run(place, 3, rests="cpu", between=look)
+    assert there[2:] == [there[2]] * (STEPS - 2)
 
 
 @pytest.mark.usefixtures("everything_late")

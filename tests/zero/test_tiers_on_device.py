@@ -26,7 +26,8 @@ SETTINGS = pytest.mark.parametrize("settings", [
     {"schedule": "overlap", "max_grad_norm": 0.5},
     {"tier": "cpu", "schedule": "overlap", "state_format": "int8"},
     {"tier": "nvme", "schedule": "overlap"},
-], ids=["sync", "overlap, clipped", "state in host memory", "state on disk"])  # fmt: skip
+    {"schedule": zk.Delayed(after=2), "max_grad_norm": 0.5},
+], ids=["sync", "overlap, clipped", "state in host memory", "state on disk", "delayed"])  # fmt: skip
 
 
 class Waiting(PlayedDevice):
@@ -82,7 +83,7 @@ def the_same(world: World, folder: Any, settings: dict[str, Any], shard: dict[st
         if given.get("tier") == "nvme":
             given["tier"] = zk.Nvme(folder / f"{tier}-{world.rank}")
         elif tier == "device":
-            given.pop("schedule", None)
+            given["schedule"] = given.get("schedule", "sync") if given.get("schedule") != "overlap" else "sync"
             given["tier"] = "cpu"
         with played(**SLOW) if tier == "cpu" else nullcontext() as device:
             model = model_of()

@@ -69,7 +69,7 @@ def clip_grad_norm_(
     factor = torch.where(torch.isfinite(total), factor, 1.0)  # the update is skipped; a batch after it is not
     for sharding, mine in _by_sharding(divided).items():
         if with_gradients(sharding) <= {id(home) for _, home in mine}:
-            sharding.fold(factor.item() if factor.is_cpu else factor)
+            sharding.fold(factor.item() if factor.is_cpu or mine[0][1].piece.is_cpu else factor)
         else:
             scale_gradients([param for param, _ in mine], factor)
     return shown

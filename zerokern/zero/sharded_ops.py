@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerokern.comm import during
-
 from .hooks import in_backward
 from .sharded_refusals import advice_for, refuse
+from .span_gradients import found_by_any
 
 __all__ = ["rule_for"]
 
@@ -176,8 +175,7 @@ def unscaled(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
     groups = {id(one.group): one.group for one in sharded}
     for group in groups.values():
         if group is not None:
-            with during("GradScaler.unscale_", of="GradScaler.unscale_"):
-                group.all_reduce(found, "max").wait()
+            found_by_any(group, found)
 
 
 def refused(cls: Any, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from zerokern.comm import during
 from zerokern.zero.sharded_refusals import ShardedUseError, advice_for
 
-__all__ = ["SpanGradient"]
+__all__ = ["SpanGradient", "found_by_any"]
 
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 _NORM = (
@@ -48,8 +48,7 @@ class SpanGradient(Tensor):
                 raise ShardedUseError(_NORM.format(op=name, name=asked.name))
             result = func(*args, **(kwargs or {}))
             for group in {one.group for one in _among(args[:1])} if func is _UNSCALE else ():
-                with during("GradScaler.unscale_", of="GradScaler.unscale_"):
-                    group.all_reduce(args[1], "max").wait()
+                found_by_any(group, args[1])
             return result
 
     def __deepcopy__(self, memo: dict) -> Tensor:
@@ -58,6 +57,15 @@ class SpanGradient(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)
+
+
+def found_by_any(group: Any, found: Tensor) -> None:
+    """What a GradScaler found non-finite on one rank counts on all, wherever gradients lie."""
+    with during("GradScaler.unscale_", of="GradScaler.unscale_"):
+        there = found.to(group.device)
+        group.all_reduce(there, "max").wait()
+        if there is not found:
+            found.copy_(there)
 
 
 def _among(values: Iterable[Any]) -> Iterator[SpanGradient]:

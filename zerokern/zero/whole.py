@@ -39,7 +39,8 @@ class Loan:
             if home.leaf is not None:
                 hooks.share_hooks(home.leaf, self._body)
         self._body.requires_grad_(tenant.param.requires_grad)
-        self._body.grad = tenant.param.grad
+        self._beside = values.device == tenant.param.device  # else gradients stay where their parameter rests
+        self._body.grad = tenant.param.grad if self._beside else None
         self._was = _kind(self._body)
 
     def begin(self) -> None:
@@ -57,7 +58,7 @@ class Loan:
         if param.requires_grad != body.requires_grad:
             param.requires_grad_(body.requires_grad)
         if not self._changed:
-            param.grad = body.grad
+            param.grad = body.grad if self._beside else param.grad
             if self.kept:
                 self._keep()
 
