@@ -118,7 +118,7 @@ def decoded_by_pieces(world: World, path: str) -> None:
     expected = torch.load(f"{path}/expected.pt")
     for way in ways:
         for kind in (torch.optim.AdamW, zk.AdamW) if not way else (torch.optim.AdamW,):
-            for filling.PIECE in (4 << 20, 256):
+            for filling.PIECE in (1 << 20, 256):
                 model = fully_shard(nn.Sequential(nn.Linear(50, 30)), **way)
                 opt = kind(model.parameters())
                 take(Path(path), model, opt)

@@ -18,14 +18,15 @@ from zerokern.memory import DevicePlace, Wanted
 from zerokern.memory import Slot as Cell
 from zerokern.optim.formats import ON_DISK, TAKES_LESS, Algorithm, Layout, Slot
 from zerokern.optim.interrupts import whole
-from zerokern.optim.state import Checked, Entry, begin, make
+from zerokern.optim.state import Checked, Entry, begin, exact_of, make
 from zerokern.zero.kinds import present
 
 __all__ = [
-    "Disk", "OnDisk", "Stretch", "described", "housed", "in_memory", "moved_in", "on_disk_of", "put_down",
+    "Disk", "OnDisk", "Stretch", "begin_with", "described", "housed", "in_memory", "moved_in", "on_disk_of", "put_down",
     "refuse_copy", "settle", "stand_ins",
 ]  # fmt: skip
 
+_PIECE = 1 << 18  # elements that are rounded at once
 _BATCH = 256 << 20  # bytes of state that are in memory at once while it moves from records to other records
 
 
@@ -44,7 +45,8 @@ class OnDisk:
     """Stands in `optimizer.state` for the tensors of one parameter that lie on disk; `state_dict` reads them back.
 
     `initial`: what moments begin with. `first`: a moment is yet to start from the gradient. `kept`: remainders were
-    loaded that are not all zero. `exact`: the fp32 values that the parameter began with, for places yet to begin.
+    loaded that are not all zero. `exact`: what is kept of the fp32 values that the parameter began with, for places yet
+    to begin.
     """
 
     __slots__ = ("exact", "first", "home", "initial", "kept", "layout", "param", "places", "shape", "slots", "widths")
@@ -135,17 +137,38 @@ def settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
 def _settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
     mine = slice(place.start, place.start + place.numel)
     param = owner.param.detach().reshape(-1)[mine]
-    exact = None if owner.exact is None or place.begun else owner.exact.view(-1)[mine]
+    kept = None if owner.exact is None or place.begun else owner.exact.view(-1)[mine]
     for slot, tensor in zip(owner.slots, tensors, strict=True):
         if slot.key == "master":
             if place.begun:
                 torch.where(tensor.to(param.dtype) == param, tensor, param.float(), out=tensor)
             else:
-                begin(param, slot, tensor, exact)
+                begin(param, slot, tensor, None if kept is None else exact_of(param, kept))
         elif slot.key == "remainder":
-            begin(param, slot, tensor.zero_(), exact)
+            if kept is not None and kept.dtype is slot.dtype:
+                tensor.copy_(kept)
+            else:
+                begin(param, slot, tensor.zero_(), None if kept is None else exact_of(param, kept))
         elif not place.begun:
             tensor.fill_(owner.initial if slot.extent == "param" else 0.0)
+
+
+@torch.no_grad()
+def begin_with(owner: OnDisk, kept: Tensor | None) -> None:
+    """What is kept of the fp32 values that the parameter was rounded from, until its places begin with them.
+
+    Rounded to 24 bits some of them are nearer to the next bf16: the parameter becomes that at once, as it does where
+    state lies in memory.
+    """
+    short = next((slot for slot in owner.slots if slot.key == "remainder" and slot.dtype is torch.int8), None)
+    owner.exact = kept
+    if kept is None or short is None:
+        return
+    owner.exact = torch.empty(kept.numel(), dtype=short.dtype, device=kept.device)
+    with present(owner.param, written=True):
+        columns = (owner.param.detach().view(-1), kept.view(-1), owner.exact)
+        for param, old, new in zip(*(one.split(_PIECE) for one in columns), strict=True):
+            begin(param, short, new, exact_of(param, old))
 
 
 Visit = tuple[OnDisk, Stretch, dict[str, Tensor]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from zerokern.io.place import Record
 from zerokern.memory import Rest, Slot, flow, flowing
 from zerokern.optim.binding import Binding
-from zerokern.optim.disk import Disk, Stretch, described, moved_in, on_disk_of, settle, stand_ins
+from zerokern.optim.disk import Disk, Stretch, begin_with, described, moved_in, on_disk_of, settle, stand_ins
 from zerokern.optim.formats import ON_DISK, Algorithm, Layout
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.interrupts import whole
@@ -129,7 +129,7 @@ class DiskBinding(Binding):
         owners = dict(zip(stored, self._disk.make(wanted) if wanted else (), strict=True))
         for i, owner in owners.items():
             if self._exact is not None and owner.has_master:
-                owner.exact = self._exact(survey.params[i])
+                begin_with(owner, self._exact(survey.params[i]))
         entries: list[Entry] = [{ON_DISK: owners[i]} if i in owners else {} for i in fresh]
         pairs = zip(fresh, entries, strict=True)
         make([(survey.params[i], entry, slot) for i, entry in pairs for slot in survey.layouts[i].counter])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,7 +211,7 @@ class Holdings:
         begins: dict[str, Any] = {  # what new state and its witness begin with
             "initial": [self.algorithm.first_moment(group) for group in groups],
             "witness": witness,
-            "exact": None if local is None else local.exact,
+            "exact": None if local is None else partial(local.exact, kept=self.disk is not None),
         }
         if self.disk is not None:
             made: Binding = DiskBinding(*subject, self.disk, **begins)

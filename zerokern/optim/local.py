@@ -268,7 +268,7 @@ class Local:
     def bound(self, pieces: Iterable[Tensor], outer: WatchedState) -> None:
         """State has been made for these: what it did not take of their first values is of no use."""
         for piece in pieces:
-            self.exact(piece)
+            self.exact(piece, kept=True)
         if self.host is not None and self.host.delays:
             shown = {id(twin.values): twin.shown for twin in self.host.twins.values()}
             for piece in self.pieces:
@@ -318,9 +318,10 @@ class Local:
         self.bound(self.state, outer)
         return outer
 
-    def exact(self, piece: Tensor) -> Tensor | None:
-        """The fp32 values that a piece began with, if its dtype rounded them: once."""
-        initial = self._home_of[id(piece)].take_initial()
+    def exact(self, piece: Tensor, *, kept: bool = False) -> Tensor | None:
+        """The fp32 values that a piece began with, if its dtype rounded them, or what is `kept` of them: once."""
+        home = self._home_of[id(piece)]
+        initial = home.take_initial() if kept else home.take_exact()
         return None if initial is None else initial.to(piece.device)
 
     def take_fold(self) -> float | Tensor:

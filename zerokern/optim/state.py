@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.kernels import split
+from zerokern.kernels import join, split
 from zerokern.memory import DevicePlace, HostPlace
 from zerokern.optim.formats import TAKES_LESS, Layout, Slot, format_name
 from zerokern.optim.gradients import Whereabouts
@@ -20,7 +20,8 @@ from zerokern.zero.kinds import is_divided
 
 Entry = dict[str, Any]
 Checked = tuple[Tensor, Entry, Layout]
-Exact = Callable[[Tensor], Tensor | None]  # the fp32 values of a parameter, if there are any, handed over once
+# of a parameter, handed over once: the fp32 values that it began with, or, for a disk, what is kept of them
+Exact = Callable[[Tensor], Tensor | None]
 _HOST = torch.device("cpu")
 
 
@@ -197,6 +198,15 @@ def copied(entries: Sequence[tuple[Tensor, Entry, Layout]], room: HostPlace | No
             value = entry[key] if isinstance(entry[key], Tensor) else torch.as_tensor(entry[key], device="cpu")
             target.copy_(value.reshape(()) if key == "step" else value)
     return made
+
+
+def exact_of(param: Tensor, kept: Tensor) -> Tensor:
+    """The fp32 values that a span began with, of what is kept of them.
+
+    >>> exact_of(torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int16))
+    tensor([1.0000, 1.0000])
+    """
+    return kept if kept.dtype is torch.float32 else join(param.detach(), kept)
 
 
 def begin(param: Tensor, slot: Slot, kept: Tensor, exact: Tensor | None) -> None:

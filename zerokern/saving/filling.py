@@ -22,8 +22,8 @@ from zerokern.zero.kinds import here_of, local_of
 
 __all__ = ["Batch", "StatePlan", "Straight", "TensorPlan", "converted", "on_disk", "refuse_without_room", "waiting"]
 
-MOST = 256 << 20  # bytes of a batch, beside what goes straight into place
-PIECE = 4 << 20  # elements that are converted at once: a multiple of 128
+MOST = 16 << 20  # bytes of a batch, beside what goes straight into place
+PIECE = 1 << 20  # elements that are converted at once: a multiple of 128
 
 
 @dataclass
@@ -304,6 +304,9 @@ def on_disk(steps: Steps, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
     for some in inflow.rounds():
         batch = Batch()
         for number, place, cells in some.parts:
+            if batch.nbytes >= MOST:
+                yield batch
+                batch = Batch()
             plan, here = plans[number], held[number]
             for key, cell in cells.items():
                 if plan.straight(key):

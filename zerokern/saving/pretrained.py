@@ -27,7 +27,7 @@ from zerokern.zero.homes import Home, home_of
 
 __all__ = ["Unmatched", "load_pretrained"]
 
-PIECE_NBYTES = 16 << 20  # read and converted at once
+PIECE_NBYTES = 4 << 20  # read and converted at once
 LISTED = 50
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,11 +17,10 @@ from torch import Tensor, nn
 from zerokern.core.errors import StateError
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
-from zerokern.optim.disk import Disk, OnDisk, on_disk_of
-from zerokern.optim.exchange import Exchange
+from zerokern.optim.exchange import Column, Exchange
 from zerokern.saving.subject import named_tensors, spans
 from zerokern.zero.homes import Home, home_of
-from zerokern.zero.kinds import here_of
+from zerokern.zero.kinds import here_of, present
 
 __all__ = ["FLOATS", "Elements", "Weight", "digest", "portions", "same_on_all", "weights"]
 
@@ -164,13 +165,12 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
     """
     found: dict[str, list[Elements]] = {}
     known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
-    disk = _OneAtATime(opt.holdings.disk) if isinstance(opt, FusedOptimizer) and opt.holdings.disk is not None else None
     for name, param in named_tensors(model).items():
         home = home_of(param)
         piece, where, entry = known.get(id(param)) or known.get(id(getattr(home, "piece", None))) or (None, home, None)
         values = None
         if piece is not None and entry:
-            values = _of_state(piece, entry, disk)
+            values = _of_state(piece, entry)
         elif home is not None:
             values, where = _initial(home, param), home
         if home is not None and not home.numel:
@@ -185,13 +185,14 @@ def _known(opt: FusedOptimizer) -> dict[int, tuple[Tensor, Any, Any]]:
     """By parameter: what is updated in its place, where that lies, and its state; as of the last step."""
     ours = Exchange(opt)
     ours.settle()
-    return {id(param): (piece, home, entry) for param, piece, home, entry in ours.held()}
+    held = ours.held()
+    entries = [entry for *_, entry in held] if ours.disk is None else ours.entries()
+    return {id(param): (piece, home, entry) for (param, piece, home, _), entry in zip(held, entries, strict=True)}
 
 
-def _of_state(piece: Tensor, entry: dict[str, Any], disk: _OneAtATime | None) -> Values | None:
-    owner = on_disk_of(entry)
-    if owner is not None and disk is not None:
-        return (lambda begin, end: disk.values(owner, begin, end)) if owner.has_master else None
+def _of_state(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
+    if any(isinstance(one, Column) for one in entry.values()):
+        return _from_disk(piece, entry)
     if "master" in entry:
         return _within(entry["master"].detach().reshape(-1))
     if "remainder" in entry:
@@ -199,21 +200,27 @@ def _of_state(piece: Tensor, entry: dict[str, Any], disk: _OneAtATime | None) ->
     return None
 
 
-class _OneAtATime:
-    """State on disk, of which one parameter's is in memory."""
+def _from_disk(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
+    """Of state on disk, as much as lies in a record is in memory, and for as long as it is being written."""
+    key = next((key for key in ("master", "remainder") if isinstance(entry.get(key), Column)), None)
+    if key is None:
+        return None
+    column, flat = entry[key], piece.detach().view(-1)
+    places = sorted(column.places, key=attrgetter("start"))
 
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
-        self._owner: OnDisk | None = None
-        self._values: Values | None = None
+    def take(begin: int, end: int) -> Tensor:
+        made = torch.empty(end - begin, dtype=torch.float32, device="cpu")
+        first = bisect_right(places, begin, key=attrgetter("start")) - 1
+        for place in places[first:]:
+            low, high = max(begin, place.start), min(end, place.start + place.numel)
+            if low >= high:
+                break
+            found = column.read(place)[low - place.start : high - place.start]
+            with present(piece):
+                made[low - begin : high - begin] = found if key == "master" else join(flat[low:high], found)
+        return made
 
-    def values(self, owner: OnDisk, begin: int, end: int) -> Tensor:
-        if self._owner is not owner:
-            self._owner, self._values = owner, None  # the last one's memory first
-            (entry,) = self._disk.read([owner])
-            self._values = _of_state(owner.param, entry, None)
-        assert self._values is not None
-        return self._values(begin, end)
+    return take
 
 
 def _initial(home: Home, param: Tensor) -> Values | None:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import ShardError, StateError
-from zerokern.kernels import join
 from zerokern.memory.here import Here
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Residence, here_of, present
+from zerokern.zero.kinds import Residence, here_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded, Spanned
 
@@ -188,10 +187,7 @@ class Home(Residence):
         initial, self._initial = self._initial, None
         if initial is None or self.piece._version != self._initial_version:  # written since: those values are gone
             return None
-        if initial.dtype is torch.float32:
-            return initial
-        with present(self.piece):
-            return join(self.piece.detach(), initial)
+        return initial
 
     def keep_initial(self, initial: Tensor | None) -> None:
         """What the parameter's dtype has just rounded away of its values: a remainder, or the values themselves."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from zerokern.core.errors import StateError
+from zerokern.kernels import join
 from zerokern.kernels.formats import BLOCK, blocks
 from zerokern.memory.here import Here
 from zerokern.memory.rest import Rest
@@ -254,7 +255,16 @@ class Residence:
         raise NotImplementedError
 
     def take_initial(self) -> Tensor | None:
-        """The fp32 values that the piece began with, where they are known and its dtype rounded them: once."""
+        """What the piece's dtype rounded away of the values that it began with, a bf16 remainder or the fp32 values
+        themselves, where that is known: once."""
+
+    def take_exact(self) -> Tensor | None:
+        """Those values, in fp32: once."""
+        initial = self.take_initial()
+        if initial is None or initial.dtype is torch.float32:
+            return initial
+        with present(self.piece):
+            return join(self.piece.detach(), initial)
 
     def take(self, key: str, value: Any, *, own: bool = False) -> Any:
         """This rank's elements of a value of state that is shown or was loaded."""

@@ -1,0 +1,129 @@
+"""What saving, loading and exporting take beside what rests, as the kernel counts it: rings and pieces, no whole model.
+
+State is on disk. Whatever is converted on its way is so a bounded part at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from weight_cases import BF16, MIB, SINGLE, large_things_apart, peak, restart_peak
+from worlds import World, built, on_ranks, ranked
+
+import zerokern as zk
+
+WIDTH, DEPTH = 1536, 8
+UNIT = WIDTH * WIDTH * 2
+RING = 8 * MIB
+STAGING = 8 * MIB
+CONVERTED = 32 * MIB  # a batch of what is read, and what is made of it
+SMALL = {"state_format": "int8", "master_format": "split8"}
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=BF16) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def grown(work: Callable[[], object]) -> int:
+    """By how much a process has more than before at most, while it works."""
+    large_things_apart()
+    restart_peak()
+    before = peak()
+    work()
+    return peak() - before
+
+
+def lived(folder: Path, rank: int, width: int) -> dict[str, int]:
+    """What each part of a model's life took."""
+    took: dict[str, int] = {}
+    models: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+
+    def begin(name: str, **settings: str) -> None:
+        model = zk.build(lambda: Deep(width), stage=3)
+        tier = zk.Nvme(folder / f"{name}{width}.{rank}", ring_nbytes=RING)
+        models.append((model, zk.AdamW(model.parameters(), tier=tier, max_grad_norm=1.0, **settings)))
+
+    def step() -> None:
+        model, opt = models[-1]
+        model(torch.ones(2, width, dtype=BF16)).float().square().mean().backward()
+        took["step"] = grown(opt.step)
+        opt.zero_grad()
+
+    took["build"] = grown(lambda: begin("first"))
+    step()
+    del took["step"]  # the first one takes the ring
+    step()
+    saved, exported = folder / f"saved{width}", folder / f"exported{width}"
+    took["save"] = grown(lambda: zk.save(saved, *models[-1]))
+    took["export"] = grown(lambda: zk.export(exported, models[-1][0], dtype=torch.float32, opt=models[-1][1]))
+    models.clear()
+    begin("second", **SMALL)
+    took["load converted"] = grown(lambda: zk.load(saved, *models[-1], lossy=True)) - RING
+    models.clear()
+    begin("third", **SMALL)
+    took["load_pretrained"] = grown(lambda: zk.load_pretrained(models[-1][0], exported))
+    step()
+    took["first step"] = took.pop("step") - RING
+    return took
+
+
+@ranked
+def lives(world: World, folder: Path) -> dict[str, int]:
+    lived(folder, world.rank, 64)  # what a first call imports, and the pages of its code
+    return lived(folder, world.rank, WIDTH)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_nothing_is_as_large_as_the_model_but_what_rests(size: int, tmp_path: Path) -> None:
+    own = UNIT * DEPTH // size
+    for took in on_ranks(size, lives, tmp_path):
+        allowed = {
+            "build": own + 2 * UNIT,  # one as it was made, one in its bucket
+            "save": STAGING + UNIT,
+            "export": STAGING,
+            "load converted": STAGING + CONVERTED,
+            "load_pretrained": own + CONVERTED,  # what bf16 rounds away, for the optimizer
+            "first step": UNIT,
+        }
+        assert took.keys() == allowed.keys()
+        beyond = {what: took[what] - most - 4 * MIB for what, most in allowed.items()}
+        assert max(beyond.values()) <= 0, {what: nbytes // MIB for what, nbytes in took.items()}
+
+
+@pytest.mark.parametrize("stage, master_format", [(3, "split16"), (2, "split8"), (3, "fp32")])
+def test_masters_that_come_and_go_in_pieces_are_the_exact_values(
+    stage: int, master_format: str, tmp_path: Path
+) -> None:
+    """Records are smaller than parameters; some values are nearer to the next bf16 once they have 24 bits."""
+    values, found = built(layers), []
+    odd = torch.tensor([0x3F807FFF, 0x3F807F80, 0x3F807F7F], dtype=torch.int32)
+    values[1].weight.data[0, :3] = odd.view(torch.float32)
+    zk.export(tmp_path / "files", values)
+    for name, tier in (("here", "cpu"), ("there", zk.Nvme(tmp_path / "tier", ring_nbytes="1M"))):
+        model = zk.shard(built(layers).bfloat16(), stage=stage)
+        zk.load_pretrained(model, tmp_path / "files")
+        opt = zk.AdamW(model.parameters(), lr=2.0**-20, tier=tier, master_format=master_format)
+        for step in range(2):
+            model(torch.full((2, 300), 0.5 + step, dtype=BF16)).float().square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            zk.export(tmp_path / f"{name} {step}", model, dtype=torch.float32, opt=opt)
+            found.append(load_file(tmp_path / f"{name} {step}" / SINGLE))
+    for mine, expected in zip(found[2:], found[:2], strict=True):
+        assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 170), nn.Linear(170, 20))
