@@ -81,8 +81,8 @@ def _moved(plan: Plan) -> str:
 
 def _notes(plan: Plan) -> Iterator[str]:
     recipe, settings = plan.recipe, plan.settings
-    passes = "each of its micro-batches" if settings.accumulate > 1 else "it"
-    yield f"A step fetches a unit for forward and for backward of {passes}; what is last in forward is still there."
+    each = " of each micro-batch" if settings.accumulate > 1 else ""
+    yield f"A unit comes for forward and again for backward{each}; the one that is last in forward is still there."
     if settings.accumulate > 1:
         yield (
             f"With micro={settings.accumulate} in place of accumulate={settings.accumulate} a step would pass over the "
