@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..zero import plain
 from ..zero.measure import Row
 from . import disk, ours
 from .measure import Outcome
@@ -29,10 +30,10 @@ def verdicts(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
         for row in outcome.rows:
             kind = row.name.removesuffix(ours.VERTICAL)
             asked = {peer: least for (name, peer), least in ASKED.items() if name == kind}
-            if row.name == ours.NVME + ours.VERTICAL and outcome.job.micro == VERTICAL_MICRO:
+            if _binds(outcome) and row.name == ours.NVME + ours.VERTICAL and outcome.job.micro == VERTICAL_MICRO:
                 asked[ours.NVME] = VERTICAL
-            if row.name == ours.NVME and outcome.job.micro > 1:
-                asked.pop(disk.NAME)  # it goes over its parameters more often than the disk alone does
+            if not _binds(outcome) or (row.name == ours.NVME and outcome.job.micro > 1):
+                asked.pop(disk.NAME, None)  # compute is longer, or it goes over its parameters more often
             for peer, least in asked.items():
                 if (ratio := row.ratio.get(peer)) is not None:
                     found.append(
@@ -44,6 +45,12 @@ def verdicts(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
                     )  # fmt: skip
             found += _bytes(outcome, row)
     return found
+
+
+def _binds(outcome: Outcome) -> bool:
+    """Whether a step's bytes take longer than its compute: on a fast disk beside slow cores they do not."""
+    ns = {row.name: row.ns.median for row in outcome.rows}
+    return ns.get(disk.NAME, 0.0) >= ns.get(plain.NAME, 0.0)
 
 
 def _bytes(outcome: Outcome, row: Row) -> list[dict[str, Any]]:

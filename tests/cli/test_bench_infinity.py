@@ -218,6 +218,10 @@ class TestMeasure:
         assert found["zk nvme, vertical against disk alone"]["met"] is True
         assert "zk nvme against disk alone" not in found
 
+    def test_where_compute_is_longer_the_disk_is_no_measure(self) -> None:
+        times = {ours.NVME: [4.4], ours.NVME + ours.VERTICAL: [4.4], disk.NAME: [1.0], plain.NAME: [4.0]}
+        assert asked.verdicts([self.rows(8, times)]) == []
+
     def test_bytes_at_the_disk_are_those_of_the_plan(self) -> None:
         outcome = self.rows(1, {ours.NVME: [1.0]})
         numel = outcome.job.numel
