@@ -166,13 +166,15 @@ class DiskBinding(Binding):
         turn_of = {number: turn for turn, members in enumerate(self.turns) for number in members}
         turns = [turn_of.get(number, 0) for number in survey.numbers]
         first = {record: min(turns[i] for i, _ in some) for record, some in visits.items()}
+        last = {record: max(turns[i] for i, _ in some) for record, some in visits.items()}
         loose.sort(key=turns.__getitem__)
         self._items: list[Item] = []
         rows: list[SpanRow] = []
         self._index: list[int] = []
         starts: list[int] = []
         self.numels: list[int] = []
-        for number, record in enumerate(sorted(visits, key=first.__getitem__)):
+        # what several turns share is followed by the next one's own: parameters that rest come once for all of theirs
+        for number, record in enumerate(sorted(visits, key=lambda record: (first[record], last[record]))):
             some = visits[record]
             slot = slots[number % len(slots)]
             begin = len(rows)
