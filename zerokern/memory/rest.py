@@ -21,6 +21,7 @@ from ctypes import c_size_t, c_void_p
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerokern.core.errors import ZerokernError
 from zerokern.memory.arena import HUGE_PAGE, PAGE, never_unmap
@@ -141,6 +142,7 @@ class Rest:
         self._users = 0
         self._has_contents = False  # in the place
         self._changed = False
+        self._watched: list[tuple[Tensor, int]] = []  # who was handed out, and the versions that they had
         self._coming: Ticket | None = None
         self._going: Ticket | None = None
         self._failure: BaseException | None = None
@@ -191,6 +193,11 @@ class Rest:
         if going is not None:
             going.wait()
 
+    def watch(self, tensor: Tensor) -> None:
+        """A view of it is handed out that shares this tensor's version: what is written there has changed it."""
+        if not any(one is tensor for one, _ in self._watched):
+            self._watched.append((tensor, tensor._version))
+
     def leave(self, *, awaited: bool = False) -> None:
         """One user less. The last one's memory is given back, once what has changed is stored.
 
@@ -235,6 +242,9 @@ class Rest:
         if self._failure is None and self.is_viewed():
             self.rests.kept.append(self)
             return
+        if any(tensor._version != version for tensor, version in self._watched):
+            self._changed = True
+        self._watched.clear()
         if self._failure is None and self._changed:
             self._changed = False
             self.edition += 1  # who was given a view may have written until now

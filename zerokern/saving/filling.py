@@ -18,7 +18,7 @@ from zerokern.saving.formats import MASTERS, exact_values, is_coded, master_kind
 from zerokern.saving.optimizers import Steps, Wanted
 from zerokern.saving.source import Parts
 from zerokern.zero.homes import here_of_state
-from zerokern.zero.kinds import here_of, local_of
+from zerokern.zero.kinds import here_of, local_of, present, rest_of
 
 __all__ = ["Batch", "StatePlan", "Straight", "TensorPlan", "converted", "on_disk", "refuse_without_room", "waiting"]
 
@@ -115,17 +115,29 @@ class Straight:
     """What goes straight into place. Where two tensors come from one, which was tied, they are read one by one."""
 
     def __init__(self) -> None:
-        self.batches = [Batch()]
+        self._resting: dict[int, Batch] = {}
+        self._others = [Batch()]
+
+    @property
+    def batches(self) -> list[Batch]:
+        """What rests together is read together: no more of it need be in memory."""
+        return [*self._others, *self._resting.values()]
 
     def of(self, key: str) -> Batch:
         """The batch to read this key in."""
-        free = next((one for one in self.batches if key not in one.items), None)
+        free = next((one for one in self._others if key not in one.items), None)
         if free is None:
-            self.batches.append(free := Batch())
+            self._others.append(free := Batch())
         return free
 
     def put(self, key: str, target: Any) -> None:
         """Read this key into that."""
+        rest = rest_of(target)
+        if rest is not None:
+            batch = self._resting.setdefault(id(rest), Batch())
+            if key not in batch.items:
+                batch.items[key] = target
+                return
         self.of(key).items[key] = target
 
 
@@ -175,9 +187,9 @@ def converted(tensors: Sequence[TensorPlan], states: Sequence[StatePlan], entrie
     batch = Batch()
     for tensor in tensors:
         here = here_of(tensor.tensor)
-        flat, bring = _flat(tensor.tensor)
+        flat, bring = _flat(tensor.tensor) if rest_of(tensor.tensor) is None else (None, None)
         for begin in range(0, here.numel, PIECE):
-            _convert_tensor(batch, tensor, here, flat[begin : begin + PIECE], begin)
+            _convert_tensor(batch, tensor, here, flat, begin, min(PIECE, here.numel - begin))
             if bring is not None and begin + PIECE >= here.numel:
                 batch.then(bring)
             if batch.nbytes >= MOST:
@@ -210,10 +222,11 @@ def _cells(there: Mapping[str, Tensor], begin: int, numel: int) -> dict[str, Ten
     return made
 
 
-def _convert_tensor(batch: Batch, plan: TensorPlan, here: Here, flat: Tensor, begin: int) -> None:
-    values = {"param": batch.room(plan.source, here, begin, flat.numel(), plan.dtype)}
+def _convert_tensor(batch: Batch, plan: TensorPlan, here: Here, flat: Tensor | None, begin: int, numel: int) -> None:
+    """`flat`: where it goes; None: where it is while it is fetched."""
+    values = {"param": batch.room(plan.source, here, begin, numel, plan.dtype)}
     for key, (source, dtype) in plan.beside.items():
-        values[key] = batch.room(source, here, begin, flat.numel(), dtype)
+        values[key] = batch.room(source, here, begin, numel, dtype)
 
     def put() -> None:
         half = (torch.bfloat16, torch.float16, torch.float32)
@@ -223,7 +236,9 @@ def _convert_tensor(batch: Batch, plan: TensorPlan, here: Here, flat: Tensor, be
             found = exact_values(values)
             made = published(found, plan.tensor.dtype, plan.kind, values["param"])["param"]
         refuse_infinite(plan.source, found, made)
-        flat.copy_(made)
+        with present(plan.tensor, written=True):
+            into = _flat(plan.tensor)[0] if flat is None else flat
+            into[begin : begin + numel].copy_(made)
 
     batch.then(put)
 

@@ -25,6 +25,7 @@ from zerokern.saving.ranks import Ranks, absolute, open_alike, refuse_unusable
 from zerokern.saving.source import Source, Told, sound, untold
 from zerokern.saving.subject import Subject, extra_states, refuse_meta, settle, wrote
 from zerokern.zero.homes import Home, home_of
+from zerokern.zero.kinds import rest_of
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["Intake", "load"]
@@ -200,7 +201,7 @@ class Intake:
         straight = Straight()
         for one in matching.tensors:
             if not one.converts:
-                straight.put(one.source, one.tensor.detach())
+                straight.put(one.source, one.tensor.detach() if rest_of(one.tensor) is None else one.tensor)
         self._extra_tensors = {
             name: torch.empty(shape, dtype=dtype, device="cpu")
             for name, (dtype, shape) in matching.extra_tensors.items()

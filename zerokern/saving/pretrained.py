@@ -274,7 +274,12 @@ def _room_for_lost(home: Home | None, load: _Load) -> Tensor | None:
 
 
 def _read_one(fd: int, load: _Load, home: Home | None, lost: Tensor | None, progress: Progress) -> None:
-    flat, step = load.span.flat, PIECE_NBYTES // load.itemsize
+    with load.span.opened(written=True) as flat:
+        _read_into(flat, fd, load, home, lost, progress)
+
+
+def _read_into(flat: Tensor, fd: int, load: _Load, home: Home | None, lost: Tensor | None, progress: Progress) -> None:
+    step = PIECE_NBYTES // load.itemsize
     straight = flat.dtype == load.dtype and flat.device.type == "cpu"
     room = torch.empty(0 if straight else min(step, len(flat)), dtype=load.dtype)
     for begin in range(0, len(flat), step):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from zerokern.saving.naming import WRAPPERS
 from zerokern.saving.optimizers import Steps, plain, steps_of
 from zerokern.saving.storage import OnDiskPart
 from zerokern.zero.homes import here_of_state, home_of
-from zerokern.zero.kinds import here_of, is_divided, local_of, shardings_of
+from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
 
 __all__ = [
     "NamedSpan",
@@ -36,7 +37,7 @@ _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 @dataclass
 class NamedSpan:
-    """Elements [start, start + numel) of a named tensor, which are `flat` on this rank: 1-D, a view to read and write.
+    """Elements [start, start + numel) of a named tensor, which are on this rank from element `first` of it on.
 
     A tensor has several where what is here of it is not consecutive (a DTensor that is divided by columns).
     """
@@ -46,7 +47,19 @@ class NamedSpan:
     dtype: torch.dtype
     start: int
     numel: int
-    flat: Tensor
+    tensor: Tensor
+    first: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return local_of(self.tensor).device
+
+    @contextmanager
+    def opened(self, *, written: bool = False) -> Iterator[Tensor]:
+        """A view of them, 1-D, to read, or to write."""
+        with present(self.tensor, written=written):
+            yield local_of(self.tensor).detach().view(-1)[self.first : self.first + self.numel]
 
 
 def spans(model: nn.Module) -> list[NamedSpan]:
@@ -61,9 +74,8 @@ def _spans_of(name: str, tensor: Tensor) -> Iterator[NamedSpan]:
     if not local.is_contiguous():
         do = "make it contiguous before: tensor.data = tensor.data.contiguous()"
         raise ValueError(got(f"the strides of {name}", tuple(local.stride()), "those of a contiguous tensor", do))
-    flat = local.view(-1)
     for start, numel, first in here.runs() or [(here.first, 0, 0)]:
-        yield NamedSpan(name, shape, dtype, start, numel, flat[first : first + numel])
+        yield NamedSpan(name, shape, dtype, start, numel, tensor, first)
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:
@@ -138,8 +150,11 @@ def settle(model: nn.Module) -> None:
 def wrote(model: nn.Module) -> None:
     """Account for writes into the spans of a model: what optimizers keep of parameters begins anew, graphs end.
 
-    >>> model = nn.Linear(2, 2); spans(model)[0].flat.zero_(); wrote(model)
-    tensor([0., 0., 0., 0.])
+    >>> model = nn.Linear(2, 2)
+    >>> with spans(model)[0].opened(written=True) as flat:
+    ...     _ = flat.zero_()
+    >>> wrote(model); model.weight.sum().item()
+    0.0
     """
     named = named_tensors(model)
     written: list[Tensor] = []

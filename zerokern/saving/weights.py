@@ -18,7 +18,7 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.exchange import Column, Exchange
-from zerokern.saving.subject import named_tensors, spans
+from zerokern.saving.subject import NamedSpan, named_tensors, spans
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import here_of, present
 
@@ -84,14 +84,34 @@ def weights(
         if span.name in exact and there.dtype != span.dtype:
             there.parts = exact[span.name]
         else:
-            there.parts.append(Elements(span.start, span.numel, _within(span.flat)))
+            there.parts.append(Elements(span.start, span.numel, _of_span(span)))
     _refuse_same_names(names)
     return list(made.values())
 
 
-def _within(flat: Tensor, low: Tensor | None = None) -> Values:
-    """A span's elements; `low`: their remainders."""
-    return lambda begin, end: flat[begin:end] if low is None else join(flat[begin:end], low[begin:end])
+def _of_span(span: NamedSpan) -> Values:
+    """Its elements; what rests elsewhere is in memory as long as somebody has some of them."""
+
+    def values(begin: int, end: int) -> Tensor:
+        with span.opened() as flat:
+            return flat[begin:end]
+
+    return values
+
+
+def _joined(piece: Tensor, low: Tensor) -> Values:
+    """The exact values of a piece and its remainders."""
+
+    def values(begin: int, end: int) -> Tensor:
+        with present(piece):
+            return join(piece.detach().view(-1)[begin:end], low.view(-1)[begin:end])
+
+    return values
+
+
+def _within(flat: Tensor) -> Values:
+    """A span's elements."""
+    return lambda begin, end: flat[begin:end]
 
 
 def _refuse_same_names(names: dict[str, str]) -> None:
@@ -196,7 +216,7 @@ def _of_state(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
     if "master" in entry:
         return _within(entry["master"].detach().reshape(-1))
     if "remainder" in entry:
-        return _within(piece.detach().reshape(-1), entry["remainder"].detach().reshape(-1))
+        return _joined(piece, entry["remainder"].detach())
     return None
 
 
@@ -225,10 +245,10 @@ def _from_disk(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
 
 def _initial(home: Home, param: Tensor) -> Values | None:
     """What zk.shard or zk.load_pretrained has kept for an optimizer that has not stepped yet."""
-    kept, piece = home.initial(param), home.piece.detach()
+    kept = home.initial(param)
     if kept is None:
         return None
-    return _within(kept) if kept.dtype is torch.float32 else _within(piece, kept)
+    return _within(kept) if kept.dtype is torch.float32 else _joined(home.piece, kept)
 
 
 def _from(values: Values, first: int) -> Values:

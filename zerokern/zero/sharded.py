@@ -111,12 +111,16 @@ class Sharded(torch.Tensor):
     @property
     def local(self) -> torch.Tensor:
         """This rank's elements, flat, for whoever asks."""
+        return self._shown(counts=False)
+
+    def _shown(self, counts: bool = True) -> torch.Tensor:
+        """For whoever `counts` what he writes, or does not. What rests elsewhere stays as long as it is held."""
         self.span.zk_handed_out = True  # type: ignore[attr-defined]
         if self.rest is None:
             return self.span
         with self.rest.used():
-            self.rest.change()
-            return self.span.detach()  # whose memory stays as long as it does
+            self.rest.watch(self.span) if counts else self.rest.change()
+            return self.span.detach()
 
     @property
     def handed_out(self) -> bool:
@@ -207,7 +211,7 @@ class Sharded(torch.Tensor):
             self.settle()
         for at, sizes, first in self._boxes():
             if index.offset is None or at == tuple(index.offset):
-                return self.local.detach()[first : first + torch.Size(sizes).numel()].view(sizes)
+                return self._shown().detach()[first : first + torch.Size(sizes).numel()].view(sizes)
         raise StateError(f"{self!r} has no box that begins at {index.offset}: what was planned was another tensor")
 
     def _boxes(self) -> list[Cuboid]:
