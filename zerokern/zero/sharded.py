@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,7 @@ from zerokern.memory.here import Cuboid, Here, chunk_list, write_items
 from zerokern.memory.rest import Rest
 
 from . import hooks
-from .sharded_functions import METADATA, SET_DATA, UNTRACED, WRITING_OPERATORS
+from .sharded_functions import METADATA, SET_DATA, UNTRACED, WRITING_OPERATORS, fetched
 from .sharded_ops import rule_for
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
@@ -282,30 +282,6 @@ class Sharded(torch.Tensor):
         if not all(issubclass(one, Sharded) for one in types):
             return NotImplemented
         return rule_for(func)(Sharded, func, args, dict(kwargs or {}))
-
-
-@contextmanager
-def fetched(tensors: Iterable[Sharded], written: Iterable[Any]) -> Iterator[None]:
-    """Within, those that rest elsewhere are here; what is written to them lasts."""
-    resting = [(one, one.rest) for one in tensors if one.rest is not None]
-    begun: list[Rest] = []
-    try:
-        for _, rest in resting:
-            rest.fetch()
-            begun.append(rest)
-        for rest in begun:
-            rest.wait()
-        for one in written:
-            if isinstance(one, Sharded) and one.rest is not None:
-                one.rest.change()
-        versions = [one.span._version for one, _ in resting]
-        yield
-        for (one, rest), version in zip(resting, versions, strict=True):
-            if one.span._version != version:
-                rest.change()
-    finally:
-        for rest in begun:
-            rest.leave()
 
 
 def leaves(arguments: Any) -> Iterable[Any]:

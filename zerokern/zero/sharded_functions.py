@@ -1,12 +1,17 @@
-"""torch's functions by what they ask of a sharded tensor: nothing of its values, its span alone, or to write."""
+"""torch's functions by what they ask of a sharded tensor: nothing of its values, its span alone, or to write; and what
+rests elsewhere, fetched for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-__all__ = ["GET_DATA", "METADATA", "SET_DATA", "UNTRACED", "WRITING_OPERATORS"]
+from zerokern.memory.rest import Rest
+
+__all__ = ["GET_DATA", "METADATA", "SET_DATA", "UNTRACED", "WRITING_OPERATORS", "fetched"]
 
 
 def getters(*excluded: str) -> set[Callable]:
@@ -32,3 +37,27 @@ WRITING_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
     "__ixor__ __ilshift__ __irshift__".split()
 )
+
+
+@contextmanager
+def fetched(tensors: Iterable[Any], written: Iterable[Any]) -> Iterator[None]:
+    """Within, those that rest elsewhere are here; what is written to them lasts."""
+    resting = [(one, one.rest) for one in tensors if one.rest is not None]
+    begun: list[Rest] = []
+    try:
+        for _, rest in resting:
+            rest.fetch()
+            begun.append(rest)
+        for rest in begun:
+            rest.wait()
+        for one in written:
+            if getattr(one, "rest", None) is not None:
+                one.rest.change()
+        versions = [one.span._version for one, _ in resting]
+        yield
+        for (one, rest), version in zip(resting, versions, strict=True):
+            if one.span._version != version:
+                rest.change()
+    finally:
+        for rest in begun:
+            rest.leave()
