@@ -225,7 +225,7 @@ def _from_disk(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
     key = next((key for key in ("master", "remainder") if isinstance(entry.get(key), Column)), None)
     if key is None:
         return None
-    column, flat = entry[key], piece.detach().view(-1)
+    column = entry[key]
     places = sorted(column.places, key=attrgetter("start"))
 
     def take(begin: int, end: int) -> Tensor:
@@ -236,8 +236,11 @@ def _from_disk(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
             if low >= high:
                 break
             found = column.read(place)[low - place.start : high - place.start]
-            with present(piece):
-                made[low - begin : high - begin] = found if key == "master" else join(flat[low:high], found)
+            if key == "master":
+                made[low - begin : high - begin] = found
+                continue
+            with present(piece):  # a view that outlives this would keep its memory
+                made[low - begin : high - begin] = join(piece.detach().view(-1)[low:high], found)
         return made
 
     return take
