@@ -58,11 +58,12 @@ def shard(
     folder below `path` before their unit computes, and before they are updated; host memory holds the units at work,
     and gradients. With `"cpu"`, of a model on a device, shards and reduced gradients lie in pinned host memory, and so
     `param.device` is the CPU: a unit is copied to the device one ahead of its turn, a bucket's gradients leave once
-    they are reduced, and the optimizer updates in host memory, whatever its tier.
-    `keep`: units keep their inputs alone until backward, there (`"device"`, `"cpu"`, `zk.Nvme(path)`),
-    and are computed again; `micro`: in so many slices of the batch, one after the other, while the parameters are
-    there. Both as `zk.recompute` says; of units that lie in each other the outermost, and not the root. `micro` above 1
-    alone means `keep="device"`. `mp_policy.param_dtype` becomes the parameters' dtype; the fp32 values that they
+    they are reduced, and the optimizer updates in host memory, whatever its tier. So it is with `zk.Nvme(path)` for a
+    model on a device, whose units pass a pinned ring of `ring_nbytes`. `keep`: units keep their inputs alone until
+    backward, there (`"device"`, `"cpu"`, `zk.Nvme(path)`), and are computed again; `micro`: in so many slices of the
+    batch, one after the other, while the parameters are there. Both as `zk.recompute` says; of units that lie in each
+    other the outermost, and not the root. `micro` above 1 alone means `keep="device"`. `mp_policy.param_dtype` becomes
+    the parameters' dtype; the fp32 values that they
     had are handed to the optimizer exactly.
 
     >>> import torch, zerokern as zk

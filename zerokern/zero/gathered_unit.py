@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.comm import Handle, during
+from zerokern.core.errors import IoError
 from zerokern.zero import guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.homes import home_of
@@ -100,7 +102,8 @@ class GatheredUnit:
         if memory.shard is memory.own:
             self._coming.append(memory)
             return
-        self._wait_for(memory)
+        if memory.lift is None or not memory.group.alone:
+            self._wait_for(memory)
         self._handles.append(memory.gather())
 
     def _wait_for(self, memory: BucketMemory) -> None:
@@ -166,8 +169,9 @@ class GatheredUnit:
     def wait(self) -> None:
         if self._handles or self._coming:
             with hooks.outside_of_transforms():
-                while self._handles:
-                    self._handles.pop(0).wait()
+                while self._handles:  # where one fails, it does so again for whoever asks again
+                    self._arrive(self._handles[0])
+                    self._handles.pop(0)
                 while self._coming:
                     self._wait_for(self._coming[-1])  # where it fails, it does so again for whoever asks again
                     self._coming.pop()
@@ -181,9 +185,22 @@ class GatheredUnit:
         for memory in self._comes_and_goes:
             memory.settle()
 
+    def _arrive(self, handle: Handle) -> None:
+        try:
+            handle.wait()
+        except IoError as error:
+            if self.called not in str(error):
+                error.args = (f"{self.called} cannot be fetched: {error}",)
+            raise
+
     def release(self) -> None:
         self.held.discard(self.number)
         self._coming.clear()
+        if any(memory.lift is not None for memory in self._comes_and_goes):  # nobody need hear of it any more
+            handles, self._handles = self._handles, []
+            for handle in handles:
+                with contextlib.suppress(IoError):
+                    handle.wait()
         self.wait()
         self.take_out()
         self._unwritten = None

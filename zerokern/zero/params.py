@@ -22,6 +22,7 @@ from zerokern.memory.copies import Copy
 from zerokern.memory.place import DevicePool
 from zerokern.zero import hooks
 from zerokern.zero.homes import Home, alias, give_home
+from zerokern.zero.lifting import Lift, Lifting
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Owner
@@ -90,7 +91,8 @@ class BucketMemory:
     """One bucket: `shard` is always there; `full` too below stage 3 and on one rank, else its memory comes and goes.
 
     With a `rest` the shard comes and goes too, and its values rest in their place; on one rank it is all there is.
-    With a `host` the shard lies there, `kept`, and a gather copies it to the device that computes.
+    With a `host` the shard lies there, `kept`, and a gather copies it to the device that computes; or a `lift` does,
+    from where it rests.
     """
 
     def __init__(
@@ -103,12 +105,13 @@ class BucketMemory:
         rest: Rest | None = None,
         host: HostPlace | None = None,
         kept: Tensor | None = None,
+        lift: Lift | None = None,
     ) -> None:
         self.bucket, self.group, self.device = bucket, group, pool.device
         self._pool = pool
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
         self.rest = rest
-        self.host = host
+        self.host, self.lift = host, lift
         self.sharded = sharded and (not group.alone or self.rest is not None or host is not None)
         self.tenants: list[Tenant] = []
         self._sorted: list[Tenant] = []
@@ -117,21 +120,22 @@ class BucketMemory:
         begin, numel = group.rank * bucket.shard_numel, bucket.shard_numel
         self._fetched = False
         self.fetch()
-        if self.rest is not None and group.alone:
+        if self.rest is not None and group.alone and lift is None:
             self.full = self.rest.memory
         else:
             with pool.allocating() if self.sharded else nullcontext():
                 self.full = torch.empty(bucket.padded_numel, dtype=self.dtype, device=self.device)
         self.own = alias(self.full, begin, (numel,))
         if self.rest is not None:
-            self.shard = self.own if group.alone else self.rest.memory
+            self.shard = self.own if group.alone and lift is None else self.rest.memory
         elif kept is not None:
             self.shard = kept
         else:
             self.shard = torch.empty(numel, dtype=self.dtype, device=self.device) if self.sharded else self.own
         self._references = 0  # to the storage of `full`, from here
         self._stays = False
-        self._coming: Copy | None = None  # what last left the host
+        self._coming: Copy | Lifting | None = None  # what last left the host
+        self._parts = [] if lift is None else lift.parts(self.own)
 
     @property
     def called(self) -> str:
@@ -222,17 +226,24 @@ class BucketMemory:
         if self.host is None:
             return self.group.all_gather(self.full if full is None else full, self.shard)
         own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)
-        copy = self._coming = self.host.fetch(self.shard, own)
+        copy = self._coming = self._lifted(own)
         if self.group.alone or self.host.copies is None:
             return Handle(copy.gate, copy.done, copy.gate)
         with self.host.copies.driver.aside():
             copy.gate()
             return self.group.all_gather(self.full if full is None else full)
 
+    def _lifted(self, own: Tensor) -> Copy | Lifting:
+        assert self.host is not None
+        if self.lift is None:
+            return self.host.fetch(self.shard, own)
+        assert self.rest is not None
+        return self.lift.start(self.rest, self._parts if own is self.own else self.lift.parts(own))
+
     def settle(self) -> None:
         """Returns once nothing reads the shard on its way to the device, so that it may be written."""
         coming, self._coming = self._coming, None
-        if coming is not None:
+        if isinstance(coming, Copy):  # what rests waits for its users by itself
             coming.wait()
 
     def allocate(self) -> bool:

@@ -17,6 +17,7 @@ from zerokern.io import Nvme
 from zerokern.io.place import NvmePlace
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
 from zerokern.memory.staging import OTHERS, CudaDriver
+from zerokern.zero.lifting import Lift
 from zerokern.zero.partition import Bucket, shards_parameters
 
 __all__ = ["check_tier", "driver_of", "laid_out", "lies_on", "rests_on"]
@@ -63,11 +64,13 @@ def lies_on(driver: Any, tensors: Sequence[Tensor]) -> None:
 def laid_out(tier: str | Nvme, rests: Rests | None, driver: Any, buckets: Sequence[Bucket]) -> Sequence[dict[str, Any]]:
     """Where this rank's shard of each bucket is, for its `BucketMemory`: room for all, before anything is changed."""
     wanted = [Wanted("parameters", torch.Size([one.shard_numel]), getattr(torch, one.dtype)) for one in buckets]
-    if rests is not None and driver is not None:
-        do = "tier='cpu' takes pinned host memory; a model on the CPU rests on a disk"
-        raise ValueError(got("tier", tier, "'device' or 'cpu' for parameters on a device", do))
     if rests is not None:
-        return [{"rest": rests.make(role, shape.numel(), dtype)} for role, shape, dtype in wanted]
+        found = [{"rest": rests.make(role, shape.numel(), dtype)} for role, shape, dtype in wanted]
+        if driver is None:
+            return found
+        assert isinstance(tier, Nvme)
+        lift = Lift(driver, tier.ring_nbytes, "zk.shard")
+        return [{**one, "lift": lift, "host": lift.host} for one in found]
     if driver is None or tier == "device":
         return [{}] * len(buckets)
     host = HostPlace("zk.shard", ADVICE, copies=Copies(driver))
