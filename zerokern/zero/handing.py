@@ -148,6 +148,7 @@ def way_to(node: Any, leaf: Tensor) -> Way:
         bucket = home.gradients
         if bucket is None or not (home.leaf is leaf or home.whole is leaf):
             return Summed()
+        home.sharding.reduction.joins_backward()
         return HandedOver(leaf, partial(home.sharding.reduction.add, bucket, home.place))
     there = leaf.grad
     if type(there) is Tensor and there.layout is torch.strided and type(leaf.detach()) is Tensor:

@@ -44,8 +44,8 @@ __all__ = [
     "on_optimizer_steps",
     "on_registration",
     "outside_of_transforms",
+    "received",
     "share_hooks",
-    "silenced",
     "take_hooks",
     "when_gradient_is_there",
     "within_pass",
@@ -189,18 +189,35 @@ def is_accumulated(node: object) -> bool | None:
 
 
 @contextmanager
-def silenced(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Hooks on the gradients of these leaves hear nothing of what is computed within."""
-    with torch._C.DisableTorchFunctionSubclass():
-        heard = [one._backward_hooks for one in leaves if one._backward_hooks]
-    kept = [dict(hooks) for hooks in heard]
-    for hooks in heard:
-        hooks.clear()
+def received(leaves: Iterable[tuple[Tensor, Callable[[Tensor], None], bool]]) -> Iterator[None]:
+    """Gradients of these leaves, of passes within, go to these calls at once; what such a pass returns is a stand-in.
+
+    Other hooks on a leaf come first, or, where it says True, hear nothing.
+    """
+    silenced: list[tuple[dict, dict]] = []
+    handles: list[Any] = []
     try:
+        with torch._C.DisableTorchFunctionSubclass():
+            for leaf, call, alone in leaves:
+                heard = leaf._backward_hooks
+                if alone and heard:
+                    silenced.append((heard, dict(heard)))
+                    heard.clear()
+                handles.append(leaf.register_hook(functools.partial(_receive, call)))
         yield
     finally:
-        for hooks, before in zip(heard, kept, strict=True):
-            hooks.update(before)
+        for handle in handles:
+            handle.remove()
+        for heard, before in silenced:
+            heard.update(before)
+
+
+def _receive(call: Callable[[Tensor], None], grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        return None
+    call(grad)
+    plain = type(grad) is Tensor and grad.layout is torch.strided
+    return grad.new_zeros(()).expand(grad.shape) if plain else None
 
 
 def when_gradient_is_there(tensor: Tensor, call: Callable[[], None]) -> None:

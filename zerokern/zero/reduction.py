@@ -70,10 +70,13 @@ class Reduction:
             self._complete(bucket)
         return (None,)
 
-    def add(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
-        """A part of a gradient, of some rows of the batch; the last part arrives by autograd, and counts for all."""
+    def joins_backward(self) -> None:
+        """Gradients come in this pass, the first perhaps in one within it."""
         if not self.active or self._task != hooks.current_pass():
             self._begin()
+
+    def add(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
+        """A part of a gradient, of some rows of the batch; the last part arrives by autograd, and counts for all."""
         if not bucket.opened:
             self._open(bucket)
         bucket.add(place, grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
 from zerokern.zero.batches import Results, Rows, refuse_statistics
-from zerokern.zero.handing import InParts, Summed, way_to
+from zerokern.zero.handing import InParts, Summed, Way, way_to
 from zerokern.zero.homes import home_of
 
 __all__ = ["sliced"]
@@ -164,25 +165,30 @@ class _Graph:
             for place, (edge, grad) in enumerate(zip(one.results, grads, strict=True))
             if edge is not None and grad is not None
         ]
-        leaves = [node for node in one.leaves if given[node].wanted]
+        # frozen since the forward: autograd drops what comes then
+        leaves = [node for node in one.leaves if given[node].wanted and self.leaves[node].requires_grad]
         targets = [*one.inputs, *(GradientEdge(node, 0) for node in leaves)]
-        found: Sequence[Tensor | None] = [None] * len(targets)
-        if pairs and targets:
-            silent = [self.leaves[node] for node in leaves if last or not given[node].hands_over]
-            with hooks.silenced(silent):
-                found = torch.autograd.grad(
-                    [edge for edge, _ in pairs],
-                    targets,
-                    [grad for _, grad in pairs],
-                    retain_graph=keeps,
-                    allow_unused=True,
-                )
+        if not pairs or not targets:
+            return
+        heard = [
+            (self.leaves[node], partial(_add, given[node], one, last), last or not given[node].hands_over)
+            for node in leaves
+        ]
+        with hooks.received(heard):  # one by one, so that they are not all there at one time
+            found = torch.autograd.grad(
+                [edge for edge, _ in pairs],
+                targets,
+                [grad for _, grad in pairs],
+                retain_graph=keeps,
+                allow_unused=True,
+            )
         for end, grad in zip(ends, found[: len(ends)], strict=True):
             if grad is not None:
                 end.add(grad, one.begin, one.end)
-        for node, grad in zip(leaves, found[len(ends) :], strict=True):
-            if grad is not None:
-                given[node].add(grad, one.begin, one.end, last=last)
+
+
+def _add(way: Way, one: _Slice, last: bool, grad: Tensor) -> None:
+    way.add(grad, one.begin, one.end, last=last)
 
 
 def _leaves(nodes: Iterable[Any], first: int) -> Iterator[Any]:
