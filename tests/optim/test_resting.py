@@ -6,7 +6,7 @@ import copy
 import itertools
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,53 @@ def test_a_state_dict_with_a_pending_update(state: str, tmp_path: Path) -> None:
     of_resident.flush()
     assert found[0][0] == found[1][0] == losses
     assert same_bits(found[0][1], found[1][1]) and same_bits(found[0][1], values(resident))
+
+
+def freeze_at_times(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
+    model.blocks[0][0].weight.requires_grad_(number not in (0, 1, 4))
+
+
+def read_what_is_pending(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
+    if number > 2:
+        seen.append(opt.state[model.blocks[1][0].weight]["pending"].float().mul(2.0).local.sum().item())
+
+
+def keep_what_is_pending(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
+    if number == 3:
+        model.kept = opt.state[model.blocks[1][0].weight]["pending"].local
+    if number > 3:
+        opt.course.finish(opt.param_groups)
+        seen.append(model.kept.float().sum().item())
+
+
+def evaluate(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
+    with torch.no_grad():
+        seen.append(model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().item())
+
+
+def clip(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+    seen.append(float(zk.clip_grad_norm_(model.parameters(), 0.1)))
+
+
+def load_what_was_just_saved(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
+    if number == 4:
+        opt.load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize(
+    "act", [freeze_at_times, read_what_is_pending, keep_what_is_pending, evaluate, clip, load_what_was_just_saved]
+)
+def test_what_is_done_while_an_update_is_pending(act: Callable[..., None], tmp_path: Path) -> None:
+    ends = []
+    for model, opt in pair(tmp_path):
+        seen: list[Any] = []
+        for number, x in enumerate(batches(6)):
+            act(model, opt, number, seen)
+            seen.append(step(model, [opt], x))
+        opt.flush()
+        ends.append((seen, values(model)))
+    assert ends[0][0] == ends[1][0] and same_bits(ends[0][1], ends[1][1])
 
 
 @pytest.mark.parametrize("schedules", [(DELAYED, DELAYED), (DELAYED, "overlap"), ("sync", "overlap")])
