@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,8 @@ def draw(plans: list[Plan], path: Path) -> None:
 
 def draw_stages(axes: Axes, plan: Plan) -> None:
     """Bytes stacked by role, with each device's memory as a line: on the device at each stage, or in each tier."""
-    bars, names = STAGES, ["0\nall replicated", "1\nstate sharded", "2\nand gradients", "3\nand parameters"]
+    bars: Sequence[int] = STAGES
+    names = ["0\nall replicated", "1\nstate sharded", "2\nand gradients", "3\nand parameters"]
     held = [[one for one in plan.at(stage).share.held if one.tier == "device"] for stage in plan.stages]
     if plan.recipe.rests:
         bars, names = tuple(range(len(TIERS))), list(TIERS.values())

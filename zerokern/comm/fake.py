@@ -250,9 +250,6 @@ class Lonely(Group):
     def _broadcast(self, tensor: Tensor, src: int) -> Handle:
         return self._refuse("broadcast")
 
-    def give_up(self, reason: str) -> None:
-        self._world.fail(f"rank {self.rank}: {reason}")
-
     def agree(self, key: str) -> None:
         self._refuse("agree")
 

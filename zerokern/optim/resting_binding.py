@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from zerokern.memory.rest import Rest
 from zerokern.optim.binding import Binding
 from zerokern.optim.interrupts import whole
+from zerokern.optim.survey import Groups
 from zerokern.zero.kinds import rest_of
 
 __all__ = ["RestingBinding", "Visits"]
@@ -66,11 +69,11 @@ class RestingBinding(Binding):
 
     _done = False
 
-    def _plan(self, groups: list[dict]) -> None:
+    def _plan(self, groups: Groups) -> None:
         super()._plan(groups)
         self._visits = Visits([rest_of(param) for param in self.survey.params])
 
-    def prepare(self, settings: Sequence[dict], pointers: object) -> None:
+    def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
         self._done = False
         super().prepare(settings, pointers)
 

@@ -324,7 +324,7 @@ def plan(
     return made.spilling()
 
 
-def _rings(tier: str, param_tier: str, keep: str | None) -> dict[str, int]:
+def _rings(tier: str, param_tier: str, keep: str | None) -> dict[str, Any]:
     """Host memory that disks are read and written through."""
     places = {"ring_nbytes": tier, "param_ring_nbytes": param_tier, "keep_ring_nbytes": keep}
     return {name: RING_NBYTES * (place == "nvme") for name, place in places.items()}
@@ -338,4 +338,4 @@ def _budget(
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= world:
         raise ValueError(got("ranks_per_host", ranks_per_host, f"a whole number of ranks, from 1 to world={world}"))
     asked = {"cpu": ("host_memory", host_memory), "nvme": ("disk", disk)}
-    return {tier: parse_memory(*one) // ranks for tier, one in asked.items() if one[1] is not None}
+    return {tier: parse_memory(name, one) // ranks for tier, (name, one) in asked.items() if one is not None}

@@ -196,7 +196,7 @@ class _Resting:
 
     def _rides(self) -> dict[int, int]:
         """By place of a span, the use whose fetch its update rides on."""
-        first = {}
+        first: dict[int, int] = {}
         for number, use in enumerate(self.uses):
             if self.spans[use.place].numel:
                 first.setdefault(use.place, number)

@@ -180,7 +180,7 @@ def is_within_pass() -> bool:
     return _pass.number != -1
 
 
-def is_accumulated(node: object) -> bool | None:
+def is_accumulated(node: Any) -> bool | None:
     """Whether the pass that is running adds to the leaf of this node; None: it hands the gradient to its caller."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -320,7 +320,7 @@ def around_forward(module: nn.Module, call: Callable[[Callable[..., Any], Args, 
     """
     compiled = getattr(module, "_compiled_call_impl", None)
     if compiled is None:
-        module.forward = _Around(module.forward, call)  # type: ignore[method-assign]
+        module.forward = _Around(module.forward, call)
     else:
         module._compiled_call_impl = lambda *args, **kwargs: call(compiled, args, kwargs)
 

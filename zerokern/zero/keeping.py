@@ -178,7 +178,7 @@ class Kept:
         self._counter = tensor.detach()  # has the version of the tensor, and none of its memory
         self._version = tensor._version
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._counter):
-            self._counter.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            self._counter.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[call-overload]
 
     def holds(self, begin: int, nbytes: int) -> bool:
         """Whether it has these bytes of its memory, as they are now."""
@@ -375,4 +375,4 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _bytes(storage: Any, begin: int, nbytes: int, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, begin, (nbytes,))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, begin, (nbytes,), (1,))

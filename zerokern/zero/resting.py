@@ -33,7 +33,7 @@ def check_tier(tier: object, stage: int) -> str | Nvme:
     if tier != "device" and not shards_parameters(stage):
         do = f"at stage {stage} parameters are whole between steps; choose stage=3"
         raise ValueError(got("tier", tier, "'device' below stage 3", do))
-    return tier  # type: ignore[return-value]
+    return tier
 
 
 def rests_on(tier: str | Nvme, group: Group) -> Rests | None:

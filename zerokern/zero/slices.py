@@ -65,11 +65,11 @@ class _Enter(torch.autograd.Function):
     """Where a slice's graph begins; its node knows the shapes alone, so that the inputs need not stay."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *pieces: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, anchor: Tensor, *pieces: Tensor) -> Any:
         return tuple(piece.view_as(piece) for piece in pieces)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> Any:
         raise AssertionError("gradients of slices end here")
 
 
@@ -77,14 +77,14 @@ class _Sliced(torch.autograd.Function):
     """Stands for all slices in the graph of the others."""
 
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, results: list[Tensor], *inputs: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, graph: _Graph, results: list[Tensor], *inputs: Tensor) -> Any:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(one for number, one in enumerate(results) if number not in graph.trained))
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise StateError(
                 "create_graph=True is not possible through a function that is computed in slices (micro > 1); use "
