@@ -15,7 +15,7 @@ from zerokern.examples.demo.act import Act
 from zerokern.examples.demo.view import View
 from zerokern.examples.model import Shape
 
-ACT = Act(Shape(8, 384, 32), (), rows=2, steps=3, lr=1e-3, seconds=600.0, cap=120_000_000, ring_nbytes=4 << 20, stage=3)
+ACT = Act(Shape(8, 384, 32), (), rows=2, steps=3, lr=1e-3, seconds=600.0, cap=160_000_000, ring_nbytes=4 << 20, stage=3)
 
 
 def performed(act: Act) -> tuple[larger.Outcome | None, str]:
@@ -30,7 +30,7 @@ def test_the_same_losses_under_a_cap(tmp_path: Path) -> None:
     assert len(outcome.resting.losses) == ACT.steps
     assert outcome.resting.losses == outcome.resident.losses
     assert outcome.resting.taken < ACT.cap
-    assert "the same bits" in said and "cap of 120 MB" in said
+    assert "the same bits" in said and "cap of 160 MB" in said
     assert plot.draw(tmp_path / "larger.png", [], [], rested=outcome)
     # what rests on the disk was written in the step, and nothing of the other was
     assert min(outcome.resting.written) > 0.99 * larger.at_rest(ACT)
@@ -45,7 +45,7 @@ def test_a_cap_that_is_too_small_fails_by_name() -> None:
 
 
 def test_full_and_quick_are_larger_than_their_caps() -> None:
-    for act, times in ((larger.FULL, 3.3), (larger.QUICK, 2.0)):
+    for act, times in ((larger.FULL, 2.8), (larger.QUICK, 1.4)):
         assert sum(larger.needs(act).values()) > times * act.cap
         assert larger.at_rest(act) == pytest.approx(12 * act.shape.numel, rel=1e-3)
 
