@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import inspect
 import json
 import subprocess
 import sys
@@ -96,6 +95,8 @@ VALUES: dict[str, Any] = {
     "torch_autocast.dtype": "bfloat16",
     "fp16.loss_scale": 0,
     "zero_optimization.stage": 2,
+    "zero_optimization.cpu_offload_param": False,
+    "zero_optimization.offload_param.device": "none",
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_optimizer.nvme_path": "swap",
 }
@@ -128,10 +129,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(path: str) -> None:
     assert "asks for nothing" in from_deepspeed(nested(path, off)).ignored[path]
 
 
-def test_parameters_have_no_tier_yet() -> None:
-    """When zk.shard learns to keep them elsewhere, offload_param is no longer to be refused."""
-    assert "tier" not in inspect.signature(zk.shard).parameters
-    assert "offload_param.device" in "".join(path for path, key in KEYS.items() if key.kind == "refused")
+@pytest.mark.parametrize("section, tier", [
+    ({"offload_param": {"device": "cpu"}}, "cpu"),
+    ({"cpu_offload_param": True}, "cpu"),
+    ({"offload_param": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 5}}, zk.Nvme("/disk/zerokern")),
+])  # fmt: skip
+def test_where_parameters_rest(section: dict[str, Any], tier: Any) -> None:
+    assert from_deepspeed({"zero_optimization": {"stage": 3, **section}}).shard == {"stage": 3, "tier": tier}
+    with pytest.raises(ValueError, match="3 with offload_param"):
+        from_deepspeed({"zero_optimization": {"stage": 2, **section}})
 
 
 def policy(param: torch.dtype | None = None, reduce: torch.dtype | None = None) -> dict[str, Any]:
@@ -281,13 +287,13 @@ def test_bad_input_is_told(config: dict[str, Any], words: list[str]) -> None:
 
 def test_everything_wrong_is_told_at_once() -> None:
     config = {
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "zenflow": {}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}, "zenflow": {}},
         "lr": 1,
         "nebula": 1,
     }
     with pytest.raises(ValueError, match="cannot be honoured") as refused:
         from_deepspeed(config)
-    assert all(word in str(refused.value) for word in ("offload_param.device", "zenflow", "lr is no key", "nebula"))
+    assert all(word in str(refused.value) for word in ("offload_optimizer.ratio", "zenflow", "lr is no key", "nebula"))
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

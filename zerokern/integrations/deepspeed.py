@@ -297,7 +297,10 @@ def _sharding(values: Values) -> dict[str, Any]:
     nbytes = None if numel is None else numel * (compute or torch.float32).itemsize
     if nbytes is not None and nbytes < BUCKET_BYTES:
         shard["bucket_bytes"] = nbytes
-    return shard
+    tier = _tier(values, "offload_param", "cpu_offload_param")
+    if tier and stage < 3:
+        raise ValueError(got("zero_optimization.stage", stage, "3 with offload_param"))
+    return shard | tier
 
 
 def _compute_dtype(values: Values) -> torch.dtype | None:
@@ -341,7 +344,7 @@ def _optimizer(values: Values, rank: int) -> tuple[type | None, dict[str, Any]]:
         kwargs["master_format"] = "none"
     if _flag(values, "bf16.bf16_optimizer_states") or not _flag(params, "fp32_optimizer_states", True):
         kwargs["state_format"] = "bf16"
-    return found, kwargs | _tier(values, rank)
+    return found, kwargs | _tier(values, "offload_optimizer", "cpu_offload", f"rank{rank}")
 
 
 def _hyperparameters(found: type, kind: str, params: Values) -> dict[str, Any]:
@@ -363,19 +366,20 @@ def _is_mapped(name: str) -> bool:
     return key is not None and key.kind == "mapped"
 
 
-def _tier(values: Values, rank: int) -> dict[str, Any]:
-    section = "zero_optimization.offload_optimizer"
+def _tier(values: Values, what: str, deprecated: str, *folder: str) -> dict[str, Any]:
+    """`folder`: in the one that DeepSpeed would use."""
+    section = f"zero_optimization.{what}"
     device = values.get(f"{section}.device") or "none"
     if device not in ("none", "cpu", "nvme"):
         raise ValueError(got(f"{section}.device", device, "none, cpu or nvme"))
-    if device == "none" and _flag(values, "zero_optimization.cpu_offload"):
+    if device == "none" and _flag(values, f"zero_optimization.{deprecated}"):
         device = "cpu"
     if device != "nvme":
         return {"tier": "cpu"} if device == "cpu" else {}
     path = values.get(f"{section}.nvme_path")
     if not path:
         raise ValueError(got(f"{section}.nvme_path", path, "a folder on the disk, since device is nvme"))
-    return {"tier": Nvme(Path(path) / "zerokern" / f"rank{rank}")}
+    return {"tier": Nvme(Path(path, "zerokern", *folder))}
 
 
 def _accumulation(values: Values, world: int) -> tuple[int, int | None]:

@@ -89,6 +89,9 @@ MAPPED = {
         cpu_offload: tier="cpu" (deprecated: offload_optimizer)
         offload_optimizer.device: tier=
         offload_optimizer.nvme_path: zk.Nvme(path), a folder in it for each rank
+        cpu_offload_param: zk.shard(tier="cpu") (deprecated: offload_param)
+        offload_param.device: zk.shard(tier=)
+        offload_param.nvme_path: zk.Nvme(path), in which each rank has a folder
         gather_16bit_weights_on_model_save: zk.export(path, model) always streams whole weights
         stage3_gather_fp16_weights_on_model_save: the same (deprecated: stage3_gather_16bit_weights_on_model_save)
     """),
@@ -147,8 +150,9 @@ of modules, nothing is patched
         offload_optimizer.buffer_count offload_optimizer.fast_init: zk.Nvme(ring_nbytes=) is all the memory it takes
         offload_optimizer.pipeline_read offload_optimizer.pipeline_write: reads, updates and writes always overlap
         offload_optimizer.cpuadam_cores_perc: usable CPUs over local ranks; ZEROKERN_THREADS
-        offload_param.nvme_path offload_param.buffer_count offload_param.buffer_size: of offload_param, which is off
-        offload_param.max_in_cpu offload_param.pin_memory: of offload_param, which is off
+        offload_param.pin_memory: pinned wherever there is a GPU
+        offload_param.buffer_count offload_param.buffer_size: zk.Nvme(ring_nbytes=) is all the memory it takes
+        offload_param.max_in_cpu: units are fetched in order, one ahead
     """),
     **_rows("ignored", "aio.", """
         block_size queue_depth intra_op_parallelism single_submit overlap_events: zk.io probes the disk
@@ -184,8 +188,6 @@ REFUSED = {
         optimizer.params.bias_correction: averages are always corrected
     """),
     **_rows("refused", ZERO, """
-        offload_param.device: parameters stay on the device; stage 3 divides them among the ranks
-        cpu_offload_param: parameters stay on the device; stage 3 divides them among the ranks (deprecated)
         offload_optimizer.ratio: state is on one tier as a whole
         offload_optimizer.super_offload: write schedule="overlap", the same bits beside the backward pass
         zenflow: write schedule=zk.Delayed(after=N), which delays every update by one step and drops none
@@ -212,7 +214,6 @@ OFF = {
     "sequence_parallel_size": (1, None),
     "optimizer.params.max_grad_norm": (None,),
     "optimizer.params.bias_correction": (True, None),
-    f"{ZERO}offload_param.device": ("none", None),
     f"{OFFLOAD}ratio": (1, None),
     f"{ZERO}zero_hpz_partition_size": (0, 1, None),
     f"{ZERO}mics_shard_size": (-1, 0, None),
