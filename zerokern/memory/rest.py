@@ -198,6 +198,11 @@ class Rest:
         if not any(one is tensor for one, _ in self._watched):
             self._watched.append((tensor, tensor._version))
 
+    def forget(self) -> None:
+        """What it has is of no more use: the next fetch reads nothing, and finds what was left there, or zeros."""
+        with self.rests.lock:
+            self._has_contents = self._changed = False
+
     def leave(self, *, awaited: bool = False) -> None:
         """One user less. The last one's memory is given back, once what has changed is stored.
 

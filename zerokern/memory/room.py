@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 from zerokern.core import env
 from zerokern.core.errors import BudgetError, got
 
-__all__ = ["amount", "parse_nbytes", "refuse_beyond", "room"]
+__all__ = ["amount", "parse_nbytes", "refuse_beyond", "room", "spills"]
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
-_FREE = "free memory and swap"
+_FREE, _GROUP = "free memory and swap", "control group"
+_SHARED = (_FREE, _GROUP)  # by all ranks of a machine
 _GROUP_FILES = (  # version 2, then version 1: limit, usage, and the cache in it that the kernel gives back
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -74,8 +76,21 @@ def room() -> dict[str, int]:
             left[name] = max(0, most - process[used])
     group = _group_room()
     if group is not None:
-        left["control group"] = group
+        left[_GROUP] = group
     return left
+
+
+def spills(nbytes: int, left: Mapping[str, int] | None = None, ranks: int | None = None) -> bool:
+    """Whether a rank's gradients of so many bytes wait on a disk, where there is one: if they, and those of the other
+    `ranks` on this machine, would take more than half of what is left (`room`).
+
+    >>> spills(5 << 30, {"ZEROKERN_MEMORY": 8 << 30}), spills(5 << 30, {"control group": 16 << 30})
+    (True, False)
+    """
+    left = room() if left is None else left
+    ranks = env.local_ranks() if ranks is None else ranks
+    shares = {name: most // ranks if name in _SHARED else most for name, most in left.items()}
+    return 2 * nbytes > min(shares.values(), default=2 * nbytes)
 
 
 def refuse_beyond(nbytes: int, what: str, because: str = "") -> None:

@@ -17,8 +17,11 @@ from zerokern.kernels.ops import sumsq_there
 from zerokern.optim.accord import norm_of_all
 from zerokern.optim.dtensors import spans_of
 from zerokern.optim.local import gradient_of, scale_gradients, with_gradients
+from zerokern.optim.survey import added
+from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import is_divided
+from zerokern.zero.spilling import Seen, sumsq_of_each
 
 __all__ = ["clip_grad_norm_"]
 
@@ -123,8 +126,14 @@ def _measure(grads: list[Tensor], kind: float, place: torch.device) -> Tensor:
     """The sum of squares, or the largest magnitude, NaN if there is any."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=place)
+    if grads[0].is_cuda and kind == 2.0:
+        return sumsq_there(grads).to(place)
     if kind == 2.0:
-        found = sumsq_there(grads) if grads[0].is_cuda else torch.tensor(sumsq(grads), dtype=torch.float64)
-        return found.to(place)
-    parts = [grad.detach() for grad in grads]  # a part of a gradient refuses to tell its norm for that of the whole
-    return torch.stack([torch.linalg.vector_norm(part, math.inf) for part in parts]).amax().double().to(place)
+        sums = sumsq_of_each([*map(Seen.of, grads)], lambda places: [sumsq(grads[place]) for place in places])
+        return torch.tensor(added(sums), dtype=torch.float64).to(place)
+    largest = []
+    for places in in_turns([grads]):
+        with fetched([grads[place] for place in places], written=()):
+            # detached: a part of a gradient refuses to tell its norm for that of the whole
+            largest += [torch.linalg.vector_norm(grads[place].detach(), math.inf) for place in places]
+    return torch.stack(largest).amax().double().to(place)

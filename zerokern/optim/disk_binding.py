@@ -21,11 +21,11 @@ from zerokern.optim.formats import ON_DISK, Algorithm, Layout
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness
-from zerokern.optim.resting_binding import Visits
 from zerokern.optim.rows import pointer_words, table_of
 from zerokern.optim.state import Entry, Exact, check_entries, make
 from zerokern.optim.survey import Groups, Survey, names_of
-from zerokern.zero.kinds import rest_of
+from zerokern.optim.visits import Visits
+from zerokern.zero.kinds import rest_of, rests_of_gradients
 
 
 @dataclass
@@ -194,7 +194,6 @@ class DiskBinding(Binding):
             self._index.append(i)
             starts.append(0)
             self.numels.append(survey.numels[i])
-        self._visits = Visits([rest_of(survey.params[i]) for i in self._index])
         self._borrowed: list[Rest] = []
         chosen = self._index
         self.owners = [survey.owners[i] for i in chosen]
@@ -226,8 +225,19 @@ class DiskBinding(Binding):
         if not self._planned:
             self._lay_out(self._param_groups)
             self._planned = True
+        self._find_gradients()
         starts = map(pointers.__getitem__, self._index)
         super().prepare(settings, array("Q", map(operator.add, starts, self._shifts)))
+
+    def _find_gradients(self) -> None:
+        """Where those are while nobody uses them, which come and leave with the records and rows that they are for."""
+        params = self.survey.params
+        found = rests_of_gradients(params)
+        self._gradients: list[list[Rest]] = []
+        for item in self._items:
+            own = (found[i] for i, _ in item.visits)
+            self._gradients.append(list({id(rest): rest for rest in own if rest is not None}.values()))
+        self._visits = Visits([rest_of(params[i]) for i in self._index], [found[i] for i in self._index])
 
     def run(self, scale: float) -> None:
         """The update, record by record. An error before the first of them is updated leaves everything as it was."""
@@ -292,7 +302,7 @@ class DiskBinding(Binding):
 
     def _fetch(self, i: int, slot: Slot, after: Any) -> Any:
         record = self._items[i].record
-        for rest in self._items[i].rests:
+        for rest in (*self._items[i].rests, *self._gradients[i]):
             rest.fetch()
             self._borrowed.append(rest)
         return self._disk.fetch(record, self._disk.view(slot, record), after) if record.stored else None
@@ -302,6 +312,8 @@ class DiskBinding(Binding):
         for rest in item.rests:
             rest.wait()
             rest.change()
+        for rest in self._gradients[i]:
+            rest.wait()
         if item.record.unsettled:
             self._settle(item, slot)
         self.run_rows(self._scale, item.begin, item.end)
@@ -326,9 +338,9 @@ class DiskBinding(Binding):
     def _store(self, i: int, slot: Slot) -> Any:
         record = self._items[i].record
         ticket = self._disk.store(record, self._disk.view(slot, record))
-        for rest in self._items[i].rests:
+        for rest in (*self._items[i].rests, *self._gradients[i]):
             self._borrowed.remove(rest)
-            rest.leave(awaited=True)  # by its forward
+            rest.leave(awaited=rest in self._items[i].rests)  # by its forward
         if record.unsettled:
             for number, place in self._items[i].visits:
                 place.begun = True

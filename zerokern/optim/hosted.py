@@ -22,6 +22,7 @@ from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
 from zerokern.optim.device import driver_of, put_in_place
 from zerokern.optim.formats import Slot
+from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.homes import alias
 from zerokern.zero.kinds import present, rest_of
 
@@ -260,8 +261,11 @@ class Host:
                 self._exchange(twin, grad.dtype)
             twin.fetched = (grad, left_as[place]) if left_as else None
         if self.copies is None:
-            for twin, grad in pairs:
-                twin.grad.copy_(grad.detach())
+            grads = [grad for _, grad in pairs]
+            for places in in_turns([grads]):
+                with fetched([grads[place] for place in places], written=()):
+                    for place in places:
+                        pairs[place][0].grad.copy_(grads[place].detach())
             return None
         if not pairs:
             return None

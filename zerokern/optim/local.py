@@ -23,6 +23,7 @@ from zerokern.optim.hosted import ColumnsOf, Host, Twin
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.survey import Groups, names_of, same_objects
 from zerokern.zero.awaited import without_waiting
+from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import Residence, is_divided, present, shardings_of
 
@@ -391,9 +392,14 @@ def with_gradients(sharding: Any) -> set[int]:
 
 def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply this rank's span of each gradient in place."""
-    with torch.no_grad():
-        for param in params:
-            home = home_of(param)
-            grad = param.grad if home is None else gradient_of(param, home)
-            if grad is not None:
+    found = []
+    for param in params:
+        home = home_of(param)
+        grad = param.grad if home is None else gradient_of(param, home)
+        if grad is not None:
+            found.append(grad)
+    for places in in_turns([found]):
+        some = [found[place] for place in places]
+        with torch.no_grad(), fetched(some, written=some):
+            for grad in some:
                 grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)

@@ -22,6 +22,8 @@ from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.optim.gradients import Cells, reader_of
+from zerokern.zero.kinds import rest_of
+from zerokern.zero.spilling import Seen, sumsq_of_each
 
 Groups = Sequence[dict[str, Any]]
 LayoutOf = Callable[[dict[str, Any], torch.dtype], Layout]
@@ -114,6 +116,8 @@ class Survey:
         ]
         chosen = [self.chosen(*term) for term in self.terms]
         self._sums = [(some, array("q", compress(self.numels, some))) for some in chosen]
+        self._rests = any(rest_of(param) is not None for param in self.params)  # then so may gradients
+        self._seen = list(map(Seen.of, dense_grads))
 
     def pointers(self, groups: Groups) -> array[int] | None:
         """The gradients' addresses, or None if anything but their addresses and values has changed since the survey."""
@@ -122,6 +126,8 @@ class Survey:
         if self.idle and not all(map(operator.is_, map(_grad_of, self.idle), repeat(None))):
             return None
         found = self._read() if self._reader is None else self._reader.read()
+        if self._rests and found is not None:  # now: what is asked later, on any thread, is of these
+            self._seen = [Seen.of(param.grad) for param in self.params if param.grad is not None]
         return found if found is None or self.device is None or self._are_there(found) else None
 
     def _are_there(self, pointers: array[int]) -> bool:
@@ -180,8 +186,21 @@ class Survey:
         found = [0.0] * self.nshares
         for (share, dtype), (chosen, numels) in zip(self.terms, self._sums, strict=True):
             mine = pointers if len(numels) == len(pointers) else array("Q", compress(pointers, chosen))
-            found[share] += added(sumsq_pointers(mine, numels, dtype))
+            found[share] += added(self._measured(mine, numels, dtype, chosen))
         return found
+
+    def _measured(
+        self, pointers: array[int], numels: array[int], dtype: torch.dtype, chosen: Sequence[bool]
+    ) -> Sequence[float]:
+        if not self._rests:
+            return sumsq_pointers(pointers, numels, dtype)
+
+        def measure(rows: list[int]) -> Sequence[float]:
+            return sumsq_pointers(
+                *(array(kind.typecode, map(kind.__getitem__, rows)) for kind in (pointers, numels)), dtype
+            )
+
+        return sumsq_of_each(list(compress(self._seen, chosen)), measure)
 
 
 def _resolved(param: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ from zerokern.comm import Handle
 from zerokern.kernels import Flattener
 from zerokern.zero import checks
 from zerokern.zero.awaited import without_waiting
+from zerokern.zero.fetching import fetched
 from zerokern.zero.homes import Home, alias, strides
 from zerokern.zero.hooks import hooks_after_accumulation
 from zerokern.zero.landing import IntoHost
@@ -159,10 +160,10 @@ class GradientBucket:
     def _adopt(self, place: int, grad: Tensor) -> None:
         """A gradient that was set by hand: it counts as reduced already."""
         home, param = self.homes[place], self.tenants[place].param
-        span = home.local_gradient(param)
-        assert span is not None
         self._show()
-        self.reduced_span(place).copy_(span.reshape(-1) if self.replicated else span)
+        with fetched([param.grad], written=()):
+            span: Tensor = home.local_gradient(param)  # type: ignore[assignment]
+            self.reduced_span(place).copy_(span.reshape(-1) if self.replicated else span)
         param.grad = self.shown[place]
         self.held.add(place)
 
@@ -199,16 +200,24 @@ class GradientBucket:
         live = {i for i, grad in enumerate(seen) if grad is not None and (self.exposed or grad is self.shown[i])}
         dropped = [shown for place, shown in enumerate(self.shown) if place not in live] if live else list(self.shown)
         views = len(live) if self.exposed and self.replicated else 0
-        if not self._references.has_more(self.reduced, dropped, views):
-            return
-        if self.in_place:
-            assert self.buffer is not None
-            self._lay(self.buffer.clone())
+        if self._references.has_more(self.reduced, dropped, views):
+            self._move(live)
+
+    def _move(self, live: set[int], *, out: bool = False) -> None:
+        """To other memory, with the values that are still shown; `out` of the buffer, which is about to be written."""
+        if self.in_place and not out:
+            self._lay(self.buffer.clone())  # type: ignore[union-attr]
             self.reduced = self._room()
         else:
             self.reduced = self.reduced.clone() if self.landing is None else self._room().copy_(self.reduced)
         self._make_shown()
         self.give(live)
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply what is reduced; each gets a version of its own, by which whoever has fetched it sees this."""
+        if self.held and self.reduced is not None:
+            self.reduced.mul_(factor)
+            torch.autograd.graph.increment_version([self.reduced_span(at) for at in self.held])
 
     def open(self, buffer: Tensor) -> None:
         """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
@@ -223,7 +232,7 @@ class GradientBucket:
         self.local &= lives
         self.held &= lives
         if self.held and self.in_place and not self.stays:
-            self._move_out()
+            self._move(self.held, out=True)
         self._kept = lives if self.stays else set(self.local)
         self._adds = not self.stays and bool(self.held)
         self.opened = True
@@ -273,13 +282,6 @@ class GradientBucket:
     def in_place(self) -> bool:
         """Whether the reduced shard lies in the buffer."""
         return self.reduced is not None and self.buffer is not None and shares(self.reduced, self.buffer)
-
-    def _move_out(self) -> None:
-        """The buffer is about to be written, and what was reduced into it is to be added to."""
-        assert self.reduced is not None
-        self.reduced = self.reduced.clone()
-        self._make_shown()
-        self.give(self.held)
 
     def reduce(self, buffer: Tensor, add: bool, scratch: Tensor | None) -> Handle | None:
         """Send the buffer on its way; None where there is nothing to wait for."""
@@ -380,9 +382,7 @@ class GradientBucket:
     def call_hooks(self, places: Iterable[int]) -> None:
         """Hooks on the accumulation of these gradients, which are reduced."""
         for place in places:
-            home = self.homes[place]
-            for call in [call for found in home.after_reduction for call in found.values()]:
-                call(home.piece if self.exposed else self.tenants[place].param)
+            self.homes[place].call_hooks(self.homes[place].piece if self.exposed else self.tenants[place].param)
 
     def refuse_unreduced(self) -> None:
         """A step on gradients that other ranks know nothing of would let the ranks drift apart."""

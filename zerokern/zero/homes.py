@@ -141,6 +141,11 @@ class Home(Residence):
         """What to call when the gradient has been reduced; the result's `remove()` ends that."""
         return hooks.keep_hook(self.after_reduction, call)
 
+    def call_hooks(self, param: Tensor) -> None:
+        """Those that wait for the gradient: it has been reduced, and is `param`'s."""
+        for call in [call for found in self.after_reduction for call in found.values()]:
+            call(param)
+
     @property
     def whole(self) -> Tensor | None:
         if self.gradients is None or shards_parameters(self.sharding.stage):

@@ -33,6 +33,7 @@ __all__ = [
     "over",
     "present",
     "rest_of",
+    "rests_of_gradients",
     "shardings_of",
     "take",
 ]
@@ -67,7 +68,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def present(tensor: Tensor, *, written: bool = False) -> Iterator[None]:
-    """Within, the values of a piece are in memory, wherever it rests; what is `written` to them lasts.
+    """Within, the values of a piece, or of a gradient, are in memory, wherever it rests; what is `written` lasts.
 
     >>> with present(torch.ones(2)):
     ...     pass
@@ -83,12 +84,18 @@ def present(tensor: Tensor, *, written: bool = False) -> Iterator[None]:
 
 
 def rest_of(tensor: Tensor) -> Rest | None:
-    """Where the values of a piece, or of a twin of one, are while nobody uses them; None: in its memory."""
+    """Where the values of a piece, of a twin of one or of its gradient are while nobody uses them; None: there."""
     own: Rest | None = getattr(tensor, "zk_rest", None)
     if own is not None:
         return own
     home: Residence | None = getattr(tensor, "_zk_home", None)
     return None if home is None else home.rest
+
+
+def rests_of_gradients(params: Iterable[Tensor]) -> list[Rest | None]:
+    """Of each of these as it is now."""
+    grads = [param.grad for param in params]
+    return [None if grad is None else getattr(grad, "zk_rest", None) for grad in grads]
 
 
 def is_divided(value: object) -> bool:

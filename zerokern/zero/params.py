@@ -353,7 +353,7 @@ def _shard(tenant: Tenant, memory: BucketMemory, home: Home) -> None:
     hooks.share_hooks(param, full)
     local = home.piece.detach()
     body = Sharded.of(local, home.here, name=home.name)
-    home.rest = body.rest = memory.rest
+    home.rest = local.zk_rest = memory.rest  # type: ignore[attr-defined]
     body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, tenant.place)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)

@@ -104,10 +104,7 @@ class Reduction:
         factor, self.factor = self.factor, 1.0
         if isinstance(factor, Tensor) or factor != 1.0:
             for bucket in self.buckets:
-                if bucket.held and bucket.reduced is not None:
-                    bucket.reduced.mul_(factor)
-                    if bucket.shown:  # each with a version of its own, by which whoever has fetched it sees this
-                        torch.autograd.graph.increment_version([bucket.reduced_span(at) for at in bucket.held])
+                bucket.scale(factor)
 
     def flush(self, buckets: Sequence[GradientBucket]) -> None:
         """No more gradients of these will arrive: their unit's backward is over."""

@@ -14,8 +14,9 @@ from zerokern.memory.here import Cuboid, Here, chunk_list, write_items
 from zerokern.memory.rest import Rest
 
 from . import hooks
-from .sharded_functions import METADATA, SET_DATA, UNTRACED, WRITING_OPERATORS, fetched
-from .sharded_ops import rule_for
+from .fetching import by_rests, fetched, goes_by_rests
+from .sharded_functions import METADATA, SET_DATA, UNSCALES, UNTRACED, WRITING_OPERATORS
+from .sharded_ops import rule_for, unscaled, written_arguments
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
 __all__ = ["Sharded", "ShardedUseError", "Spanned"]
@@ -29,9 +30,7 @@ class Spanned(Here):
     def show(self, local: torch.Tensor, before: Any = None, name: str = "") -> torch.Tensor:
         if isinstance(before, Sharded) and before.span is local and before.here == self:
             return before
-        made = Sharded.of(local, self, name=name, kind="state")
-        made.rest = getattr(local, "zk_rest", None)
-        return made
+        return Sharded.of(local, self, name=name, kind="state")
 
 
 class Sharded(torch.Tensor):
@@ -66,7 +65,6 @@ class Sharded(torch.Tensor):
     #: all elements of it, or of another tensor that is sharded alike, from all ranks
     whole: Callable[[Sharded], torch.Tensor] | None = None
     original: Sharded | None = None  # what it was detached of
-    rest: Rest | None = None  # where `span` is while nobody uses it
 
     @staticmethod
     def __new__(
@@ -99,6 +97,11 @@ class Sharded(torch.Tensor):
         return made
 
     @property
+    def zk_rest(self) -> Rest | None:
+        """Where `span` is while nobody uses it."""
+        return getattr(self.span, "zk_rest", None)
+
+    @property
     def start(self) -> int:
         """The first of the elements that are here."""
         return self.here.first
@@ -116,10 +119,10 @@ class Sharded(torch.Tensor):
     def _shown(self, counts: bool = True) -> torch.Tensor:
         """For whoever `counts` what he writes, or does not. What rests elsewhere stays as long as it is held."""
         self.span.zk_handed_out = True  # type: ignore[attr-defined]
-        if self.rest is None:
+        if self.zk_rest is None:
             return self.span
-        with self.rest.used():
-            self.rest.watch(self.span) if counts else self.rest.change()
+        with self.zk_rest.used():
+            self.zk_rest.watch(self.span) if counts else self.zk_rest.change()
             return self.span.detach()
 
     @property
@@ -158,8 +161,8 @@ class Sharded(torch.Tensor):
         """
         made = Sharded.of(local, self.here, name=self.name, kind=self.kind, dtype=dtype)
         made.whole, made.in_forward = self.whole, self.in_forward
-        if self.rest is not None and local.untyped_storage()._cdata == self.span.untyped_storage()._cdata:
-            made.rest = self.rest
+        if self.zk_rest is not None and local.untyped_storage()._cdata == self.span.untyped_storage()._cdata:
+            local.zk_rest = self.zk_rest  # type: ignore[attr-defined]
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -190,7 +193,7 @@ class Sharded(torch.Tensor):
             refuse("copy.deepcopy", self, "copy")
         if self.settle is not None:
             self.settle()
-        with nullcontext() if self.rest is None else self.rest.used():
+        with nullcontext() if self.zk_rest is None else self.zk_rest.used():
             memo[id(self)] = copied = self.like(self.span.clone(), self.dtype)
         return copied
 
@@ -231,10 +234,17 @@ class Sharded(torch.Tensor):
             return rebind(*args)
         given = dict(kwargs or {})
         found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
-        if any(one.rest is not None for one in found):
-            with fetched(found, written=targets(func, args, given)):
-                return Sharded.perform(func, args, given, found)
+        if any(one.zk_rest is not None for one in found) and func != UNSCALES:  # which fetches them in turns
+            run = functools.partial(Sharded.present, func)
+            return by_rests(run, args, given) if goes_by_rests(func) else run(args, given)
         return Sharded.perform(func, args, given, found)
+
+    @staticmethod
+    def present(func: Callable, args: tuple, given: dict) -> Any:
+        """As `perform`, of what may rest elsewhere."""
+        found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
+        with fetched(found, written=targets(func, args, given)):
+            return Sharded.perform(func, args, given, found)
 
     @staticmethod
     def perform(func: Callable, args: tuple, given: dict, found: list[Sharded]) -> Any:
@@ -281,7 +291,19 @@ class Sharded(torch.Tensor):
     ) -> Any:
         if not all(issubclass(one, Sharded) for one in types):
             return NotImplemented
-        return rule_for(func)(Sharded, func, args, dict(kwargs or {}))
+        given = dict(kwargs or {})
+        resting = any(one.zk_rest is not None for one in leaves((args, given)) if isinstance(one, Sharded))
+        if not resting or rule_for(func) is unscaled:
+            return rule_for(func)(Sharded, func, args, given)
+        run = functools.partial(Sharded.operate, func)
+        return by_rests(run, args, given) if goes_by_rests(func) else run(args, given)
+
+    @staticmethod
+    def operate(func: Any, args: tuple, given: dict) -> Any:
+        """An operator on what may rest elsewhere; within DisableTorchFunctionSubclass nobody has fetched it yet."""
+        found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
+        with fetched(found, written=leaves(written_arguments(func, args, given))):
+            return rule_for(func)(Sharded, func, args, given) if found else func(*args, **given)
 
 
 def leaves(arguments: Any) -> Iterable[Any]:

@@ -3,15 +3,11 @@ rests elsewhere, fetched for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from zerokern.memory.rest import Rest
-
-__all__ = ["GET_DATA", "METADATA", "SET_DATA", "UNTRACED", "WRITING_OPERATORS", "fetched"]
+__all__ = ["GET_DATA", "METADATA", "SET_DATA", "UNSCALES", "UNTRACED", "WRITING_OPERATORS"]
 
 
 def getters(*excluded: str) -> set[Callable]:
@@ -33,31 +29,8 @@ METADATA = getters("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_i
 METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
 UNTRACED = {GET_DATA} | methods("detach clone new_empty new_zeros new_ones new_full new_tensor new_empty_strided")
 UNTRACED |= {torch.clone, torch.detach, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like}
+UNSCALES = torch._amp_foreach_non_finite_check_and_unscale_
 WRITING_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
     "__ixor__ __ilshift__ __irshift__".split()
 )
-
-
-@contextmanager
-def fetched(tensors: Iterable[Any], written: Iterable[Any]) -> Iterator[None]:
-    """Within, those that rest elsewhere are here; what is written to them lasts."""
-    resting = [(one, one.rest) for one in tensors if one.rest is not None]
-    begun: list[Rest] = []
-    try:
-        for _, rest in resting:
-            rest.fetch()
-            begun.append(rest)
-        for rest in begun:
-            rest.wait()
-        for one in written:
-            if getattr(one, "rest", None) is not None:
-                one.rest.change()
-        versions = [one.span._version for one, _ in resting]
-        yield
-        for (one, rest), version in zip(resting, versions, strict=True):
-            if one.span._version != version:
-                rest.change()
-    finally:
-        for rest in begun:
-            rest.leave()

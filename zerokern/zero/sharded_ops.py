@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from .fetching import fetched, in_turns
 from .hooks import in_backward
 from .sharded_refusals import advice_for, refuse
 from .span_gradients import found_by_any
 
-__all__ = ["rule_for"]
+__all__ = ["rule_for", "unscaled", "written_arguments"]
 
 aten = torch.ops.aten
 Rule = Callable[[Any, Any, tuple, dict], Any]
@@ -165,11 +166,14 @@ def same_size(cls: Any, func: Any, args: tuple, kwargs: dict) -> bool:
 def unscaled(cls: Any, func: Any, args: tuple, kwargs: dict) -> None:
     """GradScaler's unscale: parts are scaled alone, and what one rank finds non-finite counts on all of them."""
     gradients, found, inverse = args
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for one in gradients:
-        by_dtype.setdefault(bare(one, cls).dtype, []).append(bare(one, cls))
-    for parts in by_dtype.values():
-        func([part for part in parts if part.numel()], found, inverse, **kwargs)
+    for places in in_turns([gradients]):
+        some = [gradients[place] for place in places]
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for one in some:
+            by_dtype.setdefault(bare(one, cls).dtype, []).append(bare(one, cls))
+        with fetched(some, written=some):
+            for parts in by_dtype.values():
+                func([part for part in parts if part.numel()], found, inverse, **kwargs)
     sharded: list[Any] = [one for one in gradients if isinstance(one, cls)]
     wrote([one.span for one in sharded])
     groups = {id(one.group): one.group for one in sharded}

@@ -33,6 +33,7 @@ from zerokern.zero.reduction import Reduction
 from zerokern.zero.resting import check_tier, driver_of, laid_out, lies_on, rests_on
 from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
+from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
 
 __all__ = ["Sharding"]
@@ -145,16 +146,15 @@ class Sharding:
     def _hook_gradients(self) -> None:
         by_name = {home.name: home for home in self.homes}
         self.gradient_buckets: list[GradientBucket] = []
-        for memory in self.memories:
-            if not memory.bucket.trainable:
-                continue
+        trained = [(one, wire_dtype(self.policy, one.dtype)) for one in self.memories if one.bucket.trainable]
+        sizes = (one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
+        kind = kind_of_bucket(self.rests, self.group, sizes)
+        for memory, dtype in trained:
             homes = [by_name[tenant.name] for tenant in memory.tenants]
-            dtype = wire_dtype(self.policy, memory.dtype)
-            bucket = GradientBucket(len(self.gradient_buckets), memory, homes, self.stage, dtype)
+            bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype)
             self.gradient_buckets.append(bucket)
             for number, (tenant, home) in enumerate(zip(memory.tenants, homes, strict=True)):
-                home.gradients = bucket
-                home.place = number
+                home.gradients, home.place = bucket, number
                 if dtype != memory.dtype:
                     home.piece.grad_dtype = tenant.param.grad_dtype = dtype
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})

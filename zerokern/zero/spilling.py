@@ -1,0 +1,213 @@
+"""Gradients that wait on a disk: where they do not fit into memory beside what else a step needs there.
+
+A bucket's are there while a backward pass fills and reduces it, and while somebody uses them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerokern.comm import Group, during
+from zerokern.core.errors import say_once
+from zerokern.kernels.cpu import sumsq_pointers
+from zerokern.memory.rest import Rest, Rests
+from zerokern.memory.room import amount, spills
+from zerokern.zero.awaited import without_waiting
+from zerokern.zero.fetching import in_turns, rests_of
+from zerokern.zero.gradients import GradientBucket
+
+__all__ = ["Seen", "SpilledBucket", "kind_of_bucket", "sumsq_of_each"]
+
+_grad_of = attrgetter("grad")
+
+
+def kind_of_bucket(rests: Rests | None, group: Group, sizes: Iterable[int]) -> Callable[..., GradientBucket]:
+    """What gradients of so many bytes are kept in, on this rank and on all others alike."""
+    nbytes = sum(sizes)
+    if rests is None or not nbytes or group.device.type != "cpu":
+        return GradientBucket
+    word = torch.tensor([float(spills(nbytes))])
+    if not group.alone:
+        with during("zk.shard", of="where gradients wait"):
+            group.all_reduce(word, "max").wait()
+    if not word.item():
+        return GradientBucket
+    say_once(
+        "zerokern",
+        f"gradients of {amount(nbytes)} take more than half of the memory that is left (on one rank at least), "
+        f"and wait in {rests.place!r} between backward and step(): a step writes them once more, and reads them",
+    )
+    return partial(SpilledBucket, rests=rests)
+
+
+class SpilledBucket(GradientBucket):
+    """As `GradientBucket`; what is reduced, and what no_sync leaves unreduced, rests on a disk between passes."""
+
+    def __init__(self, *of: Any, rests: Rests) -> None:
+        """`of`: as a `GradientBucket`'s."""
+        super().__init__(*of)
+        self._rests = rests
+        self._unreduced: Rest | None = None  # on several ranks, what passes under no_sync have left
+        self._in_use: list[Rest] = []  # by the pass that runs
+        self._settle_in()
+
+    def _settle_in(self) -> None:
+        """Memory of its own, and all that always refers to it."""
+        self.rest = self._rests.make("gradients", self.bucket.shard_numel, self.dtype)
+        self.reduced = self.rest.memory
+        if self.group.alone:
+            self._lay(self.rest.memory)
+        self._make_shown()
+        self.rest.is_viewed()
+
+    def _make_shown(self) -> None:
+        super()._make_shown()
+        for place in range(len(self.shown)):
+            self.reduced_span(place).zk_rest = self.rest  # type: ignore[attr-defined]
+
+    def whole_buffer(self) -> Tensor:
+        """On one rank it is what is reduced; else what passes under no_sync add to."""
+        if self.buffer is None:
+            self._unreduced = self._rests.make("unreduced gradients", self.bucket.padded_numel, self.dtype)
+            self._lay(self._unreduced.memory)
+            self._unreduced.is_viewed()
+        assert self.buffer is not None
+        return self.buffer
+
+    def _move(self, live: set[int], *, out: bool = False) -> None:
+        before = self.rest
+        self._settle_in()
+        if live:
+            with before.used(), self.rest.used():
+                self.rest.change()
+                self.rest.memory.copy_(before.memory)
+        self.give(live)
+
+    def _enter(self) -> None:
+        """A pass is about to write here; what nobody shows any more is not read for that."""
+        with without_waiting():
+            if all(grad is None for grad in map(_grad_of, self._finders())):
+                self.rest.forget()
+                if self._unreduced is not None:
+                    self._unreduced.forget()
+        try:
+            for rest in (self.rest, self._unreduced):
+                if rest is not None:
+                    rest.fetch()
+                    self._in_use.append(rest)
+            for rest in self._in_use:
+                rest.wait()
+                rest.change()
+        except Exception as error:
+            error.args = (f"gradients from {self.memory.called} on cannot be fetched: {error}",)
+            self.group.give_up(str(error))
+            raise
+
+    def _leave(self) -> None:
+        while self._in_use:
+            self._in_use.pop().leave()
+
+    @contextmanager
+    def _present(self, *, written: bool) -> Iterator[None]:
+        """Within, they are here, whether a pass uses them or not."""
+        with ExitStack() as stack:
+            for rest in (self.rest, self._unreduced):
+                if rest is not None:
+                    stack.enter_context(rest.used())
+                    if written:
+                        rest.change()
+            yield
+
+    def open(self, buffer: Tensor) -> None:
+        if not self._in_use:
+            self._enter()
+        super().open(buffer)
+
+    def close(self, *, reduces: bool) -> bool:
+        adds = super().close(reduces=reduces)
+        if not reduces:
+            self._leave()
+        return adds
+
+    def tell(self) -> None:
+        super().tell()
+        self._measure()
+        if self._unreduced is not None:
+            self._unreduced.forget()
+        self._leave()
+
+    def _measure(self) -> None:
+        """Sums of squares, while what they are of is here: the norm need not read it again."""
+        spans = [self.reduced_span(place) for place in range(len(self.tenants))]
+        pointers, numels = array("Q", [one.data_ptr() for one in spans]), array("q", [one.numel() for one in spans])
+        for span, sumsq in zip(spans, sumsq_pointers(pointers, numels, self.dtype), strict=True):
+            span.zk_sumsq = span._version, sumsq  # type: ignore[attr-defined]
+
+    def _take_late(self, place: int, grad: Tensor) -> None:
+        with self._present(written=not self.launched):
+            super()._take_late(place, grad)
+
+    def reduce_late(self, scratch: Tensor | None) -> None:
+        with self._present(written=True):
+            super().reduce_late(scratch)
+
+    def scale(self, factor: float | Tensor) -> None:
+        if self.held:
+            with self._present(written=True):
+                super().scale(factor)
+
+    def call_hooks(self, places: Iterable[int]) -> None:
+        places = list(places)
+        if any(any(self.homes[place].after_reduction) for place in places):
+            with self._present(written=False):  # fetched once for all of them
+                super().call_hooks(places)
+
+    def reset(self) -> None:
+        self._leave()
+        super().reset()
+        if self.buffer is None:
+            self._unreduced = None
+
+
+class Seen(NamedTuple):
+    """A gradient as it was looked at: where it rests, and its sum of squares where nobody need read it for that."""
+
+    zk_rest: Rest | None
+    sumsq: float | None
+
+    @staticmethod
+    def of(grad: Tensor) -> Seen:
+        """What rests was measured when it last was here, which counts as long as nobody has written, or may have.
+
+        >>> Seen.of(torch.ones(2))
+        Seen(zk_rest=None, sumsq=None)
+        """
+        rest = getattr(grad, "zk_rest", None)
+        version, sumsq = getattr(grad, "zk_sumsq", (None, None))
+        known = rest is not None and version == grad._version and not getattr(grad, "zk_handed_out", False)
+        return Seen(rest, sumsq if known else None)
+
+
+def sumsq_of_each(grads: Sequence[Seen], measure: Callable[[list[int]], Iterable[float]]) -> list[float]:
+    """Sums of squares. `measure` is given places of gradients that are here, of which nothing is known.
+
+    >>> sumsq_of_each([Seen.of(torch.ones(2))], lambda places: [2.0 for _ in places])
+    [2.0]
+    """
+    found = {place: grad.sumsq for place, grad in enumerate(grads) if grad.sumsq is not None}
+    unknown = [place for place in range(len(grads)) if place not in found]
+    some = [grads[place] for place in unknown]
+    for turn in in_turns([some]):
+        for rest in rests_of([some[place] for place in turn]):
+            rest.wait()
+        places = [unknown[place] for place in turn]
+        found.update(zip(places, measure(places), strict=True))
+    return [found[place] for place in range(len(grads))]
