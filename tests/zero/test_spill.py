@@ -271,7 +271,10 @@ def resident_and_spilled(world: World, folder: Path, step: str, settings: dict[s
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("step", [step for step in LOOPS if step != "broken_off"])
+@pytest.mark.parametrize("step", [
+    step if step in ("no_sync", "scaled", "edited") else pytest.param(step, marks=pytest.mark.slow)
+    for step in LOOPS if step != "broken_off"
+])  # fmt: skip
 def test_the_bits_of_resident_shards(step: str, tmp_path: Path) -> None:
     on_threads(2, resident_and_spilled, tmp_path, step, {"max_grad_norm": 0.5})
 
