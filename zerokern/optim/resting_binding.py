@@ -8,7 +8,6 @@ from typing import Any
 
 from zerokern.optim.binding import Binding
 from zerokern.optim.interrupts import whole
-from zerokern.optim.survey import Groups
 from zerokern.optim.visits import Ranges, Visits
 from zerokern.zero.kinds import rest_of, rests_of_gradients
 
@@ -20,15 +19,7 @@ class RestingBinding(Binding):
 
     _done = False
 
-<<<<<<< HEAD
-    def _plan(self, groups: Groups) -> None:
-        super()._plan(groups)
-        self._visits = Visits([rest_of(param) for param in self.survey.params])
-
     def prepare(self, settings: Sequence[dict[str, Any]], pointers: array[int]) -> None:
-=======
-    def prepare(self, settings: Sequence[dict], pointers: object) -> None:
->>>>>>> b78d412 (Gradients wait on the disk where they do not fit into memory: at stage 3 with tier=zk.Nvme, decided once by one rule)
         self._done = False
         params = self.survey.params
         self._visits = Visits([rest_of(param) for param in params], rests_of_gradients(params))
