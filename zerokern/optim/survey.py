@@ -197,7 +197,7 @@ class Survey:
 
         def measure(rows: list[int]) -> Sequence[float]:
             return sumsq_pointers(
-                *(array(kind.typecode, map(kind.__getitem__, rows)) for kind in (pointers, numels)), dtype
+                array("Q", map(pointers.__getitem__, rows)), array("q", map(numels.__getitem__, rows)), dtype
             )
 
         return sumsq_of_each(list(compress(self._seen, chosen)), measure)

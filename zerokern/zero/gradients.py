@@ -209,7 +209,8 @@ class GradientBucket:
             self._lay(self.buffer.clone())  # type: ignore[union-attr]
             self.reduced = self._room()
         else:
-            self.reduced = self.reduced.clone() if self.landing is None else self._room().copy_(self.reduced)
+            kept = self.reduced
+            self.reduced = kept.clone() if self.landing is None else self._room().copy_(kept)  # type: ignore[arg-type,union-attr]
         self._make_shown()
         self.give(live)
 
@@ -302,9 +303,8 @@ class GradientBucket:
         late = self._zeros() if self.late is None else self.late
         self._guard()
         if self.stays:
-            assert self.reduced is not None
             self.group.all_reduce(late, "mean", scratch=scratch).wait()
-            self.reduced.add_(late)
+            self.reduced.add_(late)  # type: ignore[union-attr]
         else:
             self._scatter(late, True, scratch).wait()
         self.tell()

@@ -84,9 +84,11 @@ class SpilledBucket(GradientBucket):
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
         before = self.rest
+        before.fetch()  # for good: who has kept gradients drops them one by one, and nobody can count who is left
+        before.wait()
         self._settle_in()
         if live:
-            with before.used(), self.rest.used():
+            with self.rest.used():
                 self.rest.change()
                 self.rest.memory.copy_(before.memory)
         self.give(live)
