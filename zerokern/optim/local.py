@@ -21,13 +21,13 @@ from zerokern.optim.dtensors import Alone, homes_of, refuse_int8
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.hosted import ColumnsOf, Host, Twin
 from zerokern.optim.outside import WatchedState
+from zerokern.optim.scaling import scale_gradients
 from zerokern.optim.survey import Groups, names_of, same_objects
 from zerokern.zero.awaited import without_waiting
-from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import Residence, is_divided, present, shardings_of
 
-__all__ = ["LATE", "NOT_DELAYED", "PENDING", "Local", "localised", "scale_gradients", "sharded"]
+__all__ = ["LATE", "NOT_DELAYED", "PENDING", "Local", "localised", "sharded"]
 
 LATE = "delayed_pending"  # in param_groups: whether an update waits to be published
 PENDING = "pending"  # in a state_dict: values of a parameter that an update has made and no step has published
@@ -378,28 +378,7 @@ def in_place(shown: Any, value: Any) -> bool:
     return shown is value or type(shown) is not Tensor or shown.data_ptr() == value.data_ptr()
 
 
-def gradient_of(param: Tensor, home: Residence) -> Tensor | None:
-    """This rank's span of a gradient, which is with the piece where the piece is what is trained (`zk.shards`)."""
-    found = home.local_gradient(param)
-    return home.piece.grad if found is None else found
-
-
 def with_gradients(sharding: Any) -> set[int]:
     """The ids of the homes of all parameters of a model that have gradients."""
     homes = [(param, home) for param in sharding.zero_order if (home := home_of(param)) is not None]
     return {id(home) for param, home in homes if param.grad is not None or home.piece.grad is not None}
-
-
-def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply this rank's span of each gradient in place."""
-    found = []
-    for param in params:
-        home = home_of(param)
-        grad = param.grad if home is None else gradient_of(param, home)
-        if grad is not None:
-            found.append(grad)
-    for places in in_turns([found]):
-        some = [found[place] for place in places]
-        with torch.no_grad(), fetched(some, written=some):
-            for grad in some:
-                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
