@@ -137,3 +137,25 @@ one.memory.sum()
 def test_memory_that_is_not_there_cannot_be_taken_for_values() -> None:
     run = subprocess.run([sys.executable, "-c", TOUCHES], capture_output=True, text=True, env={**os.environ})
     assert run.stdout == "made\n" and run.returncode == -signal.SIGSEGV
+
+
+def test_what_is_lent_is_told_apart_from_views_that_come_and_go(rests: Rests) -> None:
+    one = filled(rests, 1.0)
+    always = [one.memory[1:], one.memory[2:]]
+    one.is_viewed()
+    with one.used():
+        lent = one.lend(one.memory[5:])
+    del always  # fewer than there were, and one that somebody has
+    rests.sweep()
+    assert one.is_here and lent[0] == 1.0 and lent.data_ptr() == one.memory[5:].data_ptr()
+    version = one.memory._version
+    lent.fill_(3.0)
+    assert one.memory._version == version + 1
+    with one.used():
+        one.change()
+    del lent
+    rests.sweep()
+    rests.drain()
+    assert not one.is_here
+    with one.used():
+        assert one.memory[4] == 1.0 and one.memory[5] == 3.0

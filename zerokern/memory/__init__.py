@@ -10,8 +10,9 @@ a GPU.
 from zerokern.memory.arena import Arena, Lease
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import FreeSpans
+from zerokern.memory.next_rest import NextRest
 from zerokern.memory.place import DevicePlace, HostPlace, Place, Wanted
-from zerokern.memory.rest import NextRest, Rest, Rests
+from zerokern.memory.rest import Rest, Rests
 from zerokern.memory.ring import Ring, Slot, flow, flowing
 from zerokern.memory.staging import CudaDriver
 

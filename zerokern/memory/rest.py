@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -26,9 +27,10 @@ from torch import Tensor
 from zerokern.core.errors import ZerokernError
 from zerokern.memory.arena import HUGE_PAGE, PAGE, never_unmap
 from zerokern.memory.place import Place, Wanted
+from zerokern.memory.room import refuse_beyond
 from zerokern.memory.staging import Ticket
 
-__all__ = ["NextRest", "Rest", "Rests"]
+__all__ = ["Rest", "Rests"]
 
 _NONE, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_NORESERVE = 0x4000  # Python 3.13 has a name for it
@@ -63,11 +65,6 @@ class Rests:
         """Memory for so many elements, zeros as yet, with room for them in the place."""
         self.evict()
         return Rest(self, role, numel, dtype)
-
-    def follow(self, base: Rest, role: str) -> NextRest:
-        """Memory for what is to become the contents of another."""
-        self.evict()
-        return NextRest(base, role)
 
     def evict(self) -> None:
         """Room that nobody has any more is free again."""
@@ -142,6 +139,7 @@ class Rest:
         self._users = 0
         self._has_contents = False  # in the place
         self._changed = False
+        self._lent: Tensor | None = None  # over the same memory; views of it are with others
         self._watched: list[tuple[Tensor, int]] = []  # who was handed out, and the versions that they had
         self._coming: Ticket | None = None
         self._going: Ticket | None = None
@@ -198,6 +196,15 @@ class Rest:
         if not any(one is tensor for one, _ in self._watched):
             self._watched.append((tensor, tensor._version))
 
+    def lend(self, view: Tensor) -> Tensor:
+        """A view of it, with its version, for who may keep it: over a storage of its own, whose users alone count."""
+        if self._lent is None:
+            self._lent = torch.frombuffer(self._mapping, dtype=torch.uint8, count=self.nbytes, offset=self._skip)
+        shown = view.detach()
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(shown):
+            shown.set_(self._lent.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        return shown
+
     def forget(self) -> None:
         """What it has is of no more use: the next fetch reads nothing, and finds what was left there, or zeros."""
         with self.rests.lock:
@@ -234,7 +241,7 @@ class Rest:
         """Whether somebody has a view of the memory, beside those who always do: asked first while nobody else does."""
         views = self._count_views()
         self._views = min(self._views, views)
-        return views > self._views
+        return views > self._views or (self._lent is not None and _users_of(self._lent) > _users_of(torch.empty(1)))
 
     def settle(self) -> None:
         """Nobody uses it: on its way to the place, or kept, or given back. With the lock."""
@@ -290,7 +297,7 @@ class Rest:
             self._views += self._count_views() - before
 
     def _count_views(self) -> int:
-        return int(torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata))
+        return _users_of(self.memory)
 
     def _give_back(self) -> None:
         self.is_here, self.is_awaited, self._failure = False, False, None
@@ -299,89 +306,14 @@ class Rest:
 
     def _protect(self, how: int) -> None:
         if _LIBC.mprotect(c_void_p(self._address), c_size_t(self.nbytes), how):
-            raise OSError(ctypes.get_errno(), f"mprotect of {self.nbytes} bytes")
+            number = ctypes.get_errno()
+            if number == errno.ENOMEM:
+                refuse_beyond(
+                    self.nbytes, "memory for what is fetched", because=f"the system said {os.strerror(number)}"
+                )
+            raise OSError(number, f"mprotect of {self.nbytes} bytes: {os.strerror(number)}")
 
 
-class NextRest(Rest):
-    """What is to become the contents of another: it begins as a copy of these when it is first fetched, is changed
-    beside them, and takes their place. Made by `Rests.follow`.
-
-    >>> from zerokern.memory import HostPlace
-    >>> rests = Rests(HostPlace("example"))
-    >>> base = rests.make("parameters", 2, torch.float32); following = rests.follow(base, "pending")
-    >>> with following.used():
-    ...     following.change(); _ = following.memory.add_(1.0)
-    >>> following.take_place()
-    True
-    >>> with base.used():
-    ...     base.memory
-    tensor([1., 1.])
-    """
-
-    def __init__(self, base: Rest, role: str) -> None:
-        super().__init__(base.rests, role, base.memory.numel(), base.memory.dtype)
-        self.base = base
-        self._begun_from: int | None = None  # the edition of the other that it was copied from
-        self._is_copying = False  # the other is being fetched, to be copied
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether it has contents of its own."""
-        return self._begun_from is not None
-
-    def fetch(self) -> None:
-        with self.rests.lock:
-            super().fetch()
-            if not self.is_begun and not self._is_copying:
-                try:
-                    self.base.fetch()
-                except BaseException:
-                    super().leave()
-                    raise
-                self._is_copying = True
-
-    def wait(self) -> None:
-        super().wait()
-        if not self._is_copying:
-            return
-        self.base.wait()
-        going, self._going = self._going, None
-        if going is not None:  # of what it held before
-            going.wait()
-        edition = self.base.edition
-        self.memory.copy_(self.base.memory)
-        self._begun_from, self._is_copying = edition, False
-        self.base.leave()
-
-    def leave(self, *, awaited: bool = False) -> None:
-        """As of any; nobody awaits it, for its contents are about to be the other's."""
-        with self.rests.lock:
-            if self._users == 1 and self._is_copying:  # nobody has waited
-                self._is_copying = False
-                self.base.leave()
-            super().leave()
-
-    def take_place(self) -> bool:
-        """Its contents are the other's from here on, and it begins anew. False, and nothing has happened, where that
-        needs a copy: the other has been changed meanwhile, or somebody uses either."""
-        base = self.base
-        with self.rests.lock:
-            for one in (base, self):
-                one.come_to_rest()
-            if base.is_here or self.is_here or not self._has_contents or self._begun_from != base.edition:
-                return False
-            base._kept, self._kept = self._kept, base._kept
-            base._has_contents = True
-            base.edition += 1
-            self.forget()
-            return True
-
-    def forget(self) -> None:
-        """What it holds is of no use: it begins anew. Nobody uses it."""
-        with self.rests.lock:
-            self._has_contents, self._begun_from, self._changed = False, None, False
-
-    def _give_back(self) -> None:
-        super()._give_back()
-        if not self._has_contents:
-            self._begun_from = None
+def _users_of(tensor: Tensor) -> int:
+    """How often the storage of a tensor is referred to."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -189,7 +189,7 @@ class Host:
         bases = list(map(rest_of, near))
         for base in bases:
             if base is not None and base not in found:
-                found[base] = base.rests.follow(base, "pending")
+                found[base] = NextRest(base, "pending")
         return [None if base is None else found[base] for base in bases]
 
     def prints(self, count: int) -> Tensor:

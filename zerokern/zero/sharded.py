@@ -123,7 +123,7 @@ class Sharded(torch.Tensor):
             return self.span
         with self.zk_rest.used():
             self.zk_rest.watch(self.span) if counts else self.zk_rest.change()
-            return self.span.detach()
+            return self.zk_rest.lend(self.span)
 
     @property
     def handed_out(self) -> bool:
