@@ -174,7 +174,7 @@ def planned_for(row: Row, schedule: str, world: int) -> list[Op]:
 
 @pytest.fixture(autouse=True)
 def _every_bucket_is_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "_SPANS", 10**6)  # none is joined to its neighbour
+    monkeypatch.setattr(forecast, "SPANS", 10**6)  # none is joined to its neighbour
 
 
 ON_DISK = [(size, schedule, stage) for size in (1, 2) for schedule in ("overlap", "delayed") for stage in range(4)]

@@ -18,6 +18,8 @@ SPAN = (3, 8)  # this rank's elements of the weight
 class OtherRank:
     """A group of two, of which the other rank's flag is known beforehand."""
 
+    device = torch.device("cpu")
+
     def __init__(self, flag: float = 0.0) -> None:
         self.flag, self.asked = flag, []
 

@@ -231,9 +231,13 @@ class DiskBinding(Binding):
 
     def _find_gradients(self) -> None:
         """Where those are while nobody uses them, which come and leave with the records and rows that they are for."""
+        if not self.survey.rests:
+            self._gradients: list[list[Rest]] = [[]] * len(self._items)
+            self._visits = Visits()
+            return
         params = self.survey.params
         found = rests_of_gradients(params)
-        self._gradients: list[list[Rest]] = []
+        self._gradients = []
         for item in self._items:
             own = (found[i] for i, _ in item.visits)
             self._gradients.append(list({id(rest): rest for rest in own if rest is not None}.values()))

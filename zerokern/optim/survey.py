@@ -116,7 +116,7 @@ class Survey:
         ]
         chosen = [self.chosen(*term) for term in self.terms]
         self._sums = [(some, array("q", compress(self.numels, some))) for some in chosen]
-        self._rests = any(rest_of(param) is not None for param in self.params)  # then so may gradients
+        self.rests = any(rest_of(param) is not None for param in self.params)  # then so may gradients
         self._seen = list(map(Seen.of, dense_grads))
 
     def pointers(self, groups: Groups) -> array[int] | None:
@@ -126,7 +126,7 @@ class Survey:
         if self.idle and not all(map(operator.is_, map(_grad_of, self.idle), repeat(None))):
             return None
         found = self._read() if self._reader is None else self._reader.read()
-        if self._rests and found is not None:  # now: what is asked later, on any thread, is of these
+        if self.rests and found is not None:  # now: what is asked later, on any thread, is of these
             self._seen = [Seen.of(param.grad) for param in self.params if param.grad is not None]
         return found if found is None or self.device is None or self._are_there(found) else None
 
@@ -192,7 +192,7 @@ class Survey:
     def _measured(
         self, pointers: array[int], numels: array[int], dtype: torch.dtype, chosen: Sequence[bool]
     ) -> Sequence[float]:
-        if not self._rests:
+        if not self.rests:
             return sumsq_pointers(pointers, numels, dtype)
 
         def measure(rows: list[int]) -> Sequence[float]:

@@ -15,8 +15,8 @@ Stop = tuple[list[Rest], list[tuple[int, int]]]
 class Visits:
     """Rows that rest together are taken together, the next fetched while one is updated."""
 
-    def __init__(self, written: Sequence[Rest | None], read: Sequence[Rest | None]) -> None:
-        """Of each row: where what is written is, a parameter, and what is read, its gradient."""
+    def __init__(self, written: Sequence[Rest | None] = (), read: Sequence[Rest | None] = ()) -> None:
+        """Of each row: where what is written is, a parameter, and what is read, its gradient. Nothing: in memory."""
         self._pairs = list(zip(written, read, strict=True))
         self._written = {id(rest) for rest in written}
         self._begun: list[Rest] = []
@@ -49,6 +49,8 @@ class Visits:
             self._begun.append(rest)
 
     def _stops(self, ranges: Ranges) -> list[Stop]:
+        if not self._pairs:
+            return [([], list(ranges))]
         found: dict[tuple[int, int], Stop] = {}
         for begin, end in ranges:
             for row in range(begin, end):
