@@ -165,6 +165,11 @@ def draw_ranks(axes: Axes, curves: Axes, outcome: together.Outcome) -> None:
         (outcome.ranks[0], LANE_STYLES[1], f"zk.shard, {act.world} processes"),
     ):
         curves.plot(steps, told.losses[: len(steps)], label=name, **style)
+    _over_steps(curves)
+
+
+def _over_steps(curves: Axes) -> None:
+    """What curves of losses have in common."""
     curves.spines[["top", "right"]].set_visible(False)
     curves.grid(axis="y", color=GRID)
     curves.legend(frameon=False, loc="upper right")
@@ -186,12 +191,7 @@ def draw_larger(axes: Axes, curves: Axes, outcome: larger.Outcome) -> None:
     steps = range(1, len(outcome.resting.losses) + 1)
     for (name, told), style in zip(both, LANE_STYLES, strict=False):
         curves.plot(steps, told.losses[: len(steps)], label=name, **style)
-    curves.spines[["top", "right"]].set_visible(False)
-    curves.grid(axis="y", color=GRID)
-    curves.legend(frameon=False, loc="upper right")
-    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
-    curves.set_ylabel("training loss")
-    curves.set_xlabel("step")
+    _over_steps(curves)
 
 
 def draw(

@@ -118,7 +118,7 @@ class TestContest:
 
 class TestMemory:
     @pytest.mark.slow
-    def test_what_is_held_and_what_a_step_takes_for_a_while(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_held_and_what_a_step_takes_for_a_while(self, lone_seat) -> None:
         """Of one that keeps 16 MiB and takes another 64 MiB in each step, the small model not counted."""
 
         def build(seat: object) -> object:
@@ -132,9 +132,8 @@ class TestMemory:
         def groups(seat: object) -> dict[str, object]:
             return {"hoarder": lambda: trainer.wirings("hoarder", lambda: build(seat))}
 
-        monkeypatch.setattr(memory, "groups", groups)
         job = jobs.OffloadJob("25M", "fp32", 1, 2, names=("hoarder",))
-        found = memory.weigh(turns.Floor(trainer.Seat(job, 0), silent))
+        found = memory.weigh(turns.Floor(trainer.Seat(job, 0), silent), groups)
         assert found["held"] == pytest.approx(16 * MIB, abs=2 * MIB)
         assert found["peak"] == pytest.approx(80 * MIB, abs=4 * MIB)
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from waiting_device import Waiting
 
-from zerokern.examples.played_device import PlayedDevice, PlayedMark, PlayedStream
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.zero import keeping
 
 WIDTH, ROWS = 64, 4096  # 1 MiB
@@ -55,15 +56,6 @@ def step(model: nn.Module, run: Callable[..., Tensor], x: Tensor, **kwargs: Any)
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-class Waiting(PlayedDevice):
-    """torch computes at once where a device would follow its stream: what is to be followed is waited for."""
-
-    def follow(self, stream: PlayedStream | None, mark: PlayedMark) -> None:
-        super().follow(stream, mark)
-        if stream is None:
-            mark.wait()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from test_tiers import Model, batches, model_of, values
 from torch import Tensor, nn
 from tries import best
+from waiting_device import Waiting
 from worlds import World, on_threads, ranked
 
 import zerokern as zk
@@ -29,15 +30,6 @@ SETTINGS = pytest.mark.parametrize("settings", [
     {"tier": "nvme", "schedule": "overlap"},
     {"schedule": zk.Delayed(after=2), "max_grad_norm": 0.5},
 ], ids=["sync", "overlap, clipped", "state in host memory", "state on disk", "delayed"])  # fmt: skip
-
-
-class Waiting(PlayedDevice):
-    """torch computes at once where a device would follow its stream: what is to be followed is waited for."""
-
-    def follow(self, stream: PlayedStream | None, mark: PlayedMark) -> None:
-        super().follow(stream, mark)
-        if stream is None:
-            mark.wait()
 
 
 @contextmanager
