@@ -219,7 +219,8 @@ class FakeGroup(Group):
 
     def _all_gave(self, waiting: Waiting) -> bool:
         with self._world.changed:
-            return len(self._world.given[waiting.kind, waiting.count]) == self.size
+            given = self._world.given.get((waiting.kind, waiting.count))  # nothing: everybody has taken it
+            return given is None or len(given) == self.size
 
 
 class Lonely(Group):
