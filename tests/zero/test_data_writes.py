@@ -69,7 +69,8 @@ def test_a_write_counts_as_one_that_torch_counts(stage: int, settings: str, writ
         ours, theirs = (trained(world, stage, settings, write, counts) for counts in (False, True))
         assert all(map(torch.equal, ours, theirs))
 
-    anywhere(1 if stage == 0 else 2, work)
+    for size in {0: (1,), 3: (1, 2)}.get(stage, (2,)):  # at stage 3 one rank computes with the very memory of the piece
+        anywhere(size, work)
 
 
 @pytest.mark.parametrize("counts", [False, True], ids=["data", "detach"])

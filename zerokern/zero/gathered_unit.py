@@ -26,7 +26,7 @@ __all__ = ["GatheredUnit"]
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
 _is_gathered = operator.attrgetter("gathered")
-_is_touched = operator.attrgetter("touched")
+_lent = operator.attrgetter("lent")
 
 
 class GatheredUnit:
@@ -137,12 +137,13 @@ class GatheredUnit:
         if before is None:
             return
         now = self._whole_versions()
-        touched = list(map(_is_touched, self._fulls))
-        if now != before or any(touched):
+        lent = list(map(bool, map(_lent, self._fulls)))
+        if now != before or any(lent):
             with torch.no_grad():
-                for number, (tenant, piece) in enumerate(zip(self.tenants, self._pieces, strict=True)):
-                    if now[number] != before[number] or touched[number]:
-                        self._keep(tenant, piece, raised=now[number] != before[number])
+                for number, (full, piece) in enumerate(zip(self._fulls, self._pieces, strict=True)):
+                    written = (lent[number] and full.take_writes()) or now[number] != before[number]
+                    if written or lent[number]:
+                        self._keep(self.tenants[number], piece, raised=written)
             self._versions = list(map(_version_of, self._pieces))
 
     def _whole_versions(self) -> list[int]:
@@ -205,8 +206,8 @@ class GatheredUnit:
         self.take_out()
         self._unwritten = None
         for full in self._fulls:
-            if full.touched:
-                full.touched = False
+            if full.lent:
+                full.lent = ()
         for memory in self._comes_and_goes:
             memory.release()
         if self._comes_and_goes:

@@ -48,15 +48,14 @@ _DATA: Any = Tensor.data
 
 
 class Gathered(nn.Parameter):
-    """What `Tenant.full` is: a write by way of `.data` raises no version, so that whoever asks for it is noted."""
+    """What `Tenant.full` is: a write by way of `.data` raises no version, so that what was handed out is noted."""
 
-    touched: bool = False
+    lent: Sequence[tuple[Tensor, int]] = ()  # and the version of each, as of the last look
     resting_for: nn.Parameter  # what the user knows
 
     @property
     def data(self) -> Tensor:
-        self.touched = True
-        return _DATA.__get__(self)
+        return self.lend(_DATA.__get__(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -68,6 +67,16 @@ class Gathered(nn.Parameter):
             )
         with torch.no_grad():
             self.copy_(value)
+
+    def lend(self, shown: Tensor) -> Tensor:
+        """Shares the memory, and not the version: what is written to it is looked for until `lent` is forgotten."""
+        self.lent = [*self.lent, (shown, shown._version)]
+        return shown
+
+    def take_writes(self) -> bool:
+        """Whether anybody has written to what was lent since this was last asked."""
+        before, self.lent = self.lent, [(shown, shown._version) for shown, _ in self.lent]
+        return any(shown._version != version for shown, version in before)
 
 
 def whole_like(group: Group, shard_numel: int, place: Piece, one: Sharded) -> Tensor:

@@ -266,11 +266,11 @@ class Sharding:
         for one in self.gatherer.units:
             if any(id(tenant.param) in given and isinstance(tenant.param, Sharded) for tenant in one.tenants):
                 self.gatherer.use_outside(one)
-        if func == GET_DATA and (full := self.tenants[id(_original(args[0]))].full) is not None:
-            full.touched = True
         hearing = torch.is_grad_enabled() and self.gatherer.reads.begin()
         try:
-            return func(*_exchanged(args, self.tenants), **_exchanged(kwargs, self.tenants))
+            result = func(*_exchanged(args, self.tenants), **_exchanged(kwargs, self.tenants))
+            full = self.tenants[id(_original(args[0]))].full if func == GET_DATA else None
+            return result if full is None else full.lend(result)
         finally:
             if hearing:
                 self.gatherer.reads.end()
