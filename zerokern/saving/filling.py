@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -333,11 +334,24 @@ def on_disk(steps: Steps, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
     inflow.finish()
 
 
-def waiting(steps: Steps, plans: Mapping[int, StatePlan], key: str) -> Batch:
+def waiting(steps: Steps, plans: Mapping[int, StatePlan], key: str) -> Iterator[Batch]:
     """The values of parameters that an update has made and nobody has published: into what stands for these here."""
     batch, pieces = Batch(), steps.pieces()
     for number, plan in plans.items():
-        flat = pieces[number].detach().view(-1)
-        batch.part(f"{plan.prefix}{key}", here_of_state(plan.param), 0, flat)
+        source, here, piece = f"{plan.prefix}{key}", here_of_state(plan.param), pieces[number]
+        if rest_of(piece) is None:
+            batch.part(source, here, 0, piece.detach().view(-1))
+            continue
+        for begin in range(0, here.numel, PIECE):
+            read = batch.room(source, here, begin, min(PIECE, here.numel - begin), plan.saved[key][0])
+            batch.then(partial(_bring, read, piece, begin))
+            if batch.nbytes >= MOST:
+                yield batch
+                batch = Batch()
     batch.then(lambda: steps.pend(list(plans)))
-    return batch
+    yield batch
+
+
+def _bring(read: Tensor, piece: Tensor, begin: int) -> None:
+    with present(piece, written=True):
+        piece.detach().view(-1)[begin : begin + read.numel()].copy_(read)

@@ -246,7 +246,7 @@ class Intake:
             steps.look()
             late = {number: plan for number, plan in plans.items() if steps.late and PENDING in plan.saved}
             if late:
-                yield waiting(steps, late, PENDING)
+                yield from waiting(steps, late, PENDING)
 
     def finish(self) -> None:
         """All batches have been read: optimizers go on from there."""
