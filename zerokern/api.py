@@ -43,6 +43,7 @@ def shard(
     tier: str | Nvme = "device",
     keep: str | Nvme | None = None,
     micro: int = 1,
+    replicated: DeviceMesh | Group | None = None,
     units: Units = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Module:
@@ -61,10 +62,11 @@ def shard(
     they are reduced, and the optimizer updates in host memory, whatever its tier. So it is with `zk.Nvme(path)` for a
     model on a device, whose units pass a pinned ring of `ring_nbytes`. `keep`: units keep their inputs alone until
     backward, there (`"device"`, `"cpu"`, `zk.Nvme(path)`), and are computed again; `micro`: in so many slices of the
-    batch, one after the other, while the parameters are there. Both as `zk.recompute` says; of units that lie in each
-    other the outermost, and not the root. `micro` above 1 alone means `keep="device"`. `mp_policy.param_dtype` becomes
-    the parameters' dtype; the fp32 values that they
-    had are handed to the optimizer exactly.
+    batch, one after the other, while the parameters are there; `replicated`: in parts, on the ranks of a dimension of a
+    mesh beside this one, as tensor parallelism has it. All as `zk.recompute` says; of units that lie in each other the
+    outermost, and not the root. `micro` above 1 or `replicated` alone mean `keep="device"`.
+    `mp_policy.param_dtype` becomes the parameters' dtype; the fp32 values that they had are handed to the optimizer
+    exactly.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(4, 2), stage=3)
@@ -82,7 +84,7 @@ def shard(
             group=group_of(mesh, module),
             mp_policy=mp_policy,
             tier=tier,
-            repeated=Repeated(keep, micro),
+            repeated=Repeated(keep, micro, replicated),
             units=units,
             bucket_bytes=bucket_bytes,
         )
@@ -155,6 +157,7 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
         "tier": "device",
         "keep": None,
         "micro": 1,
+        "replicated": None,
         "units": None,
         "bucket_bytes": BUCKET_BYTES,
     }
@@ -164,7 +167,7 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
     settings.update(shard_kwargs)
     stage = check_stage(settings.pop("stage"))
     mesh = settings.pop("mesh")
-    repeated = Repeated(settings.pop("keep"), settings.pop("micro"))
+    repeated = Repeated(settings.pop("keep"), settings.pop("micro"), settings.pop("replicated"))
     with during("zk.build", of="zk.shard"):
         group = group_on(mesh, torch.get_default_device() if device is None else device)
     construction = Construction(group.device)

@@ -285,3 +285,11 @@ def test_one_is_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         hidden.sum().backward()
         del hidden, keeper
     assert said == ["fetch 0", "compute 0", "fetch 1", "compute 1", "fetch 2", "compute 2", "compute 3"]
+
+
+def test_several_with_one_path_have_folders_of_their_own(tmp_path: Path) -> None:
+    """As ranks of one machine have, and zk.recompute beside zk.shard."""
+    keepers, model, x = [Keeper(zk.Nvme(tmp_path, ring_nbytes="1M")) for _ in range(2)], layers(), batch()
+    expected = step(model, plain, x)
+    for _ in range(2):
+        assert all(same(step(model, by(keeper), x), expected) for keeper in keepers)

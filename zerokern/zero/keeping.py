@@ -7,6 +7,7 @@ of it. Host memory is taken once, in blocks that are used again; a few copies ar
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -24,19 +25,18 @@ from zerokern.memory import Copies, HostPlace, Wanted
 from zerokern.memory.copies import Copy
 from zerokern.memory.staging import Ticket, driver_of
 from zerokern.zero import hooks
+from zerokern.zero.resting import folder_below
+from zerokern.zero.stretch import has_gaps, span_of, stretch
+from zerokern.zero.version import CHANGED, Version
 
-__all__ = ["Keeper", "Turn"]
+__all__ = ["ROLE", "Keeper", "Kept", "Turn", "View"]
 
 LEAST = 1 << 20
 """Bytes: what is smaller stays where it is"""
 UNDER_WAY = 2  # tensors on their way out
 SLACK = 2  # a block serves what is smaller, down to this part of it
 ROLE = "kept inputs"
-CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: an input of a "
-    "recomputed function, of shape {shape}, is at version {found}; expected version {expected} instead. Write to it "
-    "after backward(), or hand the function a copy"
-)
+_NUMBERS = itertools.count()
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -67,7 +67,9 @@ class Keeper:
     def __init__(self, keep: str | Nvme) -> None:
         self.lock = threading.RLock()
         self.moved_nbytes = 0  # out, so far
-        self.disk = NvmePlace(keep, ROLE, staged=False) if isinstance(keep, Nvme) else None
+        self.disk: NvmePlace | None = None
+        if isinstance(keep, Nvme):  # other keepers of this process, and other ranks, have the same path
+            self.disk = NvmePlace(folder_below(keep, f"inputs-{next(_NUMBERS)}"), ROLE, staged=False)
         self._host = HostPlace(ROLE)
         self._free: list[Block] = []
         self._copies: dict[Any, Copies] = {}
@@ -86,7 +88,7 @@ class Keeper:
                 latest.leave()
             return turn
 
-    def before(self, turn: Turn) -> Turn | None:
+    def before(self, turn: Turn) -> Any:
         """The one that a backward will need after this one."""
         found = None
         for reference in self._turns:
@@ -112,13 +114,21 @@ class Keeper:
             self._copies[key] = Copies(driver)
         return self._copies[key]
 
+    def moves(self, tensor: Tensor) -> bool:
+        """Whether what it keeps leaves where such a tensor lies."""
+        return self.disk is not None or self.copies_of(tensor) is not None
+
     def of(self, tensor: Tensor) -> Kept | None:
         """What stands for the memory of a tensor; None where it is to stay."""
-        if not _may_move(tensor) or (self.disk is None and self.copies_of(tensor) is None):
+        return self.found(tensor, Kept) if self.moves(tensor) else None
+
+    def found(self, tensor: Tensor, kind: Callable[..., Kept]) -> Kept | None:
+        """What stands for the memory of a tensor, made by `kind` the first time; None where it must not move."""
+        if not _may_move(tensor):
             return None
         storage = tensor.untyped_storage()
-        begin, nbytes = _span(tensor)
-        if nbytes > tensor.nbytes:  # with gaps, in which others have theirs
+        begin, nbytes = span_of(tensor)
+        if has_gaps(tensor):  # with gaps, in which others have theirs
             begin, nbytes = 0, storage.nbytes()
         if nbytes < LEAST or nbytes > 4 * max(tensor.nbytes, LEAST):
             return None
@@ -131,9 +141,9 @@ class Keeper:
         there[:] = [one for one in there if one() is not None]
         for one in there:
             kept = one()
-            if kept is not None and kept.holds(begin, nbytes):
+            if type(kept) is kind and kept.holds(begin, nbytes):
                 return kept
-        kept = Kept(self, tensor, begin, nbytes)
+        kept = kind(self, tensor, begin, nbytes)
         there.append(weakref.ref(kept))
         return kept
 
@@ -169,50 +179,43 @@ class Kept:
         self.views: weakref.WeakSet[View] = weakref.WeakSet()
         self._keeper = keeper
         self._copies = keeper.copies_of(tensor)
-        self._here: Tensor | None = _bytes(tensor.untyped_storage(), begin, nbytes, tensor.device)
+        self._here: Tensor | None = stretch(tensor.untyped_storage(), begin, nbytes, tensor.device)
+        self._sent_nbytes = 0
         self._unread = 0  # views that are to be read of what has been fetched
         self._block: Block | None = None
         self._record: Record | None = None
         self._going: Ticket | None = None
-        self._coming: Ticket | None = None
-        self._counter = tensor.detach()  # has the version of the tensor, and none of its memory
-        self._version = tensor._version
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._counter):
-            self._counter.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[call-overload]
+        self._coming: Callable[[], None] | None = None
+        self.version = Version(tensor)
 
     def holds(self, begin: int, nbytes: int) -> bool:
         """Whether it has these bytes of its memory, as they are now."""
-        return self.begin <= begin and begin + nbytes <= self.begin + self.nbytes and not self._is_changed
-
-    @property
-    def _is_changed(self) -> bool:
-        return self._counter._version != self._version
-
-    def check(self, shape: torch.Size) -> None:
-        """As torch does for what it saves: somebody has written to it, while it was on its way perhaps."""
-        found = self._counter._version
-        if found != self._version:
-            raise RuntimeError(CHANGED.format(shape=tuple(shape), found=found, expected=self._version))
+        return self.begin <= begin and begin + nbytes <= self.begin + self.nbytes and not self.version.is_changed
 
     def leave(self) -> None:
         """Off to where it rests; nobody waits for it, but for those before it where they are many."""
-        if self._going is not None or self._here is None or self._is_changed:
+        if self._going is not None or self._here is None or self.version.is_changed:
             return
-        keeper, span = self._keeper, self._here
+        span, self._here = self._here, None
+        self.send(span)
+
+    def send(self, span: Tensor) -> None:
+        """These bytes are what rests."""
+        keeper = self._keeper
         keeper.make_way(self)
         if self._copies is not None:
-            self._block = keeper.take(self.nbytes)
-            to = self._block.memory[: self.nbytes]
+            self._block = keeper.take(span.numel())
+            to = self._block.memory[: span.numel()]
             self._going = self._block.last = self._copies.to_host(span, to, after=self._block.last)
         else:
             self._going = self._store(span)
-        keeper.moved_nbytes += self.nbytes
-        self._here = None
+        keeper.moved_nbytes += span.numel()
+        self._sent_nbytes = span.numel()
 
     def _store(self, span: Tensor) -> Ticket:
         disk = self._keeper.disk
         assert disk is not None
-        (self._record,) = disk.lay_out([Wanted(ROLE, torch.Size([self.nbytes]), torch.uint8)])
+        (self._record,) = disk.lay_out([Wanted(ROLE, span.shape, torch.uint8)])
         return disk.store(self._record, span)
 
     def has_left(self) -> None:
@@ -222,7 +225,7 @@ class Kept:
         self._going.wait()
         if self._keeper.disk is not None and self._record is None:
             assert self._block is not None
-            self._going = self._store(self._block.memory[: self.nbytes])
+            self._going = self._store(self._block.memory[: self._sent_nbytes])
             self._going.wait()
             self._release_block()
 
@@ -232,19 +235,31 @@ class Kept:
             return
         self._unread = len(self.views)
         out = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        disk = self._keeper.disk
-        if disk is None:
-            assert self._copies is not None and self._block is not None
-            source = self._block.memory[: self.nbytes]
-            self._coming = self._block.last = self._copies.to_device(source, out, after=self._going)
-        else:
-            self.has_left()
-            assert self._record is not None
-            if self._copies is not None:
-                self._block = self._keeper.take(self.nbytes)
-            target = out if self._block is None else self._block.memory[: self.nbytes]
-            self._coming = disk.fetch(self._record, target, after=self._going)
+        self._coming = self.come(out)
         self._here = out
+
+    def come(self, out: Tensor) -> Callable[[], None]:
+        """What rests is on its way into `out`. The result is called before it is read, on the stream that reads it."""
+        keeper, copies, going = self._keeper, self._copies, self._going
+        if keeper.disk is None:
+            assert copies is not None and self._block is not None
+            copy = self._block.last = copies.to_device(self._block.memory[: out.numel()], out, after=going)
+            return copy.gate
+        self.has_left()
+        assert self._record is not None
+        block = None if copies is None else keeper.take(out.numel())
+        target = out if block is None else block.memory[: out.numel()]
+        ticket = keeper.disk.fetch(self._record, target, after=self._going)
+
+        def arrive() -> None:
+            ticket.wait()
+            if block is not None:
+                assert copies is not None
+                block.last = copies.to_device(target, out)
+                block.last.gate()
+                keeper.give(block)
+
+        return arrive
 
     def read(self) -> Tensor:
         """Its bytes, on its device; for as long as the caller has them, once all views have been read."""
@@ -253,15 +268,8 @@ class Kept:
         here = self._here
         assert here is not None
         try:
-            if isinstance(coming, Copy):
-                coming.gate()
-            elif coming is not None:
-                coming.wait()
-                if self._block is not None:
-                    assert self._copies is not None
-                    self._block.last = self._copies.to_device(self._block.memory[: self.nbytes], here)
-                    self._block.last.gate()
-                    self._release_block()
+            if coming is not None:
+                coming()
         except BaseException:
             self._here = None
             raise
@@ -296,8 +304,11 @@ class View:
         kept.views.add(self)
 
     def read(self) -> Tensor:
-        self.kept.check(self.shape)
-        span = self.kept.read()
+        self.kept.version.check(self.shape)
+        return self.of(self.turn.bytes_of(self.kept))
+
+    def of(self, span: Tensor) -> Tensor:
+        """The tensor, of the bytes that were kept."""
         first = int(span.storage_offset()) + self.offset
         fresh = torch.empty(0, dtype=self.dtype, device=span.device)
         return fresh.set_(span.untyped_storage(), first // self.dtype.itemsize, self.shape, self.strides)
@@ -317,6 +328,10 @@ class Turn:
             if kept is not None:
                 self.kept.append(kept)
                 return View(saved, kept, self)
+        return self.pack_as_it_is(saved)
+
+    def pack_as_it_is(self, saved: Tensor) -> Any:
+        """It does not move."""
         return _Left(saved) if self._others is None else self._others[0](saved)
 
     def unpack(self, packed: Any) -> Tensor:
@@ -332,6 +347,10 @@ class Turn:
             return packed.read()
         assert self._others is not None
         return self._others[1](packed)
+
+    def bytes_of(self, kept: Kept) -> Tensor:
+        """What was kept, back where it was."""
+        return kept.read()
 
     def leave(self) -> None:
         """Another one computes."""
@@ -366,13 +385,3 @@ def _may_move(tensor: Tensor) -> bool:
         return False
     refused = tensor.is_neg() or tensor.is_conj() or tensor.is_inference() or tensor.is_quantized
     return not refused and tensor.numel() > 0
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and how far it reaches from there."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) * tensor.itemsize, reach * tensor.itemsize
-
-
-def _bytes(storage: Any, begin: int, nbytes: int, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, begin, (nbytes,), (1,))

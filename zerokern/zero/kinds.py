@@ -6,13 +6,14 @@ Everybody else asks `here_of` which of its elements are on this rank, and `local
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -29,12 +30,14 @@ __all__ = [
     "Residence",
     "here_of",
     "is_divided",
+    "is_replicated",
     "local_of",
     "over",
     "present",
     "rest_of",
     "rests_of_gradients",
     "shardings_of",
+    "shown_as",
     "take",
 ]
 
@@ -105,6 +108,44 @@ def is_divided(value: object) -> bool:
     False
     """
     return isinstance(value, (DTensor, Sharded))
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """One that has the version of the tensor, and none of its memory.
+
+    >>> x = torch.ones(2)
+    >>> one = without_memory(x); _ = x.add_(1); one.numel(), one._version == x._version
+    (0, True)
+    """
+    counter = tensor.detach()
+    none = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if isinstance(counter, DTensor):
+        counter._local_tensor = none
+        return counter
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counter):
+        counter.set_(none)  # type: ignore[call-overload]
+    return counter
+
+
+def is_replicated(tensor: Tensor, ranks: Sequence[int]) -> bool:
+    """Whether a DTensor says that it is the same on all of these ranks, which are those of a dimension of its mesh.
+
+    >>> is_replicated(torch.ones(2), [0])
+    False
+    """
+    if not isinstance(tensor, DTensor):
+        return False
+    mesh, placements = tensor.device_mesh, tensor.placements
+    dims = [dim for dim in range(mesh.ndim) if get_process_group_ranks(mesh.get_group(dim)) == list(ranks)]
+    return any(placements[dim].is_replicate() for dim in dims)
+
+
+def shown_as(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes of a local tensor what this one is, and holds none of its memory."""
+    if not isinstance(tensor, DTensor):
+        return lambda local: local
+    spec = tensor._spec
+    return lambda local: DTensor(local, spec, requires_grad=False)
 
 
 def take(here: Here, value: Tensor, what: str, *, own: bool = False) -> Tensor:

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from zerokern.comm import Group
 from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.zero import hooks
 from zerokern.zero.batches import refuse_batch_norm
 from zerokern.zero.containers import mapped
+from zerokern.zero.dividing import keeper_for
 from zerokern.zero.keeping import Keeper, Turn
 from zerokern.zero.reads import Reads
 from zerokern.zero.slices import sliced
@@ -28,7 +31,14 @@ TORCHS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "ear
 _here = threading.local()
 
 
-def recompute(fn: Callable[..., Any], *args: Any, keep: str | Nvme = "device", micro: int = 1, **kwargs: Any) -> Any:
+def recompute(
+    fn: Callable[..., Any],
+    *args: Any,
+    keep: str | Nvme = "device",
+    micro: int = 1,
+    replicated: DeviceMesh | Group | None = None,
+    **kwargs: Any,
+) -> Any:
     """`fn(*args, **kwargs)`, of which only the inputs are kept, and the rest is computed again in backward.
 
     What `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)` does, with its keywords. `keep`: where the
@@ -43,6 +53,12 @@ def recompute(fn: Callable[..., Any], *args: Any, keep: str | Nvme = "device", m
     all others are shared. Results have the batch in dimension 0 too; of a number, as a loss, each slice gives one, and
     the result is the vector of them. What cannot be cut is refused by name.
 
+    `replicated`: a dimension of a mesh (`mesh["tp"]`) whose ranks all have these inputs alike, as tensor parallelism
+    does it. Each then keeps its part of them, in the place that `keep` says, and they are gathered in backward, one
+    call ahead. DTensors say by their placement whether they are replicated, and what is divided along that dimension
+    stays as it is; plain tensors from 1 MiB on are taken to be alike, and an error on all ranks says where they are
+    not.
+
     >>> import torch, zerokern as zk
     >>> layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
     >>> zk.recompute(layer, x, keep="cpu").sum().backward()
@@ -54,10 +70,10 @@ def recompute(fn: Callable[..., Any], *args: Any, keep: str | Nvme = "device", m
     if kwargs.pop("use_reentrant", False):
         raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
     check_keep(keep)
-    if check_micro(micro) == 1 and keep == "device":
+    if check_micro(micro) == 1 and keep == "device" and replicated is None:
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     settings = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
-    return keeping(_keeper(keep), micro, fn, args, kwargs, settings)
+    return keeping(_keeper(keep, replicated), micro, fn, args, kwargs, settings)
 
 
 def check_keep(keep: object) -> Any:
@@ -93,9 +109,11 @@ class Repeated:
     True
     """
 
-    def __init__(self, keep: str | Nvme | None, micro: int) -> None:
-        self.micro = check_micro(micro)
-        self.keep = None if keep is None and micro == 1 else check_keep("device" if keep is None else keep)
+    def __init__(self, keep: str | Nvme | None, micro: int, replicated: DeviceMesh | Group | None = None) -> None:
+        self.micro, self.replicated = check_micro(micro), replicated
+        if keep is None and (micro > 1 or replicated is not None):
+            keep = "device"
+        self.keep = None if keep is None else check_keep(keep)
 
     def check(self, units: Sequence[Unit]) -> str:
         """What all ranks are to have asked for, in words; or an error."""
@@ -104,13 +122,14 @@ class Repeated:
                 f"keep={self.keep!r}, micro={self.micro} are for units, and this model is one with its root: name some "
                 "by units="
             )
-        return f"{'a disk' if isinstance(self.keep, Nvme) else self.keep}, {self.micro}"
+        parts = "" if self.replicated is None else ", in parts"
+        return f"{'a disk' if isinstance(self.keep, Nvme) else self.keep}, {self.micro}{parts}"
 
     def begin(self, units: Sequence[Unit]) -> None:
         """From now on, whenever gradients are wanted."""
         if self.keep is None:
             return
-        keeper = None if self.keep == "device" else Keeper(self.keep)
+        keeper = keeper_for(self.keep, self.replicated)
         within: set[int] = set()
         for unit in units[1:]:
             if id(unit.module) not in within:
@@ -124,14 +143,14 @@ def _forward(keeper: Keeper | None, micro: int, forward: Callable[..., Any], arg
     return keeping(keeper, micro, forward, args, kwargs, {})
 
 
-def _keeper(keep: str | Nvme) -> Keeper | None:
+def _keeper(keep: str | Nvme, replicated: DeviceMesh | Group | None) -> Keeper | None:
     """What keeps inputs in this place, for calls of this thread."""
-    if keep == "device":
+    if keep == "device" and replicated is None:
         return None
-    keepers: dict[str | Nvme, Keeper] = _here.__dict__.setdefault("keepers", {})
-    if keep not in keepers:
-        keepers[keep] = Keeper(keep)
-    return keepers[keep]
+    keepers: dict[Any, Keeper | None] = _here.__dict__.setdefault("keepers", {})
+    if (keep, replicated) not in keepers:
+        keepers[keep, replicated] = keeper_for(keep, replicated)
+    return keepers[keep, replicated]
 
 
 class Call:

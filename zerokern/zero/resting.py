@@ -20,7 +20,7 @@ from zerokern.memory.staging import OTHERS, CudaDriver
 from zerokern.zero.lifting import Lift
 from zerokern.zero.partition import Bucket, shards_parameters
 
-__all__ = ["check_tier", "driver_of", "laid_out", "lies_on", "rests_on"]
+__all__ = ["check_tier", "driver_of", "folder_below", "laid_out", "lies_on", "rests_on"]
 
 ADVICE = "More ranks, a narrower dtype, or tier=zk.Nvme(path) would take less of each machine's memory"
 
@@ -40,9 +40,17 @@ def rests_on(tier: str | Nvme, group: Group) -> Rests | None:
     """Who takes shards in; None where they stay in memory. Each rank of a machine has a folder of its own."""
     if not isinstance(tier, Nvme):
         return None
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else group.rank
-    own = replace(tier, path=os.path.join(tier.path, f"parameters-{rank}"))
-    return Rests(NvmePlace(own, "parameters", staged=False))
+    return Rests(NvmePlace(folder_below(tier, "parameters", group.rank), "parameters", staged=False))
+
+
+def folder_below(tier: Nvme, name: str, rank: int = 0) -> Nvme:
+    """A folder of this rank's own; `rank`: its number where there is no process group.
+
+    >>> folder_below(Nvme("swap"), "parameters", 3).path
+    'swap/parameters-3'
+    """
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else rank
+    return replace(tier, path=os.path.join(tier.path, f"{name}-{rank}"))
 
 
 def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:

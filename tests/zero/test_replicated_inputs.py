@@ -1,0 +1,341 @@
+"""Pa: inputs that ranks have alike are kept in parts, one on each, and gathered when they are needed: the same bits,
+a part of the bytes, in whatever place, and never of inputs that are not alike."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from keep_cases import ROWS, WIDTH, batch, layers, played, same, step
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from worlds import World, built, on_threads, ranked, refusal, says
+
+import zerokern as zk
+from zerokern.comm import Group
+from zerokern.zero.dividing import Dividing, Whole, keeper_for
+from zerokern.zero.recompute import keeping as kept_by
+
+NBYTES = ROWS * WIDTH * 4
+KINDS = [(ROWS, torch.float32), (ROWS + 7, torch.float32), (2 * ROWS + 3, torch.bfloat16)]
+
+
+def plain(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(layer, *args, use_reentrant=False, **kwargs)
+
+
+def by(keeper: Any, micro: int = 1) -> Any:
+    return lambda layer, *args, **kwargs: kept_by(keeper, micro, layer, args, kwargs, {})
+
+
+def keeper_on(world: World, keep: Any = "device") -> Dividing:
+    return Dividing(keep, world.mesh, [])
+
+
+def stack(world: World, count: int = 3) -> nn.ModuleList:
+    """The same on all ranks, whose threads have one generator of random numbers."""
+    model = built(partial(layers, count, dropout=0.0))
+    world.mesh.barrier()
+    return model
+
+
+@ranked
+def the_same_bits(world: World, rows: int, dtype: torch.dtype, keep: Any) -> tuple[int, int]:
+    keeper, model = keeper_on(world, keep), stack(world, 4).to(dtype)
+    x = batch(rows).to(dtype)
+    expected = step(model, plain, x)
+    for _ in range(2):
+        before = world.mesh.traffic.total("gather")
+        assert same(step(model, by(keeper), x), expected)
+    return world.mesh.traffic.total("gather") - before, x.nbytes
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "rows, dtype", [(ROWS, torch.float32), (ROWS + 7, torch.float32), (2 * ROWS + 3, torch.bfloat16)]
+)
+def test_the_same_bits_and_only_the_parts_move(size: int, rows: int, dtype: torch.dtype) -> None:
+    for sent, nbytes in on_threads(size, the_same_bits, rows, dtype, "device"):
+        assert 3 * nbytes * (size - 1) / size <= sent <= 3 * (nbytes / size + 512) * (size - 1)
+
+
+@ranked
+def held(world: World, keep: Any) -> tuple[int, int, int]:
+    """After a forward: bytes at rest, storages that are alive, and those of a plain checkpoint."""
+    keeper, model = keeper_on(world, keep), stack(world, 6)
+    counts = []
+    for run in (by(keeper), plain):
+        alive: list[Any] = []
+        hidden = batch().requires_grad_() * 1.0
+        for layer in model:
+            alive.append(weakref.ref(hidden.untyped_storage()))
+            hidden = run(layer, hidden)
+        counts.append(sum(one() is not None for one in alive))
+        if run is not plain:
+            kept = keeper.held()["kept inputs"]
+        hidden.sum().backward()
+    del hidden
+    gc.collect()
+    return kept, *counts
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_kept_bytes_divide_by_the_ranks(size: int, tmp_path: Path) -> None:
+    for keep in ("device", zk.Nvme(tmp_path, ring_nbytes="1M")):
+        for kept, whole, usual in on_threads(size, held, keep):
+            assert kept == 5 * NBYTES // size
+            assert (whole, usual) == (1, 6)
+
+
+@ranked
+def on_a_played_device(world: World, keep: Any, micro: int) -> int:
+    keeper, model, x = keeper_on(world, keep), stack(world, 4), batch(micro * ROWS)
+    expected = step(model, plain if micro == 1 else by(None, micro), x)
+    for _ in range(2):
+        assert same(step(model, by(keeper, micro), x), expected)
+    return keeper.moved_nbytes
+
+
+@pytest.mark.parametrize("keep", ["cpu", "nvme"])
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_parts_leave_a_device(keep: str, micro: int, tmp_path: Path) -> None:
+    """Pa+cpu, Pa+nvme: each rank writes its part."""
+    place = zk.Nvme(tmp_path, ring_nbytes="1M") if keep == "nvme" else keep
+    with played():
+        moved = on_threads(2, on_a_played_device, place, micro)
+    assert moved == [2 * 3 * micro * NBYTES // 2] * 2
+
+
+@ranked
+def in_slices(world: World) -> list[Tensor]:
+    keeper, model, x = keeper_on(world), stack(world), batch(4 * ROWS)
+    found = step(model, by(keeper, 4), x)
+    assert same(found, step(model, by(None, 4), x))
+    return [world.mesh.traffic.total("gather")]
+
+
+def test_slices_of_the_batch() -> None:
+    assert on_threads(2, in_slices) == [[2 * 4 * NBYTES // 2]] * 2
+
+
+@ranked
+def shapes_of_all_kinds(world: World) -> None:
+    """Several inputs, one of them shared and small ones, transposed, with gaps, views that are saved twice."""
+    keeper = keeper_on(world)
+
+    def use(a: Tensor, b: Tensor, more: dict[str, Any]) -> Tensor:
+        return (a.t() * b[: a.shape[1]] * more["scale"]).sigmoid() + more["twice"][0] * more["twice"][1]
+
+    def gradients(run: Any) -> list[Tensor]:
+        x = batch(ROWS).requires_grad_()
+        y = (x * 1.0).t()
+        wide = torch.cat([x, x], 1)[:, :WIDTH]
+        scale = torch.ones(WIDTH, requires_grad=True) * 2
+        shared = x * 3.0
+        for _ in range(3):
+            z = run(use, y, wide, {"scale": scale, "twice": (shared, shared.view(ROWS, WIDTH))})
+            y = z.t() * 0.5
+        y.sum().backward()
+        return [x.grad]
+
+    assert same(gradients(by(keeper)), gradients(plain))
+    assert keeper.held().get("kept inputs", 0) == 0
+
+
+def test_inputs_of_all_kinds() -> None:
+    on_threads(2, shapes_of_all_kinds)
+
+
+@ranked
+def small_ones(world: World) -> tuple[int, int]:
+    keeper, model, x = keeper_on(world), stack(world), batch(ROWS - 1)
+    assert same(step(model, by(keeper), x), step(model, plain, x))
+    big = batch().requires_grad_()  # a leaf: the graph has it anyway
+    by(keeper)(lambda x: x.sin(), big).sum().backward()
+    return world.mesh.traffic.total("gather"), len(keeper.held())
+
+
+def test_what_is_small_or_a_leaf_stays_whole() -> None:
+    assert on_threads(2, small_ones) == [(0, 0)] * 2
+
+
+@ranked
+def again_and_in_part(world: World) -> None:
+    """Graphs that are kept for another pass, used in part, in another order, or dropped."""
+    keeper, model, x = keeper_on(world), stack(world), batch().requires_grad_()
+
+    def gradients(run: Any) -> list[Tensor]:
+        found = []
+        hidden = x * 1.0
+        for layer in (*model, model[0]):
+            hidden = run(layer, hidden)
+        for retain in (True, True, False):
+            found += torch.autograd.grad(hidden.sum(), [x, *model.parameters()], retain_graph=retain)
+        values = [run(layer, x * (1.0 + number)).sum() for number, layer in enumerate((*model, *model))]
+        for number in (0, 4, 1, 3):
+            found += torch.autograd.grad(values[number], [x, *model[number % 3].parameters()])
+            values[2] = values[5] = None
+        with torch.no_grad():
+            run(model[0], x * 1.0)
+        twice = lambda layer, one: run(lambda one: run(layer, run(layer, one)), one)  # noqa: E731
+        return [*found, *step(model, twice, x.detach())]
+
+    assert same(gradients(by(keeper)), gradients(plain))
+
+
+def test_again_in_part_in_any_order_and_nested() -> None:
+    on_threads(2, again_and_in_part)
+
+
+@ranked
+def alive_on_one_rank(world: World) -> None:
+    """Graphs of steps that broke off, which the garbage collector has freed on one rank and not yet on the other."""
+    keeper, model, x = keeper_on(world), stack(world), batch()
+    expected = step(model, plain, x)
+    held = []
+    for number in range(4):
+        hidden = x.clone().requires_grad_() * 1.0
+        for layer in list(model)[: 1 + number % 3]:
+            hidden = by(keeper)(layer, hidden)
+        if world.rank == number % 2:
+            held.append(hidden)
+        del hidden
+        assert same(step(model, by(keeper), x), expected)
+
+
+def test_what_is_alive_on_one_rank_alone_changes_nothing() -> None:
+    on_threads(2, alive_on_one_rank)
+
+
+@ranked
+def broken_off(world: World, keep: Any) -> dict[str, int]:
+    class Broken(RuntimeError):
+        pass
+
+    keeper, model, x = keeper_on(world, keep), stack(world), batch()
+
+    def run(layer: Any, x: Tensor, where: str) -> Tensor:
+        calls = []
+
+        def once(x: Tensor) -> Tensor:
+            calls.append(None)
+            if where == ("forward", "recompute")[len(calls) - 1]:
+                raise Broken
+            return layer(x)
+
+        return by(keeper)(once, x)
+
+    def breaks(where: str, number: int) -> None:
+        hidden = x.clone().requires_grad_() * 1.0
+        for at, layer in enumerate(model):
+            hidden = run(layer, hidden, where if at == number else "")
+            if at == number and where == "backward":
+                hidden.register_hook(raising)
+        hidden.sum().backward()
+
+    def raising(_: Tensor) -> None:
+        raise Broken
+
+    for where in ("forward", "recompute", "backward"):
+        for number in range(3):
+            with pytest.raises(Broken):
+                breaks(where, number)
+            world.mesh.barrier()
+    gc.collect()
+    assert same(step(model, by(keeper), x), step(model, plain, x))
+    gc.collect()
+    return keeper.held()
+
+
+def test_exceptions_release_everything(tmp_path: Path) -> None:
+    for keep in ("device", zk.Nvme(tmp_path, ring_nbytes="1M")):
+        assert on_threads(2, broken_off, keep) == [{}, {}]
+
+
+@ranked
+def written_to(world: World) -> None:
+    for late in (False, True):
+        keeper, model, x = keeper_on(world), stack(world), batch().requires_grad_() * 1.0
+        hidden = by(keeper)(model[0], x)
+        for layer in list(model)[1:] if late else ():
+            hidden = by(keeper)(layer, hidden)
+        x.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            hidden.sum().backward()
+
+
+def test_a_write_to_an_input_is_told_as_torch_does() -> None:
+    on_threads(2, written_to)
+
+
+UNLIKE = ("a bit", "the shape", "small on one rank", "its order")
+
+
+@ranked
+def not_alike(world: World, how: str, micro: int = 1) -> str:
+    keeper, model, odd = keeper_on(world), stack(world), world.rank == 1
+    x = batch(4 * ROWS)
+    if how == "a bit" and odd:
+        x[3, 5] = torch.nextafter(x[3, 5], x[3, 5] + 1)
+    elif how == "the shape" and odd:
+        x = x[: 3 * ROWS]
+    elif how == "small on one rank" and odd:
+        x = x[:8]
+    elif how == "its order" and odd:
+        x = x.roll(1024, 0)
+
+    def lose() -> None:
+        hidden = x.clone().requires_grad_() * 1.0
+        for layer in model:
+            hidden = by(keeper, micro)(layer, hidden)
+        hidden.sum().backward()
+
+    return refusal(lose, zk.StateError)
+
+
+@pytest.mark.parametrize("how", UNLIKE)
+def test_what_is_not_alike_is_refused_on_all_ranks(how: str) -> None:
+    said = on_threads(2, not_alike, how)
+    assert said[0] == said[1]
+    says(said[0], ["replicated=", "not the same on all", "rank 0 has", "rank 1 has", "functools.partial"])
+
+
+def test_in_slices_too() -> None:
+    says(on_threads(2, not_alike, "a bit", 2)[1], ["not the same on all"])
+
+
+@ranked
+def one_ahead(world: World) -> list[str]:
+    keeper, model, said = keeper_on(world), stack(world, 4), []
+    gather = keeper.gather
+
+    def noted(whole: Whole, piece: Tensor | None = None) -> Any:
+        said.append("gather")
+        return gather(whole, piece)
+
+    keeper.gather = noted  # type: ignore[method-assign]
+    hidden = batch().requires_grad_() * 1.0
+    for number, layer in enumerate(model):
+        hidden = by(keeper)(lambda x, at=number, layer=layer: said.append(f"compute {at}") or layer(x), hidden)
+    del said[:]
+    hidden.sum().backward()
+    return said
+
+
+def test_one_is_gathered_ahead() -> None:
+    expected = ["gather", "compute 3", "gather", "compute 2", "gather", "compute 1", "compute 0"]
+    assert on_threads(2, one_ahead) == [expected] * 2
+
+
+def test_what_is_refused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    says(refusal(lambda: zk.recompute(torch.sin, x, replicated="tp"), ValueError), ["replicated", 'mesh["tp"]'])
+    model = nn.ModuleList([nn.Linear(2, 2)])
+    says(refusal(lambda: zk.shard(copy.deepcopy(model), replicated="tp"), ValueError), ["replicated"])
+    assert keeper_for("device", Group(0, 1, torch.device("cpu"), "alone")) is None
