@@ -51,6 +51,7 @@ ASKED = (
     Asked("batch.loop", "2,000 small tensors -> pinned host in one batch vs a loop of copy_", "x", 3.0),
     Asked("batch.link_share", "the same: share of the link's rate", "", 0.9),
     Asked("zero.overhead", "zk.shard on one rank, stages 0 to 3: step beyond that of plain parameters", " %", most=2.0),
+    Asked("zero.reserved", "stage 3, steps of odd sizes: most reserved over most allocated", "x", most=1.3),
     Asked("step1b.ms", "exact step of 1B parameters", " ms", most=6.6),
 )
 ASKED_ALONE = (  # of sections that a run of everything does without

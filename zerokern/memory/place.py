@@ -146,7 +146,8 @@ def _moved(src: Tensor, dst: Tensor, after: Ticket | None) -> Ticket:
 
 
 class DevicePlace(_InMemory):
-    """Where a parameter is: on its device, or in a private mapping of host memory, on huge pages where there are any.
+    """Where a parameter is: on its device, in a pool for what stays, or in a private mapping of host memory, on huge
+    pages where there are any.
 
     Private, because a forked worker must not share it. A tensor keeps the memory mapped.
 
@@ -166,6 +167,7 @@ class DevicePlace(_InMemory):
     ) -> None:
         super().__init__(owner, advice, budget=budget, copies=copies)
         self._device = device
+        self._pool = DevicePool(device)
 
     def lay_out(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         """Zeroed tensors, side by side in host memory."""
@@ -173,7 +175,9 @@ class DevicePlace(_InMemory):
             self._refuse_beyond_budget(wanted)
         offsets, nbytes = offsets_of(one.nbytes for one in wanted)
         if self._device.type != "cpu" or not nbytes:
-            return self._add(wanted, [torch.zeros(one.shape, dtype=one.dtype, device=self._device) for one in wanted])
+            with self._pool.lasting():
+                made = [torch.zeros(one.shape, dtype=one.dtype, device=self._device) for one in wanted]
+            return self._add(wanted, made)
         slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
         if slack:  # beyond a control group's limit the system grants all, and ends the process when it is touched
             with _explained(wanted, self._advice):
@@ -321,24 +325,39 @@ class HostPlace(_InMemory):
 
 
 class DevicePool:
-    """A pool of torch's allocator on a GPU; elsewhere the system's own allocator serves.
+    """Pools of torch's allocator on a GPU: one for what comes and goes as a whole, one for what stays. What a program
+    allocates besides lies in neither, so that none is cut up by what has another life; elsewhere the system serves.
 
     >>> pool = DevicePool(torch.device("cpu"))
-    >>> with pool.allocating():
+    >>> with pool.allocating(), pool.lasting():
     ...     torch.zeros(2)
     tensor([0., 0.])
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool: torch.cuda.MemPool | None = None
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                self._pool = torch.cuda.MemPool()
+        self._pools: dict[str, Any] = {}
 
     def allocating(self) -> AbstractContextManager[object]:
         """What this thread allocates within comes from the pool, and goes back to it."""
-        return nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self.device)
+        return self._using("comes and goes")
+
+    def lasting(self) -> AbstractContextManager[object]:
+        """As `allocating`, of what stays for many steps."""
+        return self._using("stays")
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """What stays for many steps, and is asked for amid what does not."""
+        with self.lasting():
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def _using(self, name: str) -> AbstractContextManager[object]:
+        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph has a pool of its own
+            return nullcontext()
+        if name not in self._pools:
+            with torch.cuda.device(self.device):
+                self._pools[name] = torch.cuda.MemPool()
+        return torch.cuda.use_mem_pool(self._pools[name], self.device)
 
 
 @contextlib.contextmanager

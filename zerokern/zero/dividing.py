@@ -107,7 +107,7 @@ class Dividing(Keeper):
         """Memory for a part that stays on its device, beside nothing that is short-lived."""
         if device not in self._pools:
             self._pools[device] = DevicePool(device)
-        with self._pools[device].allocating():
+        with self._pools[device].lasting():
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def gather(self, whole: Whole, piece: Tensor | None = None) -> Handle:

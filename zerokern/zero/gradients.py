@@ -146,7 +146,7 @@ class GradientBucket:
         into.as_strided(*self._spots[place]).add_(grad)
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(self.bucket.padded_numel, dtype=self.dtype, device=self.memory.device)
+        return self.memory.pool.zeros(self.bucket.padded_numel, self.dtype)
 
     def live(self, place: int) -> bool:
         """Whether the user kept what `.grad` held, so that it is to be added to."""
@@ -321,7 +321,7 @@ class GradientBucket:
         if self.landing is not None:
             return self.landing.room(numel, self.dtype)
         if self.lends_buffer:
-            return torch.zeros(numel, dtype=self.dtype, device=self.memory.device)
+            return self.memory.pool.zeros(numel, self.dtype)
         return alias(self.whole_buffer(), self.group.rank * numel, (numel,))
 
     def whole_buffer(self) -> Tensor:

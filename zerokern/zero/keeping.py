@@ -141,7 +141,7 @@ class Keeper:
         there[:] = [one for one in there if one() is not None]
         for one in there:
             kept = one()
-            if type(kept) is kind and kept.holds(begin, nbytes):
+            if kept is not None and type(kept) is kind and kept.holds(begin, nbytes):
                 return kept
         kept = kind(self, tensor, begin, nbytes)
         there.append(weakref.ref(kept))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -117,7 +116,7 @@ class BucketMemory:
         lift: Lift | None = None,
     ) -> None:
         self.bucket, self.group, self.device = bucket, group, pool.device
-        self._pool = pool
+        self.pool = pool
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)
         self.rest = rest
         self.host, self.lift = host, lift
@@ -132,7 +131,7 @@ class BucketMemory:
         if self.rest is not None and group.alone and lift is None:
             self.full = self.rest.memory
         else:
-            with pool.allocating() if self.sharded else nullcontext():
+            with pool.allocating() if self.sharded else pool.lasting():
                 self.full = torch.empty(bucket.padded_numel, dtype=self.dtype, device=self.device)
         self.own = alias(self.full, begin, (numel,))
         if self.rest is not None:
@@ -140,7 +139,8 @@ class BucketMemory:
         elif kept is not None:
             self.shard = kept
         else:
-            self.shard = torch.empty(numel, dtype=self.dtype, device=self.device) if self.sharded else self.own
+            with pool.lasting():
+                self.shard = torch.empty(numel, dtype=self.dtype, device=self.device) if self.sharded else self.own
         self._references = 0  # to the storage of `full`, from here
         self._stays = False
         self._coming: Copy | Lifting | None = None  # what last left the host
@@ -264,7 +264,7 @@ class BucketMemory:
         storage = self.full.untyped_storage()
         kept = bool(storage.nbytes())
         if not kept:
-            with self._pool.allocating():
+            with self.pool.allocating():
                 storage.resize_(self.nbytes)
         self.gathered = True
         return kept

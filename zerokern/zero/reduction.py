@@ -166,7 +166,7 @@ class Reduction:
         return self.scratch[0].view(bucket.dtype)
 
     def _bytes(self, nbytes: int) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.group.device)
+        return self.buckets[0].memory.pool.zeros(nbytes, torch.uint8)
 
     def _take(self) -> Tensor:
         while not self._free and self._pooled >= BUFFERS and self._outstanding:

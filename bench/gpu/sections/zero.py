@@ -7,6 +7,7 @@ interpreted, this many elements would take minutes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,6 +26,7 @@ from ..training import HYPER, MAX_NORM, Step, Training
 from ..turns import Contest
 
 STAGES = (0, 1, 2, 3)
+ODD_STEPS = 24
 EXACT = Layout(torch.bfloat16, "split16", "fp32")
 BYTES = EXACT.nbytes("adam") + EXACT.grad.itemsize  # the norm reads the gradients too
 
@@ -54,6 +56,7 @@ def run(desk: Desk) -> None:
     )
     try:
         _judge(desk, desk.contest(contest), list(ours))
+        _fragments(desk, training)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -97,6 +100,30 @@ def _judge(desk: Desk, outcome: Outcome, names: Sequence[str]) -> None:
         for peer in outcome.chosen:
             found = {name: round(overhead(row.ratio[peer]).median, 2) for name, row in rows.items()}
             desk.fact(f"zero: overhead in % of the step, vs {peer}", found)
+
+
+def _fragments(desk: Desk, training: Training) -> None:
+    """What the allocator had to reserve for what was asked of it, by steps whose batches are all of other sizes."""
+    gc.collect()
+    on_gpu = training.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    model = zk.shard(training.model(), stage=3, keep="device")
+    optimizer = zk.AdamW(model.parameters(), max_grad_norm=MAX_NORM, **HYPER)
+    rows, length = training.batch[0].shape
+    for number in range(ODD_STEPS):
+        cut = slice(1 + 5 * number % rows), slice(length - 17 * number % (length // 2))
+        tokens, targets = (one[cut].contiguous() for one in training.batch)
+        model(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ratio = 1.0
+    if on_gpu:
+        ratio = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated()
+        desk.fact("zero: bytes allocated before and at most", [before, torch.cuda.max_memory_allocated()])
+    desk.figure("zero.reserved", ratio, of=f"{ODD_STEPS} steps, stage 3, keep='device'")
 
 
 def overhead(ratio: Estimate) -> Estimate:
