@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -159,3 +160,83 @@ def test_what_is_lent_is_told_apart_from_views_that_come_and_go(rests: Rests) ->
     assert not one.is_here
     with one.used():
         assert one.memory[4] == 1.0 and one.memory[5] == 3.0
+
+
+PAGE = 2 << 20
+LARGE = 3 * PAGE // 4 + 1000  # elements: three huge pages and a little
+
+
+def resident_nbytes() -> int:
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+def test_the_next_one_takes_the_pages_of_the_one_before(rests: Rests) -> None:
+    """No page is new then, and what was in it is not to be seen."""
+    ones = [filled(rests, value, LARGE) for value in range(6)]
+    rests.drain()
+    for one in ones[:2]:
+        with one.used():
+            pass
+    before, faults = rests.pages.nbytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert before == 3 * PAGE
+    for value, one in enumerate(ones[2:], start=2):
+        with one.used():
+            assert rests.pages.nbytes == 0 and one.memory.min() == one.memory.max() == value
+        rests.sweep()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 64
+    empty = rests.make("parameters", LARGE, torch.float32)
+    with empty.used():
+        assert rests.pages.nbytes == 0 and not empty.memory.any()
+
+
+def test_pages_are_kept_for_two_at_most_and_given_back_by_drain(rests: Rests) -> None:
+    ones = [filled(rests, value, LARGE) for value in range(6)]
+    rests.drain()
+    before = resident_nbytes()
+    for one in ones:
+        one.fetch()
+    for one in ones:
+        one.wait()
+        one.leave()
+    rests.sweep()
+    assert rests.pages.nbytes == 6 * PAGE == rests.nbytes
+    rests.drain()
+    assert rests.nbytes == 0 and resident_nbytes() - before < PAGE
+
+
+def test_without_a_system_that_moves_pages_nothing_else_changes(rests: Rests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rests.pages, "_move", lambda source, target: False)
+    ones = [filled(rests, value, LARGE) for value in range(3)]
+    for _ in range(2):
+        for value, one in enumerate(ones):
+            with one.used():
+                assert torch.equal(one.memory, torch.full((LARGE,), float(value)))
+    rests.drain()
+    assert rests.nbytes == 0
+
+
+MAPPINGS = """
+import torch
+from zerokern.memory import HostPlace, Rests
+rests = Rests(HostPlace("a test"))
+ones = [rests.make("parameters", (5 << 19) + 512 * i, torch.float32) for i in range(20)]
+def count():
+    with open("/proc/self/maps") as maps:
+        return sum(1 for _ in maps)
+def turn():
+    for one in ones:
+        with one.used():
+            one.memory.fill_(1.0)
+            one.change()
+turn()
+before = count()
+for _ in range(10):
+    turn()
+print(count() - before)
+"""
+
+
+def test_mappings_do_not_grow_in_number() -> None:
+    """A system allows a process 65,530 of them."""
+    run = subprocess.run([sys.executable, "-c", MAPPINGS], capture_output=True, text=True, env={**os.environ})
+    assert run.returncode == 0 and int(run.stdout) < 20, run.stderr

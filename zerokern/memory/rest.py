@@ -10,36 +10,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
-import mmap
 import os
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator
-from ctypes import c_size_t, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.core.errors import ZerokernError
-from zerokern.memory.arena import HUGE_PAGE, PAGE, never_unmap
+from zerokern.memory.arena import PAGE
+from zerokern.memory.pages import Pages, reserve
 from zerokern.memory.place import Place, Wanted
 from zerokern.memory.room import refuse_beyond
 from zerokern.memory.staging import Ticket
 
-__all__ = ["Rest", "Rests"]
+__all__ = ["GOING", "Rest", "Rests"]
 
-_NONE, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_NORESERVE = 0x4000  # Python 3.13 has a name for it
-_LIBC = ctypes.CDLL(None, use_errno=True)
+GOING = 32 << 20
 
 
 class Rests:
-    """What rests in one place. `leaving_nbytes`: how much may be in memory without a user, one half on its way there,
-    before a new fetch waits for it, the other for who is about to use it.
+    """What rests in one place. `leaving_nbytes`: how much may be in memory without a user: one half, but no more than
+    `GOING`, on its way there, before a new fetch waits for it; the rest is for who is about to use it.
 
     >>> from zerokern.memory import HostPlace
     >>> rests = Rests(HostPlace("example"))
@@ -53,8 +48,9 @@ class Rests:
     tensor(16.)
     """
 
-    def __init__(self, place: Place[Any], leaving_nbytes: int = 64 << 20) -> None:
+    def __init__(self, place: Place[Any], leaving_nbytes: int = 2 * GOING) -> None:
         self.place, self.leaving_nbytes = place, leaving_nbytes
+        self.pages = Pages()
         self.lock = threading.RLock()
         self.leaving: deque[Rest] = deque()  # without a user, and to be given back once they are stored
         self.kept: list[Rest] = []  # without a user, while somebody has a view of them
@@ -89,7 +85,7 @@ class Rests:
             going = [one for one in self.leaving if not one.is_awaited]
             there = sum(one.nbytes for one in going)
             for one in going:
-                if one.is_stored or there + room > self.leaving_nbytes // 2:
+                if one.is_stored or there + room > self._going_nbytes:
                     there -= one.nbytes
                     self.leaving.remove(one)
                     one.end()
@@ -97,19 +93,24 @@ class Rests:
     def has_room(self, nbytes: int) -> bool:
         """Whether so much more may stay for who is about to use it."""
         awaited = sum(one.nbytes for one in self.leaving if one.is_awaited)
-        return awaited + nbytes <= self.leaving_nbytes - self.leaving_nbytes // 2
+        return awaited + nbytes <= self.leaving_nbytes - self._going_nbytes
+
+    @property
+    def _going_nbytes(self) -> int:
+        return min(GOING, self.leaving_nbytes // 2)
 
     def drain(self) -> None:
         """Returns once nothing is on its way to the place, nor awaits its next user."""
         with self.lock:
             while self.leaving:
                 self.leaving.popleft().end()
+            self.pages.drop()
 
     @property
     def nbytes(self) -> int:
         """Bytes that are in memory without a user."""
         with self.lock:
-            return sum(one.nbytes for one in (*self.leaving, *self.kept))
+            return sum(one.nbytes for one in (*self.leaving, *self.kept)) + self.pages.nbytes
 
 
 class Rest:
@@ -123,17 +124,10 @@ class Rest:
         size = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
         self.nbytes = size
         (self._kept,) = rests.place.lay_out([Wanted(role, torch.Size([size]), torch.uint8)])
-        slack = HUGE_PAGE if size >= HUGE_PAGE else 0
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._mapping = mmap.mmap(-1, size + slack, flags=flags)
-        start = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
-        self._skip = -start % HUGE_PAGE if slack else 0
-        self._address = start + self._skip
-        with contextlib.suppress(OSError):  # advice
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._mapping.madvise(mmap.MADV_DONTFORK)
-        os.register_at_fork(after_in_child=functools.partial(never_unmap, weakref.ref(self._mapping)))
+        self._mapping, self._skip = reserve(size)
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=self._skip)
+        self._address = self._bytes.data_ptr()
+        rests.pages.most_nbytes = max(rests.pages.most_nbytes, 2 * size)  # the one in use, and the next
         self.memory = torch.frombuffer(self._mapping, dtype=dtype, count=max(1, numel), offset=self._skip)[:numel]
         self._views = sys.maxsize  # of the memory, as few as there ever were: those that are always there
         self._users = 0
@@ -146,7 +140,6 @@ class Rest:
         self._failure: BaseException | None = None
         self.is_awaited = False  # stays for its next user, even once it is stored
         self.edition = 0  # another one for other contents: counts what may have changed them
-        self._protect(_NONE)
         self.is_here = False
 
     def __del__(self) -> None:
@@ -160,7 +153,7 @@ class Rest:
         with rests.lock:
             if not self.is_here:
                 rests.sweep(self.nbytes)
-                self._protect(_ALL)
+                self._appear()
                 self.is_here = True
                 try:
                     self._coming = rests.place.fetch(self._kept, self._bytes) if self._has_contents else None
@@ -301,17 +294,20 @@ class Rest:
 
     def _give_back(self) -> None:
         self.is_here, self.is_awaited, self._failure = False, False, None
-        self._mapping.madvise(mmap.MADV_DONTNEED, self._skip, self.nbytes)
-        self._protect(_NONE)
+        self.rests.pages.take(self._address, self.nbytes)
 
-    def _protect(self, how: int) -> None:
-        if _LIBC.mprotect(c_void_p(self._address), c_size_t(self.nbytes), how):
-            number = ctypes.get_errno()
-            if number == errno.ENOMEM:
+    def _appear(self) -> None:
+        """Have memory: zeros where nothing is about to be read into it."""
+        try:
+            given = self.rests.pages.give(self._address, self.nbytes)
+        except OSError as error:
+            if error.errno == errno.ENOMEM:
                 refuse_beyond(
-                    self.nbytes, "memory for what is fetched", because=f"the system said {os.strerror(number)}"
+                    self.nbytes, "memory for what is fetched", because=f"the system said {os.strerror(error.errno)}"
                 )
-            raise OSError(number, f"mprotect of {self.nbytes} bytes: {os.strerror(number)}")
+            raise
+        if not self._has_contents:
+            ctypes.memset(self._address, 0, given)
 
 
 def _users_of(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from zerokern.core.errors import got
 from zerokern.io import Nvme
 from zerokern.io.place import NvmePlace
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
+from zerokern.memory.rest import GOING
 from zerokern.memory.staging import OTHERS, CudaDriver
 from zerokern.zero.lifting import Lift
 from zerokern.zero.partition import Bucket, shards_parameters
@@ -74,6 +76,12 @@ def laid_out(tier: str | Nvme, rests: Rests | None, driver: Any, buckets: Sequen
     wanted = [Wanted("parameters", torch.Size([one.shard_numel]), getattr(torch, one.dtype)) for one in buckets]
     if rests is not None:
         found = [{"rest": rests.make(role, shape.numel(), dtype)} for role, shape, dtype in wanted]
+        units: Counter[int] = Counter()
+        for bucket, one in zip(buckets, found, strict=True):
+            units[bucket.unit] += one["rest"].nbytes
+        largest = max(units.values(), default=0)
+        rests.pages.most_nbytes = 2 * largest  # of the unit that computes, and of the next
+        rests.leaving_nbytes = max(rests.leaving_nbytes, GOING + largest)  # an update hands it over to its forward
         if driver is None:
             return found
         assert isinstance(tier, Nvme)
