@@ -19,6 +19,7 @@ from worlds import World, built, on_threads, ranked, refusal, says
 
 import zerokern as zk
 from zerokern.comm import Group
+from zerokern.zero.comparing import fingerprint
 from zerokern.zero.dividing import Dividing, Whole, keeper_for
 from zerokern.zero.recompute import keeping as kept_by
 
@@ -331,6 +332,39 @@ def one_ahead(world: World) -> list[str]:
 def test_one_is_gathered_ahead() -> None:
     expected = ["gather", "compute 3", "gather", "compute 2", "gather", "compute 1", "compute 0"]
     assert on_threads(2, one_ahead) == [expected] * 2
+
+
+def changes() -> dict[str, Any]:
+    """What two ranks may have instead of the same, each a small or an orderly change."""
+    x = torch.randn(1 << 16)
+
+    def written(*places: int, by: float = -1.0) -> Tensor:
+        other = x.clone()
+        other[list(places)] *= by
+        return other
+
+    return {
+        "nothing": x.clone(),
+        **{f"the sign at {at}": written(at) for at in (0, 1, 2, 511, 512, 40001)},
+        "two signs": written(1, 3),
+        "two signs of a column": written(1, 513),
+        "four signs in a square": written(1, 3, 513, 515),
+        "all signs": -x,
+        "all exponents": x * 2,
+        "one exponent": written(7, by=2.0),
+        "a bit": written(9, by=1 + 2**-23),
+        "rolled": x.roll(1),
+        "rolled by a row": x.roll(512),
+        "rows and columns": x.roll(509),
+        "backwards": x.flip(0),
+    }
+
+
+def test_a_number_for_each_of_them() -> None:
+    found = {name: int(fingerprint(one.view(torch.uint8))) for name, one in changes().items()}
+    found |= {f"{name}, in bf16": int(fingerprint(one.bfloat16().view(torch.uint8))) for name, one in changes().items()}
+    found.pop("a bit, in bf16")  # is rounded away
+    assert len(set(found.values())) == len(found)
 
 
 def test_what_is_refused() -> None:

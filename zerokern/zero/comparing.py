@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = ["Compared", "Comparing", "aside", "combined", "fingerprint", "refuse_
 
 ROW = 512  # numbers that are added at a time
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+LOW = (1 << 35) - 1
 NOBODY = -(1 << 63)
 UNLIKE = (
     "inputs of a recomputed function were to be kept in parts by the {size} ranks of a group (replicated=), and are "
@@ -113,31 +115,40 @@ def fingerprint(span: Tensor) -> Tensor:
     >>> bool(one == fingerprint(x.clone())), bool(one == other)
     (True, False)
     """
-    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    kinds = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # half as wide as the sums, so that no bit is carried out
     itemsize = next(size for size in kinds if span.storage_offset() % size == 0)
     count = span.numel() // (itemsize * ROW) * itemsize * ROW
     rows = span[:count].view(kinds[itemsize]).view(-1, ROW)
     columns, sums = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
-    return (_weighted(columns) + 3 * _weighted(sums) + 5 * _weighted(span[count:].to(torch.int64))) >> 2
+    return _mixed(_mixed(_mixed(_weighted(columns)) + _weighted(sums)) + _weighted(span[count:].to(torch.int64)))
 
 
 def _weighted(numbers: Tensor) -> Tensor:
-    weights = torch.arange(1, numbers.numel() + 1, dtype=torch.int64, device=numbers.device) * ODD
-    return (numbers * ((weights ^ (weights >> 29)) * ODD | 1)).sum()
+    """A sum to which each adds by its place."""
+    weights = torch.arange(1, numbers.numel() + 1, dtype=torch.int64, device=numbers.device)
+    return (numbers * (_mixed(weights) | 1)).sum()
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """Another for each, with every bit in many."""
+    once = number * ODD
+    return (once ^ ((once >> 29) & LOW)) * ODD
 
 
 def combined(prints: Sequence[Tensor], shapes: Sequence[str], device: torch.device) -> Tensor:
     known = torch.tensor(zlib.crc32(repr(shapes).encode()), device=device)
-    return _weighted(torch.stack([known, *prints])) >> 2
+    return _mixed(_weighted(torch.stack([known, *prints]))) >> 1  # so that it is not NOBODY
 
 
-def refuse_unlike(said: list[tuple[list[str], list[int] | None]]) -> None:
-    """`said`: of each rank, what it kept, and the numbers of that."""
+def refuse_unlike(said: list[tuple[list[str], list[int] | None]]) -> NoReturn:
+    """`said`: of each rank, what it kept, and the numbers of that; None: it has these no more."""
     there = {rank: list(zip(shapes, prints, strict=True)) for rank, (shapes, prints) in enumerate(said) if prints}
     there.update({rank: [] for rank, (_, prints) in enumerate(said) if prints == []})
-    longest = max(map(len, there.values()))
-    for number in range(longest):
+    what = "what they kept"
+    for number in range(max(map(len, there.values()), default=0)):
         found = {rank: kept[number] if number < len(kept) else ("nothing of 1 MiB", 0) for rank, kept in there.items()}
         if len(set(found.values())) > 1:
             words = [f"rank {rank} has {shape} ({value & 0xFFFF:04x})" for rank, (shape, value) in found.items()]
-            raise StateError(UNLIKE.format(size=len(said), what=f"of input {number}, " + "; ".join(words)))
+            what = f"of input {number}, " + "; ".join(words)
+            break
+    raise StateError(UNLIKE.format(size=len(said), what=what))
