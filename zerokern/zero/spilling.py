@@ -82,6 +82,14 @@ class SpilledBucket(GradientBucket):
         assert self.buffer is not None
         return self.buffer
 
+    def spare_what_is_kept(self) -> None:
+        super().spare_what_is_kept()
+        if self.rest.is_lent:  # parts of gradients: where all are live, whoever has these follows what is added
+            with without_waiting():
+                live = {place for place, grad in enumerate(map(_grad_of, self._finders())) if grad is not None}
+            if len(live) < len(self.tenants):
+                self._move(live)
+
     def _move(self, live: set[int], *, out: bool = False) -> None:
         before = self.rest
         before.fetch()  # for good: who has kept gradients drops them one by one, and nobody can count who is left
