@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -110,6 +111,68 @@ def test_a_kill_leaves_no_file_and_no_lock(tmp_path: Path) -> None:
     left = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert left < 4096, "the lock's words alone"
     assert train(zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path)), 1)
+
+
+class Interrupt:
+    """Ctrl-C before the line with this number, of those that fetch, gather and release."""
+
+    FILES = ("memory/rest.py", "zero/gather.py", "zero/gathered_unit.py", "zero/params.py")
+
+    def __init__(self, number: int) -> None:
+        self.left, self.came = number, False
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(lambda frame, event, arg: self._line if frame.f_code.co_filename.endswith(self.FILES) else None)
+        return self
+
+    def __exit__(self, *of: object) -> None:
+        sys.settrace(None)
+
+    def _line(self, frame: Any, event: str, arg: object) -> Any:
+        self.left -= event == "line"
+        if not self.left:
+            sys.settrace(None)
+            self.came = True
+            raise KeyboardInterrupt
+        return self._line
+
+
+def test_a_pass_that_is_interrupted_anywhere_leaves_what_there_was(tmp_path: Path) -> None:
+    """What looks whole is there, and what has changed is stored: Ctrl-C in a notebook, and on with the training."""
+    plain, resting = model_of(width=16, count=2), model_of(width=16, count=2)
+    zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path))
+    sharding_of(resting).rests.leaving_nbytes = 0
+    opts = [zk.AdamW(model.parameters()) for model in (plain, resting)]
+    x = torch.ones(2, 8)
+    for number in range(1, 10**6, 23):
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(number) as interrupt:
+            resting(x).sum().backward()
+        losses = []
+        for model, opt in zip((plain, resting), opts, strict=True):
+            opt.zero_grad()
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
+            opt.step()
+        assert torch.equal(*losses), number
+        if not interrupt.came:
+            break
+    assert number > 1000
+
+
+def test_an_optimizer_is_not_built_on_what_stands_for_parameters_in_a_forward_that_was_interrupted() -> None:
+    model = zk.shard(model_of(), stage=3)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 8))
+    with pytest.raises(ValueError, match="run one to its end"):
+        zk.AdamW(model.parameters())
+    handle.remove()
+    model(torch.ones(2, 8))
+    assert train(model, 1)
 
 
 def test_a_disk_that_is_too_small_is_refused_with_the_table(tmp_path: Path) -> None:

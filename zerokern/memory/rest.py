@@ -154,12 +154,12 @@ class Rest:
             if not self.is_here:
                 rests.sweep(self.nbytes)
                 self._appear()
-                self.is_here = True
                 try:
                     self._coming = rests.place.fetch(self._kept, self._bytes) if self._has_contents else None
                 except BaseException:
                     self._give_back()
                     raise
+                self.is_here = True  # from here on: Ctrl-C may come at any line
             self.is_awaited = False
             self._users += 1
 
@@ -169,7 +169,7 @@ class Rest:
         if coming is not None:
             try:
                 coming.wait()
-            except Exception as error:
+            except ZerokernError as error:  # no other: that of a signal's handler is no failure of ours
                 self._failure = error
             self._coming = None
         if self._failure is not None:
@@ -234,7 +234,12 @@ class Rest:
         """Whether somebody has a view of the memory, beside those who always do: asked first while nobody else does."""
         views = self._count_views()
         self._views = min(self._views, views)
-        return views > self._views or (self._lent is not None and _users_of(self._lent) > _users_of(torch.empty(1)))
+        return views > self._views or self.is_lent
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody has what was handed out to be kept."""
+        return self._lent is not None and _users_of(self._lent) > _users_of(torch.empty(1))
 
     def settle(self) -> None:
         """Nobody uses it: on its way to the place, or kept, or given back. With the lock."""
@@ -251,10 +256,12 @@ class Rest:
             self._changed = True
         self._watched.clear()
         if self._failure is None and self._changed:
-            self._changed = False
+            if self._going is not None:
+                self._going.wait()
             self.edition += 1  # who was given a view may have written until now
             self._going = self.rests.place.store(self._kept, self._bytes)
             self._has_contents = True
+            self._changed = False
         if self.is_stored and not self.is_awaited:
             self.end()
         elif self not in self.rests.leaving:

@@ -195,7 +195,6 @@ class GatheredUnit:
             raise
 
     def release(self) -> None:
-        self.held.discard(self.number)
         self._coming.clear()
         if any(memory.lift is not None for memory in self._comes_and_goes):  # nobody need hear of it any more
             handles, self._handles = self._handles, []
@@ -212,6 +211,7 @@ class GatheredUnit:
             memory.release()
         if self._comes_and_goes:
             self._call_fulls(Resting)
+        self.held.discard(self.number)  # last: where Ctrl-C has broken this off, it is done again
 
     def _call_fulls(self, name: type[Gathered]) -> None:
         for full in self._fulls:
@@ -243,12 +243,12 @@ class GatheredUnit:
 
     def take_out(self) -> None:
         if self._is_in:
-            self._is_in = False
             for module, attribute, param, full in self._places:
                 there = module._parameters
                 if there.get(attribute) is full:
                     there[attribute] = param
             self._refresh_rnns()
+            self._is_in = False
 
     def _refresh_rnns(self) -> None:
         """Recurrent modules keep a list of their parameters besides."""

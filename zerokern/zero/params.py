@@ -276,10 +276,11 @@ class BucketMemory:
         saves), it stays until that has ended: the first time that this is called there is nobody else. Where NumPy has
         seen it, torch changes its size no more.
         """
-        self.let_go()
         if self.sharded and self.shard is self.own:
             self.gathered = False
-        elif self.sharded:
+        self.let_go()
+        if self.sharded and self.shard is not self.own:
+            self.gathered = False
             storage = self.full.untyped_storage()
             references = torch._C._storage_Use_Count(storage._cdata)
             self._references = self._references or references
@@ -294,7 +295,6 @@ class BucketMemory:
                         self.called,
                         self.nbytes,
                     )
-            self.gathered = False
 
 
 def place(
