@@ -95,8 +95,12 @@ class Pages:
         """The addresses have memory. Returns at how many bytes from the first on lies what was last in the pages; at
         the others are zeros. Raises OSError where there is no memory."""
         given = 0
-        while self._full and given + HUGE_PAGE <= nbytes and self._move(self._full[-1], address + given):
-            self._empty.append(self._full.pop())
+        while self._full and given + HUGE_PAGE <= nbytes:
+            page = self._full.pop()  # before it moves: Ctrl-C may come at any line
+            if not self._move(page, address + given):
+                self._full.append(page)
+                break
+            self._empty.append(page)
             given += HUGE_PAGE
         try:
             _appear(address + given, nbytes - given)
