@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zerokern.saving import Saving, export, load, load_pretrained, save
     from zerokern.schedule import Delayed
     from zerokern.zero.recompute import recompute
+    from zerokern.zero.tiles import tile
 
 __all__ = [
     "SGD",
@@ -70,6 +71,7 @@ __all__ = [
     "save",
     "shard",
     "shards",
+    "tile",
 ]
 
 try:
@@ -100,6 +102,7 @@ _HOMES = {
     "info": "zerokern.report",
     "Delayed": "zerokern.schedule",
     "recompute": "zerokern.zero.recompute",
+    "tile": "zerokern.zero.tiles",
 }
 
 

@@ -16,9 +16,10 @@ from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.zero import home_of
 from zerokern.zero.construction import Construction
-from zerokern.zero.partition import check_stage
+from zerokern.zero.partition import check_stage, shards_parameters
 from zerokern.zero.recompute import Repeated
 from zerokern.zero.sharding import Sharding
+from zerokern.zero.tiles import cut
 from zerokern.zero.units import Units
 from zerokern.zero.whole import whole
 
@@ -77,6 +78,8 @@ def shard(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(got("module", type(module).__name__, "an nn.Module"))
+    if shards_parameters(check_stage(stage)):
+        cut(module)
     with during("zk.shard", of="zk.shard"):
         Sharding(
             module,
@@ -172,6 +175,8 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
         group = group_on(mesh, torch.get_default_device() if device is None else device)
     construction = Construction(group.device)
     module = construction.run(fn)
+    if shards_parameters(stage):
+        cut(module)
     with during("zk.build", of="zk.shard"):
         Sharding(module, stage=stage, group=group, repeated=repeated, materialize=construction.materialize, **settings)
     return module

@@ -22,6 +22,7 @@ from zerokern.zero.dividing import keeper_for
 from zerokern.zero.keeping import Keeper, Turn
 from zerokern.zero.reads import Reads
 from zerokern.zero.slices import sliced
+from zerokern.zero.tiles import Tile
 from zerokern.zero.units import Unit
 
 __all__ = ["Call", "Repeated", "check_keep", "check_micro", "keeping", "recompute", "turn_of"]
@@ -99,7 +100,7 @@ def check_micro(micro: object) -> int:
 
 
 class Repeated:
-    """Units whose inputs alone are kept: all but the root, which comes first, and those that lie in others.
+    """Units whose inputs alone are kept: all but the root, which comes first, those that lie in others, and tiles.
 
     >>> layer = nn.Linear(2, 2)
     >>> units, repeated = [Unit("", nn.ModuleList([layer])), Unit("0", layer)], Repeated(None, 4)
@@ -117,7 +118,7 @@ class Repeated:
 
     def check(self, units: Sequence[Unit]) -> str:
         """What all ranks are to have asked for, in words; or an error."""
-        if self.keep is not None and len(units) < 2:
+        if self.keep is not None and not _repeatable(units):
             raise ValueError(
                 f"keep={self.keep!r}, micro={self.micro} are for units, and this model is one with its root: name some "
                 "by units="
@@ -131,10 +132,15 @@ class Repeated:
             return
         keeper = keeper_for(self.keep, self.replicated)
         within: set[int] = set()
-        for unit in units[1:]:
+        for unit in _repeatable(units):
             if id(unit.module) not in within:
                 within.update(map(id, unit.module.modules()))
                 hooks.around_forward(unit.module, partial(_forward, keeper, self.micro))
+
+
+def _repeatable(units: Sequence[Unit]) -> list[Unit]:
+    """Without the root, and without tiles: a Linear keeps its input and no more."""
+    return [unit for unit in units[1:] if not isinstance(unit.module, Tile)]
 
 
 def _forward(keeper: Keeper | None, micro: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import got
 from zerokern.zero.partition import Member
+from zerokern.zero.tiles import Tile
 
 __all__ = ["Owner", "Unit", "Units", "members", "owners_of", "units_of"]
 
@@ -43,7 +44,7 @@ def units_of(module: nn.Module, units: Units = None) -> list[Unit]:
     >>> units_of(nn.ModuleDict({"head": nn.Linear(2, 2), "blocks": nn.ModuleList([nn.Linear(2, 2)])}))[1].name
     'blocks.0'
     """
-    chosen = _chosen(module, units)
+    chosen = _chosen(module, units) | {id(child) for child in module.modules() if isinstance(child, Tile)}
     found = {id(module): Unit("", module)}
     for name, child in module.named_modules():
         if id(child) in chosen and child is not module:
