@@ -24,6 +24,7 @@ from zerokern.saving.progress import Progress
 from zerokern.saving.ranks import Ranks, absolute, open_alike, refuse_unusable
 from zerokern.saving.source import Source, Told, sound, untold
 from zerokern.saving.subject import Subject, extra_states, refuse_meta, settle, wrote
+from zerokern.saving.tiles import Untiled
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import rest_of
 from zerokern.zero.sharded import Sharded
@@ -147,8 +148,9 @@ class Loading:
         self.steps = subject.steps
         with sound(self.path, TypeError):
             if subject.params:
-                self.source.name_parameters(subject.params)
-            self.intake = Intake(subject, self.source, lossy)
+                self.source.name_parameters(subject.numbered())
+            source = Untiled(self.source, subject.parts) if subject.parts else self.source
+            self.intake = Intake(subject, source, lossy)
         with sound(self.path):
             self.targets = targets_of(extra, self.source.values.get("extra") or {}, self.ranks)
 

@@ -167,10 +167,11 @@ class Matching:
     def _equal(self, one: str, other: str) -> bool:
         """Whether two tensors are known to be the same: somebody else's state_dict has tied ones under each name."""
         keys = [f"model.{one}", f"model.{other}"]
-        if not isinstance(self.source, Foreign) or self._row(keys[0]) != self._row(keys[1]):
+        source = self.source.whole
+        if not isinstance(source, Foreign) or self._row(keys[0]) != self._row(keys[1]):
             return False
-        fetch = self.source.fetch
-        boxes = [{(box.offsets, box.sizes): box for box in self.source.tensors[key].boxes} for key in keys]
+        fetch = source.fetch
+        boxes = [{(box.offsets, box.sizes): box for box in source.tensors[key].boxes} for key in keys]
         if boxes[0].keys() != boxes[1].keys():
             return False
         return all(_same(fetch(keys[0], box), fetch(keys[1], boxes[1][place])) for place, box in boxes[0].items())

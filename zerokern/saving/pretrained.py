@@ -20,7 +20,7 @@ from zerokern.saving.formats import overflowed
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.published import Held
 from zerokern.saving.ranks import Ranks, open_alike
-from zerokern.saving.subject import NamedSpan, aliases, named_tensors, spans, wrote
+from zerokern.saving.subject import NamedSpan, aliases, spans, wrote
 from zerokern.saving.tensorfile import TensorBytes
 from zerokern.saving.weights import FLOATS
 from zerokern.zero.homes import Home, home_of
@@ -161,7 +161,7 @@ def _compared(
         else:
             missing.append(first)
     unexpected = sorted(entries.keys() - used)
-    wrong = _wrong(named_tensors(model), chosen)
+    wrong = _wrong({span.name: span for span in there}, chosen)
     listed = {"missing": missing, "unexpected": unexpected} if strict else {}
     if any(listed.values()) or any(wrong.values()):
         raise StateError(_difference(path, {**{k: [repr(n) for n in v] for k, v in listed.items()}, **wrong}, names))
@@ -173,14 +173,14 @@ def _compared(
     return sorted(loads, key=lambda load: (str(load.entry.path), load.offset)), Unmatched(missing, unexpected)
 
 
-def _wrong(named: Mapping[str, Tensor], chosen: Mapping[str, TensorBytes]) -> dict[str, list[str]]:
+def _wrong(named: Mapping[str, NamedSpan], chosen: Mapping[str, TensorBytes]) -> dict[str, list[str]]:
     shapes, dtypes = [], []
     for name, entry in chosen.items():
-        tensor = named[name]
-        if entry.shape != tuple(tensor.shape):
-            shapes.append(f"{name!r} is {entry.shape} in the file and {tuple(tensor.shape)} in the model")
-        elif not _converts(entry.dtype, tensor.dtype):
-            dtypes.append(f"{name!r} is {entry.code} in the file and {tensor.dtype} in the model, and is not cast")
+        there = named[name]
+        if entry.shape != tuple(there.shape):
+            shapes.append(f"{name!r} is {entry.shape} in the file and {tuple(there.shape)} in the model")
+        elif not _converts(entry.dtype, there.dtype):
+            dtypes.append(f"{name!r} is {entry.code} in the file and {there.dtype} in the model, and is not cast")
     return {"mis-shaped": shapes, "of another dtype": dtypes}
 
 
@@ -244,18 +244,17 @@ def _equal(one: TensorBytes, other: TensorBytes, held: Held) -> bool:
 
 
 def _read(model: nn.Module, loads: Sequence[_Load], held: Held, progress: Progress) -> None:
-    named = named_tensors(model)
     kept: list[tuple[Home, Tensor, Tensor]] = []
     try:
         with torch.no_grad():
             for path, group in groupby(loads, key=lambda load: load.entry.path):
                 with on_disk(path, "cannot read"), held.open(path) as fd:
                     for load in group:
-                        home = home_of(named[load.span.name])
+                        home = home_of(load.span.tensor)
                         lost = _room_for_lost(home, load)
                         _read_one(fd, load, home, lost, progress)
                         if home is not None and lost is not None:
-                            kept.append((home, named[load.span.name], lost))
+                            kept.append((home, load.span.tensor, lost))
     finally:
         wrote(model)
     for home, tensor, lost in kept:
@@ -302,7 +301,7 @@ def _convert(values: Tensor, into: Tensor, load: _Load, begin: int, home: Home |
         rounded, low = split(exact, "split16") if into.dtype is torch.bfloat16 else (exact, exact)
         into.copy_(rounded)  # as zk.shard and the optimizers round
         if lost is not None:
-            _put(lost, low, load.span.start + begin - home.start)
+            _put(lost, low, load.span.first + begin)
 
 
 def _put(lost: Tensor, values: Tensor, at: int) -> None:

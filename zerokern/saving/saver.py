@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable, shown
 from zerokern.saving.storage import SavePlanner, Writer
 from zerokern.saving.subject import Subject
+from zerokern.saving.tiles import Place, joined
 from zerokern.zero.kinds import here_of, is_divided
 from zerokern.zero.sharded import Sharded
 
@@ -90,7 +91,7 @@ def save(
         items["extra.rng"], values["rng"] = _random(ranks)
     total = sum(one.shape.numel() * one.dtype.itemsize for one in items.values())
     draft = _drafted(folder, total, ranks)
-    write = Writing(items, values, draft, total, progress)
+    write = Writing(items, values, draft, total, progress, found["places"])
     if wait:
         write(ranks, SavePlanner())
         return None
@@ -109,6 +110,7 @@ def _refuse_unusable(model: Any, wait: Any, rng: Any, staging_budget: Any, progr
 def _described(model: nn.Module, opt: Any, ranks: Ranks) -> Items:
     subject = Subject(model, opt)
     items, values = subject.described()
+    items, places = joined(items, subject.parts)
     for name, one in items.items():
         group = here_of(one).group if is_divided(one) else None
         if group is not None and group.size > ranks.size:
@@ -116,7 +118,7 @@ def _described(model: nn.Module, opt: Any, ranks: Ranks) -> Items:
                 f"{name} is divided among {group.size} ranks, {ranks.size} save it; allowed: that all ranks that "
                 "hold a part of it call zk.save. Start torch.distributed, or leave group= out"
             )
-    return {"items": items, "values": values}
+    return {"items": items, "values": values, "places": places}
 
 
 def _random(ranks: Ranks) -> tuple[Any, dict[str, Any]]:
@@ -153,15 +155,17 @@ def _drafted(path: Path, total: int, ranks: Ranks) -> Draft:
 class Writing:
     """What is to be written, and where; done now or beside training."""
 
-    def __init__(self, items: Items, values: dict[str, Any], draft: Draft, total: int, how: Any) -> None:
-        self.items, self.values, self.draft = items, values, draft
+    def __init__(
+        self, items: Items, values: dict[str, Any], draft: Draft, total: int, how: Any, places: Mapping[str, Place]
+    ) -> None:
+        self.items, self.values, self.draft, self._places = items, values, draft, places
         self.total, self.how = total, how
 
     def __call__(self, ranks: Ranks, planner: SavePlanner) -> None:
         """Returns once the checkpoint is published; what cannot be is removed."""
         try:
             with Progress("saving", self.total, self.how if ranks.rank == 0 else False) as progress:
-                Writer(self.draft, self.values, progress)(self.items, planner, ranks)
+                Writer(self.draft, self.values, progress, self._places)(self.items, planner, ranks)
         except BaseException:
             self.draft.abandon()
             raise

@@ -19,7 +19,7 @@ from zerokern.memory.here import Cuboid, boxes
 from zerokern.saving.index import Box, TensorRow, itemsize, unfit
 from zerokern.saving.staging import BLOCK, Span, copy
 
-__all__ = ["Foreign", "Landing", "Parts", "Source", "Told", "dtype_name", "landings", "sound", "untold"]
+__all__ = ["Foreign", "Landing", "Parts", "Source", "Told", "boxes_of", "dtype_name", "landings", "sound", "untold"]
 
 ROW = 8 * BLOCK  # bytes: what lies between two rows that are shorter is read as well
 Told = Callable[[int], object]  # of bytes that have been moved since the last time
@@ -78,6 +78,11 @@ class Source(ABC):
     def close(self) -> None:
         """Lets go of its files, where it holds any."""
         return
+
+    @property
+    def whole(self) -> Source:
+        """As it was opened."""
+        return self
 
     @property
     @abstractmethod
@@ -241,7 +246,7 @@ def _landings(key: str, item: Any, row: TensorRow) -> Iterator[Landing]:
     if tuple(item.shape) != row.shape:
         raise StateError(f"{key} was saved with the shape {row.shape} and is to be read into {tuple(item.shape)}")
     dtype = getattr(torch, row.dtype)
-    for offsets, target in _boxes_of(key, item):
+    for offsets, target in boxes_of(key, item):
         if target.dtype is not dtype:
             raise StateError(
                 f"{key} was saved as {dtype} and is to be read into {target.dtype}: bytes are read as they are, and "
@@ -255,7 +260,7 @@ def _landings(key: str, item: Any, row: TensorRow) -> Iterator[Landing]:
                 yield Landing(key, box, _less(begins, box.offsets), _narrowed(target, _less(begins, offsets), sizes))
 
 
-def _boxes_of(key: str, item: Any) -> Iterator[tuple[Sequence[int], Tensor]]:
+def boxes_of(key: str, item: Any) -> Iterator[tuple[Sequence[int], Tensor]]:
     """What is here of a tensor; torch asks a DTensor and a Sharded in the same way."""
     if isinstance(item, Parts):
         yield from item.boxes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -30,6 +30,7 @@ from zerokern.saving.index import Box, FileRow, Index, TensorRow
 from zerokern.saving.ranks import Ranks
 from zerokern.saving.source import Told, dtype_name, untold
 from zerokern.saving.staging import BLOCK
+from zerokern.saving.tiles import Place, folded, index_of
 
 __all__ = ["OnDiskPart", "SavePlanner", "Writer"]
 
@@ -161,8 +162,11 @@ class Writer:
     Items are asked for one by one in the order of the plan, and each is written before the next is asked for.
     """
 
-    def __init__(self, draft: Draft, values: dict[str, Any], told: Told = untold) -> None:
+    def __init__(
+        self, draft: Draft, values: dict[str, Any], told: Told = untold, places: Mapping[str, Place] | None = None
+    ) -> None:
         self.draft, self.values, self._told = draft, values, told
+        self._places = places or {}  # of items that are parts of others
 
     def __call__(self, items: dict[str, Any], planner: AnyPlanner, ranks: Ranks) -> None:
         """Writes what the ranks have, and publishes it once it lasts; every rank calls this."""
@@ -226,6 +230,7 @@ class Writer:
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, once all have written: the index, and torch's own beside it."""
         index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
+        metadata.state_dict_metadata = folded(metadata.state_dict_metadata, self._places)
         for key, found in metadata.state_dict_metadata.items():
             assert isinstance(found, TensorStorageMetadata)  # _resolved refuses all else
             index.tensors[key] = TensorRow(dtype_name(found.properties.dtype), tuple(found.size))
@@ -235,10 +240,11 @@ class Writer:
                 placed: Written = result.storage_data
                 if not index.files or index.files[-1] != placed.file:
                     index.files.append(placed.file)
-                offsets = tuple(result.index.offset or (0,) * len(placed.sizes))
+                where = index_of(result.index, self._places)
+                offsets = tuple(where.offset or (0,) * len(placed.sizes))
                 box = Box(len(index.files) - 1, placed.offset, offsets, placed.sizes, placed.item)
-                index.tensors[result.index.fqn].boxes.append(box)
-                storage[result.index] = _StorageInfo(placed.file.name, *placed.item)
+                index.tensors[where.fqn].boxes.append(box)
+                storage[where] = _StorageInfo(placed.file.name, *placed.item)
         metadata.storage_data = storage
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.draft.folder), save_id=self.draft.save_id)
         self.draft.publish(index, pickle.dumps(metadata))

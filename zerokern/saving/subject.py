@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokern.core.errors import got
+from zerokern.core.errors import StateError, got
 from zerokern.optim.exchange import Column
 from zerokern.saving.naming import WRAPPERS
 from zerokern.saving.optimizers import Steps, plain, steps_of
 from zerokern.saving.storage import OnDiskPart
+from zerokern.saving.tiles import Part, in_order, told_once
 from zerokern.zero.homes import here_of_state, home_of
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
+from zerokern.zero.tiles import Cut
 
 __all__ = [
     "NamedSpan",
@@ -26,6 +28,7 @@ __all__ = [
     "aliases",
     "extra_states",
     "named_tensors",
+    "parts_of",
     "refuse_meta",
     "settle",
     "spans",
@@ -65,17 +68,19 @@ class NamedSpan:
 def spans(model: nn.Module) -> list[NamedSpan]:
     """Every parameter and persistent buffer as far as it is here, tied ones once. Waits for updates under way."""
     settle(model)
-    return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor)]
+    parts = parts_of(model)
+    return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor, parts.get(name))]
 
 
-def _spans_of(name: str, tensor: Tensor) -> Iterator[NamedSpan]:
+def _spans_of(name: str, tensor: Tensor, part: Part | None) -> Iterator[NamedSpan]:
     refuse_meta(name, tensor)
-    shape, dtype, here, local = tensor.shape, tensor.dtype, here_of(tensor), local_of(tensor).detach()
+    whole, shape, before = (name, tensor.shape, 0) if part is None else (part.whole, part.shape, part.begin)
+    dtype, here, local = tensor.dtype, here_of(tensor), local_of(tensor).detach()
     if not local.is_contiguous():
         do = "make it contiguous before: tensor.data = tensor.data.contiguous()"
         raise ValueError(got(f"the strides of {name}", tuple(local.stride()), "those of a contiguous tensor", do))
     for start, numel, first in here.runs() or [(here.first, 0, 0)]:
-        yield NamedSpan(name, shape, dtype, start, numel, tensor, first)
+        yield NamedSpan(whole, shape, dtype, before + start, numel, tensor, first)
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:
@@ -97,6 +102,22 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         if id(tensor) not in known:
             known.add(id(tensor))
             made[name] = tensor
+    return made
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """The parameters that are rows of a tiled weight, by name; others know the weight.
+
+    >>> parts_of(nn.Linear(2, 2))
+    {}
+    """
+    made: dict[str, Part] = {}
+    for prefix, module in _modules(model):
+        if isinstance(module, Cut):
+            first, shape = 0, torch.Size((module.out_features, module.in_features))
+            for number, piece in enumerate(module.pieces):
+                made[f"{prefix}tiles.{number}.weight"] = Part(f"{prefix}weight", first, shape, piece.shape)
+                first += len(piece)
     return made
 
 
@@ -185,6 +206,7 @@ class Subject:
         self.model = model
         self.steps: list[Steps] = [steps_of(opt) for opt in some]
         self.tensors = named_tensors(model)
+        self.parts = parts_of(model)
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}
         for name, tensor in self.tensors.items():
             home = home_of(tensor)
@@ -212,6 +234,15 @@ class Subject:
             places = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
             raise ValueError(_NOT_OURS.format(count=len(unknown), places=places))
         return names
+
+    def numbered(self) -> list[list[str]]:
+        """The names of each optimizer's parameters, as an untiled model has them, in the order of its groups."""
+        made = []
+        for steps, names in zip(self.steps, self.params, strict=True):
+            left = iter(names)
+            groups = ([next(left) for _ in group["params"]] for group in steps.opt.param_groups)
+            made.append([name for some in groups for name in in_order(some, self.parts)])
+        return made
 
     def described(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is saved: by key tensors, whole or of this rank, and parts that are read from disk when their turn is;
@@ -242,8 +273,13 @@ class Subject:
                         made[f"optim.state.{name}.{key}"] = value
                     else:
                         said = plain(value, f"the optimizer's state {key!r} of {name}")
-                        beside.setdefault(name, {})[key] = said
-            groups.append(_groups(steps, names))
+                        known = beside.setdefault(self.parts[name].whole if name in self.parts else name, {})
+                        if known.setdefault(key, said) != said:
+                            raise StateError(
+                                f"the optimizer's state {key!r} of {name} is {said}, of other tiles {known[key]}; step "
+                                "the tiles of a weight alike"
+                            )
+            groups.append(_groups(steps, names, self.parts))
             optimizers.append({**steps.values(), "beside": beside})
         extra_state = {}
         for name, module in extra_states(self.model).items():
@@ -262,13 +298,19 @@ class Subject:
 _OUTSIDE = ("params", "param_names")
 
 
-def _groups(steps: Steps, names: Sequence[str]) -> list[dict[str, Any]]:
+def _groups(steps: Steps, names: Sequence[str], parts: Mapping[str, Part]) -> list[dict[str, Any]]:
     left = iter(names)
     made = []
     for number, group in enumerate(steps.opt.param_groups):
         where = f"param_groups[{number}]"
         own = {key: plain(one, f"{where}[{key!r}]") for key, one in group.items() if key not in _OUTSIDE}
-        made.append({**own, "params": [next(left) for _ in group["params"]]})
+        made.append({**own, "params": told_once([next(left) for _ in group["params"]], parts)})
+    every = Counter(name for group in made for name in group["params"])
+    twice = [name for name, count in every.items() if count > 1]
+    if twice:
+        raise StateError(
+            f"the tiles of {twice[0]} are in several param_groups; a weight is saved as one: put them into one"
+        )
     return made
 
 

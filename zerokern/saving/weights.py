@@ -18,7 +18,7 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.exchange import Column, Exchange
-from zerokern.saving.subject import NamedSpan, named_tensors, spans
+from zerokern.saving.subject import NamedSpan, named_tensors, parts_of, spans
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import here_of, present
 
@@ -184,6 +184,7 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
     {}
     """
     found: dict[str, list[Elements]] = {}
+    parts = parts_of(model)
     known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
     for name, param in named_tensors(model).items():
         home = home_of(param)
@@ -193,11 +194,14 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
             values = _of_state(piece, entry)
         elif home is not None:
             values, where = _initial(home, param), home
+        part = parts.get(name)
+        name, before = (name, 0) if part is None else (part.whole, part.begin)
         if home is not None and not home.numel:
-            found[name] = []  # its owner has them: what is whole here is rounded
+            found.setdefault(name, [])  # its owner has them: what is whole here is rounded
         elif values is not None:
             runs = (here_of(param) if where is None else where.here).runs()
-            found[name] = [Elements(start, numel, _from(values, first)) for start, numel, first in runs]
+            own = found.setdefault(name, [])
+            own += [Elements(before + start, numel, _from(values, first)) for start, numel, first in runs]
     return found
 
 

@@ -99,15 +99,13 @@ class Joined(Tensor):
         found = next((one for one in args if isinstance(one, Joined)), None)
         if func in ALIKE and found is not None:
             return Joined.of([func(one, *args[1:], **(kwargs or {})) for one in found.parts])
-        everyone = (one for value in (*args, *(kwargs or {}).values()) for one in _within(value))
-        next(everyone).refuse(getattr(func, "__name__", str(func)))
+        return _refuse(getattr(func, "__name__", str(func)), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        everyone = (one for value in (*args, *(kwargs or {}).values()) for one in _within(value))
-        next(everyone).refuse(str(func))
+        return _refuse(str(func), args, kwargs)
 
     def _boxes(self) -> list[tuple[Tensor, Cuboid, Cuboid]]:
         """Each box that is here: whose it is, as that part has it, and in the whole."""
@@ -126,12 +124,17 @@ class Joined(Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """A box, as a view of what is here."""
-        for one, (at, sizes, _), (there, *_) in self._boxes():
+        for one, (at, *_), (there, *_) in self._boxes():
             if index.offset is None or there == tuple(index.offset):
                 if not hasattr(one, "__get_tensor_shard__"):
                     return one.detach()
                 return one.__get_tensor_shard__(type(index)(index.fqn, torch.Size(at)))
         raise ShardedUseError(f"{self!r} has no box that begins at {index.offset}: what was planned was another tensor")
+
+
+def _refuse(op: str, args: tuple, kwargs: Mapping[str, Any] | None) -> NoReturn:
+    found = [one for value in (*args, *(kwargs or {}).values()) for one in _within(value)]
+    found[0].refuse(op)
 
 
 def _within(value: Any) -> Iterable[Joined]:

@@ -252,8 +252,8 @@ class Former(nn.Parameter):
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
         raise ShardError(
-            f"a weight of shape {tuple(self.shape)} was tiled when its model was sharded at stage 3, where its tiles are "
-            "the parameters; make the optimizer after zk.shard, of model.parameters()"
+            f"a weight of shape {tuple(self.shape)} was tiled when its model was sharded at stage 3, and its tiles are the "
+            "parameters; make the optimizer after zk.shard, of model.parameters()"
         )
 
 
@@ -267,7 +267,7 @@ def cut(module: nn.Module) -> None:
     found = [(name, one) for name, one in found if type(one._parameters["weight"]) is nn.Parameter]
     for name, one in found:
         _check_weight(f"{name}.weight" if name else "weight", one.weight, owners[id(one.weight)])
-    for name, one in found:
+    for _, one in found:
         weight, rows = one._parameters.pop("weight"), one.rows
         assert weight is not None
         one.__class__ = Cut
