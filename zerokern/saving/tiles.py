@@ -46,7 +46,7 @@ class Part:
         if key.endswith("_scale") and torch.Size(sizes) in scales:
             if self.begin % BLOCK:
                 raise StateError(
-                    f"{what} is int8 state of {self.whole!r}, of which a tile (from row {self.first} on) does not begin "
+                    f"{what} is int8 state of {self.whole!r}, of which a tile (at row {self.first}) does not begin "
                     f"with a block of {BLOCK} elements; use fewer tiles, or state_format='fp32'"
                 )
             return self.begin // BLOCK, scales[1]
