@@ -252,8 +252,8 @@ class Former(nn.Parameter):
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
         raise ShardError(
-            f"a weight of shape {tuple(self.shape)} was cut when its model was sharded at stage 3, and its tiles are the "
-            "parameters; make the optimizer after zk.shard, of model.parameters()"
+            f"a weight of shape {tuple(self.shape)} was cut when its model was sharded at stage 3, and its tiles are "
+            "the parameters; make the optimizer after zk.shard, of model.parameters()"
         )
 
 
