@@ -121,9 +121,9 @@ def _of_transformer(shape: Transformer, dtype: str) -> Outline:
 def _of_module(module: Any, recipe: Recipe, units: Any) -> Outline:
     import torch
 
-    from zerokern.zero.units import members, units_of
+    from zerokern.zero.units import in_tiles, members, units_of
 
-    found = units_of(module, units)
+    found, pieces = in_tiles(units_of(module, units))
     param_dtype = None if recipe.param_dtype is None else getattr(torch, recipe.param_dtype)
     made = tuple(members(found, 3, param_dtype))
     if not made:
@@ -134,7 +134,8 @@ def _of_module(module: Any, recipe: Recipe, units: Any) -> Outline:
     title = f"{type(module).__name__}, {count(numel)} parameters in {len(made):,} tensors"
     names = tuple(unit.name for unit in found)
     places = {id(param): place for place, (_, param) in enumerate(pair for unit in found for pair in unit.params)}
-    order = tuple(places[id(param)] for param in module.parameters())
+    stepped = (piece for param in module.parameters() for piece in pieces.get(id(param), [param]))
+    order = tuple(places[id(param)] for param in stepped)
     return Outline(title, made, names, device="cpu" if kinds == {"cpu"} else "cuda", order=order)
 
 

@@ -301,7 +301,7 @@ def _convert(values: Tensor, into: Tensor, load: _Load, begin: int, home: Home |
         rounded, low = split(exact, "split16") if into.dtype is torch.bfloat16 else (exact, exact)
         into.copy_(rounded)  # as zk.shard and the optimizers round
         if lost is not None:
-            _put(lost, low, load.span.first + begin)
+            _put(lost, low, load.span.start - load.span.before + begin - home.start)
 
 
 def _put(lost: Tensor, values: Tensor, at: int) -> None:

@@ -42,7 +42,8 @@ _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 class NamedSpan:
     """Elements [start, start + numel) of a named tensor, which are on this rank from element `first` of it on.
 
-    A tensor has several where what is here of it is not consecutive (a DTensor that is divided by columns).
+    A tensor has several where what is here of it is not consecutive (a DTensor that is divided by columns). `before`:
+    how many elements of it lie before those of `tensor`, which is the rows of a tile.
     """
 
     name: str
@@ -52,6 +53,7 @@ class NamedSpan:
     numel: int
     tensor: Tensor
     first: int
+    before: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +82,7 @@ def _spans_of(name: str, tensor: Tensor, part: Part | None) -> Iterator[NamedSpa
         do = "make it contiguous before: tensor.data = tensor.data.contiguous()"
         raise ValueError(got(f"the strides of {name}", tuple(local.stride()), "those of a contiguous tensor", do))
     for start, numel, first in here.runs() or [(here.first, 0, 0)]:
-        yield NamedSpan(whole, shape, dtype, before + start, numel, tensor, first)
+        yield NamedSpan(whole, shape, dtype, before + start, numel, tensor, first, before)
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:

@@ -39,10 +39,11 @@ def tile(module: nn.Module, *, tiles: int) -> nn.Module:
     3: `parameters()` has the pieces (`tiles.0.weight`, ...), and `weight` stands for all of them, for reading its
     shape, dtype and gradient, and for freezing. Rows are divided as evenly as blocks of 128 elements allow.
 
-    Bits: each output, and each row of the weight's gradient, is a sum of its own, and has the bits of the untiled
-    Linear wherever BLAS computes some rows as it does all: here, on CPU, if pieces are a multiple of 16 rows. The
-    gradient of the input is a sum over all rows: it is summed piece by piece, as autograd sums it, in the dtype of the
-    input, and differs from the untiled one by that rounding.
+    Bits: those of a loop over Linears of so many rows each, joined by `torch.cat`, at every stage and tier. Each output
+    and each row of the weight's gradient is a sum of its own, and has the bits of the untiled Linear wherever BLAS
+    computes some rows as it does all: on CPU with MKL, if each piece is a multiple of 16 rows. The gradient of the
+    input is a sum over all rows: it is summed piece by piece, in the dtype of the input, as autograd sums it, and
+    differs from the untiled one by that rounding.
 
     Refused by name: other modules, subclasses of Linear (they may use their weight by themselves, as attention does),
     a Linear whose `forward` was replaced, and at stage 3 a weight that is tied.

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import got
 from zerokern.zero.partition import Member
-from zerokern.zero.tiles import Tile
+from zerokern.zero.tiles import Tile, Tiled
 
-__all__ = ["Owner", "Unit", "Units", "members", "owners_of", "units_of"]
+__all__ = ["Owner", "Unit", "Units", "in_tiles", "members", "owners_of", "units_of"]
 
 Units = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
 
@@ -90,6 +90,29 @@ def _collect(
         _collect(child, f"{prefix}{name}.", unit, found, seen, visited)
     for name, child in inner:
         _collect(child, f"{prefix}{name}.", found[id(child)], found, seen, visited)
+
+
+def in_tiles(units: Sequence[Unit]) -> tuple[list[Unit], dict[int, list[nn.Parameter]]]:
+    """The units that there will be at stage 3, and by the id of each weight that is tiled what stands for its pieces.
+
+    >>> from zerokern.zero.tiles import tile
+    >>> found, pieces = in_tiles(units_of(tile(nn.Linear(2, 4), tiles=2)))
+    >>> [unit.name for unit in found], len(pieces)
+    (['', 'tiles.0', 'tiles.1'], 1)
+    """
+    tiled = {id(one.weight): one for unit in units for one in unit.module.modules() if type(one) is Tiled}
+    made: list[Unit] = []
+    pieces: dict[int, list[nn.Parameter]] = {}
+    for unit in units:
+        made.append(Unit(unit.name, unit.module, [pair for pair in unit.params if id(pair[1]) not in tiled]))
+        for name, weight in unit.params:
+            for number, rows in enumerate(tiled[id(weight)].rows if id(weight) in tiled else ()):
+                blank = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device="meta")
+                piece = nn.Parameter(blank, weight.requires_grad)
+                pieces.setdefault(id(weight), []).append(piece)
+                at = f"{name.removesuffix('weight')}tiles.{number}"
+                made.append(Unit(at, unit.module, [(f"{at}.weight", piece)]))
+    return [made[0], *(unit for unit in made[1:] if unit.params)], pieces
 
 
 def owners_of(module: nn.Module) -> dict[int, list[Owner]]:
