@@ -19,7 +19,7 @@ from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable, shown
 from zerokern.saving.storage import SavePlanner, Writer
 from zerokern.saving.subject import Subject
-from zerokern.saving.tiles import Place, joined
+from zerokern.saving.tiles import TilePlace, joined
 from zerokern.zero.kinds import here_of, is_divided
 from zerokern.zero.sharded import Sharded
 
@@ -156,7 +156,7 @@ class Writing:
     """What is to be written, and where; done now or beside training."""
 
     def __init__(
-        self, items: Items, values: dict[str, Any], draft: Draft, total: int, how: Any, places: Mapping[str, Place]
+        self, items: Items, values: dict[str, Any], draft: Draft, total: int, how: Any, places: Mapping[str, TilePlace]
     ) -> None:
         self.items, self.values, self.draft, self._places = items, values, draft, places
         self.total, self.how = total, how

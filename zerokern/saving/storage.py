@@ -30,7 +30,7 @@ from zerokern.saving.index import Box, FileRow, Index, TensorRow
 from zerokern.saving.ranks import Ranks
 from zerokern.saving.source import Told, dtype_name, untold
 from zerokern.saving.staging import BLOCK
-from zerokern.saving.tiles import Place, folded, index_of
+from zerokern.saving.tiles import TilePlace, folded, index_of
 
 __all__ = ["OnDiskPart", "SavePlanner", "Writer"]
 
@@ -163,7 +163,7 @@ class Writer:
     """
 
     def __init__(
-        self, draft: Draft, values: dict[str, Any], told: Told = untold, places: Mapping[str, Place] | None = None
+        self, draft: Draft, values: dict[str, Any], told: Told = untold, places: Mapping[str, TilePlace] | None = None
     ) -> None:
         self.draft, self.values, self._told = draft, values, told
         self._places = places or {}  # of items that are parts of others

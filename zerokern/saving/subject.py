@@ -17,7 +17,7 @@ from zerokern.optim.exchange import Column
 from zerokern.saving.naming import WRAPPERS
 from zerokern.saving.optimizers import Steps, plain, steps_of
 from zerokern.saving.storage import OnDiskPart
-from zerokern.saving.tiles import Part, in_order, told_once
+from zerokern.saving.tiles import TilePart, in_order, told_once
 from zerokern.zero.homes import here_of_state, home_of
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
 from zerokern.zero.tiles import Cut
@@ -74,7 +74,7 @@ def spans(model: nn.Module) -> list[NamedSpan]:
     return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor, parts.get(name))]
 
 
-def _spans_of(name: str, tensor: Tensor, part: Part | None) -> Iterator[NamedSpan]:
+def _spans_of(name: str, tensor: Tensor, part: TilePart | None) -> Iterator[NamedSpan]:
     refuse_meta(name, tensor)
     whole, shape, before = (name, tensor.shape, 0) if part is None else (part.whole, part.shape, part.begin)
     dtype, here, local = tensor.dtype, here_of(tensor), local_of(tensor).detach()
@@ -107,18 +107,18 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return made
 
 
-def parts_of(model: nn.Module) -> dict[str, Part]:
+def parts_of(model: nn.Module) -> dict[str, TilePart]:
     """The parameters that are rows of a tiled weight, by name; others know the weight.
 
     >>> parts_of(nn.Linear(2, 2))
     {}
     """
-    made: dict[str, Part] = {}
+    made: dict[str, TilePart] = {}
     for prefix, module in _modules(model):
         if isinstance(module, Cut):
             first, shape = 0, torch.Size((module.out_features, module.in_features))
             for number, piece in enumerate(module.pieces):
-                made[f"{prefix}tiles.{number}.weight"] = Part(f"{prefix}weight", first, shape, piece.shape)
+                made[f"{prefix}tiles.{number}.weight"] = TilePart(f"{prefix}weight", first, shape, piece.shape)
                 first += len(piece)
     return made
 
@@ -300,7 +300,7 @@ class Subject:
 _OUTSIDE = ("params", "param_names")
 
 
-def _groups(steps: Steps, names: Sequence[str], parts: Mapping[str, Part]) -> list[dict[str, Any]]:
+def _groups(steps: Steps, names: Sequence[str], parts: Mapping[str, TilePart]) -> list[dict[str, Any]]:
     left = iter(names)
     made = []
     for number, group in enumerate(steps.opt.param_groups):

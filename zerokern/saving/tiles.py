@@ -16,13 +16,13 @@ from zerokern.kernels.formats import BLOCK, blocks
 from zerokern.saving.index import Box, TensorRow
 from zerokern.saving.source import Parts, Source, Told, boxes_of, untold
 
-__all__ = ["Part", "Place", "Untiled", "folded", "in_order", "index_of", "joined", "told_once"]
+__all__ = ["TilePart", "TilePlace", "Untiled", "folded", "in_order", "index_of", "joined", "told_once"]
 
 STATE = "optim.state."
 
 
 @dataclass(frozen=True)
-class Part:
+class TilePart:
     """Rows from `first` on of the tensor `whole`, which has this shape; `sizes`: the part's own."""
 
     whole: str
@@ -59,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Place:
+class TilePlace:
     """Where a saved tensor lies in another: from `first` on in its first dimension."""
 
     key: str
@@ -84,20 +84,20 @@ def split(key: str) -> tuple[str, str, str]:
     return f"{kind}.", name, ""
 
 
-def told_once(names: Iterable[str], parts: Mapping[str, Part]) -> list[str]:
+def told_once(names: Iterable[str], parts: Mapping[str, TilePart]) -> list[str]:
     """The names that others know.
 
-    >>> part = Part("weight", 0, torch.Size([4, 2]), torch.Size([2, 2]))
+    >>> part = TilePart("weight", 0, torch.Size([4, 2]), torch.Size([2, 2]))
     >>> told_once(["bias", "tiles.0.weight", "tiles.1.weight"], {"tiles.0.weight": part, "tiles.1.weight": part})
     ['bias', 'weight']
     """
     return list(dict.fromkeys(parts[name].whole if name in parts else name for name in names))
 
 
-def in_order(names: Iterable[str], parts: Mapping[str, Part]) -> list[str]:
+def in_order(names: Iterable[str], parts: Mapping[str, TilePart]) -> list[str]:
     """The same as an untiled model has them: a Linear's weight before its bias.
 
-    >>> part = Part("weight", 0, torch.Size([4, 2]), torch.Size([4, 2]))
+    >>> part = TilePart("weight", 0, torch.Size([4, 2]), torch.Size([4, 2]))
     >>> in_order(["bias", "tiles.0.weight"], {"tiles.0.weight": part})
     ['weight', 'bias']
     """
@@ -109,7 +109,7 @@ def in_order(names: Iterable[str], parts: Mapping[str, Part]) -> list[str]:
     return made
 
 
-def joined(items: dict[str, Any], parts: Mapping[str, Part]) -> tuple[dict[str, Any], dict[str, Place]]:
+def joined(items: dict[str, Any], parts: Mapping[str, TilePart]) -> tuple[dict[str, Any], dict[str, TilePlace]]:
     """Of what is to be saved by key: the items, and where those lie that are a part; what all parts have, once."""
     if not parts:
         return items, {}
@@ -117,7 +117,7 @@ def joined(items: dict[str, Any], parts: Mapping[str, Part]) -> tuple[dict[str, 
     for part in parts.values():
         count[part.whole] = count.get(part.whole, 0) + 1
     made: dict[str, Any] = {}
-    places: dict[str, Place] = {}
+    places: dict[str, TilePlace] = {}
     found: dict[str, list[str]] = {}
     for key, item in items.items():
         kind, name, last = split(key)
@@ -129,7 +129,7 @@ def joined(items: dict[str, Any], parts: Mapping[str, Part]) -> tuple[dict[str, 
         found.setdefault(whole, []).append(name)
         there = part.of(last, shape, key)
         if there is not None:
-            made[key], places[key] = item, Place(whole, *there)
+            made[key], places[key] = item, TilePlace(whole, *there)
         elif whole not in made:
             made[whole] = item
         elif not torch.equal(made[whole], item):
@@ -146,7 +146,7 @@ _AS_ONE = "the tiles of a weight are saved as one: train, freeze and step them a
 
 
 def folded(
-    metadata: Mapping[str, TensorStorageMetadata], places: Mapping[str, Place]
+    metadata: Mapping[str, TensorStorageMetadata], places: Mapping[str, TilePlace]
 ) -> dict[str, TensorStorageMetadata]:
     """What torch says of the saved tensors, with parts where they belong."""
     made: dict[str, TensorStorageMetadata] = {}
@@ -163,25 +163,25 @@ def folded(
 class Untiled(Source):
     """A source as a tiled model sees it: each part has a row of its own, over the boxes of the whole."""
 
-    def __init__(self, source: Source, parts: Mapping[str, Part]) -> None:
+    def __init__(self, source: Source, parts: Mapping[str, TilePart]) -> None:
         self.kind, self.path, self.summed, self.numbered = source.kind, source.path, source.summed, source.numbered
         self._whole = source
-        by_whole: dict[str, dict[str, Part]] = {}
+        by_whole: dict[str, dict[str, TilePart]] = {}
         for name, part in parts.items():
             by_whole.setdefault(part.whole, {})[name] = part
         self.tensors = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, TilePlace] = {}
         for key, row in source.tensors.items():
             kind, name, last = split(key)
             if name not in by_whole:
                 self.tensors[key] = row
             for mine, part in by_whole.get(name, {}).items():
                 own = f"{kind}{mine}{last}"
-                self.tensors[own] = self._row(own, Place(key, 0, torch.Size(row.shape)), row, part, last)
+                self.tensors[own] = self._row(own, TilePlace(key, 0, torch.Size(row.shape)), row, part, last)
         self.values = dict(source.values)
         self._rename({whole: list(some) for whole, some in by_whole.items()})
 
-    def _row(self, own: str, place: Place, row: TensorRow, part: Part, last: str) -> TensorRow:
+    def _row(self, own: str, place: TilePlace, row: TensorRow, part: TilePart, last: str) -> TensorRow:
         there = part.of(last, row.shape, f"{place.key} of {self.path}")
         if there is None:
             self._places[own] = place
@@ -189,7 +189,7 @@ class Untiled(Source):
         first, shape = there
         if shape != torch.Size(row.shape):  # it has the shape of one tile
             raise StateError(f"{place.key}: shape {row.shape}; the model has {tuple(shape)}, in tiles")
-        self._places[own] = place = Place(place.key, first, shape)
+        self._places[own] = place = TilePlace(place.key, first, shape)
         sizes = part.sizes if shape == part.shape else torch.Size([blocks(part.sizes.numel())])
         return TensorRow(row.dtype, tuple(sizes), list(_shifted(row.boxes, first, sizes[0])))
 
@@ -247,7 +247,7 @@ def _shifted(boxes: Iterable[Box], first: int, count: int) -> Iterator[Box]:
             yield replace(box, offsets=(box.offsets[0] - first, *box.offsets[1:]))
 
 
-def index_of(index: MetadataIndex, places: Mapping[str, Place]) -> MetadataIndex:
+def index_of(index: MetadataIndex, places: Mapping[str, TilePlace]) -> MetadataIndex:
     """Of the tensor that it is saved as."""
     place = places.get(index.fqn)
     if place is None:

@@ -1,0 +1,98 @@
+"""A model whose Linears are tiled, its slow twin, and what is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from worlds import built
+
+import zerokern as zk
+from zerokern.zero.tiles import rows_of
+
+__all__ = ["TILES", "WIDTH", "Loop", "Mlp", "batches", "looped", "mlp", "same", "tiled", "train", "values"]
+
+WIDTH, HIDDEN, TILES = 32, 192, 4
+
+
+class Mlp(nn.Module):
+    """Units, and a head of the root's."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width, bias=False))
+            for _ in range(blocks)
+        )
+        self.leave = nn.Linear(width, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+class Loop(nn.Module):
+    """The slow twin: one Linear after the other, side by side."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        rows = rows_of(linear.out_features, linear.in_features, TILES)
+        self.weights = nn.ParameterList(linear.weight.detach().split(rows))
+        self.biases = nn.ParameterList([] if linear.bias is None else linear.bias.detach().split(rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        biases = self.biases or [None] * TILES
+        return torch.cat([F.linear(x, one, bias) for one, bias in zip(self.weights, biases, strict=True)], -1)
+
+    def joined(self, kind: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        yield torch.cat([kind(one) for one in self.weights])
+        if len(self.biases):
+            yield torch.cat([kind(one) for one in self.biases])
+
+
+def mlp() -> Mlp:
+    return built(Mlp)
+
+
+def tiled() -> Mlp:
+    return zk.tile(mlp(), tiles=TILES)
+
+
+def looped() -> Mlp:
+    model = mlp()
+    for block in model.blocks:
+        block[0], block[2] = Loop(block[0]), Loop(block[2])
+    model.leave = Loop(model.leave)
+    return model
+
+
+def batches(steps: int, rank: int = 0, seed: int = 3) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed + 10 * rank)
+    for _ in range(steps):
+        yield torch.randn(8, WIDTH, generator=generator)
+
+
+def train(model: nn.Module, steps: int = 4, rank: int = 0, opt: Any = None, seed: int = 3, **settings: Any) -> list:
+    opt = opt or zk.AdamW(model.parameters(), lr=1e-2, **settings)
+    losses = []
+    for x in batches(steps, rank, seed):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    opt.flush()
+    return losses
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    with zk.gathered(model):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(value, other[name]) for name, value in one.items())
