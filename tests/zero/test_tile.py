@@ -224,7 +224,7 @@ def working_memory(world: World, hidden: int, tiles: int, folder: Path | None) -
 def test_a_hidden_size_8_times_as_large_in_constant_memory(size: int, rests: bool, tmp_path: Path) -> None:
     folder = tmp_path if rests else None
     small, large = (max(on_ranks(size, working_memory, 1024 * k, k, folder)) for k in (1, 8))
-    assert small > 8 * MIB  # two pieces of 4 MiB are whole, and gradients are there
+    assert small > 4 * MIB  # a piece at least; of what comes from a disk, pages wait between passes
     assert abs(large / small - 1) <= 0.05, (small / MIB, large / MIB)
 
 
