@@ -230,9 +230,12 @@ class Writer:
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank, once all have written: the index, and torch's own beside it."""
         index = Index(self.draft.save_id, len(results), [], {}, self.values, _versions())
-        metadata.state_dict_metadata = folded(metadata.state_dict_metadata, self._places)
-        for key, found in metadata.state_dict_metadata.items():
-            assert isinstance(found, TensorStorageMetadata)  # _resolved refuses all else
+        saved = {
+            key: one for key, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)
+        }
+        whole = folded(saved, self._places)  # _resolved refuses all else
+        metadata.state_dict_metadata = dict(whole)
+        for key, found in whole.items():
             index.tensors[key] = TensorRow(dtype_name(found.properties.dtype), tuple(found.size))
         storage = {}
         for of_rank in results:

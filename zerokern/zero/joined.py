@@ -46,7 +46,7 @@ class Joined(Tensor):
         return f"Joined(shape {tuple(self.shape)} in {len(self.parts)} tiles, {self.dtype})"
 
     @property
-    def grad(self) -> Joined | None:  # type: ignore[override]
+    def grad(self) -> Joined | None:
         """The parts', joined; None where they have none."""
         found = [one.grad for one in self.parts]
         there = [one for one in found if one is not None]
@@ -60,7 +60,7 @@ class Joined(Tensor):
             one.grad = None
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether any part is trained."""
         return any(one.requires_grad for one in self.parts)
 
@@ -102,7 +102,7 @@ class Joined(Tensor):
         return _refuse(getattr(func, "__name__", str(func)), args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _refuse(str(func), args, kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -167,7 +167,7 @@ class Cut(Tiled):
     @property
     def pieces(self) -> list[Tensor]:
         """The weight's, from its first row on."""
-        return [one.weight for one in self.tiles]
+        return [cast("Tile", one).weight for one in self.tiles]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -186,7 +186,7 @@ class Cut(Tiled):
     def reset_parameters(self) -> None:
         """As a Linear's own."""
         for one in self.tiles:
-            one.reset_parameters()
+            cast("Tile", one).reset_parameters()
         self.reset_bias()
 
     def reset_bias(self) -> None:
@@ -266,10 +266,11 @@ def cut(module: nn.Module) -> None:
     found = [(name, one) for name, one in module.named_modules() if type(one) is Tiled]
     found = [(name, one) for name, one in found if type(one._parameters["weight"]) is nn.Parameter]
     for name, one in found:
-        _check_weight(f"{name}.weight" if name else "weight", one.weight, owners[id(one.weight)])
+        weight = cast("nn.Parameter", one.weight)
+        _check_weight(f"{name}.weight" if name else "weight", weight, owners[id(weight)])
     for _, one in found:
-        weight, rows = one._parameters.pop("weight"), one.rows
-        assert weight is not None
+        rows, popped = one.rows, one._parameters.pop("weight")
+        weight = cast("nn.Parameter", popped)
         one.__class__ = Cut
         one.tiles = nn.ModuleList(Tile(piece) for piece in _pieces(weight, rows))
         weight.__class__ = Former
