@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zerokern.comm import Group, during, group_on
 from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
+from zerokern.memory.heap import give_back, map_large
 from zerokern.zero import home_of
 from zerokern.zero.construction import Construction
 from zerokern.zero.partition import check_stage, shards_parameters
@@ -173,12 +174,15 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
     repeated = Repeated(settings.pop("keep"), settings.pop("micro"), settings.pop("replicated"))
     with during("zk.build", of="zk.shard"):
         group = group_on(mesh, torch.get_default_device() if device is None else device)
+    if isinstance(settings["tier"], Nvme) and group.device.type == "cpu":
+        map_large()
     construction = Construction(group.device)
     module = construction.run(fn)
     if shards_parameters(stage):
         cut(module)
     with during("zk.build", of="zk.shard"):
         Sharding(module, stage=stage, group=group, repeated=repeated, materialize=construction.materialize, **settings)
+    give_back()
     return module
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from weight_cases import BF16, MIB, SINGLE, large_things_apart, peak, restart_pe
 from worlds import World, built, on_ranks, ranked
 
 import zerokern as zk
+from zerokern.io.place import NvmePlace
 
 WIDTH, DEPTH = 1536, 8
 UNIT = WIDTH * WIDTH * 2
@@ -127,3 +129,39 @@ def test_masters_that_come_and_go_in_pieces_are_the_exact_values(
 
 def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(300, 170), nn.Linear(170, 20))
+
+
+def test_what_rests_on_disk_is_not_read_for_each_parameter_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several parameters rest together: bytes of theirs that are read to build, save, load and export."""
+    read = 0
+    fetch = NvmePlace.fetch
+
+    def counted(place: NvmePlace, kept: Any, out: torch.Tensor, after: Any = None) -> Any:
+        nonlocal read
+        read += kept.nbytes * (kept.wanted.role == "parameters")
+        return fetch(place, kept, out, after)
+
+    monkeypatch.setattr(NvmePlace, "fetch", counted)
+    found, folder = {}, tmp_path / "saved"
+
+    def counting(name: str, work: Callable[[], Any]) -> Any:
+        nonlocal read
+        read = 0
+        result = work()
+        found[name] = read / own
+        return result
+
+    own = sum(param.nbytes for param in layers().parameters()) / 2  # in bf16
+    model = counting(
+        "build", lambda: zk.build(lambda: layers().bfloat16(), stage=3, tier=zk.Nvme(tmp_path / "parameters"))
+    )
+    opt = zk.AdamW(model.parameters(), tier=zk.Nvme(tmp_path / "state", ring_nbytes=RING), **SMALL)
+    model(torch.ones(2, 300, dtype=BF16)).float().square().mean().backward()
+    opt.step()
+    counting("save", lambda: zk.save(folder, model, opt))
+    counting("load", lambda: zk.load(folder, model, opt))
+    counting("export", lambda: zk.export(tmp_path / "exported", model))
+    most = {"build": 0, "save": 1, "load": 2, "export": 1}  # by a load once more, for what remainders belong to
+    assert all(found[what] <= times + 0.1 for what, times in most.items()), found

@@ -112,7 +112,7 @@ class Exchange:
         ]
         state_dict = {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
         keep = _emptied if self.disk is None else _roomed
-        loading.take_over(self._here, self._course, self.opt.param_groups, state_dict, keep)
+        loading.take_over(self._here, self._course, self.opt.param_groups, state_dict, keep, filled=False)
         self._here.torn = True
 
     def pieces(self) -> list[Tensor]:

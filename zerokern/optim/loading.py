@@ -56,8 +56,11 @@ def merged_groups(algorithm: Algorithm, groups: Groups, saved_groups: Groups) ->
     return merged
 
 
-def take_over(here: Holdings, course: Course, groups: Groups, state_dict: dict[str, Any], keep: Keep) -> None:
-    """Groups and state are those of the state_dict, whose entries are held as `keep` keeps them."""
+def take_over(
+    here: Holdings, course: Course, groups: Groups, state_dict: dict[str, Any], keep: Keep, *, filled: bool = True
+) -> None:
+    """Groups and state are those of the state_dict, whose entries are held as `keep` keeps them; not `filled`: where it
+    has made room for them."""
     here.refuse_in_child()
     course.abandon(groups)
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
@@ -71,7 +74,7 @@ def take_over(here: Holdings, course: Course, groups: Groups, state_dict: dict[s
         mine.update(group)
     here.local = local
     here.state = WatchedState(state if local is None else local.loaded(state, pending))
-    here.renew()
+    here.renew(loaded=filled)
     said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
     course.keep_back(any(said) if said else bool(pending))
 

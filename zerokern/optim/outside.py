@@ -13,7 +13,9 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -197,10 +199,10 @@ class Witness:
 def _prints_of(params: list[Tensor]) -> list[int]:
     if all(rest_of(param) is None for param in params):
         return fingerprints([param.detach().contiguous() for param in params]).tolist()
-    found = []
-    for param in params:  # one at a time: together they may be more than fits
-        with present(param):
-            found.append(int(fingerprints(param.detach().contiguous())))
+    found: list[int] = []
+    for rest, some in groupby(params, rest_of):  # those together that rest together: all of them may not fit
+        with nullcontext() if rest is None else rest.used():
+            found += fingerprints([param.detach().contiguous() for param in some]).tolist()
     return found
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from zerokern.core.errors import ShardError, got
+from zerokern.memory.heap import give_back
 from zerokern.zero.recipes import DRAWING, Constant, Cook, Origin, Step, Viewed, mapped
 from zerokern.zero.units import Unit
 
@@ -46,6 +47,7 @@ class Construction:
 
     def materialize(self, unit: Unit) -> None:
         """Memory and values for the parameters of a unit, in the objects that the module has."""
+        give_back()  # what the unit before has left
         blank = []
         for name, param in unit.params:
             recipe = self._recorder.recipes.get(key_of(param))
@@ -90,6 +92,7 @@ aten = torch.ops.aten
 WIDEST = 4  # tensors of one operator that a recipe is worth
 LIVE_NBYTES = 8 << 20  # what stays filled behind the operator that runs; tests count pages
 SMALL_NBYTES = 1 << 16  # what is not worth emptying
+HEAP_NBYTES = 64 << 20  # that are emptied before the C library is asked to give back what it has kept
 HELD_NBYTES = 1 << 16  # what a recipe holds a copy of, of values that have none
 BYTES = {"dtype": torch.uint8}
 MOVES = {aten.set_, aten.resize_, aten.resize_as_}  # to other memory
@@ -109,6 +112,7 @@ class Recording(TorchDispatchMode):
         self._filled: OrderedDict[int, int] = OrderedDict()  # what may be emptied: nbytes, the oldest first
         self._lent: Counter[int] = Counter()
         self._limit = 1024
+        self._emptied = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -230,6 +234,10 @@ class Recording(TorchDispatchMode):
         if recipe is not None and storage is not None and recipe.filled:
             storage.resize_(0)
             recipe.filled = False
+            self._emptied += recipe.nbytes
+            if self._emptied >= HEAP_NBYTES:
+                self._emptied = 0
+                give_back()
 
     @contextmanager
     def lent(self, tensors: Iterable[Any], forever: bool) -> Iterator[None]:

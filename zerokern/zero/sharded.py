@@ -15,8 +15,8 @@ from zerokern.memory.rest import Rest
 
 from . import hooks
 from .fetching import by_rests, fetched, goes_by_rests
-from .sharded_functions import METADATA, SET_DATA, UNSCALES, UNTRACED, WRITING_OPERATORS
-from .sharded_ops import rule_for, unscaled, written_arguments
+from .sharded_functions import METADATA, SET_DATA, UNFETCHED_CALLS, UNTRACED, WRITING_OPERATORS
+from .sharded_ops import UNFETCHED_RULES, rule_for, written_arguments
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
 __all__ = ["Sharded", "ShardedUseError", "Spanned"]
@@ -234,7 +234,7 @@ class Sharded(torch.Tensor):
             return rebind(*args)
         given = dict(kwargs or {})
         found = [one for one in leaves((args, given)) if isinstance(one, Sharded)]
-        if any(one.zk_rest is not None for one in found) and func != UNSCALES:  # which fetches them in turns
+        if func not in UNFETCHED_CALLS and any(one.zk_rest is not None for one in found):
             run = functools.partial(Sharded.present, func)
             return by_rests(run, args, given) if goes_by_rests(func) else run(args, given)
         return Sharded.perform(func, args, given, found)
@@ -293,7 +293,7 @@ class Sharded(torch.Tensor):
             return NotImplemented
         given = dict(kwargs or {})
         resting = any(one.zk_rest is not None for one in leaves((args, given)) if isinstance(one, Sharded))
-        if not resting or rule_for(func) is unscaled:
+        if not resting or rule_for(func) in UNFETCHED_RULES:
             return rule_for(func)(Sharded, func, args, given)
         run = functools.partial(Sharded.operate, func)
         return by_rests(run, args, given) if goes_by_rests(func) else run(args, given)

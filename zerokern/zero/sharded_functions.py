@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["GET_DATA", "METADATA", "SET_DATA", "UNSCALES", "UNTRACED", "WRITING_OPERATORS"]
+__all__ = ["GET_DATA", "METADATA", "SET_DATA", "UNFETCHED_CALLS", "UNTRACED", "WRITING_OPERATORS"]
 
 
 def getters(*excluded: str) -> set[Callable]:
@@ -29,7 +29,8 @@ METADATA = getters("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_i
 METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
 UNTRACED = {GET_DATA} | methods("detach clone new_empty new_zeros new_ones new_full new_tensor new_empty_strided")
 UNTRACED |= {torch.clone, torch.detach, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like}
-UNSCALES = torch._amp_foreach_non_finite_check_and_unscale_
+UNFETCHED_CALLS = {torch.detach, torch.Tensor.detach, torch._amp_foreach_non_finite_check_and_unscale_}
+"""What reads no values of what rests elsewhere, or fetches them itself"""
 WRITING_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
     "__ixor__ __ilshift__ __irshift__".split()

@@ -17,7 +17,7 @@ from .hooks import in_backward
 from .sharded_refusals import advice_for, refuse
 from .span_gradients import found_by_any
 
-__all__ = ["rule_for", "unscaled", "written_arguments"]
+__all__ = ["UNFETCHED_RULES", "rule_for", "written_arguments"]
 
 aten = torch.ops.aten
 Rule = Callable[[Any, Any, tuple, dict], Any]
@@ -278,3 +278,5 @@ add_rules(copied_each, "_foreach_copy_")
 add_rules(unscaled, "_amp_foreach_non_finite_check_and_unscale_")
 add_rules(same_size, "is_same_size")
 add_rules(of_local, "is_pinned record_stream")
+UNFETCHED_RULES = frozenset({same_body, same_shape, same_size, unscaled})
+"""Rules that read no values of what rests elsewhere, or fetch them themselves"""

@@ -173,7 +173,7 @@ class Sharding:
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
                 whole.append(GatheredUnit(number, unit, memories, self._owners))
             self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, self._flush)
-            if self.group.device.type == "cpu" and not self.group.alone:
+            if self.group.device.type == "cpu" and not self.group.alone and self.rests is None:
                 largest = max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
                 keep_freed(KEPT_UNITS * largest)
             for number, gathered in enumerate(whole):
