@@ -144,6 +144,20 @@ def test_state_on_disk_is_another_tier(tmp_path) -> None:
     assert 0.9 * (1 << 20) <= tiers["cpu"] <= 1 << 20 if "cpu" in tiers else tiers["device"] > 1 << 20
 
 
+def test_parameters_at_rest_are_on_disk_and_what_is_fetched_of_them_in_memory_too(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("ZEROKERN_MEMORY", "1")  # gradients wait on the disk
+    model = zk.shard(nn.Linear(256, 256, dtype=torch.bfloat16), stage=3, tier=zk.Nvme(tmp_path))
+    nbytes = 2 * (256 * 256 + 256)
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+    shard = zk.measure(model).roles
+    assert shard["parameters"] == shard["gradients"] == nbytes and zk.measure(model).tiers["nvme"] == 2 * nbytes
+    plan = zk.plan(model, stage=3, device="cpu", param_tier="nvme", optimizer=None, host_memory=nbytes)
+    assert plan.settings.spills and plan.tiers["nvme"] == 2 * nbytes
+    loss = model(torch.ones(1, 256, dtype=torch.bfloat16)).sum()
+    assert zk.measure(model).roles["gathered"] == nbytes, "it stays for backward"
+    loss.backward()
+
+
 def test_a_storage_counts_once() -> None:
     """Tied parameters, and views of one buffer."""
     model = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)])

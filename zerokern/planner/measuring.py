@@ -20,6 +20,7 @@ from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import local_of, shardings_of
 
 if TYPE_CHECKING:
+    from zerokern.memory import Rest
     from zerokern.zero.sharding import Sharding
 
 __all__ = ["Measured", "measure"]
@@ -82,7 +83,7 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
     if not params:
         raise ValueError(f"{type(model).__name__} has no parameters, so that there is nothing to measure")
     shardings = shardings_of(map(home_of, params))
-    tally = _Tally(params[0].device.type)
+    tally = _Tally(params[0].device.type, _resting_of(shardings))
     for role, tensor in _of_model(params, shardings):
         tally.add(role, tensor)
     if opt is not None:
@@ -95,10 +96,12 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
 
 
 class _Tally:
-    """Bytes by (role, format, tier); a storage counts once, for the first role that has it."""
+    """Bytes by (role, format, tier); a storage counts once, for the first role that has it. What rests on disk counts
+    there, and in memory too while it is fetched."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, resting: Iterable[Rest]) -> None:
         self.device = device
+        self._resting = {one.memory.untyped_storage().data_ptr(): one for one in resting}
         self._seen: set[int] = set()
         self._keep: list[Tensor] = []  # a storage that is freed meanwhile could lend its address to the next
         self._found: dict[tuple[str, str, str], int] = {}
@@ -111,6 +114,11 @@ class _Tally:
         self._seen.add(storage.data_ptr())
         self._keep.append(local)
         tier = "device" if local.device.type == self.device else local.device.type
+        rest = self._resting.get(storage.data_ptr())
+        if rest is not None:
+            if rest.is_here:
+                self.put("gathered" if role == "parameters" else "buffers", "", tier, storage.nbytes())
+            tier = "nvme"
         self.put(role, form or _format(local), tier, storage.nbytes())
 
     def put(self, role: str, form: str, tier: str, nbytes: int) -> None:
@@ -121,6 +129,15 @@ class _Tally:
         order = [*STATES, *WORKING]
         keys = sorted(self._found, key=lambda key: order.index(key[0]) if key[0] in order else len(order))
         return (Holding(*key, self._found[key]) for key in keys)
+
+
+def _resting_of(shardings: Iterable[Sharding]) -> Iterator[Rest]:
+    """Where parameters and gradients are that rest on a disk."""
+    for sharding in shardings:
+        for one in (*sharding.memories, *sharding.gradient_buckets):
+            rest = getattr(one, "rest", None)
+            if rest is not None:
+                yield rest
 
 
 def _of_model(params: Iterable[nn.Parameter], shardings: Iterable[Sharding]) -> Iterator[tuple[str, Tensor]]:

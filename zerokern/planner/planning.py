@@ -143,7 +143,10 @@ class Plan:
         """
         found = {name: self.total - most for name, most in self.device_memory.items()}
         names = {"cpu": "host memory", "nvme": "disk"}
-        found |= {names[tier]: self.tiers.get(tier, 0) - most for tier, most in self.budget.items()}
+        held = dict(self.tiers)
+        if self.settings.device == "cpu":  # whose memory is the host's
+            held["cpu"] = held.get("cpu", 0) + self.total
+        found |= {names[tier]: held.get(tier, 0) - most for tier, most in self.budget.items()}
         return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
 
     def require(self) -> None:
@@ -190,9 +193,13 @@ class Plan:
         """The same, but gradients of parameters at rest wait on the disk if they do not fit in host memory."""
         most = self.budget.get("cpu")
         has_disk = "nvme" in (self.recipe.param_tier, self.recipe.tier)
-        if most is None or not self.recipe.rests or not has_disk or self.tiers.get("cpu", 0) <= most:
+        if most is None or not self.recipe.rests or not has_disk:
             return self
-        return replace(self, settings=replace(self.settings, spills=True))
+        if self.settings.device == "cpu":  # the rule of zerokern.memory.room, before anything is there
+            wait = self.recipe.param_tier == "nvme" and 2 * self.roles.get("gradients", 0) > most
+        else:
+            wait = self.tiers.get("cpu", 0) > most
+        return replace(self, settings=replace(self.settings, spills=True)) if wait else self
 
     @cached_property
     def _others(self) -> dict[int, Plan]:
