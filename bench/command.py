@@ -31,9 +31,10 @@ ON_DISK = ("io", "save")
 TIERS = ("cpu", "nvme")
 SHAPES = ("flat", "llama", "small")
 RANKED = {"zero": zero, "offload": offload, "infinity": infinity}
-BELONGS = {"offload": ("hidden", "stage"), "infinity": ("micro",), "zero": tuple(zero.DEFAULTS)}
+BELONGS = {"offload": ("hidden", "stage"), "infinity": ("micro", "largest", "cap"), "zero": tuple(zero.DEFAULTS)}
 UNUSED = {"io": ("numel", "threads"), "save": ("threads",)}
 UNUSED_BY_RANKS = ("numel", "shape", "tier")
+UNUSED_LARGEST = (*infinity.DEFAULTS, "vs", "plot", "pairs", "threads")
 UNUSED_HIDDEN = (*offload.DEFAULTS, "vs", "plot")
 FULL_NUMEL, SMOKE_NUMEL = 64 << 20, 1 << 18
 
@@ -112,12 +113,15 @@ def mismatch(args: argparse.Namespace) -> str:
     if ranked:
         path = () if args.op == "infinity" else ("path",)
         unused: tuple[str, ...] = (*UNUSED_BY_RANKS, *path, *(UNUSED_HIDDEN if hidden else ()))
+        unused += UNUSED_LARGEST if args.largest else ("cap",)
     else:
         unused = UNUSED.get(args.op, ("vs", "threads") if on_disk else ())
     if given := _given(args, unused):
         return f"{given} has no meaning in this benchmark; leave it out"
     if args.op in ("zero", "offload") and 1 in (args.ranks or ()):
         return got("ranks", 1, f"2 or more with {args.op}; 1 is for infinity")
+    if args.largest and args.path is None:
+        return got("path", None, "a folder with --largest", "Name one on a disk with room: --path FOLDER")
     known = RANKED[args.op].PEERS if ranked else PEERS
     strangers = ",".join(peer for peer in args.vs or () if peer not in known)
     return got("vs", strangers, f"a list of {', '.join(known)} with {args.op}") if strangers else ""

@@ -19,12 +19,18 @@ PEERS = ("deepspeed", "fsdp2")
 DEFAULTS: dict[str, Any] = {"ranks": (2,), "model": ("25M",), "dtype": ("bf16",), "batch": 0, "micro": (1, 4, 8)}
 SMOKE: dict[str, Any] = {"ranks": (1,), "model": ("tiny",), "dtype": ("bf16",), "batch": 2, "micro": (1, 2)}
 MOST_MICRO = 1024
+USUAL_CAP = 900_000_000
+THOUSANDS = {"": 1, "M": 10**6, "B": 10**9}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only `zerokern bench infinity` has; it shares those of `zero`."""
     numbers = arguments.numbers("micro", f"numbers from 1 to {MOST_MICRO}, such as 1,4,8", most=MOST_MICRO)
     parser.add_argument("--micro", type=numbers, metavar="N,N", help="infinity: micro-batches in a step (1,4,8)")
+    numel = arguments.number("largest", "a number of parameters, such as 6B", units=THOUSANDS)
+    parser.add_argument("--largest", type=numel, metavar="NUMEL", help="infinity: one model, all on disk: 6B")
+    cap = arguments.number("cap", "bytes of memory, such as 4GB", units=arguments.BYTES)
+    parser.add_argument("--cap", type=cap, help="infinity --largest: memory beyond an empty process (900MB)")
 
 
 def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[dict[str, Any], ModuleType]:
@@ -38,6 +44,8 @@ def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[d
     from .job import BATCHES, InfinityJob
     from .measure import measure, usual_effort
 
+    if args.largest:
+        return _measure_largest(args, console, command), plot
     usual, peers = chosen(args, DEFAULTS, SMOKE), PEERS if args.vs is None else args.vs
     with tempfile.TemporaryDirectory(prefix="zerokern-bench-", dir=args.path) as place:
         jobs = [
@@ -54,3 +62,16 @@ def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[d
     for line in verdict_lines([] if args.smoke else verdicts(outcomes)):
         console.print(line, markup=False)
     return report.document(outcomes, command), plot
+
+
+def _measure_largest(args: argparse.Namespace, console: Console, command: str) -> dict[str, Any]:
+    """One model from building to exporting, under a cap."""
+    from zerokern.examples.progress import Rounds
+
+    from . import largest
+
+    with Rounds(console) as rounds:
+        outcome = largest.measure(args.largest, args.cap or USUAL_CAP, args.path, rounds.say, rounds.at)
+    for line in ("", *largest.lines(outcome)):
+        console.print(line, markup=False)
+    return largest.document(outcome, command)
