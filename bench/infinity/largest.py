@@ -27,6 +27,7 @@ import torch
 import zerokern as zk
 from zerokern.examples.model import GPT, HEAD_WIDTH, Shape
 from zerokern.examples.widen import bf16_is_slow
+from zerokern.planner import Plan
 
 from ..contest import WrongResult
 from ..machine import birth
@@ -67,7 +68,7 @@ class Outcome:
     """Everything that was found, and what was planned."""
 
     case: Case
-    planned: zk.planner.Plan
+    planned: Plan
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -97,7 +98,7 @@ def shape_of(numel: int) -> Shape:
     return Shape(layers, width, CONTEXT)
 
 
-def planned(shape: Shape, cap: int) -> Any:
+def planned(shape: Shape, cap: int) -> Plan:
     """What zk.plan says with as much host memory as the cap leaves."""
     with torch.device("meta"):
         model = GPT(shape).to(torch.bfloat16)

@@ -30,11 +30,11 @@ def test_both_lives_go_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_the_plan_knows_that_gradients_wait_on_the_disk() -> None:
-    shape = largest.shape_of(6 * 10**9)
-    plan = largest.planned(shape, 4 * 10**9)
-    assert plan.settings.spills and not plan.missing
+    shape = largest.shape_of(20 * 10**6)  # the harness gives tensors on the meta device memory
+    plan = largest.planned(shape, 60 * MB)
+    assert plan.settings.spills and plan.missing
     assert plan.tiers["nvme"] / shape.numel == pytest.approx(4 + 3.06, abs=0.01)
-    assert not largest.planned(largest.shape_of(10**6), 4 * 10**9).settings.spills
+    assert not largest.planned(shape, 4 * 10**9).settings.spills
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,7 @@ def test_the_plan_knows_that_gradients_wait_on_the_disk() -> None:
     ],
 )
 def test_what_does_not_fit_together_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "infinity", *words])
+    assert main(["bench", "infinity", *words]) == 2
     assert says in capsys.readouterr().err
 
 

@@ -58,9 +58,14 @@ def states_at_rest(buckets: Buckets, recipe: Recipe, settings: Arrangement) -> I
 
 
 def working_at_rest(buckets: Buckets, subject: Outline, recipe: Recipe, settings: Arrangement) -> Iterator[Holding]:
-    """A unit that computes, one on its way, and gradients of units that leave."""
+    """A unit that computes, one on its way, on a CPU one that its update has handed over, and gradients that leave."""
     if subject.units:
-        yield Holding("gathered", "", "device", buckets.gathered_nbytes)
+        hands_over = (
+            settings.device == "cpu" and recipe.schedule == "overlap" and recipe.param_tier == recipe.tier == "nvme"
+        )
+        units_nbytes = (sum(load.shard_numel * load.itemsize for load in unit) for unit in buckets.others.by_unit)
+        handed = max(units_nbytes, default=0) if hands_over else 0
+        yield Holding("gathered", "", "device", buckets.gathered_nbytes + handed)
     wire = {load.dtype: itemsize(recipe.wire_dtype(load.dtype)) for load in buckets.trained}
     largest = max((kind.largest_numel * wire[kind.dtype] for kind in buckets.trained), default=0)
     if settings.micro > 1 and subject.units:  # slices are added in a unit's own gradients, which leave together
