@@ -55,7 +55,7 @@ class Part:
     peak: int
     """resident, of which nothing is missed"""
     private: int
-    """as looked at now and then, without what is shared with files and others"""
+    """anonymous memory, as looked at now and then: pages of files become private when other processes end"""
     held: int
     """private, when it was over"""
     read: int
@@ -118,7 +118,7 @@ class Watch:
 
     def private(self) -> int:
         text = Path(f"/proc/{self.pid}/smaps_rollup").read_text()
-        found = KIB * sum(map(int, re.findall(r"^Private_\w+:\s+(\d+) kB", text, re.MULTILINE)))
+        found = KIB * sum(map(int, re.findall(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)))
         self.most = max(self.most, found)
         return found
 
