@@ -239,9 +239,10 @@ def document(outcome: Outcome, command: str) -> dict[str, Any]:
         "contests": [],
         "rows": [
             {
-                "name": f"{part.process}: {part.name}", "ns": part.seconds * 1e9, "bytes": part.read + part.written,
-                "gb_s": round((part.read + part.written) / part.seconds / GB, 3), "roof_share": None, "ratio": {},
                 **dataclasses.asdict(part),
+                "name": f"{part.process}: {part.name}", "ns": part.seconds * 1e9,
+                "bytes": part.read + part.written,
+                "gb_s": round((part.read + part.written) / part.seconds / GB, 3), "roof_share": None, "ratio": {},
             }
             for part in outcome.parts
         ],
