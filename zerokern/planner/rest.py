@@ -68,13 +68,12 @@ def working_at_rest(buckets: Buckets, subject: Outline, recipe: Recipe, settings
         yield Holding("gathered", "", "device", buckets.gathered_nbytes + handed)
     wire = {load.dtype: itemsize(recipe.wire_dtype(load.dtype)) for load in buckets.trained}
     largest = max((kind.largest_numel * wire[kind.dtype] for kind in buckets.trained), default=0)
+    units = ([load for load in unit if load.trainable] for unit in buckets.by_unit)
+    of_unit = max((sum(load.padded_numel * wire[load.dtype] for load in some) for some in units), default=0)
     if settings.micro > 1 and subject.units:  # slices are added in a unit's own gradients, which leave together
-        units = [[load for load in unit if load.trainable] for unit in buckets.by_unit]
-        largest = max(sum(load.padded_numel * wire[load.dtype] for load in unit) for unit in units)
+        largest = of_unit
     if settings.spills and settings.device == "cpu":  # of a unit that is updated, a bucket on its way
-        units = ([load for load in unit if load.trainable] for unit in buckets.by_unit)
-        unit = max((sum(load.padded_numel * wire[load.dtype] for load in some) for some in units), default=0)
-        yield Holding("buffers", "", "device", unit + largest)
+        yield Holding("buffers", "", "device", of_unit + largest)
     else:
         yield Holding("buffers", "", "device", BUFFERS * largest)
     if settings.device == "cpu" and settings.world > 1:
