@@ -318,4 +318,4 @@ def test_bytes_of_a_step(schedule: str, formats: dict[str, Any], read: float, wr
     assert writes == pytest.approx(written, rel=0.01)
     more = 2 if schedule == "delayed" else 0
     assert reads <= (read + more) * 1.01
-    assert reads >= read * 0.93  # less by what has not left when it is needed again
+    assert reads >= read - 2 * 2  # all of it may be on its way still when either pass needs it again: it is that small
