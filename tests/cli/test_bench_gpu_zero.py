@@ -43,7 +43,7 @@ def test_the_section_is_rehearsed(tmp_path: Path) -> None:
     assert about["missing"] == {}
     assert [row["name"] for row in found["rows"] if not row["peer"]][:4] == NAMES
     assert sum(not row["peer"] for row in found["rows"]) == 8
-    assert found["figures"].keys() == {"zero.overhead"}
+    assert found["figures"].keys() == {"zero.overhead", "zero.reserved"}
 
 
 def test_the_fp32_truth_falls(course) -> None:
