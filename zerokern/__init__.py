@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zerokern.report import info
     from zerokern.saving import Saving, export, load, load_pretrained, save
     from zerokern.schedule import Delayed
+    from zerokern.zero.pipelining import PipelineStage
     from zerokern.zero.recompute import recompute
     from zerokern.zero.tiles import tile
 
@@ -47,6 +48,7 @@ __all__ = [
     "KernelError",
     "Lion",
     "Nvme",
+    "PipelineStage",
     "Plan",
     "Saving",
     "ShardError",
@@ -101,6 +103,7 @@ _HOMES = {
     "from_deepspeed": "zerokern.integrations.deepspeed",
     "info": "zerokern.report",
     "Delayed": "zerokern.schedule",
+    "PipelineStage": "zerokern.zero.pipelining",
     "recompute": "zerokern.zero.recompute",
     "tile": "zerokern.zero.tiles",
 }

@@ -41,6 +41,8 @@ class Gatherer:
         self.backward = Order("backward", group)
         self._nbytes = [sum(memory.nbytes for memory in unit.memories) for unit in units]
         self._task = -1
+        self.keeps = False  # whether what is whole stays so from pass to pass
+        self._kept: set[int] = set()  # units that stayed so, in the first pass that lets go of them, until their turn
         self.publishing: Callable[[], bool] = lambda: False
         sharded = [(unit, memory) for unit in units for memory in unit.memories if memory.sharded]
         self._comes_and_goes = bool(sharded)
@@ -62,17 +64,33 @@ class Gatherer:
         """A forward of the root begins: what an earlier one left whole is of no more use."""
         self.keep_writes()
         if not in_backward() and not self._all_lent():
-            self.settle()
+            self._end()
             self.forward.begin()
 
     def settle(self) -> None:
         """Nothing stays whole."""
+        self._kept.clear()
         for unit in self._held():
             unit.outside = False
             unit.computing = 0
             unit.release()
         for unit in self.units:
             unit.settle()
+
+    def keep(self, keeps: bool) -> None:
+        """Whether units stay whole from pass to pass; the pass that follows the last of these lets go of them."""
+        self._kept = set(self._numbers) if self.keeps and not keeps else set()
+        self.keeps = keeps
+
+    def _end(self) -> None:
+        """A pass is over: nothing stays whole, unless the next ones compute with it too."""
+        if not self.keeps:
+            self.settle()
+            return
+        for unit in self._held():
+            unit.outside = False
+            unit.computing = 0
+            unit.take_out()
 
     def _all_lent(self) -> bool:
         return all(unit.all_lent for unit in self.units)
@@ -117,6 +135,8 @@ class Gatherer:
         if not self._comes_and_goes:  # in whatever order
             unit.launch()
             return
+        if self.keeps and order is self.backward and unit.ready:  # the order counts where something is to be gathered
+            return
         goes_back = order is self.backward and unit is not self.root
         if goes_back:
             self._flush_done(unit)  # before the others are waited for: they may wait for these
@@ -127,7 +147,8 @@ class Gatherer:
             coming = order.coming(self.ahead.depth)
             for verb, number in turn(unit.number, coming, self._numbers, done, self._nbytes, self.ahead):
                 if verb == "Release":
-                    self.units[number].release()
+                    if not self.keeps:
+                        self.units[number].release()
                 elif number == unit.number:
                     unit.launch()
                     unit.wait()
@@ -155,9 +176,9 @@ class Gatherer:
             unit.pending += 1
         if unit is self.root:
             if not recorded:
-                self.settle()
+                self._end()
             self.forward.end()
-        elif not unit.outside and not (recorded and self.forward.last(unit.number)):
+        elif not self.keeps and not unit.outside and not (recorded and self.forward.last(unit.number)):
             unit.release()
         return outputs
 
@@ -188,11 +209,13 @@ class Gatherer:
     def _begin_backward(self, unit: GatheredUnit) -> None:
         self.joins_backward()
         unit.began = self._task
+        self._kept.discard(unit.number)
         self._begin(unit, self.backward)
 
     def _done(self, unit: GatheredUnit) -> list[GatheredUnit]:
         """Autograd goes back through the forward in order: units whose backward began before this one's are done."""
-        whole = (one for one in self._held() if one.whole and one is not unit and one is not self.root)
+        held = (one for one in self._held() if one.number not in self._kept)
+        whole = (one for one in held if one.whole and one is not unit and one is not self.root)
         return [one for one in whole if not (one.encloses(unit) or one.outside or one.computing)]
 
     def _flush_done(self, unit: GatheredUnit) -> None:
@@ -219,4 +242,4 @@ class Gatherer:
         """The pass is over."""
         for unit in self.units:
             unit.pending = 0
-        self.settle()
+        self._end()

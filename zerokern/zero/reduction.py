@@ -34,6 +34,7 @@ class Reduction:
         self.buckets, self.group, self._model_is_there = buckets, group, model_is_there
         self.synchronizes = True
         self.active = False
+        self.passes = 0  # that have reduced
         self._task = -1
         self._order = list(reversed(range(len(buckets))))
         self._learns_order = not group.alone
@@ -210,6 +211,7 @@ class Reduction:
                 bucket.give(places)
                 if self.synchronizes:
                     bucket.held.update(places)
+        self.passes += self.synchronizes
         if self._learns_order and self.synchronizes:
             self._learn_order()
         self._reset()
