@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from zerokern.comm import Group, during, group_on
+from zerokern.comm import Group, dividing_on, during
 from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.memory.heap import give_back, map_large
@@ -33,7 +33,7 @@ Module = TypeVar("Module", bound=nn.Module)
 def group_of(mesh: DeviceMesh | Group | None, module: nn.Module) -> Group:
     """The ranks that share a module."""
     param = next(iter(module.parameters()), None)
-    return group_on(mesh, "cpu" if param is None or param.is_meta else param.device)
+    return dividing_on(mesh, "cpu" if param is None or param.is_meta else param.device)
 
 
 def shard(
@@ -48,12 +48,16 @@ def shard(
     replicated: DeviceMesh | Group | None = None,
     units: Units = None,
     bucket_bytes: int = BUCKET_BYTES,
+    reduce: str = "mean",
 ) -> Module:
     """ZeRO in place: optimizer state (stage 1), gradients (2) and parameters (3) divided among the ranks of `mesh`.
 
     Returns the same module; its tree, its parameters as objects, their names and shapes stay as they are, and the
     training loop too. All ranks begin with rank 0's values. Without a `mesh` the ranks are the default process
-    group's, or this process alone where there is none.
+    group's, or this process alone where there is none. A mesh of two dimensions is `(replicate, shard)`, as FSDP2 has
+    it: all is divided along the second, and gradients are reduced there; what is left of them is then added up along
+    the first, beside the next bucket. Several dimensions become one by `mesh["dp", "cp"]._flatten()`. Gradients become
+    the ranks' `"mean"`, or with `reduce="sum"` their sum, for losses that are divided by the tokens of all ranks.
 
     `units`: what is gathered together at stage 3: modules, or a function that says yes or no to each; by default the
     children of `ModuleList`s, and the rest with the root. `bucket_bytes`: how much one collective moves, at most,
@@ -91,6 +95,7 @@ def shard(
             repeated=Repeated(keep, micro, replicated),
             units=units,
             bucket_bytes=bucket_bytes,
+            reduce=reduce,
         )
     return module
 
@@ -164,6 +169,7 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
         "replicated": None,
         "units": None,
         "bucket_bytes": BUCKET_BYTES,
+        "reduce": "mean",
     }
     unknown = sorted(set(shard_kwargs) - set(settings))
     if unknown:
@@ -173,7 +179,7 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
     mesh = settings.pop("mesh")
     repeated = Repeated(settings.pop("keep"), settings.pop("micro"), settings.pop("replicated"))
     with during("zk.build", of="zk.shard"):
-        group = group_on(mesh, torch.get_default_device() if device is None else device)
+        group = dividing_on(mesh, torch.get_default_device() if device is None else device)
     if isinstance(settings["tier"], Nvme) and group.device.type == "cpu":
         map_large()
     construction = Construction(group.device)

@@ -205,9 +205,10 @@ def on_real_ranks(world: World) -> list[str]:
 
 
 def sizes_that_do_not_fit(world: World) -> None:
-    """Meshes: of two dimensions, and one that this process is not part of."""
+    """Meshes: of three dimensions, and one of two of which one is chosen."""
     grid = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("a", "b"))
-    says(refusal(lambda: zk.shard(built(Net), mesh=grid), (ValueError, TypeError)), ["mesh", "1"])
+    cube = init_device_mesh("cpu", (1, 1, world.size), mesh_dim_names=("a", "b", "c"))
+    says(refusal(lambda: zk.shard(built(Net), mesh=cube), ValueError), ["mesh", "one dimension", "mesh['b', 'c']"])
     model = zk.shard(built(Net), stage=3, mesh=grid["b"])
     mse(model, 0, world).backward()
     net = built(Net)

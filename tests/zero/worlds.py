@@ -38,6 +38,7 @@ __all__ = [
     "anywhere",
     "built",
     "full",
+    "on_hybrid_threads",
     "on_ranks",
     "on_threads",
     "ranked",
@@ -54,11 +55,15 @@ SHARDED = STAGES[1:]
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view of who takes part. `mesh` is what zk.shard is given: None is the process group, or nobody."""
+    """One rank's view of who takes part. `mesh` is what zk.shard is given: None is the process group, or nobody.
+
+    `layout`: a DeviceMesh of these ranks for zk.shard, where they are real ones.
+    """
 
     rank: int
     size: int
     mesh: Any = None
+    layout: Any = None
 
     @classmethod
     def of(cls, where: World | int) -> World:
@@ -68,21 +73,21 @@ class World:
         return cls(where, dist.get_world_size())
 
     def shard(self, model: nn.Module, **settings: Any) -> nn.Module:
-        return zk.shard(model, mesh=self.mesh, **settings)
+        return zk.shard(model, mesh=self.mesh if self.layout is None else self.layout, **settings)
 
     def exchange(self, value: Any) -> list:
         """The values of all ranks; none of them may be a tensor."""
         if self.size == 1:
             return [value]
         if self.mesh is not None:
-            return self.mesh.exchange(value)
+            return self.mesh.everyone.exchange(value)
         values: list = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def total(self, tensor: Tensor) -> Tensor:
         if self.size > 1 and self.mesh is not None:
-            self.mesh.all_reduce(tensor).wait()
+            self.mesh.everyone.all_reduce(tensor).wait()
         elif self.size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -133,6 +138,26 @@ def on_threads(size: int, function: Callable, *arguments: Any, timeout: float = 
         return function(World(group.rank, size, group), *arguments)
 
     return FakeWorld(size, timeout=timeout).run(one)
+
+
+def on_hybrid_threads(replicas: int, shards: int, function: Callable, *arguments: Any, timeout: float = 120.0) -> list:
+    """As `on_threads`, in two dimensions: rank `shards * r + s` is the s-th of replica r."""
+    from zerokern.comm.fake import FakeWorld
+    from zerokern.comm.hybrid import HybridGroup
+
+    everyone = FakeWorld(replicas * shards, timeout=timeout)
+    rows = [FakeWorld(shards, timeout=timeout) for _ in range(replicas)]
+    columns = [FakeWorld(replicas, timeout=timeout) for _ in range(shards)]
+    for world in (*rows, *columns):
+        world.tied.append(everyone)
+        everyone.tied.append(world)
+
+    def one(group: Any) -> Any:
+        replica, shard = divmod(group.rank, shards)
+        hybrid = HybridGroup(rows[replica].groups[shard], columns[shard].groups[replica])
+        return function(World(group.rank, group.size, hybrid), *arguments)
+
+    return everyone.run(one)
 
 
 def on_ranks(size: int, function: Callable, *arguments: Any, **settings: Any) -> list:

@@ -9,8 +9,20 @@ from __future__ import annotations
 
 from zerokern.comm.fake import FakeWorld, lonely
 from zerokern.comm.group import Group, Handle
-from zerokern.comm.joining import Team, group_on, joined, world_size
+from zerokern.comm.joining import Team, dividing_on, group_on, joined, world_size
 from zerokern.comm.whereabouts import during
 from zerokern.core.errors import CommError
 
-__all__ = ["CommError", "FakeWorld", "Group", "Handle", "Team", "during", "group_on", "joined", "lonely", "world_size"]
+__all__ = [
+    "CommError",
+    "FakeWorld",
+    "Group",
+    "Handle",
+    "Team",
+    "dividing_on",
+    "during",
+    "group_on",
+    "joined",
+    "lonely",
+    "world_size",
+]

@@ -65,6 +65,10 @@ class CommonGroup(Group):
     def agree(self, key: str) -> None:
         self._common.watch.agree(key)
 
+    def tie(self, other: Group) -> None:
+        if isinstance(other, CommonGroup):
+            self._common.watch.tie(other._common.watch)
+
     def give_up(self, reason: str) -> None:
         self._common.watch.give_up(reason)
 

@@ -57,7 +57,7 @@ class DeviceGroup(CommonGroup):
     def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
         straight = not add and out.dtype == bucket.dtype
         op = "sum"
-        if scale == 1.0 / self.size and self._averages(bucket):
+        if scale == 1.0 / self.size and self.averages(bucket):
             op, scale = "mean", 1.0
         elif bucket.dtype == torch.float16 and abs(scale) < 1 and bucket.numel():
             # the library sums in fp16, whose largest number a sum of scaled losses reaches long before their mean does
@@ -84,7 +84,7 @@ class DeviceGroup(CommonGroup):
             total,
         )
 
-    def _averages(self, tensor: Tensor) -> bool:
+    def averages(self, tensor: Tensor) -> bool:
         """NCCL multiplies by 1 / size, rounded to the tensor's dtype, before it sums: a power of two is exact."""
         return tensor.dtype == torch.float32 or self.size & (self.size - 1) == 0
 

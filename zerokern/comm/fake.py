@@ -43,6 +43,7 @@ class FakeWorld:
         self.given: dict[tuple[str, int], dict[int, tuple[str, Tensor]]] = {}
         self.taken: dict[tuple[str, int], int] = {}
         self.failure: str | None = None
+        self.tied: list[FakeWorld] = []
         self.store = torch.distributed.HashStore()
         self.groups = [FakeGroup(self, rank) for rank in range(size)]
 
@@ -74,6 +75,9 @@ class FakeWorld:
         with self.changed:
             self.failure = self.failure or reason
             self.changed.notify_all()
+        for other in self.tied:
+            if other.failure is None:
+                other.fail(reason)
 
 
 class FakeGroup(Group):
@@ -89,6 +93,11 @@ class FakeGroup(Group):
 
     def follow(self, key: str) -> None:
         self._board.follow(key)
+
+    def tie(self, other: Group) -> None:
+        if isinstance(other, FakeGroup):
+            self._world.tied.append(other._world)
+            other._world.tied.append(self._world)
 
     def give_up(self, reason: str) -> None:
         self._world.fail(f"rank {self.rank}: {reason}")

@@ -59,6 +59,11 @@ class Handle:
         if self._again is not None:
             self._again()
 
+    def advance(self) -> bool:
+        """Returns once the first of two rounds is over, and the second under way: True. Of one round, as `wait`."""
+        self.wait()
+        return False
+
     def _end(self) -> None:
         assert self._complete is not None
         try:
@@ -130,6 +135,14 @@ class Group:
         self.alone = size == 1  # nothing has to move
         self.traffic = Traffic()
         self.publishing: weakref.WeakSet[Publishing] = weakref.WeakSet()
+
+    @property
+    def everyone(self) -> Any:
+        """Those that have copies of its spans too: itself, where nobody has."""
+        return self
+
+    def tie(self, other: Group) -> None:
+        """Where one of the two groups fails, the other is at its end too: who waits there would wait for ever."""
 
     def awaiting_update(self) -> AbstractContextManager[None]:
         """Around a wait for another thread of this process, which is about to `publish`."""
@@ -215,7 +228,7 @@ class Group:
         if op not in ("sum", "mean", "max"):
             raise ValueError(got("op", op, "'sum', 'mean' or 'max'"))
         tensor = self._flat("tensor", tensor, FLOATS if op == "mean" else SUMMABLE)
-        if op == "mean" and not self._averages(tensor):
+        if op == "mean" and not self.averages(tensor):
             tensor.mul_(1.0 / self.size)
             op = "sum"
         if scratch is not None:
@@ -252,6 +265,10 @@ class Group:
         rows = texts.cpu().view(self.size, longest)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, counts, strict=True)]
 
+    def scratch_numel(self, numel: int) -> tuple[int, int]:
+        """What scratch a `reduce_scatter` takes of so many elements: in its first round, and in a second one."""
+        return (self.size - 1) * (numel // self.size), 0
+
     def barrier(self) -> None:
         """Returns when all ranks have come here."""
         here = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
@@ -281,7 +298,7 @@ class Group:
             full.copy_(shard)
         return Handle()
 
-    def _averages(self, tensor: Tensor) -> bool:
+    def averages(self, tensor: Tensor) -> bool:
         """Whether the transport itself divides before it sums, and as exactly as we would."""
         return False
 

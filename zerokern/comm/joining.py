@@ -16,6 +16,7 @@ from torch import Tensor
 from zerokern.comm.common import Common
 from zerokern.comm.device import DeviceGroup
 from zerokern.comm.group import Group, Handle
+from zerokern.comm.hybrid import HybridGroup
 from zerokern.comm.peers import PeerGroup
 from zerokern.comm.whereabouts import Presence
 from zerokern.core import env
@@ -24,11 +25,16 @@ from zerokern.core.errors import got
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Team", "group_on", "joined", "world_size"]
+__all__ = ["Team", "dividing_on", "group_on", "joined", "world_size"]
 
 # What was posted is counted per process group: messages of two groups that share one must not be mistaken.
 _PRESENCE = Presence()
 _COMMON: weakref.WeakKeyDictionary[Any, dict[str, Common]] = weakref.WeakKeyDictionary()
+_HYBRID: weakref.WeakValueDictionary[tuple[int, int], HybridGroup] = weakref.WeakValueDictionary()
+
+_TWO = "(replicate, shard), as FSDP2 has it: what is divided along the second has copies along the first"
+# dimensions that divide a model's work and not the batch, as torchtitan and Accelerate call them
+_OF_THE_MODEL = {"tp": "tensor", "pp": "pipeline"}
 
 
 def world_size() -> int:
@@ -58,6 +64,51 @@ def group_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
     return Group(0, 1, device, "alone") if pg is None else _join(pg, device)
 
 
+def dividing_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
+    """As `group_on`, for what is divided: of a mesh of two dimensions, (replicate, shard), a `HybridGroup`.
+
+    >>> dividing_on()
+    Group('alone', rank 0 of 1, cpu)
+    """
+    if getattr(mesh, "ndim", 1) == 1 or isinstance(mesh, Tensor):
+        return group_on(mesh, device)
+    _check_two(mesh)
+    replicas, shard = (group_on(_along(mesh, dim), device) for dim in (0, 1))
+    if replicas.size == 1:
+        return shard
+    found = _HYBRID.get((id(shard), id(replicas)))
+    if found is None:
+        found = _HYBRID[id(shard), id(replicas)] = HybridGroup(shard, replicas)
+    return found
+
+
+def _check_two(mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim != 2:
+        last = ", ".join(map(repr, names[-2:])) or "'dp_replicate', 'dp_shard'"
+        advice = f"Name its dimensions and choose some, as in mesh[{last}]; mesh[{last}]._flatten() makes one of two"
+        raise ValueError(got("mesh", mesh, f"a mesh of one dimension (shard), or of two, {_TWO}", advice))
+    for name in names:
+        if name in _OF_THE_MODEL:
+            other = next((one for one in names if one not in _OF_THE_MODEL), "dp")
+            advice = (
+                f"{name!r} is the dimension of {_OF_THE_MODEL[name]} parallelism; choose the other: mesh[{other!r}]"
+            )
+            raise ValueError(got("mesh", mesh, f"dimensions whose ranks have different batches, {_TWO}", advice))
+    if len(names) == 2 and ("shard" in names[0] or "replicate" in names[1]):
+        advice = f"These are the other way round; choose mesh[{names[1]!r}, {names[0]!r}], of a mesh made in that order"
+        raise ValueError(got("mesh", mesh, f"a mesh of two dimensions, {_TWO}", advice))
+
+
+def _along(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+    """Those that this rank is among in one dimension, as a mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if mesh.get_coordinate() is None:
+        raise ValueError(got("mesh", mesh, f"a mesh that this rank, {dist.get_rank()}, is part of"))
+    return DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type)
+
+
 def joined(pg: Any) -> Group:
     """The group of a process group: of its CPU tensors where it moves such, else of those on this process's GPU."""
     device = torch.device("cpu")
@@ -83,10 +134,8 @@ class Team:
     def join(self) -> list[Group]:
         """The groups, which find each other the first time: every rank comes here then, in its user's thread."""
         if self._groups is None:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            mesh, kind = self._mesh, self._mesh.device_type
-            each = [mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), kind) for dim in self._dims]
+            mesh = self._mesh
+            each = [mesh if mesh.ndim == 1 else _along(mesh, dim) for dim in self._dims]
             self._groups = [group_on(one, self.device) for one in each]
         return self._groups
 

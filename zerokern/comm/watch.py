@@ -44,6 +44,23 @@ class Watch:
         self._next_look, self._pause = 0.0, STUCK_S
         self._explaining = False
         self._begun, self._quiet_since = -1, 0.0
+        self._tied: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+    def tie(self, other: Watch) -> None:
+        """Whoever waits for this rank in one of the two groups waits in vain once the other has failed."""
+        self._tied.add(other)
+        other._tied.add(self)
+
+    def _end(self) -> None:
+        """Nothing more comes in this group, nor in those that are tied to it."""
+        self._sever()
+        if self.failure is None:
+            return
+        reason = f"among other ranks that share its model, {self.failure.reason}"
+        for other in [one for one in list(self._tied) if one.failure is None]:
+            telling = threading.Thread(target=other.give_up, args=(reason,), daemon=True)
+            telling.start()
+            telling.join(STORE_S)
 
     @contextlib.contextmanager
     def over(self, waiting: Waiting) -> Iterator[None]:
@@ -80,7 +97,7 @@ class Watch:
             self.failure = Failure(f"rank {self.board.rank}: {reason}")
             with contextlib.suppress(RuntimeError):
                 self.board.fail(self.failure)
-            self._sever()
+            self._end()
 
     def refuse_after_failure(self, waiting: Waiting) -> None:
         """A group that has failed once stays so: its ranks no longer agree on what comes next."""
@@ -112,7 +129,7 @@ class Watch:
         if self.failure is None:
             silent = Failure(f"rank {self.board.rank} in {waiting}: {said}; the group's store does not answer either")
             self.failure = answers[0] if answers else silent
-        self._sever()
+        self._end()
         return self._error(waiting, "did not end", self.failure)
 
     def unlike(self, waiting: Waiting) -> CommError:
@@ -215,7 +232,7 @@ class Watch:
             return
         if failure is not None and not self._explaining:
             self.failure = failure
-            self._sever()
+            self._end()
 
     def _rest(self, now: float) -> None:
         """A process in which nobody has waited for long says once where it was: others may wait for it."""

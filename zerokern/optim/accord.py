@@ -40,7 +40,7 @@ class Accord:
         self.teams = list({id(sharding.group): sharding.group for sharding in divided}.values())
         self._everyone = [sharding.everyone for sharding in shardings]
         self.in_company = any(team.size > 1 for team in self._everyone)
-        self._meets = any(team.size > 1 for team in self.teams)
+        self._meets = any(getattr(team, "everyone", team).size > 1 for team in self.teams)
         self.settings: Sequence[dict[str, Any]] = ()  # of all groups, as this step has them
         self.groups_of: list[list[int]] = [[] for _ in self.teams]  # those whose parameters a team shares
         self._marked: Sequence[dict[str, Any]] = ()

@@ -18,7 +18,16 @@ from zerokern.zero.mixed import DTYPES
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Unit
 
-__all__ = ["bucket_bytes", "gradient", "model", "no_writes_of_one_rank", "same_on_all_ranks", "thawed", "unreduced"]
+__all__ = [
+    "bucket_bytes",
+    "gradient",
+    "model",
+    "no_writes_of_one_rank",
+    "reduce",
+    "same_on_all_ranks",
+    "thawed",
+    "unreduced",
+]
 
 
 def bucket_bytes(value: object) -> int:
@@ -29,6 +38,17 @@ def bucket_bytes(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(got("bucket_bytes", value, "a whole number of bytes from 1 on"))
     return value
+
+
+def reduce(value: object) -> str:
+    """
+    >>> reduce("sum")
+    'sum'
+    """
+    if value not in ("mean", "sum"):
+        do = "'sum' is for losses that are divided by what all ranks have together, as by the tokens of the whole batch"
+        raise ValueError(got("reduce", value, "'mean' or 'sum' of the ranks' gradients", do))
+    return str(value)
 
 
 def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -> torch.device:
@@ -49,7 +69,7 @@ def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -
     return params[0][1].device
 
 
-def no_writes_of_one_rank(module: nn.Module, group: Group) -> None:
+def no_writes_of_one_rank(module: nn.Module, group: Any) -> None:
     """Lookups that renormalize what they look up write to other rows on each rank."""
     lookups = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     for name, one in lookups:
@@ -140,7 +160,7 @@ def _where(param: Tensor) -> tuple[int, int]:
     return (0, param.data_ptr()) if storage.nbytes() else (storage._cdata, int(param.storage_offset()) * param.itemsize)
 
 
-def same_on_all_ranks(group: Group, settings: dict[str, Any], units: Sequence[Unit]) -> None:
+def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit]) -> None:
     """Raise on every rank, saying what differs, unless all ranks shard the same model in the same way."""
     if group.alone:
         return
@@ -165,7 +185,7 @@ def same_on_all_ranks(group: Group, settings: dict[str, Any], units: Sequence[Un
     raise ShardError(f"the ranks do not have the same model: {first}; build the same one on all of them")
 
 
-def _first_difference(group: Group, rows: list[Any]) -> str:
+def _first_difference(group: Any, rows: list[Any]) -> str:
     everyone = group.exchange(rows)
     for rank, theirs in enumerate(everyone):
         for number in range(max(len(theirs), len(everyone[0]))):

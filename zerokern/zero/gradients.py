@@ -25,6 +25,7 @@ from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.references import References, shares
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
+from zerokern.zero.summing import Summing
 
 __all__ = ["GradientBucket"]
 
@@ -34,19 +35,21 @@ _grad_of = attrgetter("grad")
 class GradientBucket:
     """What arrived of a bucket's gradients, where they are gathered up (`buffer`) and where they end (`reduced`)."""
 
-    def __init__(self, number: int, memory: BucketMemory, homes: list[Home], stage: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, number: int, memory: BucketMemory, homes: list[Home], stage: int, dtype: torch.dtype, op: str = "mean"
+    ) -> None:
         self.number, self.memory, self.homes, self.dtype = number, memory, homes, dtype
-        self.group = memory.group
-        self.bucket = memory.bucket
+        self.group, self.bucket = memory.group, memory.bucket
         self.tenants: list[Tenant] = memory.tenants
         self.replicated = not shards_state(stage)
         # one rank's shard is the bucket: the gradients are flattened where they stay, unless that is in host memory
         self.stays = self.replicated or (self.group.alone and memory.host is None)
         self.lends_buffer = shards_gradients(stage) and not self.stays
         self.landing = None if memory.host is None else IntoHost(self.group, memory.host)
+        self.summing = Summing(self.group, op, whole=self.stays, landing=self.landing)
         # on a device one launch flattens all; on a CPU each goes at once: its memory, and the cache, serve the next
         self.keeps = memory.device.type != "cpu"
-        self.opened = self.closed = self.launched = self._adds = False
+        self.opened = self.closed = self.launched = self.adds = False
         self._kept: set[int] = set()
         self._dropped: set[int] = set()  # places whose gradients of this pass came when they were frozen
         self.arrived: dict[int, Tensor | None] = {}
@@ -234,8 +237,11 @@ class GradientBucket:
         self.held &= lives
         if self.held and self.in_place and not self.stays:
             self._move(self.held, out=True)
+        if self.summing.counts_again:
+            self.summing.share_out(self._spans[place] for place in self.held)
+            self.held.clear()
         self._kept = lives if self.stays else set(self.local)
-        self._adds = not self.stays and bool(self.held)
+        self.adds = not self.stays and bool(self.held)
         self.opened = True
 
     def _lay(self, buffer: Tensor) -> Tensor:
@@ -259,13 +265,13 @@ class GradientBucket:
                 self._spans[place].add_(grad)
         for place in self._places - self.arrived.keys() - self._kept:
             self._spans[place].zero_()
-        if self._adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
+        if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
             self._show()
             for place in () if self.in_place else self._places - self.held:
                 self.reduced_span(place).zero_()
         if not reduces:
             self.local |= set(self.arrived)
-        return self._adds
+        return self.adds
 
     def _flatten(self, grads: dict[int, Tensor], buffer: Tensor) -> None:
         if not grads:
@@ -289,24 +295,17 @@ class GradientBucket:
         self.launched = True
         self.local.clear()
         self._show()
-        if self.stays:
-            return None if self.group.alone else self.group.all_reduce(buffer, "mean", scratch=scratch)
-        return self._scatter(buffer, add, scratch)
-
-    def _scatter(self, buffer: Tensor, add: bool, scratch: Tensor | None) -> Handle:
         assert self.reduced is not None
-        reduce = (self.landing or self.group).reduce_scatter
-        return reduce(buffer, self.reduced, scale=1.0 / self.group.size, add=add, scratch=scratch)
+        return self.summing.begin(buffer, self.reduced, add=add, scratch=scratch)
 
     def reduce_late(self, scratch: Tensor | None) -> None:
         """Add what arrived late, on any rank, to what is reduced."""
         late = self._zeros() if self.late is None else self.late
         self._guard()
+        assert self.reduced is not None
+        (self.summing.begin(late, self.reduced, add=True, scratch=scratch) or Handle()).wait()
         if self.stays:
-            self.group.all_reduce(late, "mean", scratch=scratch).wait()
-            self.reduced.add_(late)  # type: ignore[union-attr]
-        else:
-            self._scatter(late, True, scratch).wait()
+            self.reduced.add_(late)
         self.tell()
 
     def _show(self) -> None:
@@ -386,7 +385,8 @@ class GradientBucket:
 
     def refuse_unreduced(self) -> None:
         """A step on gradients that other ranks know nothing of would let the ranks drift apart."""
-        if self.local and not self.stays:
+        apart = not self.replicated or self.summing.counts_again  # as in DDP, means at stage 0 are each rank's affair
+        if self.local and apart and self.summing.needed:
             checks.unreduced([self.tenants[place].name for place in sorted(self.local)])
 
     def reset(self) -> None:

@@ -35,7 +35,7 @@ class IntoHost:
         first = self._group.rank * out.numel()
         span = buffer[first : first + out.numel()]
         given = copies.here()
-        with copies.driver.aside() if add or not self._group.alone else nullcontext():
+        with copies.driver.aside() if add or not self._group.everyone.alone else nullcontext():
             given.gate()
             if add:
                 span = torch.empty_like(span)

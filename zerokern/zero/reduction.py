@@ -37,7 +37,8 @@ class Reduction:
         self.passes = 0  # that have reduced
         self._task = -1
         self._order = list(reversed(range(len(buckets))))
-        self._learns_order = not group.alone
+        self._everyone = group.everyone
+        self._learns_order = not self._everyone.alone
         self._completed: dict[int, None] = {}  # in the order in which they became complete
         self._next = 0
         self._outstanding: deque[tuple[GradientBucket, Handle]] = deque()
@@ -143,8 +144,8 @@ class Reduction:
         bucket.arrived.clear()
         if not self.synchronizes:
             return
-        while self._outstanding and self._needs_scratch:
-            self._wait_for_oldest()
+        if self._needs_scratch:
+            self._make_way()
         more = ", added to those of an earlier pass" if bucket.held else ""
         with during(BACKWARD, of=f"gradients from {bucket.memory.called} on{more}"):
             handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
@@ -153,17 +154,31 @@ class Reduction:
         else:
             self._outstanding.append((bucket, handle))
 
+    def _make_way(self) -> None:
+        """The last reduction is over, or in its second round, and its first one's scratch is free."""
+        while len(self._outstanding) > 1:
+            self._wait_for_oldest()
+        if self._outstanding:
+            bucket, handle = self._outstanding[0]
+            with during(BACKWARD):
+                goes_on = handle.advance()
+            if not goes_on:
+                self._wait_for_oldest()
+            elif not bucket.adds:  # else it goes on in the buffer
+                self._take_back(bucket)
+
     @property
     def _needs_scratch(self) -> bool:
-        return self.group.device.type == "cpu" and not self.group.alone
+        return self.group.device.type == "cpu" and not self._everyone.alone
 
     def _scratch_for(self, bucket: GradientBucket) -> Tensor | None:
         """What the other ranks' spans are received into, where the transport does not add up itself: one for all."""
         if not self._needs_scratch:
             return None
         if not self.scratch:
-            largest = max(one.nbytes for one in self.buckets)
-            self.scratch.append(self._bytes(largest // self.group.size * (self.group.size - 1)))
+            wanted = [one.summing.scratch_nbytes(one.bucket.padded_numel, one.dtype) for one in self.buckets]
+            first, second = zip(*wanted, strict=True)
+            self.scratch.append(self._bytes(max(first) + max(second)))
         return self.scratch[0].view(bucket.dtype)
 
     def _bytes(self, nbytes: int) -> Tensor:
@@ -195,7 +210,7 @@ class Reduction:
         for number in self._order:
             self._complete(self.buckets[number])
         marks = bytearray().join(map(_marks, self.buckets))
-        if self.synchronizes and not self.group.alone:
+        if self.synchronizes and not self._everyone.alone:
             marks = self._agreed(marks)
         while self._outstanding:
             self._wait_for_oldest()
@@ -223,13 +238,13 @@ class Reduction:
         on_host = self.group.device.type == "cpu"
         late, usual = LATE in marks, marks.count(ARRIVED) == len(marks)
         if not on_host:  # where some do not wait for what the others say, all must say the same of this
-            self.group.agree("late gradients") if late else self.group.follow("no late gradients")
+            self._everyone.agree("late gradients") if late else self._everyone.follow("no late gradients")
         whole = torch.frombuffer(marks, dtype=torch.uint8)
         # made there, where nothing is missing: a copy from the host would wait for the device
         there = torch.ones_like(whole, device=self.group.device) if usual else whole.to(self.group.device)
         with during(BACKWARD, of="which gradients there are"):
-            self.group.follow(BACKWARD)
-            handle = self.group.all_reduce(there, "max")
+            self._everyone.follow(BACKWARD)
+            handle = self._everyone.all_reduce(there, "max")
             if on_host or not usual:
                 handle.wait()
                 return bytearray(there.tolist())

@@ -34,6 +34,7 @@ from zerokern.zero.resting import check_tier, driver_of, laid_out, lies_on, rest
 from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
+from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own, original
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
 
 __all__ = ["Sharding"]
@@ -56,28 +57,31 @@ class Sharding:
         tier: str | Nvme = "device",
         repeated: Any = None,
         materialize: Callable[[Unit], None] | None = None,
+        reduce: str = "mean",
     ) -> None:
         self.module, self.stage, self.group = module, stage, group
-        self.everyone = group  # those with copies too
+        self.everyone = group.everyone  # those with copies too
+        self.op = checks.reduce(reduce)
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
-        self.rests = rests_on(check_tier(tier, stage), group)
+        self.rests = rests_on(check_tier(tier, stage), group.everyone)
         self.nodes: dict[str, object] = {}  # what autograd asks before it accumulates; it lives as long as it is here
         self._stream = stream_number(group.device)  # which they were made on
         self.more_nodes: list[object] = []
         found = units_of(module, units)
         device = checks.model(module, found, group, built=materialize is not None)
         if not self.replicated:
-            checks.no_writes_of_one_rank(module, group)
+            checks.no_writes_of_one_rank(module, self.everyone)
         settings = {
             "stage": stage,
+            "reduce": self.op,
             "bucket_bytes": checks.bucket_bytes(bucket_bytes),
             "mp_policy": str(self.policy),
             "tier": tier if isinstance(tier, str) else type(tier).__name__,
             "keep, micro": str(repeated and repeated.check(found)),
             "units": [unit.name for unit in found],
         }
-        checks.same_on_all_ranks(group, settings, found)
+        checks.same_on_all_ranks(self.everyone, settings, found)
         with torch.no_grad():
             self._broadcast_buffers()
             self._take_in(found, device, bucket_bytes, materialize, tier)
@@ -138,7 +142,7 @@ class Sharding:
     def _broadcast_buffers(self) -> None:
         """Buffers begin with rank 0's values too; as bytes, whatever they are made of."""
         for buffer in self.module.buffers():
-            if not self.group.alone and not buffer.is_meta and buffer.numel():
+            if not self.everyone.alone and not buffer.is_meta and buffer.numel():
                 flat = buffer.detach().to(self.group.device).reshape(-1).contiguous().view(torch.uint8)
                 self.group.broadcast(flat).wait()
                 buffer.copy_(flat.view(buffer.dtype).view(buffer.shape))
@@ -151,7 +155,7 @@ class Sharding:
         kind = kind_of_bucket(self.rests, self.group, sizes)
         for memory, dtype in trained:
             homes = [by_name[tenant.name] for tenant in memory.tenants]
-            bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype)
+            bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype, self.op)
             self.gradient_buckets.append(bucket)
             for number, (tenant, home) in enumerate(zip(memory.tenants, homes, strict=True)):
                 home.gradients, home.place = bucket, number
@@ -257,19 +261,19 @@ class Sharding:
     def use_outside(self, unit: GatheredUnit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
         assert self.gatherer is not None
-        if torch.is_grad_enabled() and any(map(_is_leaf_of_its_own, leaves((args, kwargs)))):
+        if torch.is_grad_enabled() and any(map(is_leaf_of_its_own, leaves((args, kwargs)))):
             return NotImplemented
         if func is torch.autograd.grad:  # looks at the graph, and not at values
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*_exchanged(args, self.tenants), **_exchanged(kwargs, self.tenants))
-        given = _ids((args, kwargs))
+                return func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
+        given = ids((args, kwargs))
         for one in self.gatherer.units:
             if any(id(tenant.param) in given and isinstance(tenant.param, Sharded) for tenant in one.tenants):
                 self.gatherer.use_outside(one)
         hearing = torch.is_grad_enabled() and self.gatherer.reads.begin()
         try:
-            result = func(*_exchanged(args, self.tenants), **_exchanged(kwargs, self.tenants))
-            full = self.tenants[id(_original(args[0]))].full if func == GET_DATA else None
+            result = func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
+            full = self.tenants[id(original(args[0]))].full if func == GET_DATA else None
             return result if full is None else full.lend(result)
         finally:
             if hearing:
@@ -364,37 +368,3 @@ def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tup
 def _in_forward(sharding: weakref.ref[Sharding]) -> bool:
     there = sharding()
     return there is not None and there.gatherer is not None and there.gatherer.root.computing > 0
-
-
-def _ids(value: Any) -> set[int]:
-    if isinstance(value, Tensor):
-        return {id(_original(value))}
-    if isinstance(value, dict):
-        return set().union(*map(_ids, value.values())) if value else set()
-    return set().union(*map(_ids, value)) if isinstance(value, list | tuple) and value else set()
-
-
-def _is_leaf_of_its_own(value: Any) -> bool:
-    """`p.detach().requires_grad_()`, whose gradients are none of the parameter's."""
-    return isinstance(value, Sharded) and value.original is not None and value.requires_grad
-
-
-def _original(value: Tensor) -> Tensor:
-    return value if getattr(value, "original", None) is None else value.original  # type: ignore[attr-defined]
-
-
-def _exchanged(value: Any, tenants: dict[int, Tenant]) -> Any:
-    if isinstance(value, Tensor):
-        original = _original(value)
-        if not isinstance(original, Sharded):
-            return value
-        tenant = tenants.get(id(original))
-        if tenant is None or tenant.full is None:
-            return value
-        # as a Function is given again what it has saved
-        return tenant.full if value is original else tenant.full.detach()
-    if isinstance(value, dict):
-        return {key: _exchanged(item, tenants) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_exchanged(item, tenants) for item in value))
-    return type(value)(_exchanged(item, tenants) for item in value) if isinstance(value, list | tuple) else value

@@ -35,7 +35,7 @@ def kind_of_bucket(rests: Rests | None, group: Group, sizes: Iterable[int]) -> C
     if rests is None or not nbytes or group.device.type != "cpu":
         return GradientBucket
     word = torch.tensor([float(spills(nbytes))])
-    if not group.alone:
+    if not group.everyone.alone:
         with during("zk.shard", of="where gradients wait"):
             group.all_reduce(word, "max").wait()
     if not word.item():

@@ -1,0 +1,212 @@
+"""Ranks in two dimensions: spans are divided along one, and what each rank has is there once more along the other.
+
+A bucket is reduced in two rounds: to spans among those that divide it, and each span among those that have copies of
+it, beside the first round of the next bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from zerokern.comm.group import Group, Handle, own
+from zerokern.kernels import accumulate
+from zerokern.memory.staging import CudaDriver, passed
+
+__all__ = ["Everyone", "HybridGroup"]
+
+
+class Everyone:
+    """The ranks of both dimensions. What is told or added up goes along one dimension and then along the other.
+
+    So all ranks have the same bits. They are numbered as a mesh of (replicate, shard) lists them.
+    """
+
+    def __init__(self, shard: Group, replicas: Group) -> None:
+        self._shard, self._replicas = shard, replicas
+        self.rank, self.size = replicas.rank * shard.size + shard.rank, replicas.size * shard.size
+        self.device, self.alone = shard.device, False
+
+    def join(self) -> list[Group]:
+        """As `Group.join`: the groups of the dimensions that have several ranks."""
+        return [group for group in (self._shard, self._replicas) if not group.alone]
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
+        """As `Group.all_reduce`; a mean is that of the means."""
+        self._shard.all_reduce(tensor, op, scratch=scratch).wait()
+        return self._replicas.all_reduce(tensor, op, scratch=scratch)
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        """As `Group.broadcast`, from the first of all."""
+        self._shard.broadcast(tensor).wait()
+        return self._replicas.broadcast(tensor)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """As `Group.exchange`."""
+        return [one for row in self._replicas.exchange(self._shard.exchange(value)) for one in row]
+
+    def follow(self, key: str) -> None:
+        """As `Group.follow`, on both."""
+        for group in self.join():
+            group.follow(key)
+
+    def agree(self, key: str) -> None:
+        """As `Group.agree`, on both."""
+        for group in self.join():
+            group.agree(key)
+
+    def scratch_numel(self, numel: int) -> tuple[int, int]:
+        """As `Group.scratch_numel`, of an `all_reduce`."""
+        return max((group.size - 1) * -(-numel // group.size) for group in self.join()), 0
+
+
+class HybridGroup(Group):
+    """The ranks that divide spans, as a group; each of them knows those that have `replicas` of its own.
+
+    What moves spans stays among the former: gathers, and the order of them. What all must have alike concerns both:
+    `reduce_scatter` ends in the same span on all that have it, a norm counts each span once.
+
+    >>> import torch
+    >>> alone = Group(0, 1, torch.device("cpu"), "alone")
+    >>> HybridGroup(alone, alone)
+    HybridGroup('alone, 1 times', rank 0 of 1, cpu)
+    """
+
+    def __init__(self, shard: Group, replicas: Group) -> None:
+        super().__init__(shard.rank, shard.size, shard.device, f"{shard.name}, {replicas.size} times")
+        self.shard, self.replicas = shard, replicas
+        self.alone = shard.alone
+        self.traffic, self.publishing = shard.traffic, shard.publishing
+        self._everyone = Everyone(shard, replicas)
+        self._driver = CudaDriver(shard.device) if shard.device.type == "cuda" else None
+        shard.tie(replicas)
+
+    @property
+    def everyone(self) -> Any:
+        return self._everyone
+
+    def join(self) -> list[Group]:
+        return self._everyone.join()
+
+    def awaiting_update(self) -> AbstractContextManager[None]:
+        return self.shard.awaiting_update()
+
+    def settle(self, besides: object = None) -> None:
+        self.shard.settle(besides)
+        self.replicas.settle(besides)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, scratch: Tensor | None = None) -> Handle:
+        """As `Group.all_reduce` over all that is there once: a sum is the mean of the replicas' sums.
+
+        Where replicas are alike that is what each of them has; where they are not, all hear of the same number.
+        """
+        if op == "sum" and not tensor.is_floating_point():
+            raise TypeError(f"tensor has dtype {tensor.dtype}; allowed: floats, of which replicas have a mean")
+        handle = self._everyone.all_reduce(tensor, op, scratch=scratch)
+        if op != "sum":
+            return handle
+
+        def complete() -> None:
+            handle.wait()
+            self._flat("tensor", tensor).div_(self.replicas.size)
+
+        return Handle(complete)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Handle:
+        """From rank `src` of the first replica, to all ranks of all replicas."""
+        self.shard.broadcast(tensor, src).wait()
+        return self.replicas.broadcast(tensor)
+
+    def follow(self, key: str) -> None:
+        self.shard.follow(key)
+
+    def agree(self, key: str) -> None:
+        self.shard.agree(key)
+
+    def give_up(self, reason: str) -> None:
+        self.shard.give_up(reason)
+        self.replicas.give_up(reason)
+
+    def scratch_numel(self, numel: int) -> tuple[int, int]:
+        span = numel // self.size
+        return self.shard.scratch_numel(numel)[0], (self.replicas.size - 1) * -(-span // self.replicas.size)
+
+    def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+        # what is added to must not be added up with that of the replicas: the sum is made in the bucket
+        piece = own(bucket, self.rank, self.size) if add or out.dtype != bucket.dtype else out
+        op, first_scale = "sum", scale
+        if scale == 1.0 / self._everyone.size and self.shard.averages(bucket) and self.replicas.averages(bucket):
+            op, first_scale = "mean", 1.0 / self.size
+        head, tail = self._divided(scratch, bucket.numel())
+        first = self.shard._reduce_scatter(bucket, piece, first_scale, False, head)
+
+        def begin() -> Handle:
+            return self.replicas.all_reduce(piece, op, scratch=tail)
+
+        def finish() -> None:
+            if piece is not out and out.numel():
+                accumulate(out, [piece], add=add)
+
+        if self._driver is None:
+            return _Rounds(first, begin, finish)
+        with self._driver.aside():  # one round after the other, beside what the program launches next
+            first.wait()
+            begin().wait()
+            finish()
+            gate = passed(self.device)
+        held = [bucket, piece, out]
+
+        def complete() -> None:
+            gate()
+            held.clear()  # not before the current stream follows: what is freed may be written by it at once
+
+        return Handle(complete, None, gate)
+
+    def _divided(self, scratch: Tensor | None, numel: int) -> tuple[Tensor | None, Tensor | None]:
+        """The second round's is at the end, where the next bucket's first round leaves it alone."""
+        head, tail = self.scratch_numel(numel)
+        if scratch is None or scratch.numel() < head + tail:
+            return scratch, None
+        return scratch[:head], scratch[scratch.numel() - tail :]
+
+    def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
+        return self.shard._all_gather(full, shard)
+
+    def _publish(self, full: Tensor) -> Handle:
+        return self.shard._publish(full)
+
+
+class _Rounds(Handle):
+    """A collective whose second round somebody has to begin: whoever waits, or goes on."""
+
+    __slots__ = ("_begin", "_finish", "_first", "_second")
+
+    def __init__(self, first: Handle, begin: Callable[[], Handle], finish: Callable[[], None]) -> None:
+        super().__init__(self._both)
+        self._first, self._begin, self._finish = first, begin, finish
+        self._second: Handle | None = None
+
+    def advance(self) -> bool:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if not self._ended:
+                try:
+                    self._go_on()
+                except BaseException as error:
+                    self._failure, self._ended, self._complete = error, True, None
+                    raise
+            return not self._ended
+
+    def _go_on(self) -> Handle:
+        if self._second is None:
+            self._first.wait()
+            self._second = self._begin()
+        return self._second
+
+    def _both(self) -> None:
+        self._go_on().wait()
+        self._finish()
