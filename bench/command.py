@@ -31,11 +31,14 @@ ON_DISK = ("io", "save")
 TIERS = ("cpu", "nvme")
 SHAPES = ("flat", "llama", "small")
 RANKED = {"zero": zero, "offload": offload, "infinity": infinity}
-BELONGS = {"offload": ("hidden", "stage"), "infinity": ("micro", "largest", "cap"), "zero": tuple(zero.DEFAULTS)}
+BELONGS = {"offload": ("stage",), "infinity": ("micro", "largest", "cap"), "zero": tuple(zero.DEFAULTS)}
 UNUSED = {"io": ("numel", "threads"), "save": ("threads",)}
 UNUSED_BY_RANKS = ("numel", "shape", "tier")
 UNUSED_LARGEST = (*infinity.DEFAULTS, "vs", "plot", "pairs", "threads")
-UNUSED_HIDDEN = (*offload.DEFAULTS, "vs", "plot")
+UNUSED_HIDDEN = {
+    "offload": (*offload.DEFAULTS, "vs", "plot"),
+    "infinity": (*infinity.DEFAULTS, "vs", "plot", "threads", "largest"),
+}
 FULL_NUMEL, SMOKE_NUMEL = 64 << 20, 1 << 18
 
 parse_numel = arguments.number(
@@ -103,6 +106,8 @@ def mismatch(args: argparse.Namespace) -> str:
     for owner, names in BELONGS.items():
         if args.op != owner and not (ranked and owner == "zero") and (given := _given(args, names)):
             return f"{given} belongs to {owner}; leave it out"
+    if hidden and args.op not in UNUSED_HIDDEN:
+        return f"--hidden belongs to {', '.join(UNUSED_HIDDEN)}; leave it out"
     if args.op != "offload" and offload.NONE in (args.vs or ()):
         return f"vs={offload.NONE!r} belongs to offload; leave it out"
     if nvme and not ranked and args.op != "adam":
@@ -112,7 +117,7 @@ def mismatch(args: argparse.Namespace) -> str:
         return got("path", args.path, allowed, "Name a folder on the disk to measure: --path FOLDER" if on_disk else "")
     if ranked:
         path = () if args.op == "infinity" else ("path",)
-        unused: tuple[str, ...] = (*UNUSED_BY_RANKS, *path, *(UNUSED_HIDDEN if hidden else ()))
+        unused: tuple[str, ...] = (*UNUSED_BY_RANKS, *path, *(UNUSED_HIDDEN[args.op] if hidden else ()))
         unused += UNUSED_LARGEST if args.largest else ("cap",)
     else:
         unused = UNUSED.get(args.op, ("vs", "threads") if on_disk else ())
@@ -120,8 +125,9 @@ def mismatch(args: argparse.Namespace) -> str:
         return f"{given} has no meaning in this benchmark; leave it out"
     if args.op in ("zero", "offload") and 1 in (args.ranks or ()):
         return got("ranks", 1, f"2 or more with {args.op}; 1 is for infinity")
-    if args.largest and args.path is None:
-        return got("path", None, "a folder with --largest", "Name one on a disk with room: --path FOLDER")
+    if (args.largest or (hidden and args.op == "infinity")) and args.path is None:
+        with_what = "--largest" if args.largest else "infinity --hidden"
+        return got("path", None, f"a folder with {with_what}", "Name one on a disk with room: --path FOLDER")
     known = RANKED[args.op].PEERS if ranked else PEERS
     strangers = ",".join(peer for peer in args.vs or () if peer not in known)
     return got("vs", strangers, f"a list of {', '.join(known)} with {args.op}") if strangers else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments
@@ -44,6 +45,8 @@ def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[d
     from .job import BATCHES, InfinityJob
     from .measure import measure, usual_effort
 
+    if args.hidden:
+        return _measure_hidden(args, console, command), plot
     if args.largest:
         return _measure_largest(args, console, command), plot
     usual, peers = chosen(args, DEFAULTS, SMOKE), PEERS if args.vs is None else args.vs
@@ -75,3 +78,17 @@ def _measure_largest(args: argparse.Namespace, console: Console, command: str) -
     for line in ("", *largest.lines(outcome)):
         console.print(line, markup=False)
     return largest.document(outcome, command)
+
+
+def _measure_hidden(args: argparse.Namespace, console: Console, command: str) -> dict[str, Any]:
+    """Steps whose compute is played; what the plans say of them lies beside the JSON before anything runs."""
+    from .. import foretold
+    from . import hidden
+
+    cases, steps = (hidden.SMOKE, 2) if args.smoke else (hidden.CASES, args.pairs or hidden.STEPS)
+    told_to = args.json and args.json.with_suffix(".foretold.json")
+    with tempfile.TemporaryDirectory(prefix="zerokern-bench-", dir=args.path) as place:
+        outcome = hidden.measure(cases, steps, Path(place), lambda text: console.print(text, markup=False), told_to)
+    for line in ("", *foretold.lines(outcome)):
+        console.print(line, markup=False)
+    return hidden.document(outcome, command)

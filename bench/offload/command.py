@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stages = arguments.numbers("stage", "a list of 1, 2, 3", most=3)
     parser.add_argument("--stage", type=stages, metavar="N,N", help=f"offload: {STAGES} (2)")
     parser.add_argument(
-        "--hidden", action="store_true", help="offload: on a played device, against what its data flow allows"
+        "--hidden", action="store_true", help="offload, infinity: compute is played; against what was foretold"
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,17 @@ from zerokern.optim.parts import parts_of
 from zerokern.schedule import Delayed, Machine, Program, Span, flow_bound, program_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
 
-from ..machine import birth, today
-from ..report import SCHEMA, columns, write_json
+from .. import foretold
+from ..foretold import Outcome, Say, Told, compare
 from ..timers import Estimate, median_estimate
 
 MI = 1 << 20
 SCHEDULES: dict[str, str | Delayed] = {"sync": "sync", "overlap": "overlap", "delayed": Delayed()}
 DTYPE = torch.bfloat16
-GOAL, ERROR = 1.05, 0.10
+GOAL = 1.05
 FLOPS_S = 1e12  # of the machine that is simulated: compute is given in seconds, and these cancel out
 WARM_STEPS = 4
 PERIOD = 4  # steps that are timed as one: long and short ones may take turns
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -99,58 +97,9 @@ class Rates:
         )
 
 
-@dataclass(frozen=True)
-class Told:
-    """What was said before: seconds of a step, what the flow of data allows, the share hidden."""
-
-    step_s: float
-    bound_s: float
-    hidden: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case as it was said to be, and as it was."""
-
-    case: Case
-    told: Told
-    step_ns: Estimate
-    hidden: float
-
-    @property
-    def of_bound(self) -> float:
-        return self.step_ns.median / 1e9 / self.told.bound_s
-
-    @property
-    def error(self) -> float:
-        """How far the truth lies from what was said: 0.02 is 2 % slower."""
-        return self.step_ns.median / 1e9 / self.told.step_s - 1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """All cases, and the rates before and after them: if those differ, the machine was not the same."""
-
-    told_at: str
-    rates: Rates
-    rates_after: Rates
-    rows: tuple[Row, ...]
-
-
-def measure(cases: Sequence[Case], steps: int, say: Say, told_to: Path | None = None) -> Outcome:
+def measure(cases: Sequence[Case], steps: int, say: Say, told_to: Path | None = None) -> Outcome[Case]:
     """Rates, then what the simulator says (into a file of its own, if named), then the cases."""
-    rates = measured_rates(steps)
-    say(f"alone: {rates}")
-    told = [foretell(case, rates) for case in cases]
-    at = today()
-    if told_to is not None:
-        write_json(told_to, _told_json(at, rates, cases, told))
-    say(f"foretold at {at}")
-    rows = []
-    for case, said in zip(cases, told, strict=True):
-        rows.append(Row(case, said, *run_case(case, steps)))
-        say("  ".join(_cells(rows[-1])))
-    return Outcome(at, rates, measured_rates(steps), tuple(rows))
+    return compare(cases, lambda: measured_rates(steps), foretell, lambda case: run_case(case, steps), say, told_to)
 
 
 def measured_rates(steps: int) -> Rates:
@@ -252,59 +201,15 @@ def _events(case: Case, steps: int) -> list[Event]:
     return recorder.events
 
 
-HEADER = ("", "schedule", "step", "foretold", "error", "bound", "of bound", "hidden", "foretold")
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        row.case.name, row.case.schedule, f"{row.step_ns.median / 1e6:.1f} ms", f"{row.told.step_s * 1e3:.1f} ms",
-        f"{row.error:+.1%}", f"{row.told.bound_s * 1e3:.1f} ms", f"{row.of_bound:.3f}", f"{row.hidden:.0%}",
-        f"{row.told.hidden:.0%}",
-    ]  # fmt: skip
-
-
-def lines(outcome: Outcome) -> list[str]:
+def lines(outcome: Outcome[Case]) -> list[str]:
     """One aligned line for each case; below them what was reached."""
     near = [row.of_bound for row in outcome.rows if row.case.schedule != "sync"]
-    errors = [abs(row.error) for row in outcome.rows]
-    drift = outcome.rates_after.update_numel_s / outcome.rates.update_numel_s - 1
     return [
-        *columns(HEADER, map(_cells, outcome.rows)),
-        "",
+        *foretold.lines(outcome),
         f"  of bound: at most {max(near):.3f} for overlap and delayed, asked for {GOAL}",
-        f"  error: at most {max(errors):.1%} in {len(errors)} cases, asked for {ERROR:.0%}",
-        f"  alone: {outcome.rates}; foretold from that at {outcome.told_at}",
-        f"  afterwards the update alone was {drift:+.1%} as fast",
     ]
 
 
-def document(outcome: Outcome, command: str) -> dict[str, Any]:
+def document(outcome: Outcome[Case], command: str) -> dict[str, Any]:
     """The JSON of a run."""
-    cases, told = [row.case for row in outcome.rows], [row.told for row in outcome.rows]
-    return {
-        "schema": SCHEMA,
-        **birth("offload-hidden", command),
-        "threads": native.threads(),
-        "foretold": _told_json(outcome.told_at, outcome.rates, cases, told),
-        "rates_after": dataclasses.asdict(outcome.rates_after),
-        "rows": [_row_json(row) for row in outcome.rows],
-    }
-
-
-def _told_json(at: str, rates: Rates, cases: Sequence[Case], told: Sequence[Told]) -> dict[str, Any]:
-    pairs = zip(cases, told, strict=True)
-    said = [{"case": dataclasses.asdict(case), **dataclasses.asdict(one)} for case, one in pairs]
-    return {"date": at, "rates": dataclasses.asdict(rates), "cases": said}
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    return {
-        "name": f"{row.case.schedule}: {row.case.name}",
-        "ns": round(row.step_ns.median, 1),
-        "ns_interval": [round(row.step_ns.low, 1), round(row.step_ns.high, 1)],
-        "foretold_ns": round(row.told.step_s * 1e9, 1),
-        "error": round(row.error, 4),
-        "roof_share": round(1 / row.of_bound, 4),
-        "hidden": round(row.hidden, 4),
-        "ratio": {},
-    }
+    return foretold.document(outcome, "offload-hidden", command, native.threads())
