@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import waiting_device
 from torch import Tensor, nn
-from waiting_device import Waiting
 
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.zero import keeping
@@ -61,12 +60,6 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 @contextmanager
 def played(**settings: Any) -> Iterator[PlayedDevice]:
     """All tensors lie on a device while this lasts."""
-    device = Waiting(**settings)
-    with pytest.MonkeyPatch.context() as patch:
+    with waiting_device.played(**settings) as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeping, "driver_of", lambda tensor: device)
-        try:
-            yield device
-            device.synchronize()
-        finally:
-            gc.collect()
-            device.close()
+        yield device

@@ -6,7 +6,6 @@ parallelism, a part of the row of 3-D parallelism, takes DTensors, which zk.shar
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from test_tiers import Model, batches, model_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from waiting_device import Waiting
+from waiting_device import Waiting, played
 from worlds import World, alone, on_ranks, on_threads, ranked
 
 import zerokern as zk
@@ -53,13 +52,8 @@ def device_of(row: Row) -> Iterator[Waiting | None]:
     if not row.played:
         yield None
         return
-    device = Waiting(down_gb_s=1.0, up_gb_s=1.0, poison=True)
-    try:
+    with played(down_gb_s=1.0, up_gb_s=1.0, poison=True) as device:
         yield device
-        device.synchronize()
-    finally:
-        gc.collect()
-        device.close()
 
 
 class Front(nn.Module):

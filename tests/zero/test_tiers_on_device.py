@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from test_tiers import Model, batches, model_of, values
 from torch import Tensor, nn
 from tries import best
-from waiting_device import Waiting
+from waiting_device import Waiting, played
 from worlds import World, on_threads, ranked
 
 import zerokern as zk
@@ -30,17 +30,6 @@ SETTINGS = pytest.mark.parametrize("settings", [
     {"tier": "nvme", "schedule": "overlap"},
     {"schedule": zk.Delayed(after=2), "max_grad_norm": 0.5},
 ], ids=["sync", "overlap, clipped", "state in host memory", "state on disk", "delayed"])  # fmt: skip
-
-
-@contextmanager
-def played(**settings: Any) -> Iterator[Waiting]:
-    device = Waiting(**settings)
-    try:
-        yield device
-        device.synchronize()
-    finally:
-        gc.collect()
-        device.close()
 
 
 def on(device: PlayedDevice, model: nn.Module) -> nn.Module:

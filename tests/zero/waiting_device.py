@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from zerokern.examples.played_device import PlayedDevice, PlayedMark, PlayedStream
 
-__all__ = ["Waiting"]
+__all__ = ["Waiting", "played"]
 
 
 class Waiting(PlayedDevice):
@@ -14,3 +19,15 @@ class Waiting(PlayedDevice):
         super().follow(stream, mark)
         if stream is None:
             mark.wait()
+
+
+@contextmanager
+def played(**settings: Any) -> Iterator[Waiting]:
+    """A device that ends with what is within, and tells of its failure."""
+    device = Waiting(**settings)
+    try:
+        yield device
+        device.synchronize()
+    finally:
+        gc.collect()
+        device.close()
