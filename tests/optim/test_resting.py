@@ -19,6 +19,7 @@ from worlds import World, built, on_threads, ranked
 
 import zerokern as zk
 from zerokern.api import sharding_of
+from zerokern.optim.visits import Visits
 
 DELAYED = zk.Delayed(after=1)
 SCHEDULES = {"sync": "sync", "overlap": "overlap", "delayed": DELAYED}
@@ -319,3 +320,31 @@ def test_bytes_of_a_step(schedule: str, formats: dict[str, Any], read: float, wr
     more = 2 if schedule == "delayed" else 0
     assert reads <= (read + more) * 1.01
     assert reads >= read - 2 * 2  # all of it may be on its way still when either pass needs it again: it is that small
+
+
+class Noted:
+    """What rests, and says what is done to it."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def __getattr__(self, verb: str) -> Callable[..., None]:
+        return lambda **_: self.said.append(f"{verb} {self.name}")
+
+
+def test_what_the_next_turn_needs_is_on_its_way_while_one_is_updated() -> None:
+    said: list[str] = []
+    visits = Visits([Noted(name, said) for name in "ab"], [None, None])
+    for turn, then in (([(0, 1)], [(1, 2)]), ([(1, 2)], [])):
+        for begin, _ in visits.of(turn, then):
+            said.append(f"update {'ab'[begin]}")
+    assert said == ["fetch a", "fetch b", "wait a", "change a", "update a", "leave a",
+                    "wait b", "change b", "update b", "leave b"]  # fmt: skip
+
+
+def test_what_was_fetched_for_a_turn_that_does_not_come_is_left() -> None:
+    said: list[str] = []
+    visits = Visits([Noted(name, said) for name in "ab"], [None, None])
+    list(visits.of([(0, 1)], [(1, 2)]))
+    visits.end()
+    assert said[-1] == "leave b" and said.count("fetch b") == said.count("leave b") == 1

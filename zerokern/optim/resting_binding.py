@@ -8,7 +8,7 @@ from typing import Any
 
 from zerokern.optim.binding import Binding
 from zerokern.optim.interrupts import whole
-from zerokern.optim.visits import Ranges, Visits
+from zerokern.optim.visits import Visits
 from zerokern.zero.kinds import rest_of, rests_of_gradients
 
 __all__ = ["RestingBinding"]
@@ -29,25 +29,32 @@ class RestingBinding(Binding):
         """The update. An error before the first of its parts leaves everything as it was."""
         try:
             with whole("the step"):
-                self._run_ranges([(0, self.table.nseg)], scale)
+                for begin, end in self._visits.of([(0, self.table.nseg)]):
+                    self.run_rows(scale, begin, end)
                 self._done = True
         except BaseException:
             if self.torn:
                 self.survey.cells.raise_versions()
             raise
-
-    def take_turn(self, turn: int, scale: float) -> None:
-        self._run_ranges(self._ranges[turn], scale)
-
-    def _run_ranges(self, ranges: Ranges, scale: float) -> None:
-        try:
-            for begin, end in self._visits.of(ranges):
-                self.run_rows(scale, begin, end)
         finally:
             self._visits.end()
 
+    def take_turn(self, turn: int, scale: float) -> None:
+        """What the next turn begins with is on its way in meanwhile."""
+        then = self._ranges[turn + 1] if turn + 1 < len(self._ranges) else ()
+        try:
+            for begin, end in self._visits.of(self._ranges[turn], then):
+                self.run_rows(scale, begin, end)
+        except BaseException:
+            self._visits.end()
+            raise
+
     def put_away(self) -> None:
+        self._visits.end()
         self._done = True
+
+    def break_off(self) -> None:
+        self._visits.end()
 
     @property
     def carried_out(self) -> bool:

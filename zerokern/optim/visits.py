@@ -20,15 +20,20 @@ class Visits:
         self._pairs = list(zip(written, read, strict=True))
         self._written = {id(rest) for rest in written}
         self._begun: list[Rest] = []
+        self._ahead: list[Rest] | None = None  # those that the next call begins with, which are begun
 
-    def of(self, ranges: Ranges) -> Iterator[tuple[int, int]]:
-        """These rows, as ranges that may be updated now."""
+    def of(self, ranges: Ranges, then: Ranges = ()) -> Iterator[tuple[int, int]]:
+        """These rows, as ranges that may be updated now; those that the next call begins with are on their way then."""
         stops = self._stops(ranges)
-        for stop in stops[:1]:
-            self._begin(stop[0])
+        following = self._stops(then)[:1]
+        for rests, _ in stops[:1]:
+            if self._ahead != rests:
+                self._begin(rests)
+        self._ahead = None
         for place, (rests, some) in enumerate(stops):
-            for following in stops[place + 1 : place + 2]:
-                self._begin(following[0])
+            for ahead, _ in [*stops, *following][place + 1 : place + 2]:
+                self._begin(ahead)
+                self._ahead = ahead if place + 1 == len(stops) else None
             for rest in rests:
                 rest.wait()
                 if id(rest) in self._written:
@@ -40,6 +45,7 @@ class Visits:
 
     def end(self) -> None:
         """Nothing more is visited, and nothing stays fetched."""
+        self._ahead = None
         while self._begun:
             self._begun.pop().leave()
 

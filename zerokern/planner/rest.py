@@ -60,9 +60,7 @@ def states_at_rest(buckets: Buckets, recipe: Recipe, settings: Arrangement) -> I
 def working_at_rest(buckets: Buckets, subject: Outline, recipe: Recipe, settings: Arrangement) -> Iterator[Holding]:
     """A unit that computes, one on its way, on a CPU one that its update has handed over, and gradients that leave."""
     if subject.units:
-        hands_over = (
-            settings.device == "cpu" and recipe.schedule == "overlap" and recipe.param_tier == recipe.tier == "nvme"
-        )
+        hands_over = settings.device == "cpu" and recipe.schedule == "overlap" and recipe.param_tier == "nvme"
         units_nbytes = (sum(load.shard_numel * load.itemsize for load in unit) for unit in buckets.others.by_unit)
         handed = max(units_nbytes, default=0) if hands_over else 0
         yield Holding("gathered", "", "device", buckets.gathered_nbytes + handed)
