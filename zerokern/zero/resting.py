@@ -17,7 +17,6 @@ from zerokern.core.errors import got
 from zerokern.io import Nvme
 from zerokern.io.place import NvmePlace
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
-from zerokern.memory.heap import map_large
 from zerokern.memory.rest import GOING
 from zerokern.memory.staging import OTHERS, CudaDriver
 from zerokern.zero.lifting import Lift
@@ -43,8 +42,6 @@ def rests_on(tier: str | Nvme, group: Group) -> Rests | None:
     """Who takes shards in; None where they stay in memory. Each rank of a machine has a folder of its own."""
     if not isinstance(tier, Nvme):
         return None
-    if group.device.type == "cpu":
-        map_large()  # what is gathered, gradients: else the C library keeps more of them than they ever are at one time
     return Rests(NvmePlace(folder_below(tier, "parameters", group.rank), "parameters", staged=False))
 
 

@@ -16,7 +16,7 @@ from zerokern.comm import Group
 from zerokern.core.errors import ShardError
 from zerokern.io import Nvme
 from zerokern.kernels.flat import warm
-from zerokern.memory.heap import keep_freed
+from zerokern.memory.heap import keep_freed, map_large
 from zerokern.memory.place import DevicePool
 from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
@@ -153,6 +153,7 @@ class Sharding:
         trained = [(one, wire_dtype(self.policy, one.dtype)) for one in self.memories if one.bucket.trainable]
         sizes = (one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, sizes)
+        self._spills = kind is not GradientBucket
         for memory, dtype in trained:
             homes = [by_name[tenant.name] for tenant in memory.tenants]
             bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype, self.op)
@@ -177,7 +178,9 @@ class Sharding:
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
                 whole.append(GatheredUnit(number, unit, memories, self._owners))
             self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, self._flush)
-            if self.group.device.type == "cpu" and not self.group.alone and self.rests is None:
+            if self.group.device.type == "cpu" and self._spills:  # memory is short
+                map_large()
+            elif self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
                 largest = max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
                 keep_freed(KEPT_UNITS * largest)
             for number, gathered in enumerate(whole):
