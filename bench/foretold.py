@@ -30,7 +30,7 @@ class Named(Protocol):
 
 
 class Alone(Protocol):
-    """What this machine does in a second, each measured alone."""
+    """What this machine does in a second."""
 
     @property
     def update_numel_s(self) -> float: ...
@@ -88,7 +88,7 @@ def compare(
 ) -> Outcome[CaseT]:
     """Rates, then what is said of each case (into a file of its own, if named), then the cases."""
     before = rates()
-    say(f"alone: {before}")
+    say(f"rates: {before}")
     told = [foretell(case, before) for case in cases]
     at = today()
     if told_to is not None:
@@ -122,8 +122,8 @@ def lines(outcome: Outcome[Any]) -> list[str]:
         "",
         f"  error: within {ERROR:.0%} in {within} of {len(errors)} cases, asked for in {SHARE:.0%} of them; median "
         f"{statistics.median(errors):.1%}, at most {max(errors):.1%}",
-        f"  alone: {outcome.rates}; foretold from that at {outcome.told_at}",
-        f"  afterwards the update alone was {drift:+.1%} as fast",
+        f"  rates: {outcome.rates}; foretold from that at {outcome.told_at}",
+        f"  afterwards the update was {drift:+.1%} as fast",
     ]
 
 

@@ -2,7 +2,7 @@
 
 Forward and backward are played: a unit waits for as long as it is told to and computes nothing, so that the cores are
 free for what moves. Fetches, gradients, the update and the disk are real. What this machine does in a second is
-measured first, each rate alone; the plan of each case says from that how long a step takes, and is written down with
+measured first; the plan of each case says from that how long a step takes, and is written down with
 the time before the first case runs.
 
     zerokern bench infinity --hidden --path FOLDER --json hidden.json
@@ -14,6 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ SCHEDULES: dict[str, str | Delayed] = {"sync": "sync", "overlap": "overlap", "de
 FORMATS: dict[str, dict[str, Any]] = {"fp32": {}, "int8": {"state_format": "int8", "master_format": "split8"}}
 DTYPE = torch.bfloat16
 WARM_STEPS, STEPS = 4, 9
+MAX_NORM = 1.0
 NO_LIMIT = 1e6  # GB/s of what takes no time of its own here: the update's rate says all that memory costs
 TRIALS = 3  # of each rate, of which the median counts
 
@@ -84,14 +86,16 @@ SMOKE = (
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine does in a second: the update in each format, the disk one way and both ways."""
+    """What this machine does in a second, the update in each format, the disk one way and both ways; and how long
+    forward and backward of each case take where all of it is in memory and nothing is updated."""
 
     update_numel_s: float
     update_int8_numel_s: float
     read_gb_s: float
     write_gb_s: float
     both_gb_s: float
-    """read while as much is written"""
+    """read while as much is written and the cores update, as in a step; the update's rate is that beside it"""
+    compute_s: dict[str, float]
 
     def __str__(self) -> str:
         return (
@@ -102,9 +106,8 @@ class Rates:
 
 def measure(cases: Sequence[Case], steps: int, folder: Path, say: Say, told_to: Path | None = None) -> Outcome[Case]:
     """Rates, then what the plans say (into a file of its own, if named), then the cases."""
-    numel = max(sum(case.units) for case in cases)
     return compare(
-        cases, lambda: measured_rates(numel, folder), foretell, lambda case: run_case(case, steps, folder), say, told_to
+        cases, lambda: measured_rates(cases, folder), foretell, lambda case: run_case(case, steps, folder), say, told_to
     )
 
 
@@ -113,58 +116,93 @@ def document(outcome: Outcome[Case], command: str) -> dict[str, Any]:
     return foretold.document(outcome, "infinity-hidden", command, native.threads())
 
 
-def measured_rates(numel: int, folder: Path) -> Rates:
-    """Of so many parameters, and as many bytes of state as they have."""
-    updates = {form: numel / _update_seconds(numel, form) for form in FORMATS}
-    read, write, both = _disk_seconds(12 * numel, folder)
-    gb = 12 * numel / 1e9
-    return Rates(updates["fp32"], updates["int8"], gb / read, gb / write, gb / both)
+def measured_rates(cases: Sequence[Case], folder: Path) -> Rates:
+    """Of as many parameters, and bytes of state, as the largest case has."""
+    numel = max(sum(case.units) for case in cases)
+    with _disk(12 * numel, folder) as disk:
+        write = disk.gb / _seconds(lambda: disk.turn(reads=False, writes=True))
+        read = disk.gb / _seconds(lambda: disk.turn(reads=True, writes=False))
+        updates, both = {}, []
+        for form in FORMATS:
+            update = _update(numel, form)
+            with ThreadPoolExecutor(1) as pool:
+                moving = pool.submit(_seconds, lambda: disk.turn(reads=True, writes=True))
+                times = []
+                while not moving.done():
+                    times.append(_seconds(update, warm=0, trials=1))
+            updates[form], both = numel / statistics.median(times), [*both, disk.gb / moving.result()]
+    computes = {name_of(case): _compute_seconds(case) for case in cases}
+    return Rates(updates["fp32"], updates["int8"], read, write, statistics.mean(both), computes)
 
 
-def _seconds(work: Callable[[], object], warm: int = 1) -> float:
+def name_of(case: Case) -> str:
+    return f"{case.schedule}: {case.name}"
+
+
+def _seconds(work: Callable[[], object], warm: int = 1, trials: int = TRIALS) -> float:
     times = []
-    for _ in range(warm + TRIALS):
+    for _ in range(warm + trials):
         begin = time.perf_counter()
         work()
         times.append(time.perf_counter() - begin)
     return statistics.median(times[warm:])
 
 
-def _update_seconds(numel: int, form: str) -> float:
-    """Of parameters in memory, with nothing beside it."""
+def _update(numel: int, form: str) -> Callable[[], object]:
+    """Of parameters in memory; the norm is part of it."""
     param = nn.Parameter(torch.zeros(numel, dtype=DTYPE))
     param.grad = torch.full_like(param, 1e-3)
-    optimizer = zk.AdamW([param], **FORMATS[form])
-    return _seconds(optimizer.step, warm=2)
+    optimizer = zk.AdamW([param], max_grad_norm=MAX_NORM, **FORMATS[form])
+    _seconds(optimizer.step)
+    return optimizer.step
 
 
-def _disk_seconds(nbytes: int, folder: Path) -> tuple[float, float, float]:
-    """To read so many bytes, to write them, and to do both, through the engine that training uses."""
+def _compute_seconds(case: Case) -> float:
+    """Of all micro-batches of a step, gradients landed."""
+    model = _model(case)
+    zk.shard(model, stage=STAGE, units=list(model), micro=case.micro)
+    computes = _computing(case, model)
+
+    def turn() -> None:
+        computes()
+        model.zero_grad()
+
+    return _seconds(turn, warm=2)
+
+
+@dataclass(frozen=True)
+class _Disk:
+    """Bytes that are moved through the engine that training uses, as it uses it."""
+
+    store: zk.io.Store
+    keys: Sequence[str]
+    tensors: Sequence[Tensor]
+
+    @property
+    def gb(self) -> float:
+        return len(self.keys) * CHUNK_NBYTES / 1e9
+
+    def turn(self, *, reads: bool, writes: bool) -> None:
+        before: list[Any] = [None] * SLOTS
+        for key, slot in zip(self.keys, itertools.cycle(range(SLOTS)), strict=False):
+            if before[slot] is not None:
+                before[slot].wait()
+            found = self.store.get(key, self.tensors[slot]) if reads else None
+            before[slot] = self.store.put(key, self.tensors[slot], after=found) if writes else found
+        for ticket in before:
+            ticket.wait()
+
+
+@contextmanager
+def _disk(nbytes: int, folder: Path) -> Iterator[_Disk]:
     arena = Arena(SLOTS * CHUNK_NBYTES)
     leases = [arena.lease(CHUNK_NBYTES, "rates") for _ in range(SLOTS)]
-    tensors = [lease.tensor() for lease in leases]
+    tensors = [lease.tensor().fill_(1) for lease in leases]
     keys = [str(number) for number in range(max(SLOTS, nbytes // CHUNK_NBYTES))]
-    for tensor in tensors:
-        tensor.fill_(1)
     with zk.io.Store(folder / "rates", budget=len(keys) * (CHUNK_NBYTES + 4096), arena=arena) as store:
-
-        def turn(*, reads: bool, writes: bool) -> None:
-            before: list[Any] = [None] * SLOTS
-            for key, slot in zip(keys, itertools.cycle(range(SLOTS)), strict=False):
-                if before[slot] is not None:
-                    before[slot].wait()
-                found = store.get(key, tensors[slot]) if reads else None
-                before[slot] = store.put(key, tensors[slot], after=found) if writes else found
-            for ticket in before:
-                ticket.wait()
-
-        write = _seconds(lambda: turn(reads=False, writes=True))
-        read = _seconds(lambda: turn(reads=True, writes=False))
-        both = _seconds(lambda: turn(reads=True, writes=True))
+        yield _Disk(store, keys, tensors)
     for lease in leases:
         lease.release()
-    scale = nbytes / (len(keys) * CHUNK_NBYTES)
-    return read * scale, write * scale, both * scale
 
 
 def foretell(case: Case, rates: Rates) -> Told:
@@ -175,11 +213,10 @@ def foretell(case: Case, rates: Rates) -> Told:
         model, stage=STAGE, units=list(model), param_tier=case.params, tier=case.state, micro=case.micro,
         schedule=SCHEDULES[case.schedule], accumulate=case.accumulate, device="cpu", **FORMATS[case.form],
     )  # fmt: skip
-    count = case.micro * case.accumulate
-    tokens = 3 * count  # 2 flops per token and parameter in forward, 4 in backward: a third of the time is forward's
+    tokens = 3 * case.micro * case.accumulate  # any number: compute is as long as it was measured to be
     machine = Machine(
         case.name,
-        flops_s=6 * plan.numel * tokens / (count * (case.forward_ms + case.backward_ms) / 1e3),
+        flops_s=6 * plan.numel * tokens / rates.compute_s[name_of(case)],
         device_gb_s=NO_LIMIT,
         down_gb_s=NO_LIMIT,
         up_gb_s=NO_LIMIT,
@@ -214,19 +251,28 @@ def _training(case: Case, folder: Path) -> Iterator[Callable[[], None]]:
     model = _model(case)
     zk.shard(model, stage=STAGE, units=list(model), tier=tier(case.params), micro=case.micro)
     optimizer: Any = zk.AdamW(
-        model.parameters(), tier=tier(case.state), schedule=SCHEDULES[case.schedule], max_grad_norm=1.0,
+        model.parameters(), tier=tier(case.state), schedule=SCHEDULES[case.schedule], max_grad_norm=MAX_NORM,
         **FORMATS[case.form],
     )  # fmt: skip
-    batch = torch.ones(case.micro, 1, requires_grad=True)
+    computes = _computing(case, model)
 
     def step() -> None:
-        for _ in range(case.accumulate):
-            model(batch).sum().backward()
+        computes()
         optimizer.step()
         optimizer.zero_grad()
 
     yield step
     optimizer.flush()
+
+
+def _computing(case: Case, model: nn.Module) -> Callable[[], None]:
+    batch = torch.ones(case.micro, 1, requires_grad=True)
+
+    def compute() -> None:
+        for _ in range(case.accumulate):
+            model(batch).sum().backward()
+
+    return compute
 
 
 def _model(case: Case) -> nn.Sequential:
