@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -74,6 +74,7 @@ def played(
     steps: int = STEPS,
     before_step: Callable[[Any], object] = lambda optimizer: None,
     settings: dict[str, Any] | None = None,
+    tier: Any = "cpu",
     **training: Any,
 ) -> tuple[Any, Any]:
     """Losses, norms and values of a training on the device, and of the loop by hand without one."""
@@ -82,7 +83,7 @@ def played(
     plain = ours.reference()
     ahead = copies(plain.parameters)
     late = Late(plain.parameters, ahead, MAKERS["adamw"](ahead, **clipped), exact_calls(schedule))
-    optimizer = MAKERS["adamw"](ours.parameters, tier="cpu", schedule=schedule, **clipped)
+    optimizer = MAKERS["adamw"](ours.parameters, tier=tier, schedule=schedule, **clipped)
     found = []
     for one, loop, inner in ((plain, late, late.optimizer), (ours, optimizer, optimizer)):
         norms: list[float] = []
@@ -246,14 +247,14 @@ class HostComputes(PlayedDevice):
         return mark
 
 
-def compare(world: World, row: Row, schedule: Any) -> None:
+def compare(world: World, row: Row, schedule: Any, tiers: Sequence[Any] | None = None) -> None:
     """A model that autograd trains: what it reads in its forward is there, and nothing else is waited for."""
     device = HostComputes(stretch=SLOW_S, poison=True)
     hand = ByHand(row, world, exact_calls(schedule))
     expected = train(world, row, hand.model, hand)
     model = row.model(world)
     on_device(device, row, model)
-    ours = optimizer_of(row, model, tier="cpu", schedule=schedule)
+    ours = optimizer_of(row, model, tier="cpu" if tiers is None else tiers[world.rank], schedule=schedule)
     wait = lambda step: device.synchronize()  # noqa: E731
     agree(train(world, row, model, ours, between=wait), expected, ahead=True)
     ours.flush()
@@ -277,6 +278,11 @@ ROWS = [
 @pytest.mark.parametrize("schedule", NAMES)
 def test_models_that_autograd_trains(schedule: str, row: Row) -> None:
     alone(compare, replace(row, steps=8), SCHEDULES[schedule])
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_bucket_of_which_a_rank_has_nothing(schedule: str) -> None:
+    on_threads(2, compare, Row("stage 1", "fp32", accumulate=2, steps=6), SCHEDULES[schedule])
 
 
 @ranked

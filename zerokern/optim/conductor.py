@@ -127,7 +127,8 @@ class Conductor:
         ready = None if host is None else host.here()
         for part in parts:
             name, turn = part.name, self._turns[part.name]
-            if name in tickets:
+            crosses = any(binding.survey.numels[rows[member]] for member in part.members if member in rows)
+            if name in tickets and crosses:  # of nothing there is no op
                 actions["Fetch", name] = partial(_given, tickets[name])
             if host is None:
                 actions["Step", name] = partial(_step_in_place, under_way, turn, local.readings(part.members))
@@ -136,7 +137,7 @@ class Conductor:
                 for twin in twins:
                     twin.free = False
                 actions["Step", name] = partial(_step_twins, under_way, turn, host, twins)
-                if host.copies is not None:
+                if host.copies is not None and crosses:
                     actions["Store", name] = partial(_store, under_way, host, twins, ready)
             actions["Publish", name] = _nothing
             if host is not None and host.delays:
