@@ -71,6 +71,7 @@ ASKED_ALONE = (  # of sections that a run of everything does without
     Asked("offloadmax.loss", "loss after 10 steps against no offload, at a size that fits", " %", most=1.0),
     Asked("infinity.share", "1B, parameters on the host: share of parameters on the device, 16k tokens", "", 0.97),
     Asked("infinity.loss", "loss after 4 steps against parameters on the device, 1B", " %", most=1.0),
+    Asked("infinity.state_disk", "exact, parameters on the device and state on the disk, 4 steps on one GPU", "B", 8.0),
     Asked("infinity.host", "exact, parameters and state on the host, 4 steps on one GPU", "B", 8.0),
     Asked("infinity.disk", "exact, parameters on the disk and state on the host, the same", "B", 8.0),
     Asked("infinity.int8", "int8 states with split8, parameters and state on the host, the same", "B", 15.0),

@@ -17,7 +17,6 @@ from offload_cases import (
     backward,
     copied,
     kept_of,
-    on_device,
     one_thread,
     optimizer_of,
     rarely,
@@ -32,7 +31,6 @@ from worlds import World, on_threads
 from zero_cases import IN, OUT
 
 import zerokern as zk
-from zerokern.examples.played_device import PlayedDevice
 from zerokern.io import Faults
 from zerokern.optim.disk_binding import DiskBinding
 
@@ -136,16 +134,6 @@ def test_a_folder_that_is_too_small_shows_before_anything_is_changed(tier: Tier)
         with pytest.raises(zk.BudgetError):
             train(World(0, 1), row, model, optimizer)
         assert same_bits(values(model), before)
-
-
-def test_parameters_on_a_device_are_refused(tier: Tier) -> None:
-    for schedule in ("overlap", "delayed"):
-        device, row = PlayedDevice(), row_of("plain", "bf16", steps=1)
-        model, optimizer = begun(row, schedule, tier())
-        on_device(device, row, model)
-        with pytest.raises(ValueError, match=r"tier=.*Nvme.*'device' for parameters"):
-            train(World(0, 1), row, model, optimizer)
-        device.close()
 
 
 SCRIPT = """

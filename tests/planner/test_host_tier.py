@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from torch import nn
 import zerokern as zk
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.played_device import PlayedDevice
+from zerokern.planner.forecast import step_program
+from zerokern.schedule import machine_of
 
 EXACT: dict = {}
 SMALL = {"state_format": "int8", "master_format": "split8"}
@@ -55,6 +58,46 @@ class TestPlanned:
         assert late.roles["shadow"] == 2 * 10**9
         assert zk.plan("1B", tier="cpu", schedule="overlap").tiers == exact.tiers
 
+    @pytest.mark.parametrize("master, nbytes", [(None, 10), ("fp32", 12)])
+    def test_state_on_disk_of_parameters_on_a_device(self, master: str | None, nbytes: int) -> None:
+        """In host memory are what the update reads and writes, and the ring."""
+        plan = zk.plan("1B", tier="nvme", master_format=master)
+        ring = plan.roles["ring"]
+        assert plan.tiers == {"device": 4 * 10**9, "cpu": 4 * 10**9 + ring, "nvme": nbytes * 10**9}
+        lanes = {lane: plan.moved(lane) / 10**9 for lane in ("down", "up", "read", "write")}
+        assert lanes == {"down": 2, "up": 2, "read": nbytes, "write": nbytes}
+        for schedule in ("overlap", zk.Delayed()):
+            other = zk.plan("1B", tier="nvme", master_format=master, schedule=schedule)
+            assert other.moves == plan.moves and other.tiers["cpu"] == plan.tiers["cpu"]
+        assert other.roles["shadow"] == 2 * 10**9
+        for name in ("sync", "overlap", "delayed"):
+            program = step_program(plan, name, 4096)
+            told = {lane: sum(op.nbytes for op in program.ops if op.lane == lane) / 10**9 for lane in lanes}
+            assert told == pytest.approx(lanes, rel=1e-6)
+
+    def test_a_disk_that_binds(self) -> None:
+        """Its bytes at its rates are the step, and the forecast says so of disk, link and host."""
+        machine = replace(
+            machine_of("h200-pcie"), read_gb_s=6.0, write_gb_s=3.0, read_both_gb_s=None, write_both_gb_s=None
+        )
+        found = zk.plan("8B", tier="nvme").predict(machine, tokens=[1024])
+        disk = max(80 / 6.0, 80 / 3.0)
+        assert found.at("delayed", 1024).step_seconds == pytest.approx(disk, rel=0.05)
+        assert found.at("delayed", 1024).written == pytest.approx(80e9, rel=1e-6)
+        assert {one.what for one in found.hidings["delayed"]} >= {
+            "disk read",
+            "disk written",
+            "host to device",
+            "device to host",
+        }
+
+    def test_where_it_is_the_placement_that_fits(self) -> None:
+        """The host has room for twins, and not for state beside them."""
+        plan = zk.plan("8B", tier="cpu", device_memory="h100", host_memory="64GB", disk="1TB")
+        assert plan.missing
+        found = [(one.recipe.param_tier, one.recipe.tier) for one in plan.would_fit() if not one.recipe.is_lossy()]
+        assert found[0] == ("device", "nvme")
+
     def test_parameters_on_the_host_are_updated_in_place(self) -> None:
         for schedule in ("sync", "overlap"):
             assert not TWINS & set(zk.plan("1B", tier="cpu", device="cpu", schedule=schedule).roles)
@@ -90,7 +133,6 @@ class TestPlanned:
             ({"schedule": "late"}, "schedule='late' is not possible; allowed: 'sync', 'overlap' or zk.Delayed"),
             ({"schedule": "overlap"}, r"schedule='overlap' is not possible; .* or tier='cpu'"),
             ({"schedule": zk.Delayed()}, r"schedule=Delayed\(after=0\) is not possible"),
-            ({"schedule": "overlap", "tier": "nvme"}, r"schedule='overlap' is not possible; .* or tier='cpu'"),
         ],
     )
     def test_refused(self, asked: dict, says: str) -> None:
@@ -132,17 +174,19 @@ def test_state_on_disk_with_a_delay_to_the_page(dtype: torch.dtype, tmp_path: Pa
         assert measured.roles.get(role) == plan.roles.get(role), role
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["cpu", "disk"])
 @pytest.mark.parametrize("schedule", ["sync", zk.Delayed()], ids=str)
-def test_a_device_to_the_page(schedule: object) -> None:
+def test_a_device_to_the_page(schedule: object, on_disk: bool, tmp_path: Path) -> None:
     model, device = Odd(torch.bfloat16), PlayedDevice()
+    tier = zk.Nvme(tmp_path / "swap", ring_nbytes="1M") if on_disk else "cpu"
     try:
         for param in model.parameters():
             device.own(param)
-        opt = zk.AdamW(model.parameters(), tier="cpu", schedule=schedule, **SMALL)
-        asked = {"stage": 0, "tier": "cpu", "schedule": schedule, "device": "cuda", **SMALL}
+        opt = zk.AdamW(model.parameters(), tier=tier, schedule=schedule, **SMALL)
+        asked = {"stage": 0, "tier": tier, "schedule": schedule, "device": "cuda", **SMALL}
         plan, measured = planned_and_measured(model, opt, **asked)
         assert measured.pinned == plan.pinned > 0
-        for role in (*TWINS, "remainder", "exp_avg", "exp_avg_sq", "shadow"):
+        for role in (*TWINS, "ring", "remainder", "exp_avg", "exp_avg_sq", "shadow"):
             assert measured.roles.get(role) == plan.roles.get(role), role
     finally:
         device.close()

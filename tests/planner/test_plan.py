@@ -116,7 +116,8 @@ class TestBytes:
 
     def test_state_on_disk_leaves_the_device(self) -> None:
         plan = zk.plan("1B", world=4, tier=zk.Nvme("swap", ring_nbytes=32 << 20))
-        assert plan.tiers["nvme"] == 10 * 250_000_000 and plan.tiers["cpu"] == 32 << 20
+        twins = (2 + 2) * 250_000_000
+        assert plan.tiers["nvme"] == 10 * 250_000_000 and plan.tiers["cpu"] == twins + (32 << 20)
         assert plan.total == plan.roles["parameters"] + plan.roles["gradients"] + plan.roles["buffers"]
         on_host = zk.plan("1B", world=4, tier="cpu", device="cpu")
         assert on_host.tiers["cpu"] == 10 * 250_000_000, "parameters on the host are updated where they are"

@@ -221,6 +221,17 @@ def test_delayed_is_the_loop_of_the_paper(place: Place, stage: int) -> None:
 
 
 @pytest.mark.usefixtures("everything_late")
+@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=2)], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_on_a_disk_has_the_bits_of_state_in_host_memory(
+    place: Place, stage: int, schedule: Any, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"schedule": schedule, "max_grad_norm": 0.3, "accumulate": 3}
+    found = run(place, stage, tier=zk.Nvme(tmp_path, ring_nbytes="1M"), **settings)
+    same(found, run(place, stage, tier="cpu", **settings))
+
+
+@pytest.mark.usefixtures("everything_late")
 @pytest.mark.parametrize("stage", STAGES)
 def test_on_a_stream_of_the_programs_own(place: Place, stage: int) -> None:
     """The whole loop on a side stream: the same bits, and nothing that torch warns of."""

@@ -29,8 +29,8 @@ class Adam(FusedOptimizer):
     stochastic_seed: rounds stochastically where master_format is "none": same seed, same bits.
     tier: where the state rests. "device": where the parameters are. "cpu": in one exact-size, pinned piece of host
         memory, where it is updated too; of CUDA parameters, gradients come down and parameters go up in their own
-        dtypes. `zk.Nvme(path)`, for CPU parameters: a folder on disk, through which it passes at each step with the
-        same bits, and which is private to this optimizer.
+        dtypes. `zk.Nvme(path)`: a folder on disk, private to this optimizer, through which the state passes at each
+        step on its way to the same update, with the same bits.
     schedule: when the update runs. "sync": in order. "overlap": the same bits, gradients leaving during backward,
         parameters coming back one by one; under zk.shard forwards wait for their own, and `flush()` comes before
         reading parameters in other ways. `zk.Delayed(after=N)`: after N exact steps each update is published by the

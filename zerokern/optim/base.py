@@ -279,7 +279,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
         accord = None if self.holdings.local is None else self.holdings.local.accord
         if self.holdings.local is None or accord is None or not accord.in_company:
-            if self.holdings.moves_on_disk and (self.holdings.torn or not self.course.is_scheduled):
+            if self.course.agrees or (self.holdings.moves_on_disk and self.holdings.torn):
                 say_outcome(error, torn=self.holdings.torn)
             return
         decided_there = self.holdings.local.host is None and device.holds(
@@ -288,8 +288,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
             with suppress(CommError):
                 self.course.keep_up(self.holdings.local)
-                reports = self.holdings.moves_on_disk and not self.course.is_scheduled
-                accord.refuse(self.holdings.untold or str(error), torn=self.holdings.torn, reports=reports)
+                reason = self.holdings.untold or str(error)
+                accord.refuse(reason, torn=self.holdings.torn, reports=self.course.agrees)
         if accord.agreed:
             self.holdings.torn, self.holdings.untold = accord.torn, ""
             say_outcome(error, torn=accord.torn)

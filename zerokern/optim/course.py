@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,11 @@ class Course:
         """Whether the update goes through the schedule's worker."""
         local = self._holdings.local
         return local is not None and (local.host is not None or (self._holdings.schedule == "overlap" and local.defers))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks tell each other how the update went before `step()` returns."""
+        return self._holdings.moves_on_disk and (self._holdings.schedule == "sync" or not self.is_scheduled)
 
     def _conduct(self) -> Conductor:
         if self._conductor is None:
@@ -167,12 +173,14 @@ class Course:
                     local.host.consumed(list(local.host.twins.values()), updated=False)
                 self._count_call()
                 return
-        if not survey.params:
+        with local.accord.prepared():
+            bound = bind() if survey.params else None
+        if bound is None:
+            with self._reported(lambda: False):
+                pass
             local.publish()
             self._count_call()
             return
-        with local.accord.prepared():
-            bound = bind()
         self._conduct().arrange(local, bound)
         prepare(bound)
         for publisher in local.publishers if lazily else ():
@@ -267,7 +275,8 @@ class Course:
         if under_way is None:
             return
         try:
-            under_way.finish()
+            with self._reported(lambda: under_way.begun):
+                under_way.finish()
         except Exception as error:
             self._give_up(under_way, error)
             raise
@@ -292,13 +301,20 @@ class Course:
                 with contextlib.suppress(Exception):
                     publisher.finish()
 
+    def _reported(self, changed: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Around an update that ends with its step: where it fails on one rank, it fails on all of them."""
+        local = self._holdings.local
+        return contextlib.nullcontext() if local is None or not self.agrees else local.accord.reported(changed)
+
     def _give_up(self, under_way: UnderWay, error: Exception) -> None:
         if self.under_way is under_way:
-            self.under_way = None
+            here, self.under_way = self._holdings, None
             under_way.binding.break_off()
-            if self._holdings.local is not None and self._holdings.local.accord.in_company:
-                self._holdings.untold, self._behind = str(error), under_way
-            self._holdings.torn = self._holdings.torn or under_way.begun or bool(self._holdings.untold)
+            accord = None if here.local is None else here.local.accord
+            told = accord is not None and self.agrees and accord.agreed
+            if accord is not None and accord.in_company and not told:
+                here.untold, self._behind = str(error), under_way
+            here.torn = here.torn or under_way.begun or bool(here.untold)
 
     def keep_up(self, local: Local) -> None:
         """Publish what other ranks publish before they meet this one, also of an update that has failed here."""

@@ -12,7 +12,6 @@ from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostPlace
-from zerokern.optim import device
 from zerokern.optim.binding import Binding
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
@@ -68,7 +67,7 @@ class Holdings:
 
     def __init__(self, algorithm: Algorithm, tier: str | Nvme, schedule: str | Delayed, name: str) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
-        self.room = HostPlace(name, TAKES_LESS) if tier == "cpu" or self.delays else None
+        self.room = HostPlace(name, TAKES_LESS) if tier != "device" or self.delays else None
         self.disk = Disk(tier) if isinstance(tier, Nvme) else None
         self.state: WatchedState = WatchedState()
         self.local: Local | None = None  # what is known of parameters that have stand-ins, once there are some
@@ -121,18 +120,17 @@ class Holdings:
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are twins in host memory."""
-        if self.schedule == "sync" and self.tier != "cpu":
+        if self.schedule == "sync" and self.tier == "device":
             return False
         everyone = [param for group in groups for param in group["params"] if param.requires_grad]
         if not everyone:
             return False
         there = is_apart(everyone[0])
-        if there and self.disk is not None:
-            device.require(everyone[0].device, self.tier)
-        if there and self.tier != "cpu" and self.schedule != "sync":
+        if there and self.tier == "device" and self.schedule != "sync":
             do = 'the update of tier="device" runs on the device, and there is nothing to hide it behind'
-            raise ValueError(got("schedule", self.schedule, "'sync' for parameters on a device, or tier='cpu'", do))
-        return self.delays or (there and self.tier == "cpu")
+            allowed = "'sync' for parameters on a device, or tier='cpu' or zk.Nvme(path)"
+            raise ValueError(got("schedule", self.schedule, allowed, do))
+        return self.delays or (there and self.tier != "device")
 
     def hosting(self, groups: Groups) -> tuple[Host, ColumnsOf] | None:
         """What makes twins of these parameters, if they are to have some."""

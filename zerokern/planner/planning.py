@@ -183,7 +183,7 @@ class Plan:
             exact, small = replace(exact, state_format="fp32", master_format=None), [exact, *small]
         small = sorted(small, key=lambda one: one.state_nbytes(self.subject.main_dtype))[:1]
         keeps = dict.fromkeys((self.recipe.keep, *(("cpu", "nvme") if self.recipe.keep else ())))
-        places = [("device", "cpu"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]
+        places = [("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")]
         for recipe, keep, (param_tier, tier) in product([exact, *small], keeps, places):
             here = replace(recipe, tier=tier, param_tier=param_tier, keep=keep, **_rings(tier, param_tier, keep))
             settings = replace(self.settings, spills=False)

@@ -162,10 +162,11 @@ class Recipe:
         """Whether what is updated are copies in host memory of parameters on such a device."""
         if self.rests:
             return False  # where they rest they are updated
-        if device != "cpu" and self.tier != "cpu" and self.schedule != "sync":
+        if device != "cpu" and self.tier == "device" and self.schedule != "sync":
             advice = "The update of state on the device has nothing to hide behind"
-            raise ValueError(got("schedule", self.schedule, "'sync' for parameters on a device, or tier='cpu'", advice))
-        return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier == "cpu"))
+            allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
+            raise ValueError(got("schedule", self.schedule, allowed, advice))
+        return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
     def state_nbytes(self, dtype: str) -> float:
         """Bytes of state for each element of a parameter of this dtype.

@@ -26,6 +26,7 @@ TOY_TOKENS = 128
 EIGHT, FIFTEEN = Shape(40, 4096, 1024), Shape(48, 5120, 1024)
 # the figure that it is of, its format, where parameters and state rest; what is asked first
 LARGE: Mapping[str, tuple[str, str, str, Shape]] = {
+    "state_disk": ("exact", DEVICE, DISK, EIGHT),
     "host": ("exact", HOST, HOST, EIGHT),
     "int8": ("int8", HOST, HOST, FIFTEEN),
     "disk": ("exact", DISK, HOST, EIGHT),
