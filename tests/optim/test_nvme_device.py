@@ -26,7 +26,7 @@ from offload_cases import (
     values,
     weights_of,
 )
-from optim_cases import same_bits
+from optim_cases import MAKERS, make_params, same_bits, set_grads
 from test_nvme_underway import READ, WRITE, failing
 from test_offload_played import SLOW, HostComputes, compare, halve, played, the_same
 from worlds import World, alone, on_threads
@@ -257,3 +257,42 @@ def test_a_disk_that_fails_on_one_rank_fails_a_sync_step_on_all(
     for said, torn, same in found:
         assert "the disk failed" in said and says in said
         assert torn == bool(moment) and (same or torn)
+
+
+@pytest.mark.parametrize("on_disk", [True, False], ids=["disk", "cpu"])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_what_is_written_while_a_parameter_is_frozen_stays(
+    schedule: str, on_disk: bool, device: Callable, tier: Tier
+) -> None:
+    """Also where its state was loaded meanwhile, and where it is another memory."""
+    played, settings = device(HostComputes), {"master_format": "fp32", "lr": 0.1}
+    params, straight = (make_params((300, 3, 70), torch.bfloat16) for _ in range(2))
+    for param in params:
+        played.own(param)
+    (where,) = small(tier, 1) if on_disk else ["cpu"]
+    ours = MAKERS["adamw"](params, tier=where, schedule=SCHEDULES[schedule], **settings)
+    pairs = [(ours, params), (MAKERS["adamw"](straight, **settings), straight)]
+
+    def step(seed: int) -> None:
+        for optimizer, some in pairs:
+            set_grads(some, seed=seed)
+            if not some[1].requires_grad:
+                some[1].grad = None
+            optimizer.step()
+            optimizer.flush()
+        same_states(copied(ours.state_dict()), copied(pairs[1][0].state_dict()), ahead=True)
+        assert same_bits(params, straight)
+
+    step(0)
+    for number in range(3):
+        for optimizer, some in pairs:
+            some[1].requires_grad_(False)
+            some[1].data.fill_(number + 2.0)
+            if number == 1:
+                optimizer.load_state_dict(copied(optimizer.state_dict()))
+        step(3 * number + 1)
+        for _, some in pairs:
+            some[1].data = torch.full_like(some[1], number + 5.0)
+            some[1].requires_grad_(True)
+        step(3 * number + 2)
+        step(3 * number + 3)

@@ -52,6 +52,8 @@ class Course:
         here = self._holdings
         last, stepped = here.local, here.bound.binding is not None
         here.state = watched(here.state)
+        if last is not None and last.changes_over:
+            here.catch_up()  # who follows what was written knows it by what it was
         if last is not None and last.host is not None and last.host.late and not last.knows(groups):
             last.look()
             self._put_in_place(last)

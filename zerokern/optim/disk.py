@@ -136,7 +136,7 @@ def settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
 
 def _settle(owner: OnDisk, place: Stretch, tensors: Sequence[Tensor]) -> None:
     mine = slice(place.start, place.start + place.numel)
-    param = owner.param.detach().reshape(-1)[mine]
+    param = owner.param.detach().reshape(-1)[mine].to("cpu")  # which a frozen one on a device is not
     kept = None if owner.exact is None or place.begun else owner.exact.view(-1)[mine]
     for slot, tensor in zip(owner.slots, tensors, strict=True):
         if slot.key == "master":

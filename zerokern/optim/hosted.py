@@ -36,10 +36,6 @@ _DROPPED = (
 )
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(eq=False)
 class Twin:
     """One parameter, `near` to the compute, and what the host has of it.
@@ -105,7 +101,7 @@ class Host:
     late: bool = False  # an update waits to be published: on all ranks or none, whatever is pending on this one
     driver: Any = None
     copies: Copies | None = None
-    freed: Callable[[], None] = _nothing  # is called when gradients have been read
+    freed: Callable[[], None] = lambda: None  # is called when gradients have been read
     _put: list[Twin] = field(default_factory=list)  # in place, and not yet accounted for
     _prints: Tensor | None = None
     _cells: list[Tensor] = field(default_factory=list)
@@ -207,9 +203,15 @@ class Host:
 
     def look(self) -> None:
         """Follow what was written to parameters, or moved, since host and device last agreed."""
-        changed = [twin for twin in self.twins.values() if twin.near.requires_grad and twin.look()]
+        changed = [twin for twin in self.twins.values() if self._follows(twin) and twin.look()]
         if changed:
             self.follow(changed)
+
+    def _follows(self, twin: Twin) -> bool:
+        """Frozen ones too, whose masters follow them, unless they are something else by now."""
+        near, values = twin.near, twin.values
+        same = twin.rest is None and (near.dtype, near.shape) == (values.dtype, values.shape)
+        return near.requires_grad or (same and device.is_apart(near) == (self.driver is not None))
 
     def follow(self, twins: Sequence[Twin]) -> None:
         """These parameters were written: that counts, and not what an update has made of them meanwhile."""

@@ -113,6 +113,11 @@ class Local:
         known = same and all(home.stays(param) for param, home in zip(everyone, self.homes, strict=True))
         return known and (self.host is None or self._trained == [one.requires_grad for one in self.near])
 
+    @property
+    def changes_over(self) -> bool:
+        """Whether state is to belong to something else: what is trained has a twin, what is frozen none."""
+        return self.host is not None and self._trained != [one.requires_grad for one in self.near]
+
     def _grad_dtypes(self) -> list[torch.dtype]:
         """What gradients come in, as far as that is known before they do."""
         made = []
@@ -272,10 +277,10 @@ class Local:
             self.exact(piece, kept=True)
         if self.host is not None and self.host.delays:
             shown = {id(twin.values): twin.shown for twin in self.host.twins.values()}
-            for piece in self.pieces:
-                if piece in self.state:  # shown, because who flattens a state_dict asks a fresh optimizer for its keys
-                    found = shown.get(id(piece))
-                    self.state[piece].setdefault(PENDING, piece.detach() if found is None else found)
+            for piece in self.pieces:  # who flattens a state_dict asks a fresh optimizer for its keys
+                entry, found = self.state.get(piece), shown.get(id(piece))
+                if entry and id(piece) in shown:  # what is frozen has nothing pending, and may be exchanged meanwhile
+                    entry.setdefault(PENDING, piece.detach() if found is None else found)
             self.state.watch_all()  # that was us: what is bound stays bound
         self.export(outer)
 
