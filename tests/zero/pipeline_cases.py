@@ -187,15 +187,17 @@ class Alone:
 
     def __init__(self, seed: int, replicas: int = 2, micros: int = MICROS, **settings: Any) -> None:
         self.model, self.replicas, self.micros, self.seed = whole(seed), replicas, micros, seed
+        self.count = micros  # of rows, in so many twos
         self.opt = zk.AdamW(self.model.parameters(), **settings)
 
     def step(self, step: int, orders: dict[str, list[int]]) -> list[list[float]]:
         """Leaves the mean over ranks and micro-batches, which each rank has added up in this order."""
         losses = []
+        self.opt.zero_grad()
         named = dict(self.model.named_parameters())
         totals = {name: torch.zeros_like(param) for name, param in named.items()}
         for rank in range(self.replicas):
-            x, y = batch(self.seed, step, rank, self.micros)
+            x, y = batch(self.seed, step, rank, self.count)
             each, found = [], []
             for xs, ys in zip(x.chunk(self.micros), y.chunk(self.micros), strict=True):
                 loss = loss_of(self.model(xs), ys)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from zerokern.comm.fake import FakeWorld, lonely
 from zerokern.comm.group import Group, Handle
 from zerokern.comm.joining import Team, dividing_on, group_on, joined, world_size
+from zerokern.comm.party import Party
 from zerokern.comm.whereabouts import during
 from zerokern.core.errors import CommError
 
@@ -18,6 +19,7 @@ __all__ = [
     "FakeWorld",
     "Group",
     "Handle",
+    "Party",
     "Team",
     "dividing_on",
     "during",

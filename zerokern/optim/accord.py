@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokern.comm import Group, Team, during
+from zerokern.comm import Group, Party, Team, during
 from zerokern.core.errors import StateError, ZerokernError
 from zerokern.optim.survey import added
 
@@ -35,12 +35,16 @@ class Accord:
     (4.0, False)
     """
 
-    def __init__(self, shardings: Sequence[Any]) -> None:
+    def __init__(self, shardings: Sequence[Any], party: Party | None = None) -> None:
+        """`party`: ranks with other parameters, which decide as one with these: the stages of a pipeline."""
         divided = [sharding for sharding in shardings if not sharding.replicated]
         self.teams = list({id(sharding.group): sharding.group for sharding in divided}.values())
         self._everyone = [sharding.everyone for sharding in shardings]
-        self.in_company = any(team.size > 1 for team in self._everyone)
-        self._meets = any(getattr(team, "everyone", team).size > 1 for team in self.teams)
+        self.party = party
+        own = [] if party is None else [party]
+        self._deciding = [*self.teams, *own]
+        self.in_company = any(team.size > 1 for team in [*self._everyone, *own])
+        self.meets = any(getattr(team, "everyone", team).size > 1 for team in self._deciding)
         self.settings: Sequence[dict[str, Any]] = ()  # of all groups, as this step has them
         self.groups_of: list[list[int]] = [[] for _ in self.teams]  # those whose parameters a team shares
         self._marked: Sequence[dict[str, Any]] = ()
@@ -73,8 +77,8 @@ class Accord:
 
         `reports`: whether that is, at the latest, in `reported`.
         """
-        said = {_own_name(self._everyone[0]): reason}
-        if self._meets and not self.met:
+        said = {_own_name(self._deciding[0] if self._deciding else self._everyone[0]): reason}
+        if self.meets and not self.met:
             self._meet([0.0] * (1 + len(self.teams)), True, said, torn=torn)
         if reports and not self._reported:
             others = not self.agreed or _groups_of(self._everyone) != _groups_of(self.teams)
@@ -99,6 +103,16 @@ class Accord:
             elif team.size * int(squares) != int(marks) ** 2:  # they are not all the same; marks are whole, and exact
                 own_settings = {_own_name(team): self._settings_of(self.groups_of[number])}
                 said = {**said, **_different(_exchanged(_groups_of([team]), own_settings))}
+        if self.party is not None:  # whose settings may be others
+            makes = self.makes_state or self._anyone_makes_state
+            mine = [math.inf if broken else added(terms), bool(said), torn, makes]
+            word = torch.tensor(mine, dtype=torch.float64, device=self.party.device)
+            norm_of_all(self.party, word, "sum", "opt.step")
+            total, failed, torn_ones, makers = word.tolist()
+            terms = [total]
+            torn = torn or torn_ones > 0
+            self._anyone_makes_state |= makers > 0
+            said = _exchanged(self.party.join(), said) if failed else said
         self.agreed, self.torn = bool(said), torn
         return terms, said
 
@@ -109,11 +123,12 @@ class Accord:
 
     def prepared(self) -> AbstractContextManager[None]:
         """Around what makes state: all ranks leave the block well, or all with an error, and nothing has changed."""
-        return self._together(self.teams, lambda: False) if self._anyone_makes_state else nullcontext()
+        return self._together(self._deciding, lambda: False) if self._anyone_makes_state else nullcontext()
 
     def reported(self, changed: Callable[[], bool]) -> AbstractContextManager[None]:
         """Around an update that may fail. `changed`: whether it has written anything here, asked when it is over."""
-        return self._together(self._everyone, changed) if self.in_company else nullcontext()
+        meets = self.in_company and self._everyone
+        return self._together(self._everyone, changed) if meets else nullcontext()
 
     @contextmanager
     def _together(self, teams: Sequence[Any], changed: Callable[[], bool]) -> Iterator[None]:
@@ -142,7 +157,7 @@ class Accord:
         return said
 
 
-def norm_of_all(team: Group | Team, own: Tensor, op: str, call: str) -> None:
+def norm_of_all(team: Group | Team | Party, own: Tensor, op: str, call: str) -> None:
     """A norm over all ranks in place, for this call of theirs and no other."""
     with during(call, of=f"the norm in {call}"):
         team.follow(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -26,6 +27,8 @@ class Adam(FusedOptimizer):
         for fp16 ones; an fp32 parameter is its own master. Writes to parameters are
         followed, those by `p.data` too; after others that torch does not count, call `refresh_masters()`.
     max_grad_norm: clips the global norm within the update, and skips a step whose norm is not finite.
+    group: ranks with other parameters that decide with these: `mesh["pp"]`, or its ProcessGroup, makes one norm and one
+        decision to step of all stages of a pipeline, where one optimizer has all that its rank has of the model.
     stochastic_seed: rounds stochastically where master_format is "none": same seed, same bits.
     tier: where the state rests. "device": where the parameters are. "cpu": in one exact-size, pinned piece of host
         memory, where it is updated too; of CUDA parameters, gradients come down and parameters go up in their own
@@ -71,6 +74,7 @@ class Adam(FusedOptimizer):
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,
+        group: Any = None,
         stochastic_seed: int | None = None,
     ) -> None:
         super().__init__(params, locals())
@@ -107,6 +111,7 @@ class AdamW(Adam):
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,
+        group: Any = None,
         stochastic_seed: int | None = None,
     ) -> None:
         super(Adam, self).__init__(params, {**locals(), "decoupled_weight_decay": True})

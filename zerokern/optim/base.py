@@ -37,7 +37,7 @@ _TWICE = (
     "step() was called while another step() of this optimizer runs, in another thread or in a signal handler: the two "
     "would write the same state; call it from one thread, or build an optimizer for each"
 )
-_NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "max_grad_norm")
+_NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "max_grad_norm", "group")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -57,14 +57,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """`given`: all that the subclass was called with, by name."""
         checks.tier(given["tier"])
-        self._furnish(given["tier"], given["schedule"], Decision())
+        self._furnish(given["tier"], given["schedule"], Decision(), given["group"])
         self.max_grad_norm = given["max_grad_norm"]
         super().__init__(params, {name: value for name, value in given.items() if name not in _NOT_OF_GROUPS})
         self.state = WatchedState()
 
-    def _furnish(self, tier: Any, schedule: Any, decision: Decision) -> None:
+    def _furnish(self, tier: Any, schedule: Any, decision: Decision, group: Any) -> None:
         self.decision = decision
-        self.holdings = Holdings(self._algorithm, tier, schedule, type(self).__name__)
+        self.holdings = Holdings(self._algorithm, tier, schedule, type(self).__name__, group)
         self.course = Course(self.holdings, decision)
         self._stepping = threading.Lock()
 
@@ -140,10 +140,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         >>> weight.grad = torch.tensor([1.0, -2.0]); opt.step(); weight.data
         tensor([0.5000, 3.0000])
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if not self._stepping.acquire(blocking=False):
             raise StateError(_TWICE)
         here = self.holdings
@@ -195,7 +193,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         held = binding.survey.hold() if binding is not None else []
         pointers = binding.survey.pointers(groups) if binding is not None else None
         if binding is None or pointers is None:
-            if local is None and (sharded(groups) or here.is_apart(groups)):
+            if local is None and (sharded(groups) or here.is_apart(groups) or here.group is not None):
                 return False
             cuts = () if local is None else (local.shares, local.starts)
             survey, binding = Survey(groups, self._algorithm.layout, *cuts), None
@@ -232,7 +230,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),
             fold=1.0 if local is None else local.take_fold(),
-            total=None if local is None or not local.shardings else local.accord.total,
+            total=local.accord.total if local is not None and (local.shardings or local.accord.party) else None,
             add_up=None if local is None else local.total_there,
             reading=None if local is None or local.host is None else local.host.reading,
         )
@@ -383,6 +381,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _own(self) -> dict[str, Any]:
         own = {"tier": self.tier, "schedule": self.schedule, "_max_grad_norm": self._max_grad_norm}
+        own["group"] = self.holdings.group
         return {**own, "_grad_norm": self.grad_norm, "_skipped_steps": self.skipped_steps, "_torn": self.holdings.torn}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -392,7 +391,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         mine = {**(self._own() if live else {}), **state}
         held, torn = mine.pop("state"), mine.pop("_torn")
         decision = Decision(mine.pop("_grad_norm"), mine.pop("_skipped_steps"))
-        self._furnish(mine.pop("tier"), mine.pop("schedule"), decision)
+        self._furnish(mine.pop("tier"), mine.pop("schedule"), decision, mine.pop("group"))
         super().__setstate__(mine)
         self.state = WatchedState(held)
         self.holdings.watch_data(self.param_groups)

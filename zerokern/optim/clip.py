@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as clip_plain
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from zerokern.comm import Party
 from zerokern.core.errors import got
 from zerokern.kernels import sumsq
 from zerokern.kernels.ops import sumsq_there
@@ -34,12 +35,17 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    group: Any = None,
 ) -> Tensor:
     """As `torch.nn.utils.clip_grad_norm_`, also of gradients that are divided: the norm is that of all ranks.
 
     Every rank calls it. Gradients that zk.shard has divided stay as they are: the next update multiplies them by the
     factor, and is skipped where the norm is not finite; those of DTensors are scaled here, as torch does. In both cases
     a plain tensor is returned. `max_grad_norm` of an optimizer does the same without this call.
+
+    `group`: ranks with other parameters, whose gradients count too: the stages of a pipeline (`mesh["pp"]`, or its
+    ProcessGroup). Each calls it once, with all that it has of the model; where the norm is not finite, all skip.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2)); weight.grad = torch.tensor([3.0, 4.0])
     >>> clip_grad_norm_([weight], max_norm=1.0), weight.grad
@@ -49,7 +55,9 @@ def clip_grad_norm_(
     homes = [(param, home) for param in params if (home := home_of(param)) is not None]
     divided = [(param, home) for param, home in homes if not home.sharding.replicated]
     tensors = [param for param in params if home_of(param) is None and is_divided(param)]
-    if not divided and not tensors:
+    place = next((home.sharding.group.device for _, home in homes), params[0].device if params else "cpu")
+    party = Party.of(group, place)
+    if not divided and not tensors and party is None:
         return clip_plain(params, max_norm, norm_type, error_if_nonfinite, foreach)
     kind = float(norm_type)
     if kind not in (2.0, math.inf):
@@ -57,20 +65,25 @@ def clip_grad_norm_(
     known = {id(param) for param in (*tensors, *(param for param, _ in divided))}
     spans = spans_of(tensors)
     plain = [param for param in params if id(param) not in known and param.grad is not None]
-    total = _total(divided, spans, plain, kind, foreach)
+    total = _total(divided, spans, plain, kind, foreach, party)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {kind} of the gradients is {float(total)}, so they cannot be clipped; with "
             "error_if_nonfinite=False the next update is skipped instead"
         )
     shown = total.to(torch.float32)
-    if plain:
+    if plain and party is None:
         clip_grads_with_norm_(plain, max_norm, shown, foreach)
+    elif plain:
+        spans = [*spans, (party, [param.grad for param in plain if param.grad is not None])]
     for _, grads in spans:
         scale = torch.clamp(float(max_norm) / (shown + 1e-6), max=1.0)
+        if party is not None:  # or gradients of other ranks would count as those of a step that is good
+            scale = torch.where(torch.isfinite(shown), scale, torch.nan)
         torch._foreach_mul_(grads, scale.to(grads[0].device))
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    factor = torch.where(torch.isfinite(total), factor, 1.0)  # the update is skipped; a batch after it is not
+    # the update is skipped, where gradients show it, or else by this; a batch after it is not
+    factor = torch.where(torch.isfinite(total), factor, 1.0 if party is None else torch.nan)
     for sharding, mine in _by_sharding(divided).items():
         if with_gradients(sharding) <= {id(home) for _, home in mine}:
             sharding.fold(factor.item() if factor.is_cpu or mine[0][1].piece.is_cpu else factor)
@@ -99,6 +112,7 @@ def _total(
     plain: list[Tensor],
     kind: float,
     foreach: bool | None,
+    party: Party | None,
 ) -> Tensor:
     """The norm over all ranks as a 0-dim float64 tensor: one collective for each group of ranks."""
     sums: dict[Any, list[Tensor]] = {}
@@ -118,9 +132,14 @@ def _total(
         norm_of_all(group, totals[-1], "sum" if kind == 2.0 else "max", "zk.clip_grad_norm_")
     if plain:
         alone = get_total_norm([p.grad for p in plain if p.grad is not None], kind, foreach=foreach)
-        totals.append((alone.double() ** 2 if kind == 2.0 else alone.double()).reshape(1).to(totals[0].device))
-    found = torch.cat(totals)
-    return found.sum().sqrt() if kind == 2.0 else found.amax()
+        totals.append((alone.double() ** 2 if kind == 2.0 else alone.double()).reshape(1))
+    place = totals[0].device if totals else "cpu"
+    found = torch.cat([one.to(place) for one in totals]) if totals else torch.zeros(1, dtype=torch.float64)
+    found = (found.sum() if kind == 2.0 else found.amax()).reshape(1)
+    if party is not None:
+        found = found.to(party.device)
+        norm_of_all(party, found, "sum" if kind == 2.0 else "max", "zk.clip_grad_norm_")
+    return found[0].sqrt() if kind == 2.0 else found[0]
 
 
 def _measure(grads: list[Tensor], kind: float, place: torch.device) -> Tensor:

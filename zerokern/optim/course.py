@@ -57,7 +57,7 @@ class Course:
         if last is not None and last.host is not None and last.host.late and not last.knows(groups):
             last.look()
             self._put_in_place(last)
-        local = here.local = localised(last, groups, here.state, stepped, here.hosting(groups))
+        local = here.local = localised(last, groups, here.state, stepped, here.hosting(groups), here.group)
         return local
 
     @property
@@ -164,7 +164,7 @@ class Course:
         local = self._holdings.local
         assert local is not None
         lazily = self._holdings.schedule == "overlap" and local.defers
-        if lazily or first or any(team.size > 1 for team in local.teams) or not survey.params:
+        if lazily or first or local.accord.meets or not survey.params:
             for ticket in self._tickets.values():
                 ticket.wait()
             for departure in self._departures:

@@ -65,8 +65,11 @@ class Holdings:
     `state` is by parameter, as its users see it; `held` by what is updated here.
     """
 
-    def __init__(self, algorithm: Algorithm, tier: str | Nvme, schedule: str | Delayed, name: str) -> None:
+    def __init__(
+        self, algorithm: Algorithm, tier: str | Nvme, schedule: str | Delayed, name: str, group: Any = None
+    ) -> None:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
+        self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.room = HostPlace(name, TAKES_LESS) if tier != "device" or self.delays else None
         self.disk = Disk(tier) if isinstance(tier, Nvme) else None
         self.state: WatchedState = WatchedState()

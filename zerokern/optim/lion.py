@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -47,6 +49,7 @@ class Lion(FusedOptimizer):
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,
+        group: Any = None,
         stochastic_seed: int | None = None,
     ) -> None:
         super().__init__(params, locals())

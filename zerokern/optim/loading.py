@@ -66,7 +66,8 @@ def take_over(
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
     merged = merged_groups(here.algorithm, groups, state_dict["param_groups"])
     apart = bool(state_dict["state"]) and here.is_apart(groups)
-    local = localised(here.local, groups, host=here.hosting(groups)) if apart or sharded(groups) else None
+    stands_in = apart or sharded(groups) or here.group is not None
+    local = localised(here.local, groups, host=here.hosting(groups), group=here.group) if stands_in else None
     subject = (groups, merged, state_dict) if local is None else local.loading(groups, merged, state_dict)
     rest, pending = _set_apart(subject[2], local, [param for group in merged for param in group["params"]])
     state = _loaded_state(here, *subject[:2], rest, keep)

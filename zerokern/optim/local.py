@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.comm import during
+from zerokern.comm import Party, during
 from zerokern.core.errors import StateError
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
@@ -57,9 +57,10 @@ def localised(
     state: WatchedState | None = None,
     stepped: bool = False,
     host: tuple[Host, ColumnsOf] | None = None,
+    group: Any = None,
 ) -> Local:
     """What is known of the parameters, anew if they are others, or elsewhere; `state` as it has been assigned since."""
-    local = last if last is not None and last.knows(groups) else Local(groups, host, last)
+    local = last if last is not None and last.knows(groups) else Local(groups, host, last, group)
     if state is not None:
         local.adopt(state, refuse_plain=stepped and last is None)
     return local
@@ -72,7 +73,9 @@ class Local:
     `starts`: the elements of the whole parameters that the pieces begin with.
     """
 
-    def __init__(self, groups: Groups, host: tuple[Host, ColumnsOf] | None = None, last: Local | None = None) -> None:
+    def __init__(
+        self, groups: Groups, host: tuple[Host, ColumnsOf] | None = None, last: Local | None = None, group: Any = None
+    ) -> None:
         self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
         self.homes: list[Residence] = homes_of(self.everyone, names_of(groups), () if last is None else last.homes)
         pairs = list(zip(self.everyone, self.homes, strict=True))
@@ -86,7 +89,7 @@ class Local:
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
         self.defers = any(s.publisher is not None and (host or not s.replicated) for s in self.shardings)
         self.publishers = [s.publisher for s in self.shardings if s.publisher is not None]
-        self.accord = Accord(self.shardings)
+        self.accord = Accord(self.shardings, Party.of(group, self.near[0].device if self.near else "cpu"))
         self.teams = self.accord.teams
         numbers = {id(team): number for number, team in enumerate(self.teams, 1)}
         shardings = [home.sharding for home in self.homes]
@@ -364,6 +367,11 @@ class Local:
             term = out[number : number + 1]
             term.copy_(torch.where(broken, torch.inf, own))
             norm_of_all(team, term, "sum", "opt.step")
+        if self.accord.party is not None:
+            terms = out[: 1 + len(self.teams)]
+            total = torch.where(broken, torch.inf, terms.sum()).reshape(1)
+            norm_of_all(self.accord.party, total, "sum", "opt.step")
+            terms.zero_()[:1].copy_(total)
 
     def announce(self) -> None:
         """What the host has updated counts as what is near the compute: at once, or, with a delay, as of now."""

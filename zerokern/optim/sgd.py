@@ -61,6 +61,7 @@ class SGD(FusedOptimizer):
         state_format: str = "fp32",
         master_format: str | None = None,
         max_grad_norm: float | None = None,
+        group: Any = None,
         stochastic_seed: int | None = None,
     ) -> None:
         super().__init__(params, locals())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zerokern.core.errors import ShardError, StateError
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
+from zerokern.zero.halves import Halves
 from zerokern.zero.homes import Home, give_home, home_of
 from zerokern.zero.kinds import Residence, shardings_of
 from zerokern.zero.params import Gathered
@@ -106,6 +107,7 @@ class Guard:
         tenants = [tenant for memory in sharding.memories for tenant in memory.tenants]
         frozen = [tenant for memory in sharding.memories if not memory.bucket.trainable for tenant in memory.tenants]
         self._frozen = [tenant.param for tenant in frozen]
+        self._halves = Halves(sharding)
         # at stage 3 bodies are exchanged all the time, and gradients come through the gathered ones
         self._plain = [] if shards_parameters(sharding.stage) else tenants
         self._params = [tenant.param for tenant in self._plain]
@@ -125,6 +127,7 @@ class Guard:
 
     def look(self) -> None:
         """Parameters that were added, exchanged, moved or unfrozen are refused; what only left our hands comes back."""
+        self._halves.look()
         found = list(chain.from_iterable(map(dict.values, self._tables)))
         if not self._tables or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
             self._walk()

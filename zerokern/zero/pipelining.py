@@ -85,6 +85,8 @@ class PipelineStage(TorchStage):
         super().clear_runtime_states()
         self._let_go()
         self._reset()
+        for sharding in self._found():
+            self._check(sharding)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch's forward."""
@@ -160,8 +162,6 @@ class PipelineStage(TorchStage):
     def _begin(self) -> None:
         """The first forward of a step."""
         self._shardings = self._found()
-        for sharding in self._shardings:
-            self._check(sharding)
         self._in_step = True
         self._passes = [sharding.reduction.passes for sharding in self._shardings]
         self._keep(self._stays)

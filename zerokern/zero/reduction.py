@@ -92,6 +92,7 @@ class Reduction:
                 "not possible under zk.shard, use_reentrant=False is. After one that broke off: run a forward first"
             )
         self.group.settle()
+        self.factor = _of_a_step(self.factor)
         self.settle()
         self.active, self._task = True, hooks.current_pass()
         self._next = 0
@@ -275,6 +276,13 @@ class Reduction:
             self._take_back(bucket)
             bucket.reset()
         self.active = False
+
+
+def _of_a_step(factor: float | Tensor) -> float | Tensor:
+    """The factor, unless it is NaN: that skips the step that was to follow, and is no part of another."""
+    if isinstance(factor, Tensor):
+        return torch.nan_to_num(factor, nan=1.0)
+    return factor if factor == factor else 1.0
 
 
 def _marks(bucket: GradientBucket) -> bytearray:

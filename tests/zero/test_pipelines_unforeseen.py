@@ -1,0 +1,248 @@
+"""Programs that nobody foresaw: right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pipeline_cases import (
+    CPU,
+    MICROS,
+    SCHEDULES,
+    Alone,
+    batch,
+    gradients,
+    loss_of,
+    mesh_of,
+    parameters,
+    pipeline,
+)
+from test_pipelines import Counted, same
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from worlds import World, on_ranks, ranked, says
+
+import zerokern as zk
+from zerokern.api import sharding_of
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], factor: float = 1.0) -> None:
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name] * factor, rtol=1e-5, atol=1e-7)
+
+
+@ranked
+def torchs_own(world: World) -> None:
+    """torch's stage: each micro-batch reduces, and the sum is the same; a schedule with halves is refused."""
+    counts = Counted()
+    for stage in (0, 2, 3):
+        pipe, alone = pipeline("1F1B", stage=stage, stage_of=PipelineStage), Alone(0, lr=1e-2)
+        counts.take()
+        pipe.step(*batch(0, 0, pipe.dp))
+        found = counts.take()
+        buckets = sum(len(sharding_of(model).gradient_buckets) for model in pipe.models)
+        assert found["reduce_scatter" if stage else "all_reduce"] == MICROS * buckets
+        alone.step(0, pipe.orders())
+        close(gradients(pipe.models), alone.gradients())
+
+
+def test_torchs_own_stage_reduces_each_micro_batch() -> None:
+    on_ranks(4, torchs_own)
+
+
+@ranked
+def in_halves(world: World, stage: int) -> str:
+    pipe = pipeline("InterleavedZeroBubble", stage=stage, stage_of=PipelineStage)
+    try:
+        pipe.step(*batch(0, 0, pipe.dp))
+    except zk.StateError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_halves_of_torchs_own_stage_are_refused(stage: int) -> None:
+    try:
+        on_ranks(4, in_halves, stage, patience=5.0)
+    except AssertionError as error:  # ranks that wait for one that was refused
+        says(str(error), ["zero-bubble schedule", "zk.PipelineStage"])
+
+
+@ranked
+def accumulated(world: World, stage: int) -> None:
+    """Steps add up; each is divided by its own micro-batches, whatever their number."""
+    for micros in (8, 3):
+        pipe, alone = pipeline("1F1B", stage=stage, micros=micros), Alone(0, micros=micros, lr=1e-2)
+        sums: dict[str, Tensor] = {}
+        for step in range(2):
+            pipe.step(*batch(0, step, pipe.dp, micros))
+            alone.step(step, pipe.orders())
+            sums = {name: grad + sums.get(name, 0.0) for name, grad in alone.gradients().items()}
+            close(gradients(pipe.models), sums)
+        if micros == 8:
+            same(gradients(pipe.models), sums, stage)
+    pipe, alone = pipeline("GPipe", stage=stage, scale_grads=False), Alone(0, lr=1e-2)
+    pipe.step(*batch(0, 0, pipe.dp))
+    alone.step(0, pipe.orders())
+    same(gradients(pipe.models), {name: grad * MICROS for name, grad in alone.gradients().items()}, "unscaled")
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1, 3))])
+def test_steps_add_up(stage: int) -> None:
+    on_ranks(4, accumulated, stage)
+
+
+@ranked
+def evaluated(world: World, stage: int) -> None:
+    """Between a step and its update, with as many micro-batches as another schedule has."""
+    for name in ("1F1B", "InterleavedZeroBubble"):
+        pipe, alone = pipeline(name, stage=stage), Alone(0, lr=1e-2)
+        opt, orders = zk.AdamW(pipe.params(), lr=1e-2), pipe.orders()
+        for step in range(3):
+            pipe.step(*batch(0, step, pipe.dp))
+            alone.step(step, orders)
+            before = gradients(pipe.models)
+            if name == "1F1B":  # the others ask a stage for gradients when they evaluate
+                x, y = batch(1, step, pipe.dp)
+                losses: list[Tensor] = []
+                last = pipe.stages[-1].is_last
+                with torch.no_grad():
+                    pipe.schedule.eval(*([] if last else [x]), target=y if last else None, losses=losses)
+                same(gradients(pipe.models), before, "eval")
+                if last:
+                    pairs = zip(x.chunk(alone.micros), y.chunk(alone.micros), strict=True)
+                    expected = [loss_of(alone.model(a), b) for a, b in pairs]
+                    assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
+            for one in (opt, alone.opt):
+                one.step()
+                one.zero_grad()
+            same(parameters(pipe.models), alone.parameters(), (name, stage, step))
+            if name == "1F1B" and step == 0:  # another number of micro-batches from here on
+                pipe.schedule = Schedule1F1B(pipe.stages[0], 4, loss_fn=loss_of)
+                alone.micros = 4
+                orders = dict.fromkeys(orders, range(4))
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_evaluation_changes_nothing(stage: int) -> None:
+    on_ranks(4, evaluated, stage)
+
+
+class Breaks(nn.Module):
+    """One forward of many raises."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.calls, self.at = model, 0, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            raise RuntimeError("the forward breaks")
+        return self.model(x)
+
+
+@ranked
+def broken_off(world: World, stage: int) -> None:
+    """A step that breaks off on all ranks: the next one is refused until gradients are dropped, and right then."""
+    torch.manual_seed(0)
+    model = Breaks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    plain = copy.deepcopy(model)
+    zk.shard(model, stage=stage)
+    single = torch.distributed.new_subgroups(1)[0]
+    stages = zk.PipelineStage(model, 0, 1, CPU, group=single)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().sum()
+
+    schedule = Schedule1F1B(stages, 4, loss_fn=loss)
+    x = [torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+    target = torch.zeros(8, 4)
+    schedule.step(x[world.rank], target=target)
+    model.zero_grad()
+    model.at = model.calls + 3
+    with pytest.raises(RuntimeError):
+        schedule.step(x[world.rank], target=target)
+    with pytest.raises(zk.StateError, match="zero_grad"):
+        schedule.step(x[world.rank], target=target)
+    model.zero_grad()
+    schedule = Schedule1F1B(stages, 4, loss_fn=loss)  # torch's keeps losses of what broke off
+    schedule.step(x[world.rank], target=target)
+    for one in x:
+        (plain(one).square().sum() / 4 / world.size).backward()
+    close(gradients([model]), {name: param.grad for name, param in plain.named_parameters()})
+    model.zero_grad()
+    with zk.no_sync(model), pytest.raises(zk.StateError, match=r"zk\.no_sync"):
+        schedule.step(x[world.rank], target=target)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_that_breaks_off(stage: int) -> None:
+    on_ranks(2, broken_off, stage)
+
+
+@ranked
+def refused(world: World) -> None:
+    model = nn.Linear(2, 2)
+    stage = zk.PipelineStage(model, 0, 1, CPU)
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, target: y.sum())
+    with pytest.raises(zk.StateError, match=r"zk\.shard"):
+        schedule.step(torch.ones(2, 2), target=torch.ones(2, 2))
+    with pytest.raises(ValueError, match="dw_builder"):
+        zk.PipelineStage(model, 0, 1, CPU, dw_builder=lambda: lambda: None)
+    with pytest.raises(TypeError, match="whole"):
+        zk.PipelineStage(model, 0, 1, CPU, whole="yes")  # type: ignore[arg-type]
+
+
+def test_what_is_refused() -> None:
+    on_ranks(1, refused)
+
+
+class Side(nn.Module):
+    """A weight that gradients of inputs do not come past, one that is used twice, frozen ones, one without use."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.main, self.aside, self.last = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), last
+        self.frozen, self.unused = nn.Linear(4, 4).requires_grad_(False), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, beside: Tensor | None = None) -> Any:
+        y = self.main(torch.tanh(self.frozen(self.main(x))))
+        y = y if beside is None else y + beside
+        return y if self.last else (y, self.aside.cos().repeat(len(x), 1))
+
+
+def through(modules: nn.ModuleList, x: Tensor) -> Tensor:
+    passed: Any = (x,)
+    for module in modules:
+        passed = module(*passed)
+    return passed
+
+
+@ranked
+def beside_the_way(world: World, stage: int) -> None:
+    torch.manual_seed(0)
+    whole, mesh = nn.ModuleList(Side(number == 3) for number in range(4)), mesh_of()
+    mine, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    numbers = [mine, 2 + mine]
+    models = [zk.shard(copy.deepcopy(whole[number]), mesh=mesh["dp"], stage=stage) for number in numbers]
+    pairs = zip(models, numbers, strict=True)
+    stages = [zk.PipelineStage(one, number, 4, CPU, group=mesh.get_group("pp")) for one, number in pairs]
+    kind: Any = SCHEDULES["InterleavedZeroBubble"][0]
+    schedule = kind(stages, 4, loss_fn=lambda y, target: (y - target).square().mean())
+    x = [torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    schedule.step(*([] if mine else [x[dp]]), target=torch.ones(8, 4) if mine else None)
+    for one in x:
+        (through(whole, one) - 1).square().mean().div(2).backward()
+    for number, model in zip(numbers, models, strict=True):
+        expected = {name: param.grad for name, param in whole[number].named_parameters()}
+        for name, param in model.named_parameters():
+            assert (param.grad is None) == (expected[name] is None), (number, name)
+        close(gradients([model]), expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_beside_the_way_of_the_inputs(stage: int) -> None:
+    on_ranks(4, beside_the_way, stage)
