@@ -8,6 +8,7 @@ from typing import Any
 from ..zero import plain
 from ..zero.measure import Row
 from . import disk, ours
+from .job import InfinityJob
 from .measure import Outcome
 
 MODELS = ("25M", "100M")
@@ -31,7 +32,7 @@ def verdicts(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
             kind = row.name.removesuffix(ours.VERTICAL)
             asked = {peer: least for (name, peer), least in ASKED.items() if name == kind}
             if _binds(outcome) and row.name == ours.NVME + ours.VERTICAL and outcome.job.micro == VERTICAL_MICRO:
-                asked[ours.NVME] = VERTICAL
+                asked[ours.NVME] = min(VERTICAL, _fewer_bytes(outcome.job))
             if not _binds(outcome) or (row.name == ours.NVME and outcome.job.micro > 1):
                 asked.pop(disk.NAME, None)  # compute is longer, or it goes over its parameters more often
             for peer, least in asked.items():
@@ -51,6 +52,12 @@ def _binds(outcome: Outcome) -> bool:
     """Whether a step's bytes take longer than its compute: on a fast disk beside slow cores they do not."""
     ns = {row.name: row.ns.median for row in outcome.rows}
     return ns.get(disk.NAME, 0.0) >= ns.get(plain.NAME, 0.0)
+
+
+def _fewer_bytes(job: InfinityJob) -> float:
+    """How much faster the vertical order can be at all: state that is read and written moves in both."""
+    horizontal, vertical = (disk.traffic(job, order) for order in (True, False))
+    return (horizontal.up + horizontal.down) / (vertical.up + vertical.down)
 
 
 def _bytes(outcome: Outcome, row: Row) -> list[dict[str, Any]]:

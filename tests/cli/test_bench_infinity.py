@@ -214,7 +214,9 @@ class TestMeasure:
         times = {ours.CPU: [1.0], ours.NVME: [4.4], ours.NVME + ours.VERTICAL: [1.0], "fsdp2": [1.5], disk.NAME: [0.95]}
         found = {one["what"]: one for one in asked.verdicts([self.rows(8, times)])}
         assert found["zk cpu against fsdp2"]["met"] is False
-        assert found["zk nvme, vertical against zk nvme"]["measured"] == 4.4
+        order = found["zk nvme, vertical against zk nvme"]
+        assert order["measured"] == 4.4
+        assert order["asked"] == pytest.approx((10 + 8 * 4 + 12) / (14 + 12), abs=0.1), "no more than bytes allow"
         assert found["zk nvme, vertical against disk alone"]["met"] is True
         assert "zk nvme against disk alone" not in found
 
