@@ -22,7 +22,7 @@ IN_SHORT = {"plain", "tied across units", "frozen in part", "experts chosen by s
 IN_SHORT |= {"units in another order", "a unit unused on some ranks"}
 
 
-@pytest.mark.parametrize("bucket_bytes", [700, 32 << 20])
+@pytest.mark.parametrize("bucket_bytes", [700, pytest.param(32 << 20, marks=SLOW)])
 @pytest.mark.parametrize(
     "case, stage",
     [
@@ -36,16 +36,18 @@ def test_the_parameters_of_plain_training(case: Case, stage: int, bucket_bytes: 
     on_hybrid_threads(2, 2, follow_case, case, stage, bucket_bytes, timeout=30)
 
 
-@pytest.mark.parametrize("stage", [0, *STAGES])
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (3, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, 3])
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), (2, 3), *(pytest.param(one, marks=SLOW) for one in ((1, 2), (3, 1), (3, 2)))]
+)
 def test_any_sizes(sizes: tuple[int, int], stage: int) -> None:
     """Of two ranks the very bits, whichever dimension they are along."""
     on_hybrid_threads(*sizes, follow_case, CASES[0], stage, 700, timeout=30)
 
 
 PLANS = [
-    pytest.param(Plan(steps=6, stages=STAGES), 0, (2, 2), id="2 x 2, in short"),
-    pytest.param(Plan(steps=4, stages=STAGES, accumulate=4, no_sync=True), 1, (2, 2), id="no_sync, in short"),
+    pytest.param(Plan(steps=3, stages=STAGES, accumulate=2), 0, (2, 2), id="2 x 2, in short"),
+    pytest.param(Plan(steps=20, stages=STAGES, accumulate=4, no_sync=True), 1, (2, 2), marks=SLOW),
     *(
         pytest.param(Plan(steps=20, stages=stages, accumulate=accumulate), seed, sizes, marks=SLOW)
         for stages in ((0, 1), (2, 3))
@@ -68,7 +70,7 @@ def test_as_close_to_float64_as_ddp(plan: Plan, seed: int, sizes: tuple[int, int
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(steps=4, stages=(0, *STAGES), accumulate=2),
+        pytest.param(Plan(steps=8, stages=(0, *STAGES), accumulate=2), marks=SLOW),
         pytest.param(Plan(steps=8, stages=(0, *STAGES), accumulate=4, no_sync=True), marks=SLOW),
     ],
 )
@@ -76,7 +78,7 @@ def test_sums_for_losses_that_are_divided_by_what_all_have(plan: Plan) -> None:
     assert on_ranks(4, compare, plan, 0, (2, 2), "sum") == [[]] * 4
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=SLOW), torch.bfloat16])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
 def test_replicas_stay_alike_to_the_bit(stage: int, dtype: torch.dtype | None) -> None:
     first, second, third, fourth = on_ranks(4, alike, (2, 2), 20, stage, dtype)

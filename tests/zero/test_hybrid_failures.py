@@ -1,0 +1,277 @@
+"""Meshes of two dimensions: one decision on all ranks of both, and nobody who waits for ever."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hybrid_cases import NAMES, laid_out
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from tries import best
+from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked, refusal, says
+from zero_cases import Net, make_adamw, mse
+
+import zerokern as zk
+from zerokern.api import sharding_of
+
+SLOW = pytest.mark.slow
+PATIENCE_S = 60.0  # the group's timeout
+SOON_S = 20.0  # for what nobody waits that long for, in the best of some tries
+
+
+def train(world: World, model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        mse(model, step, world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def skipping(world: World, stage: int, value: float, max_grad_norm: float | None, reduced: bool) -> None:
+    """One element of one rank's: in its own loss, or in what is reduced, where its replica has another."""
+    model, twin = (world.shard(built(Net), stage=stage) for _ in range(2))
+    optimizers = [make_adamw(one.parameters(), max_grad_norm=max_grad_norm) for one in (model, twin)]
+    for step in range(4):
+        loss = mse(model, step, world)
+        spoils = step == 2 and world.rank == world.size - 1
+        (loss * value if spoils and not reduced else loss).backward()
+        if spoils and reduced:
+            spans = [getattr(param.grad, "local", param.grad) for param in model.parameters()]
+            next(span for span in spans if span.numel()).view(-1)[0] = value
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        if step != 2:
+            train(world, twin, optimizers[1], range(step, step + 1))
+    assert optimizers[0].skipped_steps == 1
+    assert all(torch.equal(value, full(twin)[name]) for name, value in full(model).items())
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("value, max_grad_norm", [(math.inf, None), (math.nan, 1.0)])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, 3])
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((3, 1), marks=SLOW), pytest.param((1, 3), marks=SLOW)])
+def test_one_rank_skips_for_all(
+    sizes: tuple[int, int], stage: int, value: float, max_grad_norm: float | None, reduced: bool
+) -> None:
+    on_hybrid_threads(*sizes, skipping, stage, value, max_grad_norm, reduced, timeout=30)
+
+
+def clipped(world: World, stage: int, kind: float) -> None:
+    """The norm over what is there once; where replicas differ, all hear of one number."""
+    model, plain = world.shard(built(Net), stage=stage), built(Net)
+    mse(model, 0, world).backward()
+    mse(plain, 0, world).backward()
+    world.average_gradients(plain.parameters())
+    wanted = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()], kind)
+    found = zk.clip_grad_norm_(model, 1e9, norm_type=kind)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
+    if world.rank == 0:
+        sharding_of(model).gradient_buckets[0].reduced.mul_(3.0)
+    said = world.exchange(float(zk.clip_grad_norm_(model, 1e9, norm_type=kind)))
+    assert len(set(said)) == 1 and said[0] > float(wanted)
+
+
+@pytest.mark.parametrize("kind", [2.0, math.inf])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 1), pytest.param((2, 2), marks=SLOW)])
+def test_the_norm_counts_an_element_once(sizes: tuple[int, int], stage: int, kind: float) -> None:
+    on_hybrid_threads(*sizes, clipped, stage, kind, timeout=30)
+
+
+@ranked
+def differs(world: World, what: str) -> tuple[str, float]:
+    """The last rank, of the second replica, is another than all others; what each of them is told."""
+    two = laid_out(world, (2, world.size // 2))
+    other = world.rank == world.size - 1
+    began = time.monotonic()
+    return refusal(lambda: DIFFERENCES[what](two, other), zk.ZerokernError), time.monotonic() - began
+
+
+def a_setting(world: World, other: bool) -> None:
+    world.shard(Net(), stage=2 + other)
+
+
+def the_sum(world: World, other: bool) -> None:
+    world.shard(Net(), reduce="sum" if other else "mean")
+
+
+def a_model(world: World, other: bool) -> None:
+    world.shard(Net(width=10 + other))
+
+
+def a_rate(world: World, other: bool) -> None:
+    model = world.shard(built(Net), stage=3)
+    train(world, model, make_adamw(model.parameters(), lr=1e-2 + other), range(1))
+
+
+def a_state_that_cannot_be(world: World, other: bool) -> None:
+    model = world.shard(built(Net), stage=2)
+    optimizer = make_adamw(model.parameters())
+    train(world, model, optimizer, range(1))
+    if other:
+        optimizer.state[model.leave.weight]["exp_avg"] = torch.zeros(1)
+    train(world, model, optimizer, range(1, 2))
+
+
+def no_backward(world: World, other: bool) -> None:
+    model = world.shard(built(Net), stage=2)
+    optimizer = make_adamw(model.parameters())
+    train(world, model, optimizer, range(1))
+    if not other:
+        mse(model, 1, world).backward()
+    optimizer.step()
+    mse(model, 1, world).backward()
+
+
+def a_gather_alone(world: World, other: bool) -> None:
+    model = world.shard(built(Net), stage=3)
+    optimizer = make_adamw(model.parameters())
+    train(world, model, optimizer, range(1))
+    if other:
+        full(model)
+    train(world, model, optimizer, range(1, 3))
+
+
+def a_backward_more(world: World, other: bool) -> None:
+    model = world.shard(built(Net), stage=2)
+    optimizer = make_adamw(model.parameters())
+    for _ in range(1 + other):
+        mse(model, 0, world).backward()
+    train(world, model, optimizer, range(2))
+
+
+def a_backward_of_a_replica_more(world: World, other: bool) -> None:
+    a_backward_more(world, world.rank >= world.size // 2)
+
+
+def a_save_alone(world: World, other: bool) -> None:
+    model = world.shard(built(Net), stage=2)
+    if other:
+        zk.save(f"{tempfile.mkdtemp()}/never", model)
+    mse(model, 0, world).backward()
+
+
+DIFFERENCES: dict[str, Callable[[World, bool], None]] = {
+    one.__name__: one
+    for one in (
+        a_setting,
+        the_sum,
+        a_model,
+        a_rate,
+        a_state_that_cannot_be,
+        no_backward,
+        a_gather_alone,
+        a_backward_more,
+        a_backward_of_a_replica_more,
+        a_save_alone,
+    )
+}
+SAYS = {
+    "a_setting": ["stage", "2", "3", "rank 3"],
+    "the_sum": ["reduce", "mean", "sum"],
+    "a_model": ["parameter 0", "rank 3"],
+    "a_rate": ["lr", "1.01", "0.01"],
+    "a_state_that_cannot_be": ["exp_avg"],
+}
+QUICK = ("a_rate", "no_backward", "a_gather_alone")
+
+
+@pytest.mark.parametrize("what", [pytest.param(one, marks=[] if one in QUICK else [SLOW]) for one in DIFFERENCES])
+def test_ranks_that_differ_are_all_told(what: str) -> None:
+    def told() -> float:
+        answers = on_ranks(4, differs, what, patience=PATIENCE_S, timeout=2 * PATIENCE_S)
+        for message, _ in answers:
+            says(message, SAYS.get(what, ["rank"]))
+        return max(took for _, took in answers)
+
+    assert best(told, SOON_S) < SOON_S
+
+
+@ranked
+def die(world: World, stage: int, when: str) -> float:
+    two = laid_out(world, (2, world.size // 2))
+    model = two.shard(built(Net), stage=stage)
+    optimizer = make_adamw(model.parameters(), max_grad_norm=1.0)
+    train(two, model, optimizer, range(2))
+
+    def end(*arguments: object) -> None:
+        if world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if when == "forward":
+        model.blocks[1].register_forward_pre_hook(end)
+    if when == "backward":
+        model.blocks[1].register_full_backward_hook(end)
+    if when == "step":
+        optimizer.register_step_pre_hook(end)
+    began = time.monotonic()
+    refusal(lambda: train(two, model, optimizer, range(2, 5)), zk.CommError)
+    took = time.monotonic() - began
+    refusal(lambda: train(two, model, optimizer, range(2, 5)), zk.ZerokernError)
+    time.sleep(2.0)  # still there: nobody hears of it by a connection that this one closes
+    return took
+
+
+@pytest.mark.parametrize(
+    "stage, when",
+    [
+        (3, "forward"),
+        pytest.param(2, "backward", marks=SLOW),
+        *(pytest.param(stage, when, marks=SLOW) for stage in (1, 3) for when in ("backward", "step")),
+    ],
+)
+def test_a_rank_that_dies_ends_all(stage: int, when: str) -> None:
+    def ended() -> float:
+        return max(on_ranks(4, die, stage, when, dies=[3], patience=PATIENCE_S, timeout=2 * PATIENCE_S)[:-1])
+
+    assert best(ended, SOON_S) < SOON_S
+
+
+@ranked
+def refused_meshes(world: World) -> None:
+    def mesh(*sizes: int, names: tuple[str, ...] = NAMES) -> Any:
+        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+    def told(one: Any) -> str:
+        return refusal(lambda: zk.shard(built(Net), mesh=one), (ValueError, TypeError))
+
+    says(told(mesh(2, 1, names=("dp_shard", "dp_replicate"))), ["other way round", "mesh['dp_replicate', 'dp_shard']"])
+    says(told(mesh(1, 2, names=("dp", "tp"))), ["'tp'", "tensor", "mesh['dp']"])
+    says(told(mesh(2, 1, names=("pp", "dp"))), ["'pp'", "pipeline", "mesh['dp']"])
+    says(told(mesh(1, 2, 1, names=("dp", "cp", "ep"))), ["mesh['cp', 'ep']", "_flatten()"])
+    says(told(init_device_mesh("cpu", (1, 2, 1))), ["Name its dimensions"])
+    says(refusal(lambda: zk.shard(built(Net), reduce="max"), ValueError), ["reduce='max'", "mean", "sum", "tokens"])
+    for sizes in ((1, 2), (2, 1)):
+        model = zk.shard(built(Net), stage=3, mesh=mesh(*sizes))
+        assert sharding_of(model).group.size == sizes[1] and sharding_of(model).everyone.size == 2
+        mse(model, 0, world).backward()
+    cube = mesh(2, 1, 1, names=("dp_replicate", "dp_shard", "tp"))
+    train(
+        world,
+        model := zk.shard(built(Net), mesh=cube["dp_replicate", "dp_shard"]),
+        make_adamw(model.parameters()),
+        range(2),
+    )
+
+
+def test_meshes_that_cannot_be_are_refused_by_name() -> None:
+    on_ranks(2, refused_meshes)
+
+
+@ranked
+def both_of_one(world: World) -> None:
+    two = laid_out(world, (1, 1))
+    model = two.shard(built(Net), stage=3)
+    train(two, model, make_adamw(model.parameters()), range(2))
+    assert sharding_of(model).group.alone and sharding_of(model).everyone.alone
+
+
+def test_a_mesh_of_one_rank() -> None:
+    on_ranks(1, both_of_one)
