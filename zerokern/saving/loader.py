@@ -23,7 +23,8 @@ from zerokern.saving.optimizers import Steps
 from zerokern.saving.progress import Progress
 from zerokern.saving.ranks import Ranks, absolute, open_alike, refuse_unusable
 from zerokern.saving.source import Source, Told, sound, untold
-from zerokern.saving.subject import Subject, extra_states, refuse_meta, settle, wrote
+from zerokern.saving.stages import Stages, names_elsewhere, whole_of
+from zerokern.saving.subject import Subject, extra_states, named_tensors, refuse_meta, settle, wrote
 from zerokern.saving.tiles import Untiled
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import rest_of
@@ -36,7 +37,7 @@ VERIFY = ("first", "reading")
 
 def load(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Any,
     opt: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     extra: dict[str, Any] | None = None,
@@ -51,6 +52,7 @@ def load(
     and DeepSpeed (universal) have written is read too. Nothing is unpickled but tensors, by torch's restricted reader.
 
     Args:
+        model: a module; of a pipeline its stages here, one or several, each with the names that the whole model has.
         extra: objects with `load_state_dict` (schedulers, GradScaler, samplers) by the names they were saved under.
         lossy: whether state may be rounded into a narrower format (`state_format`, `master_format`); otherwise that is
             refused.
@@ -70,13 +72,14 @@ def load(
     ...
     zerokern.core.errors.StateError: ...
     """
-    ranks = Ranks.of(group, "zk.load")
+    ranks, model = Ranks.of(group, "zk.load"), whole_of(model)
 
     def given() -> dict[str, Any]:
         refuse_unusable(model, lossy=lossy, rng=rng)
         if verify not in VERIFY:
             raise ValueError(got("verify", verify, "'first' or 'reading'"))
-        return {"path": str(absolute(path)), "verify": verify, "lossy": lossy, "rng": rng}
+        stages = {"stages": isinstance(model, Stages)}
+        return {"path": str(absolute(path)), "verify": verify, "lossy": lossy, "rng": rng, **stages}
 
     ranks.same("zk.load", given)
     ranks.each("the save before", Lane.of(ranks, model).rest)
@@ -94,7 +97,8 @@ def load(
 def _loaded(
     loading: Loading, ranks: Ranks, model: nn.Module, opt: Any, extra: Any, lossy: bool, verify: str, rng: bool
 ) -> dict[str, Any]:
-    ranks.each("check", lambda: loading.check(model, opt, extra, lossy))
+    elsewhere = names_elsewhere(ranks, model, list(named_tensors(model)))
+    ranks.each("check", lambda: loading.check(model, opt, extra, lossy, elsewhere))
     if verify == "first":
         with loading.progress("verifying") as progress:
             ranks.each("verify", lambda: loading.source.verify(ranks.rank, ranks.size, progress))
@@ -142,9 +146,9 @@ class Loading:
             if steps.disk is not None and steps.disk.is_open:
                 steps.disk.hold([])
 
-    def check(self, model: nn.Module, opt: Any, extra: Any, lossy: bool) -> None:
+    def check(self, model: nn.Module, opt: Any, extra: Any, lossy: bool, elsewhere: frozenset[str]) -> None:
         """Raises where the checkpoint does not fit; changes nothing."""
-        subject = Subject(model, opt)
+        subject = Subject(model, opt, elsewhere)
         self.steps = subject.steps
         with sound(self.path, TypeError):
             if subject.params:

@@ -107,6 +107,8 @@ class Matching:
             elif key.startswith("model.") and key.removeprefix("model.") not in used:
                 name = key.removeprefix("model.")
                 known = self._aliases.get(name, name)
+                if known in self.subject.elsewhere:
+                    continue
                 if known not in used and not any(name in others for others in self._other_names.values()):
                     self.differences.append(f"{name}: unexpected; the model has no parameter or buffer of that name")
         return plans
@@ -230,6 +232,8 @@ class Matching:
         for number, (group, own) in enumerate(zip(saved, mine, strict=True)):
             here = [self.source_of(next(left)) for _ in own["params"]]
             there = group.get("params")
+            if there is not None and all(isinstance(one, str) for one in there):
+                there = [one for one in there if one not in self.subject.elsewhere]
             if there is not None and all(isinstance(one, str) for one in there) and set(there) != set(here):
                 less, more = sorted(set(here) - set(there)), sorted(set(there) - set(here))
                 said = [f"without {less[0]}" if less else "", f"with {more[0]}" if more else ""]
@@ -252,7 +256,7 @@ class Matching:
                 if plan is not None:
                     plans[number] = plan
         if self.subject.steps:
-            rest = sorted(self._state.keys() - stepped)
+            rest = sorted(self._state.keys() - stepped - self.subject.elsewhere)
             self.differences += [f"{name}: its optimizer state is unexpected; nothing steps it here" for name in rest]
 
     def _state_plan(

@@ -17,6 +17,7 @@ from zerokern.saving.extra import described
 from zerokern.saving.folder import Draft
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable, shown
+from zerokern.saving.stages import Stages, merged, said, whole_of
 from zerokern.saving.storage import SavePlanner, Writer
 from zerokern.saving.subject import Subject
 from zerokern.saving.tiles import TilePlace, joined
@@ -30,7 +31,7 @@ Items = dict[str, Any]
 
 def save(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Any,
     opt: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     extra: dict[str, Any] | None = None,
     *,
@@ -46,6 +47,8 @@ def save(
     It can be loaded by any number of ranks, at any stage and tier (`zk.load`), and by torch's `dcp.load`.
 
     Args:
+        model: a module; of a pipeline its stages here, one or several (`zk.PipelineStage`), which are saved as one
+            model: each with the names that the whole one has, and with the same optimizers and param_groups.
         extra: numbers, strings, containers, tensors, and objects with `state_dict` (schedulers, GradScaler, samplers).
             What is not the same on all ranks is kept by rank.
         wait: False returns as soon as what this rank writes has been copied into host memory, and the rest goes on
@@ -67,11 +70,11 @@ def save(
     ...     load(f"{folder}/step3", model)
     {'step': 3}
     """
-    ranks = Ranks.of(group, "zk.save")
+    ranks, model = Ranks.of(group, "zk.save"), whole_of(model)
 
     def given() -> dict[str, Any]:
         _refuse_unusable(model, wait, rng, staging_budget, progress)
-        return {"path": str(absolute(path)), "wait": wait, "rng": rng}
+        return {"path": str(absolute(path)), "wait": wait, "rng": rng, "stages": isinstance(model, Stages)}
 
     ranks.same("zk.save", given)
     folder = absolute(path)  # os.chdir while it is written changes nothing
@@ -83,19 +86,31 @@ def save(
         found.update(_described(model, opt, ranks))
         return digests(found["items"], found["values"])
 
-    refuse_differences(ranks, ranks.each("describe", describe), lambda: shown(found["items"], found["values"]))
-    items, values = found["items"], found["values"]
+    each = ranks.each("describe", describe)
+    items = found["items"]
+    nbytes = _nbytes(items)
+    if isinstance(model, Stages):
+        told = ranks.each("stages", lambda: said(model, each[ranks.rank], found, nbytes))
+        found.update(ranks.each("one model", lambda: merged(told))[0])
+        nbytes = found["nbytes"]
+    else:
+        refuse_differences(ranks, each, lambda: shown(items, found["values"]))
+    values = found["values"]
     values["extra"], tensors = described(extra, ranks)
-    items |= tensors
     if rng:
-        items["extra.rng"], values["rng"] = _random(ranks)
-    total = sum(one.shape.numel() * one.dtype.itemsize for one in items.values())
+        tensors["extra.rng"], values["rng"] = _random(ranks)
+    items |= tensors
+    total = nbytes + _nbytes(tensors)
     draft = _drafted(folder, total, ranks)
     write = Writing(items, values, draft, total, progress, found["places"])
     if wait:
         write(ranks, SavePlanner())
         return None
     return write.beside(ranks, lane, staging_budget)
+
+
+def _nbytes(items: Items) -> int:
+    return sum(one.shape.numel() * one.dtype.itemsize for one in items.values())
 
 
 def _refuse_unusable(model: Any, wait: Any, rng: Any, staging_budget: Any, progress: Any) -> None:

@@ -16,6 +16,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.optim.exchange import Column
 from zerokern.saving.naming import WRAPPERS
 from zerokern.saving.optimizers import Steps, plain, steps_of
+from zerokern.saving.stages import Stages
 from zerokern.saving.storage import OnDiskPart
 from zerokern.saving.tiles import TilePart, in_order, told_once
 from zerokern.zero.homes import here_of_state, home_of
@@ -150,6 +151,7 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
     for name, child in module._modules.items():
         if child is not None:
             transparent = name in WRAPPERS or (name == "module" and isinstance(module, _PARALLEL))
+            transparent = transparent or isinstance(module, Stages)
             yield from _modules(child, prefix if transparent else f"{prefix}{name}.")
 
 
@@ -201,11 +203,14 @@ _NOT_OURS = (
 class Subject:
     """A model and the optimizers that step it."""
 
-    def __init__(self, model: nn.Module, opts: Any = None) -> None:
+    def __init__(self, model: nn.Module, opts: Any = None, elsewhere: frozenset[str] = frozenset()) -> None:
+        """`elsewhere`: names that other ranks have, of the stages of a pipeline."""
         if not isinstance(model, nn.Module):
             raise TypeError(got("model", model, "a torch.nn.Module"))
         some = [] if opts is None else list(opts) if isinstance(opts, Sequence) else [opts]
-        self.model = model
+        if isinstance(model, Stages):
+            model.check()
+        self.model, self.elsewhere = model, elsewhere
         self.steps: list[Steps] = [steps_of(opt) for opt in some]
         self.tensors = named_tensors(model)
         self.parts = parts_of(model)
