@@ -14,7 +14,9 @@ from comm_cases import REDUCTIONS, gather, refused, values
 from library_double import LibraryDouble
 
 from zerokern.comm import FakeWorld, Group, collectives, common, device, group_on, joining
+from zerokern.comm.agreement import Board, Failure
 from zerokern.comm.device import DeviceGroup
+from zerokern.comm.whereabouts import Waiting
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -250,3 +252,11 @@ def test_ranks_that_leave_the_order_raise_on_devices_too(run) -> None:
 
     for words, _ in run(LibraryDouble(2, "new"), act):
         assert "ranks differ in step 1 of their order: rank 0: 'b', rank 1: 'c'" in words
+
+
+def test_a_rank_that_has_failed_makes_those_look_who_wait_for_streams() -> None:
+    store = torch.distributed.HashStore()
+    one, other = Board(store, 0, 2), Board(store, 1, 2)
+    assert not other.troubled()
+    one.fail(Failure("rank 0: it broke"))
+    assert other.troubled() and other.look(Waiting("all_reduce", 0, "a number")) == Failure("rank 0: it broke")

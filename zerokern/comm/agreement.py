@@ -161,7 +161,8 @@ class Board:
         return {rank for rank, said in self._said_by_others().items() if "failing" in said}
 
     def fail(self, failure: Failure) -> None:
-        """Says why this rank gives the group up."""
+        """Says why this rank gives the group up; who waits for a device's streams alone looks when there is trouble."""
+        self._store.set("trouble", "1")
         self._say(failing=True, failed=[failure.reason, list(failure.gone)])
 
     def failed(self) -> dict[int, Failure]:
