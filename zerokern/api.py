@@ -59,6 +59,10 @@ def shard(
     the first, beside the next bucket. Several dimensions become one by `mesh["dp", "cp"]._flatten()`. Gradients become
     the ranks' `"mean"`, or with `reduce="sum"` their sum, for losses that are divided by the tokens of all ranks.
 
+    A model that `parallelize_module` has divided is sharded by `mesh=mesh["dp"]`, the dimension beside that one. Of a
+    DTensor parameter the local tensor is divided, and modules compute with the DTensor. Parameters that are none count
+    as replicated there, and norms and decisions are those of all ranks of both dimensions.
+
     `units`: what is gathered together at stage 3: modules, or a function that says yes or no to each; by default the
     children of `ModuleList`s, and the rest with the root. `bucket_bytes`: how much one collective moves, at most,
     unless one parameter is larger. `tier`: where shards rest at stage 3. With `zk.Nvme(path)` they are fetched from a

@@ -36,6 +36,7 @@ class Divided:
     ) -> None:
         self.group, self.stage, self.replicated = group, stage, stage == 0
         self.everyone, self.publisher = group, None
+        self.team, self.copies = None if stage == 0 else group, 1
         self.factor: float | Tensor = 1.0
         self.published, self.fails = 0, False
         self.zero_order: list[torch.nn.Parameter] = []

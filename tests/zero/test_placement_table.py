@@ -1,7 +1,7 @@
 """The ZeRO-Infinity paper's placement table: each row trains the same model by the same script, with the same losses.
 
 The sum of two ranks has one order, so that all rows have the bits of data parallelism, of torch's own included. Tensor
-parallelism, a part of the row of 3-D parallelism, takes DTensors, which zk.shard refuses by name as yet.
+parallelism, a part of the row of 3-D parallelism, is in test_tensor_parallel.py.
 """
 
 from __future__ import annotations

@@ -120,37 +120,48 @@ def joined(pg: Any) -> Group:
 
 
 class Team:
-    """The ranks along some dimensions of a mesh, as those that hold the parts of a DTensor.
+    """The ranks along some dimensions of a mesh, as those that hold the parts of a DTensor, and along groups `beside`.
 
     One group for each dimension: sums go along one after the other, so that every rank has the same bits.
     """
 
-    def __init__(self, mesh: DeviceMesh, dims: Sequence[int]) -> None:
-        self.size = math.prod(mesh.size(dim) for dim in dims)
+    def __init__(self, mesh: DeviceMesh, dims: Sequence[int], beside: Sequence[Any] = ()) -> None:
+        self.size = math.prod([*(mesh.size(dim) for dim in dims), *(group.size for group in beside)])
+        self._beside = beside
         self.device = torch.device(mesh.device_type)
         self._mesh, self._dims = mesh, dims
-        self._groups: list[Group] | None = None
+        self._parts: list[Any] | None = None
 
     def join(self) -> list[Group]:
         """The groups, which find each other the first time: every rank comes here then, in its user's thread."""
-        if self._groups is None:
+        if self._parts is None:
             mesh = self._mesh
             each = [mesh if mesh.ndim == 1 else _along(mesh, dim) for dim in self._dims]
-            self._groups = [group_on(one, self.device) for one in each]
-        return self._groups
+            self._parts = [*self._beside, *(group_on(one, self.device) for one in each)]
+        return [group for part in self._parts for group in part.join()]
+
+    @property
+    def everyone(self) -> Team:
+        """Those that have copies of the spans of groups beside, too."""
+        return Team(self._mesh, self._dims, [group.everyone for group in self._beside])
 
     def follow(self, key: str) -> None:
         """As `Group.follow`, on all of them."""
-        for group in self.join():
-            group.follow(key)
+        for part in self._joined():
+            part.follow(key)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         """As `Group.all_reduce`, over all of them."""
         handle = Handle()
-        for group in self.join():
+        for part in self._joined():
             handle.wait()
-            handle = group.all_reduce(tensor, op)
+            handle = part.all_reduce(tensor, op)
         return handle
+
+    def _joined(self) -> list[Any]:
+        self.join()
+        assert self._parts is not None
+        return self._parts
 
 
 def _join(pg: Any, device: torch.device) -> Group:

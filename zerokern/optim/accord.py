@@ -37,8 +37,9 @@ class Accord:
 
     def __init__(self, shardings: Sequence[Any], party: Party | None = None) -> None:
         """`party`: ranks with other parameters, which decide as one with these: the stages of a pipeline."""
-        divided = [sharding for sharding in shardings if not sharding.replicated]
-        self.teams = list({id(sharding.group): sharding.group for sharding in divided}.values())
+        divided = [sharding.team for sharding in shardings if sharding.team is not None]
+        self.teams = list({id(team): team for team in divided}.values())
+        self.shares: list[tuple[int, int]] = []  # of each sum but the first: the place of its team, and its copies
         self._everyone = [sharding.everyone for sharding in shardings]
         self.party = party
         own = [] if party is None else [party]
@@ -67,10 +68,25 @@ class Accord:
         if known != self._marked:
             self._marks = [zlib.crc32(repr(self._settings_of(groups)).encode()) >> 12 for groups in self.groups_of]
             self._marked = known
-        terms, said = self._meet(sums, skip or not math.isfinite(sums[0]), {}, torn=False)
+        terms, said = self._meet(self.by_team(sums), skip or not math.isfinite(sums[0]), {}, torn=False)
         if self.agreed:
             raise StateError(_told(said, self.torn))
         return added(terms)
+
+    def share_out(self, homes: Sequence[Any]) -> list[int]:
+        """For each parameter the number of its sum: 0 is what counts here alone, others are by team and copies."""
+        places = {id(team): place for place, team in enumerate(self.teams)}
+        teams = [None if home.sharding is None else home.sharding.team for home in homes]
+        pairs = [(team, home.copies) for team, home in zip(teams, homes, strict=True)]
+        self.shares = sorted({(places[id(team)], copies) for team, copies in pairs if team is not None})
+        return [0 if team is None else 1 + self.shares.index((places[id(team)], copies)) for team, copies in pairs]
+
+    def by_team(self, sums: Sequence[Any]) -> list[Any]:
+        """The sum of what is here alone, and one for each team: in it what several of its ranks have counts once."""
+        found = [sums[0], *(0.0 for _ in self.teams)]
+        for own, (team, copies) in zip(sums[1:], self.shares, strict=False):
+            found[1 + team] = found[1 + team] + (own if copies == 1 else own / copies)
+        return found
 
     def refuse(self, reason: str, *, torn: bool, reports: bool) -> None:
         """This rank cannot go on with the step: the others are told so where they next meet.

@@ -13,7 +13,7 @@ from torch import Tensor
 from zerokern.core.errors import got
 from zerokern.io import Nvme
 from zerokern.optim import device
-from zerokern.zero.params import Gathered
+from zerokern.zero.computing import stands_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES_TEXT = "torch.float32, torch.bfloat16 or torch.float16"
@@ -96,7 +96,7 @@ def distinct(params: Sequence[Any]) -> None:
     tensors = [param[1] if isinstance(param, tuple) else param for param in params]
     seen: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, Gathered):
+        if stands_for(tensor) is not None:
             do = "A forward was broken off, by Ctrl-C perhaps: run one to its end, and list the parameters then"
             what = f"what stands for a parameter while its module computes, at {index}"
             raise ValueError(got("params", what, "parameters of a model that is not at work", do))

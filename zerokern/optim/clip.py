@@ -53,7 +53,7 @@ def clip_grad_norm_(
     """
     params = _listed(parameters)
     homes = [(param, home) for param in params if (home := home_of(param)) is not None]
-    divided = [(param, home) for param, home in homes if not home.sharding.replicated]
+    divided = [(param, home) for param, home in homes if home.sharding.team is not None]
     tensors = [param for param in params if home_of(param) is None and is_divided(param)]
     place = next((home.sharding.group.device for _, home in homes), params[0].device if params else "cpu")
     party = Party.of(group, place)
@@ -117,11 +117,12 @@ def _total(
     """The norm over all ranks as a 0-dim float64 tensor: one collective for each group of ranks."""
     sums: dict[Any, list[Tensor]] = {}
     for sharding, homes in _by_sharding(divided).items():
-        grads = [gradient_of(param, home) for param, home in homes]
         factor = sharding.take_fold()
         sharding.fold(factor)
-        own = _measure([grad for grad in grads if grad is not None and grad.numel()], kind, sharding.group.device)
-        sums.setdefault(sharding.group, []).append(own * (factor**2 if kind == 2.0 else factor))
+        for copies in sorted({home.copies for _, home in homes}):
+            grads = [gradient_of(param, home) for param, home in homes if home.copies == copies]
+            own = _measure([grad for grad in grads if grad is not None and grad.numel()], kind, sharding.group.device)
+            sums.setdefault(sharding.team, []).append(own * factor**2 / copies if kind == 2.0 else own * factor)
     for team, spread in spans:
         place = team.device
         sums.setdefault(team, []).append(_measure([g for g in spread if g.numel()], kind, place).to(place))

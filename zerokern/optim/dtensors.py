@@ -32,6 +32,7 @@ class DTensorSharding:
         self.replicated = not dims
         self.stage = 0 if self.replicated else 3
         self.group = Team(mesh, dims)
+        self.team = None if self.replicated else self.group
         self.everyone = Team(mesh, range(mesh.ndim))  # those with copies too
         self.publisher = None  # nothing moves
         self.homes: list[DTensorHome] = []
@@ -151,7 +152,7 @@ def homes_of(params: Sequence[Tensor], names: Sequence[str], before: Sequence[Re
     found: list[Residence] = []
     for name, param in zip(names, params, strict=True):
         last = known.get(id(param))
-        if not isinstance(param, DTensor):
+        if not isinstance(param, DTensor) or home_of(param) is not None:
             found.append(home_of(param) or Alone(name, param))
         elif last is not None and last.stays(param):
             found.append(last)
@@ -198,7 +199,7 @@ def spans_of(params: Iterable[Tensor]) -> list[tuple[Team, list[Tensor]]]:
     """This rank's elements of the gradients of DTensors, by the ranks that hold the others; replicated ones alone."""
     found: dict[Any, list[Tensor]] = {}
     for number, param in enumerate(params):
-        if not isinstance(param, DTensor):
+        if not isinstance(param, DTensor) or home_of(param) is not None:
             continue
         name = f"parameter {number}"
         grad = local_gradient(param, name)

@@ -69,7 +69,7 @@ def localised(
 class Local:
     """The parameters of one optimizer, and their pieces in the same order.
 
-    `shares`: for each of them 0 if its gradient counts here alone, else the number of the group that it is summed over.
+    `shares`: for each of them the number of the sum that its gradient goes into; 0 is what counts here alone.
     `starts`: the elements of the whole parameters that the pieces begin with.
     """
 
@@ -91,9 +91,7 @@ class Local:
         self.publishers = [s.publisher for s in self.shardings if s.publisher is not None]
         self.accord = Accord(self.shardings, Party.of(group, self.near[0].device if self.near else "cpu"))
         self.teams = self.accord.teams
-        numbers = {id(team): number for number, team in enumerate(self.teams, 1)}
-        shardings = [home.sharding for home in self.homes]
-        self.shares = [numbers[id(s.group)] if s is not None and not s.replicated else 0 for s in shardings]
+        self.shares = self.accord.share_out(self.homes)
         self.starts = [home.start for home in self.homes]
         self.state = WatchedState()
         self._home_of = {id(piece): home for piece, home in zip(self.pieces, self.homes, strict=True)}
@@ -135,8 +133,8 @@ class Local:
         self.accord.groups_of = [[] for _ in self.teams]
         for number, group in enumerate(groups):
             some = slice(start, start := start + len(group["params"]))
-            for share in set(self.shares[some]) - {0}:
-                self.accord.groups_of[share - 1].append(number)
+            for team in {self.accord.shares[share - 1][0] for share in self.shares[some] if share}:
+                self.accord.groups_of[team].append(number)
             if group.get("state_format") == "int8":
                 refuse_int8(self.homes[some])
             names = [home.name for home in self.homes[some]]
@@ -359,6 +357,7 @@ class Local:
 
     def total_there(self, sums: Sequence[Tensor], out: Tensor, found_inf: Tensor | None) -> None:
         """As `accord.total`, of 0-dim tensors on a device and into `out`, without waiting for it."""
+        sums = self.accord.by_team(sums)
         out[0].copy_(sums[0])
         broken = torch.isfinite(sums[0]).logical_not()
         if found_inf is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerokern.zero.kinds import Distributed
 from zerokern.zero.sharded import leaves
 from zerokern.zero.sharded_functions import METADATA
 
@@ -16,18 +17,17 @@ __all__ = ["arrived", "awaited", "without_waiting"]
 _ASKS_NO_VALUES = METADATA - {torch.Tensor.__format__, torch.Tensor.contiguous}
 
 
-class Awaited(nn.Parameter):
-    """The class of a parameter whose update is under way; its object, memory and graph are what they were.
+class _Waits:
+    """Of a parameter whose update is under way; its object, memory and graph are what they were."""
 
-    A plain parameter pays for none of this: it is of torch's own class before and after.
-    """
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given: Any = kwargs or {}
-        found = () if func in _ASKS_NO_VALUES else [one for one in leaves((args, given)) if type(one) is Awaited]
+        found = () if func in _ASKS_NO_VALUES else [one for one in leaves((args, given)) if isinstance(one, _Waits)]
         if not found:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
@@ -35,16 +35,28 @@ class Awaited(nn.Parameter):
             _wait(one)
         return func(*args, **given)
 
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict) -> Any:
         _wait(self)
-        return nn.Parameter.__deepcopy__(self, memo)
+        return self.__deepcopy__(memo)  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _wait(self)
-        return nn.Parameter.__reduce_ex__(self, protocol)
+        return self.__reduce_ex__(protocol)
 
 
-def _wait(param: Tensor) -> None:
+class Awaited(_Waits, nn.Parameter):
+    """A plain parameter pays for none of this: it is of torch's own class before and after."""
+
+
+class AwaitedDTensor(_Waits, Distributed):
+    """A DTensor, likewise."""
+
+
+_WAITS: dict[type, type] = {nn.Parameter: Awaited, Distributed: AwaitedDTensor}
+_ARRIVED: dict[type, type] = {waits: there for there, waits in _WAITS.items()}
+
+
+def _wait(param: Any) -> None:
     home = param._zk_home  # type: ignore[attr-defined]
     home.sharding.publisher.arrive(home.gradients.number)
     arrived([param])
@@ -53,15 +65,14 @@ def _wait(param: Tensor) -> None:
 def awaited(params: Sequence[Tensor]) -> None:
     """From now on who asks one of these for its values waits until it has arrived."""
     for param in params:
-        if type(param) is nn.Parameter:
-            param.__class__ = Awaited
+        param.__class__ = _WAITS.get(type(param), type(param))
 
 
 def arrived(params: Sequence[Tensor]) -> None:
     """These are as they should be, or nobody will make them so."""
     for param in params:
-        if type(param) is Awaited:
-            param.__class__ = nn.Parameter  # type: ignore[assignment]
+        if isinstance(param, _Waits):
+            param.__class__ = _ARRIVED[type(param)]
 
 
 def without_waiting() -> Any:

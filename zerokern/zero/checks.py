@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.zero.homes import home_of
+from zerokern.zero.kinds import Placed, is_placed, local_of
 from zerokern.zero.mixed import DTYPES
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.tensor_parallel import PLACE
 from zerokern.zero.units import Unit
 
 __all__ = [
@@ -81,12 +83,19 @@ def no_writes_of_one_rank(module: nn.Module, group: Any) -> None:
             )
 
 
-def gradient(name: str, grad: Tensor) -> None:
-    """
+def gradient(name: str, grad: Tensor, placed: Placed | None = None) -> Tensor:
+    """What of a gradient is added up: this rank's part, where the parameter is a DTensor `placed` in some way.
+
     >>> gradient("weight", torch.ones(2))
+    tensor([1., 1.])
     """
+    if placed is not None and not grad.requires_grad and grad.layout is torch.strided:
+        if not is_placed(grad):
+            do = "a hook returns DTensor.from_local(...) of this rank's part"
+            raise TypeError(got(f"the gradient of {name!r}", type(grad).__name__, "a DTensor, as it is", do))
+        return placed.local(grad)
     if type(grad) is Tensor and grad.layout is torch.strided and not grad.requires_grad:
-        return
+        return grad
     if grad.layout is not torch.strided:
         raise TypeError(
             f"the gradient of {name!r} is {grad.layout}; allowed: dense gradients (Embedding: sparse=False)"
@@ -102,6 +111,7 @@ def gradient(name: str, grad: Tensor) -> None:
             f"the gradient of {name!r} was computed with create_graph=True, and its graph would be lost in "
             "reducing it; take gradients of gradients by torch.autograd.grad, and of the sum a plain backward()"
         )
+    return grad
 
 
 def thawed(name: str) -> NoReturn:
@@ -128,10 +138,10 @@ def _one(name: str, param: nn.Parameter, built: bool) -> None:
         raise ValueError(f"{name!r} is on the meta device and has no values; construct the model by zk.build(fn, ...)")
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ValueError(f"{name!r} has no shape yet (a lazy module); run one forward before zk.shard")
-    if type(param) is not nn.Parameter:
+    if type(param) is not nn.Parameter and not is_placed(param):
         raise TypeError(
-            f"{name!r} is a {type(param).__name__}; allowed: plain nn.Parameters (a model under FSDP or tensor "
-            "parallelism, or with quantized tensors, is sharded by its own library)"
+            f"{name!r} is a {type(param).__name__}; allowed: plain nn.Parameters, and DTensors of tensor parallelism "
+            "(a model with quantized tensors is sharded by its own library)"
         )
     if param.layout is not torch.strided or param.is_complex():
         raise TypeError(f"{name!r} is {param.layout}, {param.dtype}; allowed: dense, real tensors")
@@ -145,7 +155,8 @@ def _one(name: str, param: nn.Parameter, built: bool) -> None:
 
 def _no_overlap(params: Sequence[tuple[str, Tensor]]) -> None:
     """Two parameters that share memory would no longer share it afterwards."""
-    spans = sorted((*_where(param), param.nbytes, name) for name, param in params if param.nbytes and not param.is_meta)
+    locals_of = [(name, local_of(param)) for name, param in params]
+    spans = sorted((*_where(one), one.nbytes, name) for name, one in locals_of if one.nbytes and not one.is_meta)
     for (kind, begin, nbytes, left), (other, after, _, right) in itertools.pairwise(spans):
         if kind == other and begin + nbytes > after:
             raise ValueError(
@@ -165,7 +176,7 @@ def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit
     if group.alone:
         return
     rows = [
-        (name, list(param.shape), str(param.dtype), "trained" if param.requires_grad else "frozen", unit.name)
+        (name, _shown(param), str(param.dtype), "trained" if param.requires_grad else "frozen", unit.name)
         for unit in units
         for name, param in unit.params
     ]
@@ -175,6 +186,13 @@ def same_on_all_ranks(group: Any, settings: dict[str, Any], units: Sequence[Unit
         different = [name for name in settings if theirs[name] != found[0][0][name]]
         if different:
             name = different[0]
+            if name == PLACE:
+                raise ShardError(
+                    f"parameters are DTensors on a mesh in which rank 0 of those that zk.shard divides them among is "
+                    f"at {found[0][0][name]}, and rank {rank} at {theirs[name]}: they have different parts already; "
+                    'allowed: ranks at one place of it, as zk.shard(model, mesh=mesh["dp"]) names them where '
+                    'parallelize_module was given mesh["tp"]'
+                )
             raise ShardError(
                 f"the ranks do not shard alike: {name} is {found[0][0][name]!r} on rank 0 and {theirs[name]!r} "
                 f"on rank {rank}"
@@ -200,3 +218,8 @@ def _row(rows: list[Any], number: int) -> str:
         return "missing"
     name, shape, dtype, trained, unit = rows[number]
     return f"{name!r} {tuple(shape)} {dtype} {trained} in unit {unit or 'root'!r}"
+
+
+def _shown(param: Any) -> list[Any]:
+    """Its shape; of a DTensor, where its parts are too."""
+    return [*param.shape, *map(str, param.placements)] if is_placed(param) else list(param.shape)

@@ -14,10 +14,12 @@ from zerokern.comm import Handle, during
 from zerokern.core.errors import IoError
 from zerokern.zero import guards, hooks
 from zerokern.zero.awaited import without_waiting
+from zerokern.zero.computing import be_gathered, be_resting
+from zerokern.zero.data_writes import DataWrites
 from zerokern.zero.homes import home_of
 from zerokern.zero.hooks import in_backward
-from zerokern.zero.params import BucketMemory, Gathered, Tenant
-from zerokern.zero.reads import Resting
+from zerokern.zero.kinds import is_placed
+from zerokern.zero.params import BucketMemory, Tenant
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Owner, Unit
 
@@ -59,8 +61,10 @@ class GatheredUnit:
         self._handles: list[Handle] = []
         self._coming: list[BucketMemory] = []  # from where they rest, and computed with as they are
         self._unwritten: list[int] | None = None  # versions of what is whole, while somebody may write to it
+        self._data_writes = DataWrites()  # to DTensors; others look for them themselves
+        self._data_writes.watch(full for full in self._fulls if is_placed(full))
         if not self.whole:
-            self._call_fulls(Resting)
+            be_resting(self._fulls)
         self.prepare: Callable[[], None] = _nothing  # returns once the shards are those of the last step
 
     def encloses(self, other: GatheredUnit) -> bool:
@@ -129,6 +133,7 @@ class GatheredUnit:
     def watch(self) -> None:
         """From here on somebody has the whole parameters and may write to them."""
         if self._unwritten is None:
+            self._data_writes.count()
             self._unwritten = self._whole_versions()
 
     def keep_writes(self) -> None:
@@ -136,6 +141,7 @@ class GatheredUnit:
         before, self._unwritten = self._unwritten, None
         if before is None:
             return
+        self._data_writes.count()
         now = self._whole_versions()
         lent = list(map(bool, map(_lent, self._fulls)))
         if now != before or any(lent):
@@ -179,7 +185,7 @@ class GatheredUnit:
             for memory in self._comes_and_goes:
                 if memory.shard is not memory.own:
                     memory.let_go()
-            self._call_fulls(Gathered)
+            be_gathered(self._fulls)
 
     def settle(self) -> None:
         """Returns once nothing is on its way from where it rests, so that it may be written there."""
@@ -210,12 +216,8 @@ class GatheredUnit:
         for memory in self._comes_and_goes:
             memory.release()
         if self._comes_and_goes:
-            self._call_fulls(Resting)
+            be_resting(self._fulls)
         self.held.discard(self.number)  # last: where Ctrl-C has broken this off, it is done again
-
-    def _call_fulls(self, name: type[Gathered]) -> None:
-        for full in self._fulls:
-            full.__class__ = name
 
     def put_in(self) -> None:
         """Let the modules compute with the whole parameters."""

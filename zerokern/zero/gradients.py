@@ -19,6 +19,7 @@ from zerokern.zero.awaited import without_waiting
 from zerokern.zero.fetching import fetched
 from zerokern.zero.homes import Home, alias, strides
 from zerokern.zero.hooks import hooks_after_accumulation
+from zerokern.zero.kinds import local_of
 from zerokern.zero.landing import IntoHost
 from zerokern.zero.params import BucketMemory, Tenant, whole_like
 from zerokern.zero.partition import shards_gradients, shards_state
@@ -95,7 +96,7 @@ class GradientBucket:
         if not tenant.param.requires_grad:
             self._drop(place)
             return
-        checks.gradient(tenant.name, grad)
+        grad = checks.gradient(tenant.name, grad, tenant.placed)
         if place in self._dropped:
             checks.thawed(self.tenants[place].name)
         if self.closed:
@@ -110,7 +111,7 @@ class GradientBucket:
         if self.closed or not self.tenants[place].param.requires_grad:
             self.take(place, grad, beside=False)
             return
-        checks.gradient(self.tenants[place].name, grad)
+        grad = checks.gradient(self.tenants[place].name, grad, self.tenants[place].placed)
         there = place in self._kept or (place in self.arrived and not self.keeps)
         self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
         self._kept.add(place)
@@ -177,14 +178,14 @@ class GradientBucket:
     def _own(self, place: int) -> Tensor:
         """What shows a gradient; anew where it was given other memory (`.data =`), which nothing is reduced into."""
         shown, tenant = self.shown[place], self.tenants[place]
-        if self.replicated and self.reduced is not None and not shares(shown, self.reduced):
-            self.shown[place] = alias(self.reduced, tenant.place.offset, tenant.shape)
+        if self.replicated and self.reduced is not None and not shares(local_of(shown), self.reduced):
+            self.shown[place] = tenant.show(alias(self.reduced, tenant.place.offset, tenant.shape))
         return self.shown[place]
 
     def reduced_span(self, place: int) -> Tensor:
         """This rank's part of what is reduced of a parameter, as `.grad` shows it."""
         shown = self.shown[place]
-        return shown.span if isinstance(shown, Sharded) else shown.view(-1)
+        return shown.span if isinstance(shown, Sharded) else local_of(shown).view(-1)
 
     def _finders(self) -> list[Tensor]:
         """Where the user looks for gradients, by place."""
@@ -260,9 +261,8 @@ class GradientBucket:
         self.closed = True
         waiting = {place: grad for place, grad in self.arrived.items() if grad is not None}
         self._flatten({place: grad for place, grad in waiting.items() if place not in self._kept}, self.buffer)
-        for place, grad in waiting.items():
-            if place in self._kept:
-                self._spans[place].add_(grad)
+        for place in waiting.keys() & self._kept:
+            self._spans[place].add_(waiting[place])
         for place in self._places - self.arrived.keys() - self._kept:
             self._spans[place].zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
@@ -333,13 +333,13 @@ class GradientBucket:
         spans = {piece.param: piece for piece in self.bucket.pieces(self.group.rank)}
         for tenant, home in zip(self.tenants, self.homes, strict=True):
             if self.replicated:
-                self.shown.append(alias(self.reduced, tenant.place.offset, tenant.shape))
+                self.shown.append(tenant.show(alias(self.reduced, tenant.place.offset, tenant.shape)))
                 continue
             piece = spans.get(tenant.place.param)
             local = alias(self.reduced, 0 if piece is None else piece.offset, (home.numel,))
             named = Sharded.of(local, home.here, name=home.name, kind="gradient")
             named.settle = self.settle
-            named.whole = partial(whole_like, self.group, self.bucket.shard_numel, tenant.place)
+            named.whole = partial(whole_like, self.group, self.bucket.shard_numel, tenant.place, tenant.placed)
             self.shown.append(named)
             del named, local
         self._references = References(self.reduced, list(self.shown))
@@ -373,8 +373,8 @@ class GradientBucket:
         self._show()
         for place in places:
             if self.exposed:
-                home, group = self.homes[place], None if self.replicated else self.group
-                home.piece.grad = SpanGradient.of(self.reduced_span(place), home.name, group)
+                home = self.homes[place]
+                home.piece.grad = SpanGradient.of(self.reduced_span(place), home.name, home.here.group)
             else:
                 self.tenants[place].param.grad = self._own(place) if self.replicated else self.shown[place]
 

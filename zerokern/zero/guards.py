@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from zerokern.core.errors import ShardError, StateError
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
+from zerokern.zero.computing import stands_for
 from zerokern.zero.halves import Halves
 from zerokern.zero.homes import Home, give_home, home_of
-from zerokern.zero.kinds import Residence, shardings_of
-from zerokern.zero.params import Gathered
+from zerokern.zero.kinds import Residence, local_of, shardings_of
 from zerokern.zero.partition import shards_parameters
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def install() -> None:
 
 def _known_to_the_user(param: torch.Tensor) -> torch.Tensor | None:
     """A module that keeps another's parameter in its forward keeps the one that lasts, not what stands for it there."""
-    return param.resting_for if isinstance(param, Gathered) else None
+    return stands_for(param)
 
 
 def _homes(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Home]]:
@@ -113,7 +113,7 @@ class Guard:
         self._params = [tenant.param for tenant in self._plain]
         homes = {home.name: home for home in sharding.homes}
         self._homes = [homes[tenant.name] for tenant in self._plain]
-        self._addresses = list(map(_pointer_of, self._params))
+        self._addresses = self._whereabouts()
         self._versions = list(map(_version_of, self._params))
         if self._params:
             for module in sharding.module.modules():
@@ -170,11 +170,16 @@ class Guard:
             "shard it with requires_grad=True, and freeze it afterwards for as long as it is to be frozen"
         )
 
+    def _whereabouts(self) -> list[int]:
+        placed = any(tenant.placed is not None for tenant in self._plain)
+        return list(map(_pointer_of, map(local_of, self._params) if placed else self._params))
+
     def attend(self) -> None:
         """Parameters are where they were; what was exchanged over the same memory (`set_`) is ours again."""
-        if list(map(_pointer_of, self._params)) != self._addresses:
-            pairs = zip(self._plain, self._addresses, strict=True)
-            moved = next(tenant.name for tenant, address in pairs if tenant.param.data_ptr() != address)
+        addresses = self._whereabouts()
+        if addresses != self._addresses:
+            known = zip(self._plain, addresses, self._addresses, strict=True)
+            moved = next(tenant.name for tenant, address, before in known if address != before)
             raise ShardError(
                 f"the memory of {moved!r} was exchanged after zk.shard (by .data, set_, .to(), .half() or resize_, or "
                 "by a parametrization that computes its original); allowed: writing into it (copy_, load_state_dict). "

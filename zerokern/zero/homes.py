@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from zerokern.core.errors import ShardError, StateError
 from zerokern.memory.here import Here
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Residence, here_of
+from zerokern.zero.kinds import Placed, Residence, here_of, is_placed, version_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded, Spanned
 
@@ -79,9 +80,13 @@ class Home(Residence):
     def __init__(
         self, name: str, param: nn.Parameter, start: int, piece: Tensor, sharding: Sharding, initial: Tensor | None
     ) -> None:
-        here = Here.span(param.shape, start, piece.numel())
+        there = here_of(param)
+        self.placed = there if isinstance(there, Placed) else None  # of a DTensor, whose local tensor is divided
+        here = replace(there, group=sharding.team)
         if not sharding.replicated:
-            here = Spanned(here.shape, here.offsets, here.sizes, start, here.numel, sharding.group)
+            box = there.shape, there.offsets, there.sizes
+            here = Spanned(*box, start, piece.numel(), sharding.everyone, self.placed)
+        self.copies = sharding.copies if self.placed is None else self.placed.copies
         super().__init__(name, here, piece, param.requires_grad)
         # the sharding keeps autograd's nodes, and these refer to the parameter where no collector sees it: a strong
         # reference from here would keep the model for ever. The module's hooks keep the sharding
@@ -155,7 +160,7 @@ class Home(Residence):
     def look(self, param: Tensor) -> None:
         if self.loan is not None:  # another body, whose versions count from 0
             return
-        version = param._version
+        version = version_of(param)
         if version != self.seen_version:
             torch.autograd.graph.increment_version(self.piece)
             self.seen_version = version
@@ -177,15 +182,17 @@ class Home(Residence):
             return grad.span
         if bucket is not None and not bucket.shows(self.place, grad):
             self.sharding.watch.refuse_lost(self, param)
-        if grad.shape != self.shape:
+        if grad.shape != self.shape or is_placed(grad) is not (self.placed is not None):
+            allowed = "" if self.placed is None else ", as a DTensor"
             raise StateError(
-                f"the gradient of {self.name!r} has shape {tuple(grad.shape)}; allowed: {tuple(self.shape)}"
+                f"the gradient of {self.name!r} is a {type(grad).__name__} of shape {tuple(grad.shape)}; allowed: "
+                f"{tuple(self.shape)}{allowed}"
             )
         return self.here.cut(grad)
 
     def initial(self, param: Tensor) -> Tensor | None:
         """What the parameter's dtype rounded away, as long as nobody has taken it, or written since."""
-        known = (self.piece._version, param._version) == (self._initial_version, self.seen_version)
+        known = (self.piece._version, version_of(param)) == (self._initial_version, self.seen_version)
         return self._initial if known else None
 
     def take_initial(self) -> Tensor | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -26,10 +27,13 @@ from zerokern.memory.rest import Rest
 from zerokern.zero.sharded import Sharded, Spanned
 
 __all__ = [
+    "SLOTS",
+    "Distributed",
     "Placed",
     "Residence",
     "here_of",
     "is_divided",
+    "is_placed",
     "is_replicated",
     "local_of",
     "over",
@@ -39,7 +43,12 @@ __all__ = [
     "shardings_of",
     "shown_as",
     "take",
+    "version_of",
 ]
+
+
+Distributed: Any = DTensor  # the base of what takes the place of one
+SLOTS = tuple(DTensor.__slots__)  # where its object keeps what it consists of
 
 
 def here_of(tensor: Tensor) -> Here:
@@ -110,6 +119,15 @@ def is_divided(value: object) -> bool:
     return isinstance(value, (DTensor, Sharded))
 
 
+def is_placed(value: object) -> bool:
+    """Whether something is a DTensor.
+
+    >>> is_placed(torch.ones(2))
+    False
+    """
+    return isinstance(value, DTensor)
+
+
 def without_memory(tensor: Tensor) -> Tensor:
     """One that has the version of the tensor, and none of its memory.
 
@@ -148,6 +166,15 @@ def shown_as(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda local: DTensor(local, spec, requires_grad=False)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to: writes to a DTensor do not count on the tensor within, nor the other way round.
+
+    >>> version_of(torch.ones(2).add_(1))
+    1
+    """
+    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+
+
 def take(here: Here, value: Tensor, what: str, *, own: bool = False) -> Tensor:
     """This rank's elements of a whole tensor, or of one that is divided in the same way: 1-D.
 
@@ -158,7 +185,8 @@ def take(here: Here, value: Tensor, what: str, *, own: bool = False) -> Tensor:
             f"{what} has shape {tuple(value.shape)}, and {tuple(here.shape)} is needed, that of the whole parameter; "
             "this state belongs to another parameter"
         )
-    if not is_divided(value):
+    placed = getattr(here, "placed", None)
+    if not is_divided(value) or (placed is not None and placed.is_alike(value)):
         mine = here.cut(value)
         return mine.clone() if own and here.numel < value.numel() else mine
     there = here_of(value)
@@ -238,6 +266,32 @@ class Placed(Here):
     def alike(self, other: Here) -> bool:
         return isinstance(other, Placed) and (self.mesh, self.placements) == (other.mesh, other.placements)
 
+    def is_alike(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a DTensor that is placed like this."""
+        placed = isinstance(tensor, DTensor) and (tensor.device_mesh, tuple(tensor.placements))
+        return placed == (self.mesh, self.placements)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks of the mesh have the same elements."""
+        return math.prod(self.mesh.size(dim) for dim in range(self.mesh.ndim) if dim not in self.dims)
+
+    def local(self, tensor: DTensor) -> Tensor:
+        """This rank's part of a DTensor; one that is placed in another way comes here first, on all ranks of the mesh.
+
+        A gradient may be a sum of which each rank has a term (`Partial`), or whole on each.
+        """
+        with torch.no_grad():
+            alike = tensor if self.is_alike(tensor) else tensor.redistribute(self.mesh, self.placements)
+        found = alike._local_tensor
+        return found.trigger_wait() if isinstance(found, AsyncCollectiveTensor) else found
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """As everywhere; of a DTensor, what is here of it once it is placed like this."""
+        if not isinstance(whole, DTensor):
+            return super().cut(whole)
+        return self.local(whole).detach().reshape(-1)[self.start : self.start + self.numel]
+
     def show(self, local: Tensor, before: Any = None, name: str = "") -> Tensor:
         if isinstance(before, DTensor) and _holds(before, local) and before.placements == self.placements:
             return before
@@ -274,6 +328,7 @@ class Residence:
     sharding: Any = None
     gradients: Any = None  # the bucket that zk.shard reduces its gradient in
     loan: Any = None  # while it is whole in the user's object (stage 3)
+    copies = 1  # how many of the ranks that its gradient is summed over have the same elements
     rest: Rest | None = None  # where the piece's values are while nobody uses them
 
     def __init__(self, name: str, here: Here, piece: Tensor, trained: bool) -> None:

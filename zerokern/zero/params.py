@@ -20,68 +20,54 @@ from zerokern.memory import HostPlace, Rest
 from zerokern.memory.copies import Copy
 from zerokern.memory.place import DevicePool
 from zerokern.zero import hooks
+from zerokern.zero.computing import leaf_over
 from zerokern.zero.homes import Home, alias, give_home
+from zerokern.zero.kinds import Placed, here_of, local_of, version_of
 from zerokern.zero.lifting import Lift, Lifting
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.tensor_parallel import ShardedDTensor
 from zerokern.zero.units import Owner
 
 if TYPE_CHECKING:
     from zerokern.zero.sharding import Sharding
 
-__all__ = ["BucketMemory", "Gathered", "Tenant", "exchange_bodies", "place", "whole_like"]
+__all__ = ["BucketMemory", "Tenant", "exchange_bodies", "place", "whole_like"]
 
 
 @dataclass
 class Tenant:
-    """A parameter in its bucket; `full` is what modules compute with while it is gathered (stage 3)."""
+    """A parameter in its bucket; `full` is what modules compute with while it is gathered (stage 3).
+
+    `shape`: what lies in the bucket, which of a DTensor that is `placed` is this rank's local tensor.
+    """
 
     name: str
     param: nn.Parameter
     shape: torch.Size
     place: Piece
-    full: Gathered | None = None
+    placed: Placed | None = None
+    full: Any = None
+
+    @staticmethod
+    def of(name: str, param: nn.Parameter, place: Piece) -> Tenant:
+        here = here_of(param)
+        return Tenant(name, param, torch.Size(here.sizes), place, here if isinstance(here, Placed) else None)
+
+    def show(self, local: Tensor) -> Tensor:
+        """What has its shape, as what the parameter is."""
+        return local if self.placed is None else self.placed.show(local)
 
 
-_DATA: Any = Tensor.data
+def whole_like(group: Group, shard_numel: int, place: Piece, placed: Placed | None, one: Sharded) -> Tensor:
+    """All elements of a tensor that is sharded as the parameter at a place of a bucket is; all ranks call it.
 
-
-class Gathered(nn.Parameter):
-    """What `Tenant.full` is: a write by way of `.data` raises no version, so that what was handed out is noted."""
-
-    lent: Sequence[tuple[Tensor, int]] = ()  # and the version of each, as of the last look
-    resting_for: nn.Parameter  # what the user knows
-
-    @property
-    def data(self) -> Tensor:
-        return self.lend(_DATA.__get__(self))
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
-            raise ShardError(
-                f"`.data =` would make a parameter {value.dtype} of shape {tuple(value.shape)} on {value.device}; "
-                f"allowed: what it is, {self.dtype} of shape {tuple(self.shape)} on {self.device}. Convert a model "
-                "before zk.shard"
-            )
-        with torch.no_grad():
-            self.copy_(value)
-
-    def lend(self, shown: Tensor) -> Tensor:
-        """Shares the memory, and not the version: what is written to it is looked for until `lent` is forgotten."""
-        self.lent = [*self.lent, (shown, shown._version)]
-        return shown
-
-    def take_writes(self) -> bool:
-        """Whether anybody has written to what was lent since this was last asked."""
-        before, self.lent = self.lent, [(shown, shown._version) for shown, _ in self.lent]
-        return any(shown._version != version for shown, version in before)
-
-
-def whole_like(group: Group, shard_numel: int, place: Piece, one: Sharded) -> Tensor:
-    """All elements of a tensor that is sharded as the parameter at a place of a bucket is; all ranks call it."""
+    Of a DTensor, `placed` as that is, all that this rank has without zk.shard.
+    """
+    shape = one.shape if placed is None else torch.Size(placed.sizes)
     if group.size == 1:
-        return one.local.detach().view(one.shape)
+        whole = one.local.detach().view(shape)
+        return whole if placed is None else placed.show(whole)
     window = min(shard_numel, place.numel)
     mine = torch.zeros(window, dtype=one.span.dtype, device=group.device)
     mine[: one.span.numel()] = one.span.detach()
@@ -92,7 +78,8 @@ def whole_like(group: Group, shard_numel: int, place: Piece, one: Sharded) -> Te
         first = max(place.offset, rank * shard_numel)
         last = min(place.offset + place.numel, (rank + 1) * shard_numel)
         spans.append(part[: max(0, last - first)])
-    return torch.cat(spans).view(one.shape).to(one.device, one.dtype)
+    whole = torch.cat(spans).view(shape).to(one.device, one.dtype)
+    return whole if placed is None else placed.show(whole)
 
 
 class BucketMemory:
@@ -166,7 +153,7 @@ class BucketMemory:
         source = torch.zeros_like(self.full, dtype=torch.float32) if wide else self.full
         for tenant in tenants:
             span = source[tenant.place.offset : tenant.place.offset + tenant.place.numel]
-            span.view(tenant.shape).copy_(tenant.param.detach())
+            span.view(tenant.shape).copy_(local_of(tenant.param).detach())
         self.group.broadcast(source).wait()
         lost: dict[int, Tensor] = {}
         if wide:
@@ -201,7 +188,7 @@ class BucketMemory:
         """A parameter of the full bucket, in its shape."""
         return alias(self.full, tenant.place.offset, tenant.shape)
 
-    def full_at(self, offset: int) -> Gathered:
+    def full_at(self, offset: int) -> Any:
         """What modules compute with that the element at this offset belongs to (stage 3)."""
         if not self._begins:
             self._sorted = sorted(self.tenants, key=lambda one: (one.place.offset, one.place.numel))
@@ -316,9 +303,9 @@ def place(
             _forget_graphs(owners[id(param)])
             _shard(tenant, memory, home)
         else:
-            param.data = memory.view(tenant)
+            _lay(tenant, memory)
             give_home(param, home)
-            home.seen_version = param._version
+            home.seen_version = version_of(param)
         if param.requires_grad:  # before the bucket is released: autograd looks at the memory once
             sharding.nodes[home.name] = hooks.accumulator(param if tenant.full is None else tenant.full)
             if tenant.full is not None:  # a Function can be given the parameter itself
@@ -352,18 +339,28 @@ def _refuse_early(attribute: str, _: Tensor) -> NoReturn:
     )
 
 
+def _lay(tenant: Tenant, memory: BucketMemory) -> None:
+    """The parameter lies in its bucket from now on."""
+    param, view = tenant.param, tenant.show(memory.view(tenant))
+    if tenant.placed is None:
+        param.data = view
+        return
+    body = nn.Parameter(view, requires_grad=param.requires_grad)
+    body.__dict__.update(param.__dict__)
+    hooks.share_hooks(param, body)
+    exchange_bodies(param, body, tenant.name)
+
+
 def _shard(tenant: Tenant, memory: BucketMemory, home: Home) -> None:
-    param = tenant.param
-    full = Gathered(memory.view(tenant), requires_grad=param.requires_grad)
-    full.__dict__.update(param.__dict__)
+    param, view = tenant.param, tenant.show(memory.view(tenant))
+    full = leaf_over(view, param)
     give_home(full, home)
-    full.resting_for = param
     tenant.full = home.leaf = full
     hooks.share_hooks(param, full)
     local = home.piece.detach()
-    body = Sharded.of(local, home.here, name=home.name)
+    body = (Sharded if tenant.placed is None else ShardedDTensor).of(local, home.here, name=home.name)
     home.rest = local.zk_rest = memory.rest  # type: ignore[attr-defined]
-    body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, tenant.place)
+    body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, tenant.place, tenant.placed)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)
     body._is_param = True

@@ -7,17 +7,19 @@ And the parameter that modules compute with stands, while its unit is not whole,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zerokern.zero import hooks
-from zerokern.zero.params import BucketMemory, Gathered
+from zerokern.zero.computing import Gathered
+from zerokern.zero.kinds import is_placed, local_of, shown_as
+from zerokern.zero.params import BucketMemory
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["Reads", "Resting"]
+__all__ = ["Reads"]
 
 PLAIN = (Tensor, nn.Parameter, Gathered)
 INPLACE = (
@@ -28,34 +30,14 @@ INPLACE = (
 )
 
 
-class Resting(Gathered):
-    """What `Tenant.full` is while it has no memory; a module may have kept it. Functions get the parameter instead."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return func(*_awake(args), **_awake(dict(kwargs or {})))
-
-
-def _awake(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.resting_for if type(value) is Resting else value
-    if isinstance(value, dict):
-        return {key: _awake(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_awake, value))
-    return type(value)(map(_awake, value)) if isinstance(value, list | tuple) else value
-
-
 class Note:
     """Which elements of a bucket were saved, and at which version of their parameter."""
 
-    __slots__ = ("before", "full", "offset", "shape", "strides", "version")
+    __slots__ = ("before", "full", "offset", "shape", "show", "strides", "version")
 
     def __init__(self, saved: Tensor, memory: BucketMemory, before: Callable[[], None]) -> None:
-        self.before = before
-        self.offset, self.shape, self.strides = int(saved.storage_offset()), saved.shape, saved.stride()
+        self.before, self.show, local = before, shown_as(saved), local_of(saved)
+        self.offset, self.shape, self.strides = int(local.storage_offset()), local.shape, local.stride()
         self.full = full = memory.full_at(self.offset)
         self.version = full._version
 
@@ -65,7 +47,7 @@ class Note:
         if full._version != self.version:
             _refuse(f"a parameter of {full.dtype}", tuple(full.shape), full._version, self.version)
         with torch._C.DisableTorchFunctionSubclass():
-            return full.detach().as_strided(self.shape, self.strides, self.offset)
+            return self.show(local_of(full).detach().as_strided(self.shape, self.strides, self.offset))
 
 
 def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> None:
@@ -106,16 +88,17 @@ class Reads:
         hooks.hear_saved_no_more()
 
     def pack(self, saved: Tensor) -> Any:
-        if type(saved) not in PLAIN:
+        local = local_of(saved) if is_placed(saved) else saved
+        if type(local) not in PLAIN:
             if isinstance(saved, Sharded) and saved.is_leaf:
                 return saved, saved._version
             with torch._C.DisableTorchFunctionSubclass():
                 return saved.detach(), saved._version
         try:
-            found = self._memories.get(saved.untyped_storage()._cdata)
+            found = self._memories.get(local.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):  # sparse, or a functional transform's
             found = None
-        if found is not None and found[0].gathered and saved.dtype is found[0].dtype and not _lazy(saved):
+        if found is not None and found[0].gathered and local.dtype is found[0].dtype and not _lazy(local):
             return Note(saved, *found)
         return saved.detach(), saved._version  # itself, an output would keep the graph that keeps it
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerokern.zero.sharded import Sharded
+from zerokern.zero.kinds import is_divided, local_of
 
 __all__ = ["References", "shares"]
 
@@ -42,7 +42,7 @@ def _to_memory(tensor: Tensor) -> int:
 
 
 def _to_tensors(tensors: Sequence[Tensor]) -> int:
-    parts = [one.span for one in tensors if isinstance(one, Sharded)]
+    parts = [local_of(one) for one in tensors if is_divided(one)]
     return sum(map(sys.getrefcount, tensors)) + sum(map(sys.getrefcount, parts))
 
 

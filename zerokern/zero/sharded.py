@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -15,17 +16,32 @@ from zerokern.memory.rest import Rest
 
 from . import hooks
 from .fetching import by_rests, fetched, goes_by_rests
-from .sharded_functions import METADATA, SET_DATA, UNFETCHED_CALLS, UNTRACED, WRITING_OPERATORS
+from .sharded_functions import METADATA, SET_DATA, UNFETCHED_CALLS, UNTRACED, leaves, targets
 from .sharded_ops import UNFETCHED_RULES, rule_for, written_arguments
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
-__all__ = ["Sharded", "ShardedUseError", "Spanned"]
+__all__ = ["Sharded", "ShardedUseError", "Spanned", "leaves"]
 
 KINDS = ("parameter", "gradient", "state")
 
 
+@dataclass(frozen=True)
 class Spanned(Here):
-    """What zk.shard leaves here, of a whole tensor or of a box of it, shown as a `Sharded`."""
+    """What zk.shard leaves here, of a whole tensor or of a box of it, shown as a `Sharded`.
+
+    `placed`: what a DTensor has here, of which this is a span.
+    """
+
+    placed: Any = field(default=None, compare=False)
+
+    @property
+    def misaligned(self) -> str:
+        return "" if self.placed is None else self.placed.misaligned
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        if self.placed is None or not self.placed.is_alike(whole):
+            return super().cut(whole)
+        return self.placed.cut(whole)[self.start : self.start + self.numel]
 
     def show(self, local: torch.Tensor, before: Any = None, name: str = "") -> torch.Tensor:
         if isinstance(before, Sharded) and before.span is local and before.here == self:
@@ -85,14 +101,14 @@ class Sharded(torch.Tensor):
         here = Spanned(shape, (0,) * len(shape), tuple(shape), start, local.numel(), group)
         return Sharded.of(local, here, name=name, kind=kind, dtype=dtype)
 
-    @staticmethod
+    @classmethod
     def of(
-        local: torch.Tensor, here: Here, *, name: str = "", kind: str = "parameter", dtype: torch.dtype | None = None
+        cls, local: torch.Tensor, here: Here, *, name: str = "", kind: str = "parameter", dtype: Any = None
     ) -> Sharded:
         """The tensor of which ``local`` are these elements: a span of it, or of a box of it."""
         if kind not in KINDS:
             raise ValueError(got("kind", kind, "'parameter', 'gradient' or 'state'"))
-        made = torch.Tensor._make_wrapper_subclass(Sharded, here.shape, dtype=dtype or local.dtype, device=local.device)
+        made = torch.Tensor._make_wrapper_subclass(cls, here.shape, dtype=dtype or local.dtype, device=local.device)
         made.span, made.here, made.name, made.kind = local, here, name, kind
         return made
 
@@ -306,27 +322,9 @@ class Sharded(torch.Tensor):
             return rule_for(func)(Sharded, func, args, given) if found else func(*args, **given)
 
 
-def leaves(arguments: Any) -> Iterable[Any]:
-    """Everything within nested tuples, lists and dicts."""
-    for one in arguments.values() if isinstance(arguments, dict) else arguments:
-        if isinstance(one, (tuple, list, dict)):
-            yield from leaves(one)
-        else:
-            yield one
-
-
 def writes(func: Callable, args: tuple, kwargs: dict) -> bool:
     """Whether the call writes into a sharded tensor: done on a gathered copy, what it writes would be lost."""
     return any(isinstance(one, Sharded) for one in targets(func, args, kwargs))
-
-
-def targets(func: Callable, args: tuple, kwargs: dict) -> list[Any]:
-    """What the call writes to."""
-    name = getattr(func, "__name__", "")
-    found = [kwargs["out"]] if "out" in kwargs else []
-    if name in WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
-        found += [args[0]] if args else list(kwargs.values())[:1]
-    return list(leaves(found))
 
 
 def wants_full(func: Callable, one: Sharded) -> bool:

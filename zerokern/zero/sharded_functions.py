@@ -3,11 +3,12 @@ rests elsewhere, fetched for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-__all__ = ["GET_DATA", "METADATA", "SET_DATA", "UNFETCHED_CALLS", "UNTRACED", "WRITING_OPERATORS"]
+__all__ = ["GET_DATA", "METADATA", "SET_DATA", "UNFETCHED_CALLS", "UNTRACED", "WRITING_OPERATORS", "leaves", "targets"]
 
 
 def getters(*excluded: str) -> set[Callable]:
@@ -35,3 +36,21 @@ WRITING_OPERATORS = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ "
     "__ixor__ __ilshift__ __irshift__".split()
 )
+
+
+def leaves(arguments: Any) -> Iterable[Any]:
+    """Everything within nested tuples, lists and dicts."""
+    for one in arguments.values() if isinstance(arguments, dict) else arguments:
+        if isinstance(one, (tuple, list, dict)):
+            yield from leaves(one)
+        else:
+            yield one
+
+
+def targets(func: Callable, args: tuple, kwargs: dict) -> list[Any]:
+    """What the call writes to."""
+    name = getattr(func, "__name__", "")
+    found = [kwargs["out"]] if "out" in kwargs else []
+    if name in WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+        found += [args[0]] if args else list(kwargs.values())[:1]
+    return list(leaves(found))

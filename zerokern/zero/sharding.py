@@ -21,10 +21,12 @@ from zerokern.memory.place import DevicePool
 from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
+from zerokern.zero.computing import Gathered
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.homes import Home
+from zerokern.zero.kinds import local_of, version_of
 from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
 from zerokern.zero.params import BucketMemory, Tenant, place
 from zerokern.zero.partition import partition, shards_parameters, shards_state
@@ -35,6 +37,7 @@ from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own, original
+from zerokern.zero.tensor_parallel import PLACE, Beside, mesh_of, refuse_placed
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
 
 __all__ = ["Sharding"]
@@ -60,7 +63,6 @@ class Sharding:
         reduce: str = "mean",
     ) -> None:
         self.module, self.stage, self.group = module, stage, group
-        self.everyone = group.everyone  # those with copies too
         self.op = checks.reduce(reduce)
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
@@ -70,8 +72,13 @@ class Sharding:
         self.more_nodes: list[object] = []
         found = units_of(module, units)
         device = checks.model(module, found, group, built=materialize is not None)
+        if materialize is not None or getattr(repeated, "micro", 1) > 1:
+            refuse_placed([pair for unit in found for pair in unit.params], built=materialize is not None)
+        beside = Beside(mesh_of([pair for unit in found for pair in unit.params]), group, replicated=self.replicated)
+        # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
+        self.team, self.everyone, self.copies = beside.team, beside.everyone, beside.copies
         if not self.replicated:
-            checks.no_writes_of_one_rank(module, self.everyone)
+            checks.no_writes_of_one_rank(module, group.everyone)
         settings = {
             "stage": stage,
             "reduce": self.op,
@@ -80,8 +87,9 @@ class Sharding:
             "tier": tier if isinstance(tier, str) else type(tier).__name__,
             "keep, micro": str(repeated and repeated.check(found)),
             "units": [unit.name for unit in found],
+            PLACE: beside.place,
         }
-        checks.same_on_all_ranks(self.everyone, settings, found)
+        checks.same_on_all_ranks(group.everyone, settings, found)
         with torch.no_grad():
             self._broadcast_buffers()
             self._take_in(found, device, bucket_bytes, materialize, tier)
@@ -123,7 +131,7 @@ class Sharding:
                     materialize(unit)
             memory = BucketMemory(bucket, self.group, sharded=divided, pool=pool, **room)
             there = [(spot, *named[spot.param]) for spot in bucket.places]
-            tenants = [Tenant(name, param, param.shape, spot) for spot, name, param, _ in there]
+            tenants = [Tenant.of(name, param, spot) for spot, name, param, _ in there]
             lost = memory.fill(tenants, keeps_initial=bucket.trainable, replicated=self.replicated)
             for tenant, home in zip(tenants, place(self, memory, lost, owners), strict=True):
                 homes[tenant.place.param] = home
@@ -142,10 +150,10 @@ class Sharding:
     def _broadcast_buffers(self) -> None:
         """Buffers begin with rank 0's values too; as bytes, whatever they are made of."""
         for buffer in self.module.buffers():
-            if not self.everyone.alone and not buffer.is_meta and buffer.numel():
-                flat = buffer.detach().to(self.group.device).reshape(-1).contiguous().view(torch.uint8)
+            if not self.group.everyone.alone and not buffer.is_meta and buffer.numel():
+                flat = local_of(buffer).detach().to(self.group.device).reshape(-1).contiguous().view(torch.uint8)
                 self.group.broadcast(flat).wait()
-                buffer.copy_(flat.view(buffer.dtype).view(buffer.shape))
+                local_of(buffer).copy_(flat.view(buffer.dtype).view(local_of(buffer).shape))
 
     def _hook_gradients(self) -> None:
         by_name = {home.name: home for home in self.homes}
@@ -277,7 +285,7 @@ class Sharding:
         try:
             result = func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
             full = self.tenants[id(original(args[0]))].full if func == GET_DATA else None
-            return result if full is None else full.lend(result)
+            return full.lend(result) if isinstance(full, Gathered) else result
         finally:
             if hearing:
                 self.gatherer.reads.end()
@@ -306,11 +314,11 @@ class Sharding:
             return
         pairs = list(zip(self.homes, self.zero_order, strict=True))
         with without_waiting():
-            ours = [pair for pair in pairs if pair[0].seen_version == pair[1]._version]
+            ours = [pair for pair in pairs if pair[0].seen_version == version_of(pair[1])]
             with self.watch.following():
                 self.publisher.announce()
             for home, param in ours:  # the optimizer that owns what was written by others has yet to notice
-                home.seen_version = param._version
+                home.seen_version = version_of(param)
 
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""

@@ -31,7 +31,7 @@ class SpanGradient(Tensor):
     @classmethod
     def of(cls, span: Tensor, name: str, group: Any) -> Tensor:
         """The same object, which knows from now on whose part it is, where there are others. None: each has it all."""
-        if group is not None and not group.alone and type(span) is Tensor:
+        if group is not None and group.size > 1 and type(span) is Tensor:
             span.__class__ = cls
             named: Any = span
             named.name, named.group = name, group

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import got
+from zerokern.zero.kinds import local_of
 from zerokern.zero.partition import Member
 from zerokern.zero.tiles import Tile, Tiled
 
@@ -130,10 +131,10 @@ def members(units: Sequence[Unit], stage: int, param_dtype: torch.dtype | None =
 
     Below stage 3 nothing is gathered, so that all units are one.
     """
+    found = [(param, number if stage >= 3 else 0) for number, unit in enumerate(units) for _, param in unit.params]
     return [
-        Member(param.numel(), dtype_name(param, param_dtype), number if stage >= 3 else 0, param.requires_grad)
-        for number, unit in enumerate(units)
-        for _, param in unit.params
+        Member(local_of(param).numel(), dtype_name(param, param_dtype), number, param.requires_grad)
+        for param, number in found
     ]
 
 

@@ -13,7 +13,7 @@ from zerokern.core.errors import ShardError
 from zerokern.zero import hooks
 from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.homes import alias, home_of
-from zerokern.zero.kinds import present, shardings_of
+from zerokern.zero.kinds import SLOTS, is_placed, present, shardings_of
 from zerokern.zero.params import BucketMemory, Tenant
 from zerokern.zero.sharded import Sharded
 
@@ -30,7 +30,7 @@ class Loan:
         assert home is not None
         self._unit, self._tenant, self._home = unit, tenant, home
         self.kept = False
-        self._body = nn.Parameter(values, requires_grad=False)
+        self._body = nn.Parameter(tenant.show(values), requires_grad=False)
         self._body.__dict__.update(_of_the_user(tenant.param))
         self._node: object = None
         if values.is_floating_point():
@@ -148,6 +148,11 @@ def _in_words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
 
 def _exchange(left: Tensor, right: Tensor) -> None:
     """As `torch.utils.swap_tensors`, which refuses what graphs refer to; here they are to keep the body they met."""
+    slots = SLOTS if is_placed(left) or is_placed(right) else ()
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
+    for slot in slots:
+        found = getattr(left, slot, None), getattr(right, slot, None)
+        setattr(left, slot, found[1])
+        setattr(right, slot, found[0])
     torch._C._swap_tensor_impl(left, right)

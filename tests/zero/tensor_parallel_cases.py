@@ -1,0 +1,257 @@
+"""Small models under torch's tensor parallelism, in two dimensions of ranks, beside the same by hand and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from worlds import built
+
+import zerokern as zk
+from zerokern.zero.sharded import Sharded
+
+__all__ = ["MODELS", "Plain", "Run", "make", "mesh_of", "whole"]
+
+VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 48, 16, 2, 6, 4
+
+
+@cache
+def mesh_of(dp: int, tp: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+class Layer(nn.Module):
+    """Sizes that no number of ranks divides."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(size, 4 * size + 1), nn.Linear(4 * size + 1, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Uneven(nn.Module):
+    """torch's own case: sizes 3, 16 and 17; norms between, which nobody divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (3, 16, 17)
+        self.ends = nn.ModuleList(nn.Linear(a, b) for a, b in ((3, 16), (16, 17), (17, 5)))
+        self.layers = nn.ModuleList(Layer(size) for size in sizes)
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for layer, end in zip(self.layers, self.ends, strict=True):
+            x = end(layer(x))
+        return x
+
+    def divide(self, tp: DeviceMesh) -> None:
+        how = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        for layer in self.layers:
+            parallelize_module(layer, tp, how)
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.randn(ROWS, 3, generator=generator), torch.randn(ROWS, 5, generator=generator)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self(x), y)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            one(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for one in (self.wq, self.wk, self.wv)
+        )
+        scores = (q @ k.transpose(-1, -2)).mul(0.3).softmax(-1)
+        return self.wo((scores @ v).transpose(1, 2).reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(F.silu(self.up(self.ffn_norm(x))))
+
+
+class Transformer(nn.Module):
+    """As torchtitan divides its Llama: the sequence between blocks, embeddings by rows, the loss by its classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.tokens(x) + self.positions(torch.arange(LENGTH))
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.norm(x))
+
+    def divide(self, tp: DeviceMesh) -> None:
+        rows = Shard(1)
+        parallelize_module(
+            self,
+            tp,
+            {
+                "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows, use_local_output=False),
+                "positions": RowwiseParallel(
+                    input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False
+                ),
+                "norm": SequenceParallel(),
+                "output": ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1), use_local_output=False),
+            },
+        )
+        for block in self.blocks:
+            parallelize_module(
+                block,
+                tp,
+                {
+                    "attention_norm": SequenceParallel(),
+                    "attention": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(Replicate(),)),
+                    "attention.wq": ColwiseParallel(),
+                    "attention.wk": ColwiseParallel(),
+                    "attention.wv": ColwiseParallel(),
+                    "attention.wo": RowwiseParallel(output_layouts=rows, use_local_output=False),
+                    "ffn_norm": SequenceParallel(),
+                    "up": ColwiseParallel(input_layouts=rows, use_local_output=False),
+                    "down": RowwiseParallel(output_layouts=rows, use_local_output=False),
+                },
+            )
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(0, VOCABULARY, (2, ROWS, LENGTH), generator=generator)
+        return drawn[0], drawn[1]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+
+MODELS: dict[str, Any] = {"uneven": Uneven, "transformer": Transformer}
+
+
+def batches(name: str, seed: int, step: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of one rank of data parallelism, in this step."""
+    for number in range(count):
+        yield MODELS[name].batch(torch.Generator().manual_seed(1000 * seed + 10 * step + number))
+
+
+class Run:
+    """One model on this rank of dp x tp, sharded at a stage, or by hand where that is None."""
+
+    def __init__(
+        self, name: str, sizes: tuple[int, int], stage: int | None, seed: int = 0, opt: Any = None, **settings: Any
+    ) -> None:
+        self.name, self.seed, self.mesh = name, seed, mesh_of(*sizes)
+        self.model = built(MODELS[name], seed=seed)
+        self.model.divide(self.mesh["tp"])
+        self.stage, self.dp = stage, self.mesh["dp"]
+        if stage is not None:
+            zk.shard(self.model, stage=stage, mesh=self.dp, **settings)
+        self.opt = (opt or make)(self.model.parameters())
+
+    def backward(self, step: int, accumulated: int = 1) -> float:
+        """The mean loss of all ranks."""
+        total = 0.0
+        count, rank = self.dp.size(), self.dp.get_local_rank()
+        for number, (x, y) in enumerate(batches(self.name, self.seed, step, count * accumulated)):
+            if number % count == rank:
+                with loss_parallel() if self.name == "transformer" else nullcontext():
+                    loss = self.model.loss(x, y) / accumulated
+                    loss.backward()
+                total += whole(loss).item()
+        if self.stage is None:
+            self._average()
+        found = torch.tensor(total, dtype=torch.float64)
+        dist.all_reduce(found, group=self.dp.get_group())
+        return found.item() / count
+
+    def _average(self) -> None:
+        """What data parallelism means, of this rank's parts."""
+        for param in self.model.parameters():
+            if isinstance(param, DTensor) and param.grad.placements != param.placements:
+                param.grad = param.grad.redistribute(placements=param.placements)
+            local = param.grad.to_local() if isinstance(param, DTensor) else param.grad
+            dist.all_reduce(local, group=self.dp.get_group())
+            local /= self.dp.size()
+
+    def step(self) -> None:
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def params(self) -> dict[str, Tensor]:
+        with zk.gathered(self.model):
+            return {name: whole(param).detach().clone() for name, param in self.model.named_parameters()}
+
+    def grads(self) -> dict[str, Tensor]:
+        """Whole."""
+        found = {name: param.grad for name, param in self.model.named_parameters()}
+        return {name: whole(grad).detach().clone() for name, grad in found.items()}
+
+
+def whole(value: Any) -> Tensor:
+    if isinstance(value, Sharded):
+        assert value.whole is not None
+        value = value.whole(value)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def make(params: Any) -> torch.optim.Optimizer:
+    return zk.AdamW(params, lr=1e-2, max_grad_norm=0.5)
+
+
+class Plain:
+    """The undivided model on all of the batch, in one process."""
+
+    def __init__(self, name: str, seed: int = 0, opt: Callable | None = None) -> None:
+        self.name, self.seed = name, seed
+        self.model = built(MODELS[name], seed=seed)
+        self.opt = (opt or make)(self.model.parameters())
+
+    def backward(self, step: int, count: int) -> float:
+        total = 0.0
+        for x, y in batches(self.name, self.seed, step, count):
+            loss = self.model.loss(x, y) / count
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def grads(self) -> dict[str, Tensor]:
+        return {name: param.grad.clone() for name, param in self.model.named_parameters()}
+
+    def params(self) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+    def step(self) -> None:
+        self.opt.step()
+        self.opt.zero_grad()
