@@ -63,7 +63,7 @@ def clip_grad_norm_(
     if kind not in (2.0, math.inf):
         raise ValueError(got("norm_type", norm_type, "2.0 or inf for parameters that are divided"))
     known = {id(param) for param in (*tensors, *(param for param, _ in divided))}
-    spans = spans_of(tensors)
+    spans: list[Any] = spans_of(tensors)
     plain = [param for param in params if id(param) not in known and param.grad is not None]
     total = _total(divided, spans, plain, kind, foreach, party)
     if error_if_nonfinite and not torch.isfinite(total):

@@ -274,7 +274,7 @@ def _for_inputs(leaves: Sequence[Tensor], given: dict[str, Any]) -> tuple[Any, l
         accumulators = _accumulators(edge.node for edge, _ in pairs)
         missing = [GradientEdge(one, 0) for one in accumulators if one not in covered and one not in entered]
         if missing:
-            torch.autograd.backward(*zip(*pairs, strict=True), inputs=missing, retain_graph=True)
+            _pass_back(pairs, missing, keeps=True)
     return found, groups
 
 
@@ -310,10 +310,15 @@ def _for_weights(groups: Sequence[dict[str, Any]]) -> None:
     for several, there, edges, targets in sorted(found, key=lambda one: not one[0]):
         handles = [node.register_prehook(_instead(grads)) for node, grads in there] if several else []
         try:
-            torch.autograd.backward(*zip(*edges, strict=True), inputs=targets, retain_graph=several)
+            _pass_back(edges, targets, keeps=several)
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _pass_back(edges: Sequence[tuple[Any, Any]], targets: list[GradientEdge], *, keeps: bool) -> None:
+    begins, grads = [edge for edge, _ in edges], [grad for _, grad in edges]
+    torch.autograd.backward(begins, grads, inputs=targets, retain_graph=keeps)
 
 
 def _instead(grads: Any) -> Callable[[Any], Any]:
