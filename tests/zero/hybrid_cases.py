@@ -215,7 +215,7 @@ def sent(world: World, sizes: tuple[int, int], stages: Sequence[int]) -> dict[in
     nbytes = 4 * sum(param.numel() for param in start.parameters())
     found = {}
     for stage in stages:
-        model = two.shard(copy.deepcopy(start), stage=stage, bucket_bytes=50_000)
+        model = two.shard(copy.deepcopy(start), stage=stage, bucket_bytes=1 << 20)  # spans that are not sent whole
         optimizer = zk.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
         group = zk.api.sharding_of(model).group
         before: tuple[float, ...] = ()
