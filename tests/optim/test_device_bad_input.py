@@ -12,7 +12,6 @@ from device_double import Double, Table
 from optim_cases import BF16, contents, make_params, same_bits, set_grads, train
 
 from zerokern import BackendError, StateError
-from zerokern.io import Nvme
 from zerokern.optim import SGD, Adam, AdamW, Lion, device
 
 
@@ -60,16 +59,6 @@ def test_parameters_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
     assert torch.equal(params[0].data, torch.ones(3))
     assert len(optimizer.state) == 0
-
-
-def test_other_tiers(on: Double, tmp_path: Any) -> None:
-    params = make_params()
-    optimizer = AdamW(params, tier=Nvme(tmp_path))
-    set_grads(params)
-    with pytest.raises(ValueError, match=r"tier=.*'device' for parameters on cpu"):
-        optimizer.step()
-    assert (len(optimizer.state), on.launched) == (0, 0)
-    assert same_bits(params, make_params())
 
 
 def test_a_device_without_kernels(on: Double, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,10 @@ class Later:
         if spoil:
             spoil()
 
+    def advance(self) -> bool:
+        self.wait()
+        return False
+
     def done(self) -> bool:
         return self.handle.done()
 

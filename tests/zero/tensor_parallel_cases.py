@@ -186,15 +186,24 @@ class Run:
         count, rank = self.dp.size(), self.dp.get_local_rank()
         for number, (x, y) in enumerate(batches(self.name, self.seed, step, count * accumulated)):
             if number % count == rank:
+                before = self._put_by() if self.stage is None else []
                 with loss_parallel() if self.name == "transformer" else nullcontext():
                     loss = self.model.loss(x, y) / accumulated
                     loss.backward()
                 total += whole(loss).item()
-        if self.stage is None:
-            self._average()
+                if self.stage is None:
+                    self._average()
+                for param, grad in before:
+                    param.grad = grad.add_(param.grad)
         found = torch.tensor(total, dtype=torch.float64)
         dist.all_reduce(found, group=self.dp.get_group())
         return found.item() / count
+
+    def _put_by(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Gradients of the micro-batches before: each is reduced, and then added to them."""
+        found = [(param, param.grad) for param in self.model.parameters() if param.grad is not None]
+        self.model.zero_grad()
+        return found
 
     def _average(self) -> None:
         """What data parallelism means, of this rank's parts."""

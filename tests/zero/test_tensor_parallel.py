@@ -10,50 +10,62 @@ from typing import Any
 import pytest
 import torch
 from tensor_parallel_cases import MODELS, Plain, Run, mesh_of
+from torch import Tensor
 from worlds import on_ranks, refusal, says
 
 import zerokern as zk
 
 SIZES = (2, 2)  # dp, tp
+OF_GRADIENTS = {"rtol": 1e-4, "atol": 1e-6}  # products of other shapes, and sums in another order
+OF_PARAMETERS = {"rtol": 1e-3, "atol": 1e-4}  # Adam makes much of gradients near zero
 
 
 def close(found: float, expected: float) -> bool:
     return abs(found - expected) <= 1e-5 * max(1.0, abs(expected))
 
 
+def check(found: dict[str, Tensor], expected: dict[str, Tensor], exactly: bool, about: Any, **within: float) -> None:
+    """`exactly`: the same bits."""
+    for key, value in expected.items():
+        if exactly:
+            assert torch.equal(found[key], value), (about, key)
+        torch.testing.assert_close(found[key], value, **within, msg=lambda text, key=key: f"{about} {key}: {text}")
+
+
 def trained(rank: int, rows: list[tuple[str, int, int, dict[str, Any]]], steps: int) -> None:
-    """Losses, norms, and whole parameters and gradients after every step."""
+    """Losses, norms, and whole parameters and gradients after every step.
+
+    Of several micro-batches the bits are others at stage 0, as under DDP: the sum of those before is reduced once more.
+    """
     for name, seed, accumulated, settings in rows:
         plain = Plain(name, seed)
         by_hand = Run(name, SIZES, None, seed)
         ours = [Run(name, SIZES, stage, seed, **settings) for stage in range(4)]
         for number in range(steps):
             losses = [run.backward(number, accumulated) for run in (by_hand, *ours)]
-            assert losses == losses[:1] * 5
+            exactly = accumulated == 1
+            assert losses == losses[:1] * 5 if exactly else all(close(loss, losses[0]) for loss in losses)
             assert close(losses[0], plain.backward(number, SIZES[0] * accumulated))
-            grads, params = by_hand.grads(), by_hand.params()
-            for key, expected in plain.grads().items():
-                torch.testing.assert_close(grads[key], expected, rtol=1e-4, atol=1e-6, msg=f"{name} {number} {key}")
+            grads = by_hand.grads()
+            check(grads, plain.grads(), False, (name, number), **OF_GRADIENTS)
             for run in ours:
-                found = run.grads()
-                assert [key for key in grads if not torch.equal(found[key], grads[key])] == [], (name, run.stage)
+                check(run.grads(), grads, exactly, (name, number, run.stage), **OF_GRADIENTS)
             for run in (by_hand, *ours, plain):
                 run.step()
             norms = [run.opt.grad_norm for run in (by_hand, *ours)]
-            assert all(abs(norm / norms[0] - 1) < 1e-12 for norm in norms) and close(norms[0], plain.opt.grad_norm)
+            assert all(abs(norm / norms[0] - 1) < (1e-12 if exactly else 1e-6) for norm in norms)
+            assert close(norms[0], plain.opt.grad_norm)
             params = by_hand.params()
             for run in ours:
-                found = run.params()
-                assert [key for key in params if not torch.equal(found[key], params[key])] == [], (name, run.stage)
-        for key, expected in plain.params().items():
-            torch.testing.assert_close(params[key], expected, rtol=1e-3, atol=1e-4, msg=f"{name} {key}")
+                check(run.params(), params, exactly, (name, number, run.stage), **OF_PARAMETERS)
+        check(params, plain.params(), False, name, **OF_PARAMETERS)
 
 
 QUICK: list[tuple[str, int, int, dict[str, Any]]] = [("uneven", 0, 1, {}), ("transformer", 0, 1, {})]
 MORE: list[tuple[str, int, int, dict[str, Any]]] = [
     (name, seed, accumulated, settings)
     for name in ("uneven", "transformer")
-    for seed, accumulated, settings in ((0, 1, {}), (1, 4, {}), (1, 1, {"keep": "device"}), (0, 4, {"keep": "device"}))
+    for seed, accumulated, settings in ((0, 1, {}), (1, 4, {"keep": "device"}))
 ]
 
 
