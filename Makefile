@@ -54,13 +54,13 @@ demo: $(installed) ## train where torch runs out of memory, compare, shard over 
 	zerokern demo
 
 # the minutes stand here; tests/policy/test_minutes.py compares what is said elsewhere
-test: $(installed) ## the representative tests; at most 9 minutes on two cores
+test: $(installed) ## the representative tests; at most 15 minutes on two cores
 	$(pytest) tests $(workers)
 
 test-rest: $(installed) ## the tests marked slow, which `make test` leaves out; at most 45 minutes on two cores
 	$(pytest) tests --rest $(workers)
 
-test-all: $(installed) ## both in one run; at most 54 minutes on two cores
+test-all: $(installed) ## both in one run; at most 60 minutes on two cores
 	$(pytest) tests --all $(workers)
 
 lint: $(installed) ## ruff, mypy and clang-format

@@ -82,13 +82,13 @@ def the_same(world: World, folder: Any, settings: dict[str, Any], rests: str, lo
 
 @SETTINGS
 @pytest.mark.parametrize("rests", ["cpu", "disk"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_bits_of_resident_shards(ranks: int, rests: str, settings: dict[str, Any], tmp_path: Any) -> None:
     on_threads(ranks, the_same, tmp_path, settings, rests, {})
 
 
 @pytest.mark.parametrize("once", [True, False], ids=["under no_sync", "added to what is reduced"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_accumulated(ranks: int, once: bool, tmp_path: Any) -> None:
     on_threads(ranks, the_same, tmp_path, {}, "cpu", {"accumulate": 3, "once": once})
 
@@ -338,7 +338,7 @@ def used(world: World, use: str) -> None:
     assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("use", USES)
 def test_other_uses(use: str, ranks: int) -> None:
     on_threads(ranks, used, use)
