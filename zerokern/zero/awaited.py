@@ -37,7 +37,7 @@ class _Waits:
 
     def __deepcopy__(self, memo: dict) -> Any:
         _wait(self)
-        return self.__deepcopy__(memo)  # type: ignore[attr-defined]
+        return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _wait(self)
@@ -57,7 +57,7 @@ _ARRIVED: dict[type, type] = {waits: there for there, waits in _WAITS.items()}
 
 
 def _wait(param: Any) -> None:
-    home = param._zk_home  # type: ignore[attr-defined]
+    home = param._zk_home
     home.sharding.publisher.arrive(home.gradients.number)
     arrived([param])
 

@@ -55,6 +55,7 @@ class _Absent:
     """Functions that are given it get the parameter instead."""
 
     __slots__ = ()
+    resting_for: nn.Parameter
 
     @classmethod
     def __torch_function__(

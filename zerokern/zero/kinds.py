@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ def is_divided(value: object) -> bool:
     return isinstance(value, (DTensor, Sharded))
 
 
-def is_placed(value: object) -> bool:
+def is_placed(value: object) -> TypeGuard[DTensor]:
     """Whether something is a DTensor.
 
     >>> is_placed(torch.ones(2))
