@@ -32,8 +32,13 @@ VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 48, 16, 2, 6, 4
 
 
 @cache
-def mesh_of(dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+def mesh_of(*sizes: int) -> DeviceMesh:
+    """(dp, tp), or (replicate, shard, tp), whose first two are one `dp` besides."""
+    names = ("dp", "tp") if len(sizes) == 2 else ("replicate", "shard", "tp")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if len(sizes) == 3:
+        mesh["replicate", "shard"]._flatten("dp")
+    return mesh
 
 
 class Layer(nn.Module):
@@ -170,14 +175,15 @@ class Run:
     """One model on this rank of dp x tp, sharded at a stage, or by hand where that is None."""
 
     def __init__(
-        self, name: str, sizes: tuple[int, int], stage: int | None, seed: int = 0, opt: Any = None, **settings: Any
+        self, name: str, sizes: tuple[int, ...], stage: int | None, seed: int = 0, opt: Any = None, **settings: Any
     ) -> None:
         self.name, self.seed, self.mesh = name, seed, mesh_of(*sizes)
         self.model = built(MODELS[name], seed=seed)
         self.model.divide(self.mesh["tp"])
         self.stage, self.dp = stage, self.mesh["dp"]
         if stage is not None:
-            zk.shard(self.model, stage=stage, mesh=self.dp, **settings)
+            over = self.dp if len(sizes) == 2 else self.mesh["replicate", "shard"]
+            zk.shard(self.model, stage=stage, mesh=over, **settings)
         self.opt = (opt or make)(self.model.parameters())
 
     def backward(self, step: int, accumulated: int = 1) -> float:

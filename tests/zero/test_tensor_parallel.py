@@ -73,6 +73,29 @@ def test_same_bits_as_by_hand_and_the_numbers_of_one_process() -> None:
     on_ranks(4, trained, QUICK, 3)
 
 
+def beside_copies(rank: int) -> None:
+    """Data parallelism of two dimensions, tensor parallelism in a third: sums have another order."""
+    sizes = (2, 2, 2)
+    by_hand = Run("uneven", sizes, None)
+    ours = [Run("uneven", sizes, stage) for stage in range(1, 4)]
+    for number in range(3):
+        losses = [run.backward(number) for run in (by_hand, *ours)]
+        assert all(close(loss, losses[0]) for loss in losses)
+        for run in ours:
+            check(run.grads(), by_hand.grads(), False, (number, run.stage), **OF_GRADIENTS)
+        for run in (by_hand, *ours):
+            run.step()
+        norms = [run.opt.grad_norm for run in (by_hand, *ours)]
+        assert all(abs(norm / norms[0] - 1) < 1e-6 for norm in norms), norms
+        for run in ours:
+            check(run.params(), by_hand.params(), False, (number, run.stage), **OF_PARAMETERS)
+
+
+@pytest.mark.slow
+def test_beside_meshes_of_two_dimensions() -> None:
+    on_ranks(8, beside_copies)
+
+
 def refused(rank: int) -> None:
     def build() -> Any:
         model = MODELS["uneven"]()
