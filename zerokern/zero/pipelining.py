@@ -174,7 +174,7 @@ class PipelineStage(TorchStage):
                 f"pipeline stage {self.stage_index} was run within zk.no_sync, and would never reduce its gradients; "
                 "call schedule.step() outside: it reduces once, and adds to gradients that are still there"
             )
-        for bucket in sharding.gradient_buckets if not sharding.everyone.alone else ():
+        for bucket in sharding.gradient_buckets if not sharding.group.everyone.alone else ():
             for place in bucket.local:
                 if _finder(bucket, place).grad is not None:
                     raise StateError(
