@@ -71,8 +71,11 @@ def test_one_norm_and_one_decision() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("settings", [{}, {"schedule": "overlap"}, {"tier": "cpu", "schedule": "overlap"}], ids=str)
+@pytest.mark.parametrize(
+    "settings, value",
+    [({}, math.nan), ({"schedule": "overlap"}, math.inf), ({"tier": "cpu", "schedule": "overlap"}, math.nan)],
+    ids=str,
+)
 def test_one_norm_and_one_decision_of_all(settings: dict[str, Any], value: float) -> None:
     rows = [
         (name, stage, how)

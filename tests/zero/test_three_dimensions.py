@@ -66,7 +66,7 @@ def trained(rank: int, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [1, 3])
 def test_the_numbers_of_one_process(stage: int) -> None:
     """To where Adam makes much of gradients near zero: products have other shapes, and sums another order."""
     on_ranks(8, trained, stage)
