@@ -5,6 +5,7 @@ By the idea of torch's test_2d_composability: the same bits as the same by hand,
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +72,50 @@ MORE: list[tuple[str, int, int, dict[str, Any]]] = [
 
 def test_same_bits_as_by_hand_and_the_numbers_of_one_process() -> None:
     on_ranks(4, trained, QUICK, 3)
+
+
+def lives(rank: int, stage: int, folder: str) -> None:
+    """A step that clips by the function, one that is skipped, a checkpoint that one process loads, and so do others."""
+    runs = [Run("uneven", SIZES, stage, opt=by_function) for _ in range(2)]
+    first, second = runs
+    first.backward(0)
+    norm = zk.clip_grad_norm_(first.model.parameters(), 0.5)
+    with_own = Run("uneven", SIZES, stage)
+    with_own.backward(0)
+    for run in (first, with_own):
+        run.step()
+    assert abs(norm.item() / with_own.opt.grad_norm - 1) < 1e-7  # it is an fp32 number
+    params = first.params()
+    check(params, with_own.params(), True, "clipped by the function", **OF_PARAMETERS)
+    handle, before = None, with_own.params()
+    if rank == 1:  # the second part, of the first batch
+        handle = with_own.model.layers[1].up.weight.register_hook(lambda grad: grad * float("nan"))
+    with_own.backward(1)
+    with_own.step()
+    if handle is not None:
+        handle.remove()
+    assert with_own.opt.skipped_steps == 1
+    check(with_own.params(), before, True, "skipped", **OF_PARAMETERS)
+    zk.save(folder, first.model, first.opt)
+    zk.load(folder, second.model, second.opt)
+    check(second.params(), params, True, "loaded", **OF_PARAMETERS)
+    alone = Plain("uneven", seed=7, opt=by_function)
+    zk.load(folder, alone.model, alone.opt)
+    check(alone.params(), params, True, "loaded by one process", **OF_PARAMETERS)
+    for run in (first, second):
+        run.backward(2)
+        run.step()
+    check(second.params(), first.params(), True, "going on", **OF_PARAMETERS)
+
+
+def by_function(params: Any) -> torch.optim.Optimizer:
+    return zk.AdamW(params, lr=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipped_skipped_saved_and_loaded(stage: int, tmp_path: Path) -> None:
+    on_ranks(4, lives, stage, str(tmp_path / "kept"))
 
 
 def beside_copies(rank: int) -> None:
