@@ -241,8 +241,8 @@ def whole(value: Any) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def make(params: Any) -> torch.optim.Optimizer:
-    return zk.AdamW(params, lr=1e-2, max_grad_norm=0.5)
+def make(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    return zk.AdamW(params, lr=1e-2, max_grad_norm=0.5, **settings)
 
 
 class Plain:

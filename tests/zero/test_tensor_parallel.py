@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_parallel_cases import MODELS, Plain, Run, mesh_of
+from tensor_parallel_cases import MODELS, Plain, Run, make, mesh_of
 from torch import Tensor
 from worlds import on_ranks, refusal, says
 
@@ -106,6 +106,31 @@ def lives(rank: int, stage: int, folder: str) -> None:
         run.backward(2)
         run.step()
     check(second.params(), first.params(), True, "going on", **OF_PARAMETERS)
+
+
+def elsewhere(rank: int, settings: dict[str, Any], folder: str) -> None:
+    """The bits of state and parameters on the device, updated at once."""
+    if settings.get("tier") == "nvme":
+        settings = {**settings, "tier": zk.Nvme(f"{folder}/{rank}")}
+    for stage in (1, 3):
+        usual = Run("uneven", SIZES, stage)
+        other = Run("uneven", SIZES, stage, opt=lambda params: make(params, **settings))
+        for number in range(4):
+            losses = [run.backward(number) for run in (usual, other)]
+            assert losses[0] == losses[1]
+            for run in (usual, other):
+                run.step()
+        other.opt.flush()
+        check(other.params(), usual.params(), True, stage, **OF_PARAMETERS)
+        assert other.opt.grad_norm == usual.opt.grad_norm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"schedule": "overlap"}, {"tier": "cpu"}, {"tier": "nvme", "schedule": "overlap"}], ids=str
+)
+def test_other_tiers_and_times(settings: dict[str, Any], tmp_path: Path) -> None:
+    on_ranks(4, elsewhere, settings, str(tmp_path))
 
 
 def by_function(params: Any) -> torch.optim.Optimizer:
