@@ -18,7 +18,7 @@ def keep_freed(nbytes: int) -> bool:
 
     Memory that is freed and asked for again in every step costs a page fault for each 4 KiB of it otherwise: more time
     than filling it takes. Only glibc is told; other allocators keep memory by themselves. Never lowers what was asked
-    for before.
+    for before, since `map_large`.
 
     >>> keep_freed(0) in (True, False)
     True
@@ -34,14 +34,16 @@ def keep_freed(nbytes: int) -> bool:
 def map_large() -> bool:
     """Let the C library map every block from 1 MiB on by itself, for the process as a whole, so that it is given back
     as soon as it is freed; whether it could be told. Between small blocks that stay, large ones would leave holes that
-    no other fits into, without end. A page fault for each 4 KiB is the price, as long as nobody asks to keep more.
+    no other fits into, without end. A page fault for each 4 KiB is the price. Who is told last counts: a model that
+    memory is short for takes back what one before it asked to keep.
 
     >>> map_large() in (True, False)
     True
     """
     mallopt = _of_glibc("mallopt")
-    if mallopt is None or _most.nbytes:
-        return mallopt is not None
+    if mallopt is None:
+        return False
+    _most.nbytes = 0
     return bool(mallopt(M_MMAP_THRESHOLD, LARGE)) and bool(mallopt(M_TRIM_THRESHOLD, LARGEST))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from zerokern.core import env
 from zerokern.core.errors import BudgetError, got
 
-__all__ = ["amount", "parse_nbytes", "refuse_beyond", "room", "spills"]
+__all__ = ["amount", "parse_nbytes", "refuse_beyond", "room", "takes_half"]
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -80,11 +80,11 @@ def room() -> dict[str, int]:
     return left
 
 
-def spills(nbytes: int, left: Mapping[str, int] | None = None, ranks: int | None = None) -> bool:
-    """Whether a rank's gradients of so many bytes wait on a disk, where there is one: if they, and those of the other
-    `ranks` on this machine, would take more than half of what is left (`room`).
+def takes_half(nbytes: int, left: Mapping[str, int] | None = None, ranks: int | None = None) -> bool:
+    """Whether so many bytes of a rank, and those of the other `ranks` on this machine, take more than half of what is
+    left (`room`): gradients then wait on a disk, where there is one, and freed memory is not kept.
 
-    >>> spills(5 << 30, {"ZEROKERN_MEMORY": 8 << 30}), spills(5 << 30, {"control group": 16 << 30})
+    >>> takes_half(5 << 30, {"ZEROKERN_MEMORY": 8 << 30}), takes_half(5 << 30, {"control group": 16 << 30})
     (True, False)
     """
     left = room() if left is None else left

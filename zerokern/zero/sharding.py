@@ -18,6 +18,7 @@ from zerokern.io import Nvme
 from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed, map_large
 from zerokern.memory.place import DevicePool
+from zerokern.memory.room import takes_half
 from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
@@ -159,9 +160,8 @@ class Sharding:
         by_name = {home.name: home for home in self.homes}
         self.gradient_buckets: list[GradientBucket] = []
         trained = [(one, wire_dtype(self.policy, one.dtype)) for one in self.memories if one.bucket.trainable]
-        sizes = (one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
-        kind = kind_of_bucket(self.rests, self.group, sizes)
-        self._spills = kind is not GradientBucket
+        self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
+        kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
         for memory, dtype in trained:
             homes = [by_name[tenant.name] for tenant in memory.tenants]
             bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype, self.op)
@@ -186,11 +186,10 @@ class Sharding:
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
                 whole.append(GatheredUnit(number, unit, memories, self._owners))
             self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, self._flush)
-            if self.group.device.type == "cpu" and self._spills:  # memory is short
-                map_large()
-            elif self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
-                largest = max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
-                keep_freed(KEPT_UNITS * largest)
+            if self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
+                kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
+                short = self.rests is not None and takes_half(self._gradients_nbytes + kept)
+                map_large() if short else keep_freed(kept)
             for number, gathered in enumerate(whole):
                 for tenant in gathered.tenants:
                     body = tenant.param

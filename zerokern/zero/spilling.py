@@ -19,7 +19,7 @@ from zerokern.comm import Group, during
 from zerokern.core.errors import say_once
 from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.memory.rest import Rest, Rests
-from zerokern.memory.room import amount, spills
+from zerokern.memory.room import amount, takes_half
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.fetching import in_turns, rests_of
 from zerokern.zero.gradients import GradientBucket
@@ -29,12 +29,11 @@ __all__ = ["Seen", "SpilledBucket", "kind_of_bucket", "sumsq_of_each"]
 _grad_of = attrgetter("grad")
 
 
-def kind_of_bucket(rests: Rests | None, group: Group, sizes: Iterable[int]) -> Callable[..., GradientBucket]:
+def kind_of_bucket(rests: Rests | None, group: Group, nbytes: int) -> Callable[..., GradientBucket]:
     """What gradients of so many bytes are kept in, on this rank and on all others alike."""
-    nbytes = sum(sizes)
     if rests is None or not nbytes or group.device.type != "cpu":
         return GradientBucket
-    word = torch.tensor([float(spills(nbytes))])
+    word = torch.tensor([float(takes_half(nbytes))])
     if not group.everyone.alone:
         with during("zk.shard", of="where gradients wait"):
             group.all_reduce(word, "max").wait()
