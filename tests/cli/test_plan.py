@@ -70,6 +70,14 @@ def test_a_number_on_several_numbers_of_ranks(capsys) -> None:
     assert out.endswith("\n") and not any(line != line.rstrip() for line in out.splitlines())
 
 
+def test_ranks_in_several_dimensions(capsys) -> None:
+    out = said(capsys, "--numel", "64B", "--mesh", "pp=2,replicate=2,dp=4,tp=4", "--stage", "3")
+    assert out == f"{zk.plan('64B', stage=3, mesh={'pp': 2, 'replicate': 2, 'dp': 4, 'tp': 4})}\n"
+    for mesh in ("dp", "dp=2,dp=2", "dp=2,", "data=2", "dp=0"):
+        assert "mesh" in refused(capsys, "--numel", "1B", "--mesh", mesh)
+    assert "no world beside mesh" in refused(capsys, "--numel", "1B", "--mesh", "dp=2", "--world", "2")
+
+
 def test_it_prints_what_zk_plan_prints(capsys) -> None:
     out = said(capsys, "--numel", "1.3B", "--world", "8", "--stage", "3", "--state-format", "int8", "--tier", "nvme")
     assert out == f"{zk.plan('1.3B', world=8, stage=3, state_format='int8', tier='nvme')}\n"

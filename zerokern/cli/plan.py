@@ -31,6 +31,17 @@ parse_tokens = arguments.numbers(
 )
 
 
+def parse_mesh(text: str) -> dict[str, int]:
+    """
+    >>> parse_mesh("pp=2,dp=8")
+    {'pp': 2, 'dp': 8}
+    """
+    pairs = [word.strip().partition("=") for word in text.split(",")]
+    if not all(name and size.isdecimal() for name, _, size in pairs) or len({name for name, *_ in pairs}) < len(pairs):
+        raise argparse.ArgumentTypeError(got("mesh", text, "sizes by name, such as pp=2,dp=8,tp=4"))
+    return {name: int(size) for name, _, size in pairs}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zerokern plan`."""
     what = parser.add_argument_group("what to plan: one of")
@@ -44,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seen.add_argument("--ci", type=arguments.count, metavar="N", help="layers between two activation checkpoints (1)")
     run_ = parser.add_argument_group("the run")
     run_.add_argument("--world", type=parse_worlds, default=(1,), metavar="N,...", help="numbers of ranks (1)")
+    run_.add_argument("--mesh", type=parse_mesh, metavar="NAME=N,...", help="in place of --world: pp=2,dp=8,tp=4")
     run_.add_argument("--stage", type=int, default=2, help="whose step and notes are shown; the table has all (2)")
     run_.add_argument("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, none")
     run_.add_argument("--param-dtype", metavar="DTYPE", help="bf16, fp16, fp32 (a number: bf16; a model: its own)")
@@ -130,6 +142,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
             what,
             stage=args.stage,
             world=world,
+            mesh=args.mesh,
             optimizer=args.optimizer,
             param_dtype=args.param_dtype,
             reduce_dtype=args.reduce_dtype,

@@ -183,9 +183,9 @@ def forecast(plan: Plan, machine: Machine, tokens: Sequence[int] = USUAL) -> For
             raise ValueError(got("tokens", one, "whole numbers of tokens per rank and step, from 1 on"))
     if plan.recipe.optimizer == "none":
         raise ValueError(got("optimizer", None, "an optimizer, whose update is what is hidden"))
-    mine = machine.shared_by(plan.world)
+    mine = machine.shared_by(plan.ranks)
     shape, coarse = StepShape(plan, _spans_of(plan)), StepShape(plan, SPANS // 2)
-    names = [name for name in SCHEDULES if name != PLAIN or (plan.world == 1 and not plan.recipe.rests)]
+    names = [name for name in SCHEDULES if name != PLAIN or (plan.ranks == 1 and not plan.recipe.rests)]
     rows = [row for one in tokens for row in _predictions(shape, mine, names, one)]
     needed = {name: _needed(coarse, mine, name) for name in names}
     left = _INPUTS if plan.kept and not plan.recipe.rests else ""
@@ -230,7 +230,7 @@ def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], token
             name,
             tokens,
             seconds,
-            shape.plan.world * tokens / seconds,
+            shape.plan.ranks * tokens / seconds,
             timeline.hidden,
             alone / seconds,
             _compute(program, machine) / seconds,

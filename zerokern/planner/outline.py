@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ class Outline:
     transformer: Transformer | None = None
     order: tuple[int, ...] = ()
     """members as an optimizer has them; empty: in their own order"""
+    tp: int = 1
+    """ranks that have other parts of each parameter, which a module's DTensors know"""
     _divided: dict[tuple[bool, int, int], Buckets] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -93,34 +95,57 @@ class Outline:
         return partition(members, world, max(1, most))
 
 
-def subject_of(what: Any, recipe: Recipe, units: Any) -> Outline:
-    """From what users pass: a number or text, a `Transformer`, or a module."""
+def subject_of(what: Any, recipe: Recipe, units: Any, tp: int = 1, pp: int = 1) -> Outline:
+    """From what users pass: a number or text, a `Transformer`, or a module. Of the first two a part: one of tp x pp.
+
+    >>> subject_of("1T", Recipe(), None, tp=4, pp=8).title
+    '1T parameters in tp 4 x pp 8 parts of 31.2B'
+    """
     if isinstance(what, Transformer):
-        return _of_transformer(what, recipe.param_dtype or "bfloat16")
+        return _of_transformer(what, recipe.param_dtype or "bfloat16", tp, pp)
     if isinstance(what, (int, str)) and not isinstance(what, bool):
         numel = parse_numel(what)
-        return Outline(f"{count(numel)} parameters", (), (), numel, recipe.param_dtype or "bfloat16")
+        part = -(-numel // (tp * pp))
+        title = f"{count(numel)} parameters{_of_part(part, tp, pp)}"
+        return Outline(title, (), (), part, recipe.param_dtype or "bfloat16", tp=tp)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(what, torch.nn.Module):
-        return _of_module(what, recipe, units)
+        found = _of_module(what, recipe, units)
+        if tp not in (1, found.tp):
+            here = f"a model whose DTensors are on {found.tp} ranks" if found.tp > 1 else "a model of plain tensors"
+            do = "Divide it first by parallelize_module; ranks of init_process_group('fake') will do"
+            raise ValueError(got("tp", tp, f"{found.tp}, for {here}", do))
+        return found
     allowed = "an nn.Module, a number of parameters (7_500_000_000 or '7.5B'), or a zerokern.planner.Transformer"
     raise TypeError(got("model", what, allowed))
 
 
-def _of_transformer(shape: Transformer, dtype: str) -> Outline:
+def _of_part(numel: int, tp: int, pp: int) -> str:
+    which = " x ".join(f"{name} {size}" for name, size in (("tp", tp), ("pp", pp)) if size > 1)
+    return f" in {which} parts of {count(numel)}" if which else ""
+
+
+def _of_transformer(shape: Transformer, dtype: str, tp: int, pp: int) -> Outline:
     from zerokern.zero.partition import Member
 
-    members = tuple(Member(numel, dtype, 1 + layer) for layer in range(shape.layers) for numel in shape.tensors)
-    names = ("", *(f"layers.{layer}" for layer in range(shape.layers)))
+    if pp > shape.layers:
+        raise ValueError(got("pp", pp, f"at most a stage for each of layers={shape.layers}"))
+    here = -(-shape.layers // pp)
+    tensors = [-(-numel // tp) for numel in shape.tensors]
+    members = tuple(Member(numel, dtype, 1 + layer) for layer in range(here) for numel in tensors)
+    names = ("", *(f"layers.{layer}" for layer in range(here)))
     title = f"Transformer of {shape.layers} layers, hidden {shape.hidden:,}: {count(shape.numel)} parameters"
+    title += _of_part(here * sum(tensors), tp, pp)
     if shape.has_activations:
         title += f", batch {shape.batch:,} x {shape.seq:,} on a rank"
-    return Outline(title, members, names, dtype=dtype, transformer=shape)
+    of_stage = replace(shape, layers=here, ci=min(shape.ci, here))
+    return Outline(title, members, names, dtype=dtype, transformer=of_stage, tp=tp)
 
 
 def _of_module(module: Any, recipe: Recipe, units: Any) -> Outline:
     import torch
 
+    from zerokern.zero.tensor_parallel import mesh_of
     from zerokern.zero.units import in_tiles, members, units_of
 
     found, pieces = in_tiles(units_of(module, units))
@@ -136,7 +161,9 @@ def _of_module(module: Any, recipe: Recipe, units: Any) -> Outline:
     places = {id(param): place for place, (_, param) in enumerate(pair for unit in found for pair in unit.params)}
     stepped = (piece for param in module.parameters() for piece in pieces.get(id(param), [param]))
     order = tuple(places[id(param)] for param in stepped)
-    return Outline(title, made, names, device="cpu" if kinds == {"cpu"} else "cuda", order=order)
+    device = "cpu" if kinds == {"cpu"} else "cuda"
+    divides = mesh_of([pair for unit in found for pair in unit.params])
+    return Outline(title, made, names, device=device, order=order, tp=1 if divides is None else divides.size())
 
 
 def _in_one_unit(members: Sequence[Member]) -> list[Member]:

@@ -13,6 +13,7 @@ from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import RING_NBYTES
 from zerokern.planner import table, tiers
 from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
+from zerokern.planner.dimensions import sent_along, sizes_of, told
 from zerokern.planner.outline import Outline, subject_of
 from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe
@@ -59,11 +60,17 @@ class Plan:
 
     @property
     def world(self) -> int:
+        """Ranks that divide parameters among them."""
         return self.settings.world
 
     @property
+    def ranks(self) -> int:
+        """All ranks: of every dimension of a mesh."""
+        return self.settings.ranks
+
+    @property
     def numel(self) -> int:
-        """Parameters of the model, without padding."""
+        """Parameters of the model, or of the part that a rank of tp x pp shares, without padding."""
         return self.subject.numel
 
     @cached_property
@@ -110,6 +117,15 @@ class Plan:
     def traffic(self) -> Volume:
         """What one optimizer step moves between the ranks."""
         return traffic_of(self.program, self.world)
+
+    @cached_property
+    def sent(self) -> dict[str, int | None]:
+        """Bytes that one rank sends in a step, by dimension of its mesh. None: the model does not say.
+
+        >>> plan("8B", stage=3, mesh={"replicate": 2, "dp": 4, "tp": 2}).sent
+        {'replicate': 2000000000, 'dp': 18000000000, 'tp': None}
+        """
+        return sent_along(self.subject, self.recipe, self.stage, self.settings, self.traffic.sent_nbytes)
 
     @cached_property
     def moves(self) -> list[Move]:
@@ -236,6 +252,9 @@ class Plan:
         """
         from zerokern.planner.forecast import USUAL, forecast
 
+        if self.settings.tp * self.settings.pp > 1:
+            do = "A step of one part alone: zk.plan(part, world=...)"
+            raise ValueError(got("mesh", told(self.settings), "dp and replicate: others wait for each other", do))
         return forecast(self, machine_of(machine), USUAL if tokens is None else tokens)
 
     def in_other_formats(self) -> list[Plan]:
@@ -261,6 +280,7 @@ def plan(
     *,
     stage: int = 2,
     world: int = 1,
+    mesh: Any = None,
     optimizer: str | None = "adamw",
     mp_policy: Any = None,
     param_dtype: Any = None,
@@ -287,6 +307,10 @@ def plan(
     model: a module, on the meta device as well; a number of parameters (`7_500_000_000`, `"7.5B"`), of which units and
         tensors are not known; or a `zerokern.planner.Transformer`, which knows its activations too.
     world: ranks. The other keywords are those of `zk.shard` and of the optimizers.
+    mesh: in place of `world`, a DeviceMesh, or sizes by name for ranks that nobody has at hand: `{"pp": 2, "replicate":
+        2, "dp": 8, "cp": 2, "tp": 4}`. A module is what one stage of pp has, and divided along tp already
+        (`parallelize_module`); of a number or a shape the part is planned that a rank of tp x pp has. `Plan.sent` is
+        what goes along each dimension. With pp, `accumulate` micro-batches are reduced once.
     param_dtype, reduce_dtype: in place of `mp_policy`, also as text. A bare number is of bf16 parameters by default.
     accumulate: micro-batches in a step, each of them reduced; with `no_sync`, all but the last under `zk.no_sync`.
     device: "cuda" or "cpu", whose collectives need memory of their own; default: the model's, else "cuda".
@@ -317,14 +341,19 @@ def plan(
     )
     memory = parse_device_memory(device_memory)
     settings = Arrangement(world, device or "cuda", bucket_bytes, accumulate, no_sync, micro)
-    subject = subject_of(model, recipe, units)
-    if device is None:
-        settings = replace(settings, device=subject.device)
+    if mesh is not None:
+        if world != 1:
+            raise ValueError(got("world", world, "no world beside mesh, which says how many ranks there are"))
+        settings = replace(settings, **sizes_of(mesh))
+    subject = subject_of(model, recipe, units, settings.tp, settings.pp)
+    settings = replace(settings, tp=subject.tp, device=device or subject.device)
+    if settings.pp > 1 and accumulate > 1:
+        settings = replace(settings, no_sync=True)  # as zk.PipelineStage has it
     recipe = recipe.on(settings.device, stage)
-    if recipe.rests and no_sync:
+    if recipe.rests and settings.no_sync:
         allowed = "False for parameters at rest, whose gradients would gather on the device"
         raise ValueError(got("no_sync", no_sync, allowed, "micro=M has one pass over the parameters for all slices"))
-    made = Plan(subject, recipe, settings, stage, memory, _budget(host_memory, disk, world, ranks_per_host))
+    made = Plan(subject, recipe, settings, stage, memory, _budget(host_memory, disk, settings.ranks, ranks_per_host))
     for dtype in sorted({member.dtype for member in subject.members if member.trainable} or {subject.dtype}):
         recipe.state_of(dtype)  # refuses here what cannot be
     recipe.has_twins(made.settings.device)

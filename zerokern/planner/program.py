@@ -82,7 +82,9 @@ def between_ranks(
     step = _Step(loads, names, recipe, stage, settings.world)
     for number in range(settings.accumulate):
         reduces = not settings.no_sync or number == settings.accumulate - 1
-        if shards_parameters(stage) and names:
+        if settings.pp > 1 and not recipe.rests:  # what a stage of a pipeline has gathered stays for the step
+            step.whole(reduces, gathers=() if number else ("Forward",))
+        elif shards_parameters(stage) and names:
             step.by_units(reduces)
         else:
             step.whole(reduces)
@@ -134,10 +136,11 @@ class _Step:
     def _whose(self) -> str:
         return "own shard" if shards_state(self.stage) else "everything"
 
-    def whole(self, reduces: bool) -> None:
+    def whole(self, reduces: bool, gathers: Sequence[str] = ("Forward", "Backward")) -> None:
         """Gradients are complete in backward order: the last bucket first. A number is one bucket at every stage."""
         for verb in ("Forward", "Backward"):
-            self._gather_whole()
+            if verb in gathers:
+                self._gather_whole()
             self.compute(verb, "model", self._gathered)
         for number, load in reversed(list(enumerate(self.loads))):
             if load.trainable and self.world > 1 and reduces:

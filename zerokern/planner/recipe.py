@@ -246,15 +246,30 @@ class Arrangement:
     micro: int = 1
     spills: bool = False
     """gradients of parameters at rest wait on the disk"""
+    replicate: int = 1
+    tp: int = 1
+    pp: int = 1
+    """`world` ranks divide a part of the model, `replicate` times; there are tp x pp parts"""
 
     def __post_init__(self) -> None:
         counts = ("world", "ranks"), ("bucket_bytes", "bytes"), ("accumulate", "micro-batches in a step")
-        for name, what in (*counts, ("micro", "slices of a batch")):
+        parts = ((name, "ranks") for name in ("replicate", "tp", "pp"))
+        for name, what in (*counts, ("micro", "slices of a batch"), *parts):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(got(name, value, f"a whole number of {what}, from 1 on"))
         if self.device not in ("cuda", "cpu"):
             raise ValueError(got("device", self.device, "None | 'cuda' | 'cpu'"))
+
+    @property
+    def ranks(self) -> int:
+        """Of all dimensions together."""
+        return self.world * self.replicate * self.tp * self.pp
+
+    @property
+    def has_others(self) -> bool:
+        """Whether gradients are reduced at all."""
+        return self.world * self.replicate > 1
 
 
 def dtype_of(argument: str, value: object) -> str:

@@ -74,8 +74,10 @@ def working_at_rest(buckets: Buckets, subject: Outline, recipe: Recipe, settings
         yield Holding("buffers", "", "device", of_unit + largest)
     else:
         yield Holding("buffers", "", "device", BUFFERS * largest)
-    if settings.device == "cpu" and settings.world > 1:
-        yield Holding("scratch", "", "device", largest // settings.world * (settings.world - 1))
+    if settings.device == "cpu" and settings.has_others:
+        span = largest // settings.world
+        second = (settings.replicate - 1) * -(-span // settings.replicate)
+        yield Holding("scratch", "", "device", (settings.world - 1) * span + second)
 
 
 def fetched_of(buckets: Buckets) -> tuple[int, int, int]:

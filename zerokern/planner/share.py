@@ -121,20 +121,37 @@ def _working(
     """What is there besides the states while a step runs."""
     if recipe.rests:
         yield from rest.working_at_rest(buckets, subject, recipe, settings)
-    elif settings.world > 1:
+    elif settings.has_others:
         wire = [(kind, itemsize(recipe.wire_dtype(kind.dtype))) for kind in buckets.trained]
         largest = max((kind.largest_numel * size for kind, size in wire), default=0)
-        if shards_parameters(stage) and subject.units:
-            yield Holding("gathered", "", "device", buckets.gathered_nbytes)
-        if shards_gradients(stage) and settings.accumulate > 1 and settings.no_sync:
+        if shards_parameters(stage) and settings.world > 1 and (subject.units or settings.pp > 1):
+            stays = settings.pp > 1  # from a step's first micro-batch to its last
+            whole = sum(load.nbytes for load in buckets.loads) if stays else buckets.gathered_nbytes
+            yield Holding("gathered", "", "device", whole)
+        if settings.world == 1:
+            pass  # gradients are reduced where they are
+        elif shards_gradients(stage) and settings.accumulate > 1 and settings.no_sync:
             yield Holding("buffers", "", "device", sum(kind.padded_numel * size for kind, size in wire))
         elif shards_gradients(stage):
             count = min(BUFFERS, sum(kind.count for kind in buckets.trained))
             yield Holding("buffers", "", "device", count * largest)
         if settings.device == "cpu":
-            yield Holding("scratch", "", "device", largest // settings.world * (settings.world - 1))
+            yield Holding("scratch", "", "device", scratch_nbytes(largest, stage, settings))
     link = recipe.param_ring_nbytes + recipe.keep_ring_nbytes if settings.device != "cpu" else 0
     yield Holding("ring", "", "cpu", recipe.ring_nbytes + link)
+
+
+def scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
+    """What the spans of other ranks are received into: of the largest bucket, and in the round among copies of it.
+
+    >>> [scratch_nbytes(1024, stage, Arrangement(2, "cpu", 1, 1, False, replicate=2)) for stage in (0, 1)]
+    [512, 768]
+    """
+    span = largest // settings.world
+    first, second = (settings.world - 1) * span, (settings.replicate - 1) * -(-span // settings.replicate)
+    if shards_state(stage):
+        return first + second
+    return max(first, (settings.replicate - 1) * -(-largest // settings.replicate))
 
 
 def _inputs(subject: Outline, recipe: Recipe, settings: Arrangement) -> Iterator[Holding]:

@@ -87,6 +87,8 @@ class StepShape:
         crosses = not (recipe.rests and settings.device == "cpu")
         reductions = 1 if settings.no_sync else settings.accumulate
         reduced = part.numel * wire * sent * reductions * (1 if shards_state(stage) else 2)
+        left = part.numel / settings.world if shards_state(stage) else part.numel
+        reduced += 2 * left * wire * (settings.replicate - 1) / settings.replicate * reductions
         gathers = (2 if shards_parameters(stage) else 1) if shards_state(stage) else 0
         return Span.of(
             f"{number}",

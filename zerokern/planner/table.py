@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerokern.planner.amounts import gigabytes, table_of
+from zerokern.planner.dimensions import told, uncounted
 from zerokern.planner.recipe import OPTIMIZERS, short
 from zerokern.planner.share import STATES, WORKING, Holding, Share
 from zerokern.schedule import Delayed
@@ -50,7 +51,8 @@ def of_plan(plan: Plan) -> str:
 
 def title(plan: Plan) -> str:
     """What is planned, and on how many ranks."""
-    return f"{plan.subject.title}, on {plan.world:,} rank{'' if plan.world == 1 else 's'}"
+    several = f" ({told(plan.settings)})" if plan.ranks != plan.world else ""
+    return f"{plan.subject.title}, on {plan.ranks:,} rank{'' if plan.ranks == 1 else 's'}{several}"
 
 
 def settings(plan: Plan) -> str:
@@ -68,6 +70,7 @@ def settings(plan: Plan) -> str:
     if plan.settings.accumulate > 1:
         how = "all but the last under zk.no_sync" if plan.settings.no_sync else "each reduced"
         how = "each fetching parameters anew" if recipe.rests else how
+        how = "reduced once" if plan.settings.pp > 1 else how
         words.append(f"{plan.settings.accumulate} micro-batches in a step, {how}")
     words += [f"each batch in {plan.settings.micro} slices"] if plan.settings.micro > 1 else []
     words += [f"inputs of units kept {TIERS[recipe.keep]}"] if recipe.keep else []
@@ -86,7 +89,7 @@ def notes(plan: Plan) -> list[str]:
     if world > 1 and subject.members:
         padding = f"{share.padding:,} elements of all, {_percent(share.padding / subject.numel)}"
         said.append(f"Padding at cuts between ranks: {padding}.")
-    if world > 1 and not subject.members:
+    if world > 1 and not subject.members and plan.settings.pp == 1:
         said.append(
             "A number alone has no layers: what stage 3 gathers to compute (?) comes on top. Plan a model or the shape "
             "of a transformer to know it."
@@ -96,8 +99,9 @@ def notes(plan: Plan) -> list[str]:
         said.append(f"During backward autograd's own gradients of one bucket lie beside these: at most {arriving} GB.")
     if plan.pinned:
         said.append(f"The optimizer locks {plan.pinned:,} bytes of host memory at stage {plan.stage}, in whole pages.")
+    said += uncounted(subject, plan.recipe, plan.stage, plan.settings)
     takers = "what the framework, its allocator and the driver of the device take"
-    if world > 1:
+    if plan.settings.has_others:
         takers += ", and on GPUs the buffers of NCCL's two communicators (gathers, reductions)"
     shape = subject.transformer
     if shape is not None and shape.has_activations:
@@ -114,7 +118,7 @@ def _stages(plan: Plan) -> str:
     several = len({one.tier for share in shares for one in share.held}) > 1
     rows = _held(shares, STATES, several)
     rows.append(["**model states**", "", *(gigabytes(share.states) for share in shares)])
-    if not plan.subject.units and plan.world > 1:
+    if not plan.subject.units and plan.world > 1 and plan.settings.pp == 1:
         rows.append([NAMES["gathered"], "", *[NOTHING] * 3, UNKNOWN])
     rows += _held(shares, WORKING, several)
     rows.append(["**total on the device**", "", *(f"**{gigabytes(share.total)}**" for share in shares)])
@@ -129,6 +133,9 @@ def _stages(plan: Plan) -> str:
         rows.append(["reduced in a step", "", *(_gb(one.reduced_nbytes) for one in traffic)])
         rows.append(["gathered in a step", "", *(_gb(one.gathered_nbytes) for one in traffic)])
         rows.append(["sent by a rank in a step", "", *(_gb(one.sent_nbytes) for one in traffic)])
+    for name in [name for name in plan.sent if name != "dp"]:
+        sent = [plan.at(stage).sent[name] for stage in STAGES]
+        rows.append([f"sent along {name}", "", *(UNKNOWN if one is None else _gb(one) for one in sent)])
     return table_of(["on each rank", "format", *STAGE_HEADS], rows, left=2)
 
 
@@ -204,7 +211,7 @@ def of_worlds(plans: Sequence[Plan]) -> str:
     for plan in plans:
         shares = [plan.at(stage).share for stage in plan.stages]
         fits = [fitting([share.total for share in shares], most, plan.stages) for most in first.device_memory.values()]
-        rows.append([f"{plan.world:,}", *(gigabytes(share.states) for share in shares), *fits])
+        rows.append([f"{plan.ranks:,}", *(gigabytes(share.states) for share in shares), *fits])
     said = "Model states (parameters, gradients, optimizer state) on each rank, in GB (10^9 bytes), with "
     header = ["ranks", *(f"stage {stage}" for stage in first.stages), *(f"fits {name}" for name in first.device_memory)]
     parts = [f"### {first.subject.title}", f"{said}{settings(first)}:", table_of(header, rows, left=0)]
@@ -267,6 +274,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "model": plan.subject.title,
         "numel": plan.numel,
         "world": plan.world,
+        "ranks": plan.ranks,
+        "mesh": told(plan.settings),
         "stage": plan.stage,
         "device": plan.settings.device,
         "bucket_bytes": plan.settings.bucket_bytes,
@@ -299,6 +308,7 @@ def _stage_dict(plan: Plan) -> dict[str, Any]:
         "reduced_nbytes": traffic.reduced_nbytes,
         "gathered_nbytes": traffic.gathered_nbytes,
         "sent_nbytes": traffic.sent_nbytes,
+        "sent": plan.sent,
     }
 
 

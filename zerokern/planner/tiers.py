@@ -64,10 +64,10 @@ def _fits(plan: Plan, tier: str) -> str:
 def _moved(plan: Plan) -> str:
     """Each cell once for a step; the last row for each parameter of the model."""
     cells = {(one.role, one.lane): one.nbytes for one in plan.moves}
-    if plan.world > 1:
+    if plan.settings.has_others:
         traffic, share = plan.traffic, (plan.world - 1) / plan.world
         cells["parameters", "net"] = round(traffic.gathered_nbytes * share)
-        cells["gradients", "net"] = round(traffic.reduced_nbytes * share)
+        cells["gradients", "net"] = round(traffic.reduced_nbytes * share) + (plan.sent.get("replicate") or 0)
     lanes = [lane for lane in LANES if any(lane == one for _, one in cells)]
     rows = []
     for role in sorted({role for role, _ in cells}, key=_ORDER.index):
@@ -105,7 +105,7 @@ def _notes(plan: Plan) -> Iterator[str]:
             "A number alone has no layers: two units that are whole on the device (?) come on top. Plan a model or the "
             "shape of a transformer to know them."
         )
-    yield from [note for note in table.notes(plan) if note.startswith(("Not counted", "Without activation"))]
+    yield from [note for note in table.notes(plan) if note.startswith(("Not counted", "Without activation", "Assumed"))]
 
 
 def placement(plan: Plan) -> str:
