@@ -1,8 +1,8 @@
 """torchtitan's own Trainer on a CPU, on each of some ranks: a tiny Llama, data by number, losses that are kept.
 
 What is replaced, because it asks for a GPU: which device there is, the metrics (memory, FLOPS: a hook of TrainSpec),
-and the shorter timeout after the first step (gloo takes no device_ids). Model, FSDP2, loop, clipping, the container of
-optimizers, schedulers and CheckpointManager are torchtitan's.
+attention in context parallelism, and the shorter timeout after the first step (gloo takes no device_ids). Model, FSDP2,
+loop, clipping, the container of optimizers, schedulers and CheckpointManager are torchtitan's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd as gathered
 
 STEPS, ROWS, LENGTH, WORDS = 4, 2, 8, 32
 
@@ -31,7 +32,28 @@ def titan() -> Any:
         found._get_available_device_type = before
     imported.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     imported.dist_utils.set_pg_timeouts = lambda **_: None
+    from torchtitan.models.llama3.infra import parallelize
+
+    parallelize.apply_cp_to_attention_module = gathers_keys
     return imported
+
+
+def gathers_keys(modules: Iterable[Any], mesh: Any, _: str) -> None:
+    """Attention in context parallelism: torch's own (ring attention) has no kernel for a CPU.
+
+    Keys and values of all ranks are gathered. Rank r of n has the chunks r and 2n - 1 - r of a sequence of 2n.
+    """
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        size, half = mesh.size(), q.shape[2] // 2
+        firsts = [(rank * half, (2 * size - 1 - rank) * half) for rank in range(size)]
+        places = [torch.cat([torch.arange(one, one + half) for one in both]) for both in firsts]
+        k, v = (gathered(one.contiguous(), 2, mesh.get_group()) for one in (k, v))
+        mask = places[mesh.get_local_rank()][:, None] >= torch.cat(places)[None, :]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    for module in modules:
+        module.forward = attention
 
 
 class Data:
@@ -61,7 +83,7 @@ class Metrics:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.rates: list[float] = []
-        self.color = types.SimpleNamespace(blue="", red="", reset="")
+        self.color = types.SimpleNamespace(blue="", red="", yellow="", reset="")
         stats = types.SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
         self.device_memory_monitor = types.SimpleNamespace(device_name="CPU", get_peak_stats=lambda: stats)
         self.ntokens_since_last_log, self.data_loading_times = 0, []
@@ -114,15 +136,17 @@ def tiny(**settings: Any) -> Any:
     return train_spec(spec, options, **settings) if settings else spec
 
 
-def started(spec: Any, folder: Path | str, *more: str, steps: int = STEPS, accumulated: int = 1) -> Any:
-    """torchtitan's Trainer, of its own command line."""
+def started(
+    spec: Any, folder: Path | str, *more: str, steps: int = STEPS, accumulated: int = 1, batches: int = 0
+) -> Any:
+    """torchtitan's Trainer, of its own command line. `batches`: the ranks that have data of their own; 0: all."""
     trainer = titan().Trainer
     from torchtitan.config import ConfigManager
     from torchtitan.protocols import train_spec as specs
 
     specs._extra_train_specs.pop("tiny", None)
     specs.register_train_spec("tiny", spec)
-    world = torch.distributed.get_world_size()
+    world = batches or torch.distributed.get_world_size()
     config = ConfigManager().parse_args(
         [
             "--model.name=tiny",

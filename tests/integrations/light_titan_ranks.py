@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +119,26 @@ def hooks() -> list[str]:
 
 def refusals() -> list[tuple[str, str]]:
     from torchtitan.components.optimizer import OptimizersInBackwardContainer
+    from torchtitan.config import ConfigManager
 
+    import zerokern.integrations.torchtitan
     from zerokern.integrations.torchtitan import exchanged, train_spec
+    from zerokern.integrations.torchtitan_shard import check, parallelized, pipelined
 
+    def asked(*more: str) -> Any:
+        return check(ConfigManager().parse_args(list(more)), 3)
+
+    def divided_already(model: nn.Module, *_: Any) -> nn.Module:
+        return torch.distributed.fsdp.fully_shard(model)
+
+    def later_version() -> None:
+        before, sys.modules["torchtitan.protocols.train_spec"] = sys.modules["torchtitan.protocols.train_spec"], None
+        try:
+            runpy.run_path(str(zerokern.integrations.torchtitan.__file__))
+        finally:
+            sys.modules["torchtitan.protocols.train_spec"] = before
+
+    nobody, dims = ConfigManager().parse_args([]), types.SimpleNamespace()
     stepped = container()
     stepped.model_parts[0](torch.ones(1, 2)).sum().backward()
     stepped.step()
@@ -128,6 +148,16 @@ def refusals() -> list[tuple[str, str]]:
         "overlap": lambda: exchanged(early),
         "AdamW or Adam": lambda: exchanged(container(kind=torch.optim.SGD)),
         "has stepped": lambda: exchanged(stepped),
+        "stage": lambda: train_spec(tiny(), shard={"tier": "cpu"}),
+        "model.converters": lambda: asked("--model.converters=quantize.linear.float8"),
+        "enable_async_tensor_parallel": lambda: asked("--parallelism.enable_async_tensor_parallel"),
+        "expert_parallel_degree": lambda: asked("--parallelism.expert_parallel_degree=2"),
+        "shard={'tier': 'cpu'}": lambda: asked("--training.enable_cpu_offload"),
+        "early_step_in_backward": lambda: asked("--optimizer.early_step_in_backward"),
+        "stage=2": lambda: asked("--parallelism.fsdp_reshard_after_forward=never"),
+        "has called fully_shard": lambda: parallelized(divided_already, 3, {})(nn.Linear(2, 2), dims, nobody),
+        "torchtitan>=0.2.2,<0.3": later_version,
+        "stages of its own": lambda: pipelined(lambda *_: None)(nn.Linear(2, 2), dims, nobody),
     }
     said = []
     for words, work in works.items():

@@ -1,19 +1,32 @@
-"""torchtitan trains with optimizers of zerokern: a TrainSpec whose `build_optimizers_fn` exchanges torch's for them."""
+"""torchtitan trains with zerokern: a TrainSpec whose optimizers are exchanged, and whose models zk.shard divides."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.optimizer import FTOptimizersContainer, OptimizersContainer, OptimizersInBackwardContainer
-from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+
+try:
+    from torchtitan.components.optimizer import (
+        FTOptimizersContainer,
+        OptimizersContainer,
+        OptimizersInBackwardContainer,
+    )
+    from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+except ImportError as error:
+    raise ImportError(
+        "zerokern.integrations.torchtitan stands on the TrainSpec of torchtitan 0.2, which later ones do not have; "
+        "allowed: pip install 'torchtitan>=0.2.2,<0.3'"
+    ) from error
 
 import zerokern as zk
 from zerokern.core.errors import StateError, got
+from zerokern.integrations.torchtitan_shard import parallelized, pipelined
 from zerokern.optim.base import FusedOptimizer
+from zerokern.zero.partition import check_stage
 
 __all__ = ["exchanged", "train_spec", "use"]
 
@@ -23,21 +36,42 @@ OURS = {"tier", "schedule", "state_format", "master_format", "stochastic_seed"}
 Options = Callable[[str, Tensor], dict[str, Any]]  # of one parameter, by its name in the model
 
 
-def use(model: str, options: Options | None = None, **settings: Any) -> None:
+def use(
+    model: str,
+    options: Options | None = None,
+    *,
+    stage: int | None = None,
+    shard: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> None:
     """Train this model of torchtitan with `zk.AdamW(**settings)`; all else of it and of the configuration stays.
 
     In a module of your own that torchtitan is told of by `--experimental.custom_import`: it imports it before it looks
     for the model. `options` says what is different for some parameters, such as those that are too small for int8.
 
+    `stage`: `zk.shard` divides the model in the place of FSDP2 or DDP, along the dimensions that they would divide it
+    along (`data_parallel_shard_degree` times `context_parallel_degree`; `data_parallel_replicate_degree` makes copies);
+    tensor, context and pipeline parallelism, activation checkpointing and compile are torchtitan's. `shard` has more
+    keywords of `zk.shard`: `{"tier": "cpu"}`. None: FSDP2 divides it.
+
     >>> def options(name, param):
     ...     return {} if param.ndim > 1 else {"state_format": "fp32", "weight_decay": 0.0}
-    >>> use("llama3", options, tier="cpu", state_format="int8")
+    >>> use("llama3", options, stage=3, tier="cpu", state_format="int8")
     """
-    register_train_spec(model, train_spec(get_train_spec(model), options, **settings))
+    register_train_spec(model, train_spec(get_train_spec(model), options, stage=stage, shard=shard, **settings))
 
 
-def train_spec(spec: TrainSpec, options: Options | None = None, **settings: Any) -> TrainSpec:
+def train_spec(
+    spec: TrainSpec,
+    options: Options | None = None,
+    *,
+    stage: int | None = None,
+    shard: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> TrainSpec:
     """That TrainSpec, with the optimizers that it builds exchanged; the hooks that it has put on them stay.
+
+    `stage` and `shard`: as `use` has them.
 
     >>> spec = train_spec(get_train_spec("qwen3"), tier="cpu")
     >>> spec.model_cls.__name__
@@ -52,7 +86,14 @@ def train_spec(spec: TrainSpec, options: Options | None = None, **settings: Any)
     def build_optimizers(*arguments: Any, **keywords: Any) -> OptimizersContainer:
         return exchanged(built(*arguments, **keywords), options, **settings)
 
-    return dataclasses.replace(spec, build_optimizers_fn=build_optimizers)
+    changed: dict[str, Any] = {"build_optimizers_fn": build_optimizers}
+    if stage is not None:
+        changed["parallelize_fn"] = parallelized(spec.parallelize_fn, check_stage(stage), dict(shard or {}))
+        if spec.pipelining_fn is not None:
+            changed["pipelining_fn"] = pipelined(spec.pipelining_fn)
+    elif shard:
+        raise ValueError(got("shard", dict(shard), "None where zk.shard does not divide the model", "Say stage= too"))
+    return dataclasses.replace(spec, **changed)
 
 
 def exchanged(container: OptimizersContainer, options: Options | None = None, **settings: Any) -> OptimizersContainer:
@@ -73,6 +114,7 @@ def exchanged(container: OptimizersContainer, options: Options | None = None, **
         raise ValueError(got("fault_tolerance.enable", True, "False with zerokern: torchft keeps copies of its own"))
     names = {param: name for part in container.model_parts for name, param in part.named_parameters()}
     container.optimizers = [_exchanged(one, names, options, settings) for one in container.optimizers]
+    container._zk_shards = True  # it is an Optimizer itself, whose step is that of ours
     return container
 
 
