@@ -21,10 +21,11 @@ from zerokern.memory.room import parse_nbytes
 from zerokern.saving.exported import BESIDE, Target, begun
 from zerokern.saving.files import PartsWriter
 from zerokern.saving.progress import Progress, refuse_no_progress
-from zerokern.saving.ranks import Ranks, absolute
+from zerokern.saving.ranks import Ranks, absolute, refuse_unusable
+from zerokern.saving.stages import Stages, whole_of
 from zerokern.saving.staging import Staging, put
 from zerokern.saving.tensorfile import Beginning, header
-from zerokern.saving.weights import FLOATS, Weight, digest, portions, same_on_all, weights
+from zerokern.saving.weights import FLOATS, Weight, digest, of_all_stages, portions, same_on_all, weights
 
 __all__ = ["export"]
 
@@ -33,7 +34,7 @@ AROUND = ("module", "_orig_mod")
 
 def export(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Any,
     *,
     dtype: torch.dtype | None = None,
     opt: torch.optim.Optimizer | None = None,
@@ -53,7 +54,8 @@ def export(
 
     `dtype` converts the floating-point tensors; without it they stay as they are. `opt`, the model's optimizer: where
     `dtype` is wider than the parameters, its masters are written, which are the exact values. `rename` has the name in
-    the file for a name in the model. Tied weights are written once, under their first name. `progress`: None shows it
+    the file for a name in the model. Tied weights are written once, under their first name. `model`: of a pipeline its
+    stages here, one or several (`zk.PipelineStage`), which are written as one model. `progress`: None shows it
     where the work takes long, True and False decide, a function is called with (bytes done, bytes in all).
 
     >>> import tempfile, torch, zerokern as zk
@@ -63,20 +65,24 @@ def export(
     ...     zk.load_pretrained(torch.nn.Linear(3, 2), folder)
     Unmatched(missing=[], unexpected=[])
     """
-    ranks = Ranks.of(group, "zk.export")
+    ranks, model = Ranks.of(group, "zk.export"), whole_of(model)
     folder = absolute(path)
-    held: list[Weight] = []
+    mine: list[Weight] = []
     files: list[Beginning] = []
 
-    def look() -> tuple[str, list[list[tuple[int, int]]]]:
+    def look() -> None:
+        refuse_unusable(model)
         refuse_no_progress(progress)
+        mine.extend(weights(model, dtype, opt, str if rename is None else rename))
+
+    def lay_out() -> tuple[str, list[list[tuple[int, int]]]]:
         most = parse_nbytes("max_shard_nbytes", max_shard_nbytes)
-        described = {"format": "pt", **_checked(dtype, opt, metadata)}
-        held.extend(weights(model, dtype, opt, str if rename is None else rename))
-        files.extend(_files(held, most, described))
+        files.extend(_files(held, most, {"format": "pt", **_checked(dtype, opt, metadata)}))
         return digest(held), [one.intervals for one in held]
 
-    everyone = ranks.each("look at the model", look)
+    ranks.each("look at the model", look)
+    held = of_all_stages(ranks, model, mine)
+    everyone = ranks.each("lay out the files", lay_out)
     same_on_all(held, everyone)
     intervals = [[rows[number] for _, rows in everyone] for number in range(len(held))]
     target: list[Target] = []
@@ -195,6 +201,8 @@ def _write_run(file: PartsWriter, run: _Run, progress: Progress) -> None:
 
 def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
     """A transformers model knows its config; with it `from_pretrained` reads the folder."""
+    if isinstance(model, Stages):
+        model = next(model.children())
     while (inner := next((one for name in AROUND if (one := getattr(model, name, None)) is not None), None)) and (
         isinstance(inner, nn.Module)
     ):

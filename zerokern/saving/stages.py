@@ -10,7 +10,7 @@ from torch import nn
 from zerokern.core.errors import StateError, got
 from zerokern.saving.ranks import Ranks
 
-__all__ = ["Stages", "merged", "names_elsewhere", "said", "whole_of"]
+__all__ = ["Stages", "merged", "names_elsewhere", "parts_of_one_model", "said", "whole_of"]
 
 
 class Stages(nn.Module):
@@ -56,8 +56,14 @@ def said(model: Stages, digest: dict[str, str], found: dict[str, Any], nbytes: i
     return {"numbers": model.numbers, "count": model.count, "digest": digest, **mine}
 
 
-def merged(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What beside tensors is kept of all of them; StateError where they are not the stages of one model."""
+def parts_of_one_model(each: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ranks have said, of those with the same stages once, in the order of stages; by `numbers`, `count`,
+    `digest` and `names`. StateError where these are not the stages of one model.
+
+    >>> one = {"numbers": (0,), "count": 1, "digest": "", "names": ["weight"]}
+    >>> len(parts_of_one_model([one, one]))
+    1
+    """
     first: dict[tuple[int, ...], tuple[int, dict[str, Any]]] = {}
     for rank, one in enumerate(each):
         before = first.setdefault(tuple(one["numbers"]), (rank, one))
@@ -78,6 +84,12 @@ def merged(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if name in names:
                 _refuse_twice(name)
         names.update(one["names"])
+    return parts
+
+
+def merged(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What beside tensors is kept of all of them; StateError where they are not the stages of one model."""
+    parts = parts_of_one_model(each)
     values = [one["values"] for one in parts]
     merged_values = {
         "groups": [_groups(some) for some in _together([one["groups"] for one in values], "optimizers")],

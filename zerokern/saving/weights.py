@@ -18,11 +18,13 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.exchange import Column, Exchange
+from zerokern.saving.ranks import Ranks
+from zerokern.saving.stages import Stages, parts_of_one_model
 from zerokern.saving.subject import NamedSpan, named_tensors, parts_of, spans
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import here_of, present
 
-__all__ = ["FLOATS", "Elements", "Weight", "digest", "portions", "same_on_all", "weights"]
+__all__ = ["FLOATS", "Elements", "Weight", "digest", "of_all_stages", "portions", "same_on_all", "weights"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SMALL_NBYTES = 1 << 20  # of what several ranks have, one writes all
@@ -153,6 +155,25 @@ def same_on_all(held: Sequence[Weight], everyone: Sequence[tuple[str, list[list[
                 f"no rank that takes part holds elements from {end} on of {one.name!r}, which has {one.numel}; all "
                 "ranks that the model is sharded over call this together"
             )
+
+
+def of_all_stages(ranks: Ranks, model: nn.Module, held: Sequence[Weight]) -> list[Weight]:
+    """These; of the stages of a pipeline, all weights of their model, of which nothing is here but these.
+
+    >>> of_all_stages(Ranks.of(None), nn.Linear(2, 2), [])
+    []
+    """
+    if not isinstance(model, Stages):
+        return list(held)
+
+    def mine() -> dict[str, Any]:
+        rows = [(one.name, one.dtype, one.shape) for one in held]
+        said = {"digest": digest(held), "names": [one.name for one in held], "rows": rows}
+        return {"numbers": model.numbers, "count": model.count, **said}
+
+    there = {one.name: one for one in held}
+    parts = parts_of_one_model(ranks.each("stages", mine))
+    return [there.get(row[0]) or Weight(*row) for part in parts for row in part["rows"]]
 
 
 def portions(everyone: Sequence[Sequence[Interval]], rank: int, itemsize: int, turn: int) -> list[Interval]:
