@@ -328,7 +328,7 @@ def test_a_value_beyond_the_range_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_model_or_has_no_memory() -> None:
-    with pytest.raises(TypeError, match=r"an nn\.Module"):
+    with pytest.raises(TypeError, match=r"a torch\.nn\.Module"):
         load_pretrained(3, "nowhere")  # type: ignore[arg-type]
     with pytest.raises(IoError, match="cannot read nowhere"):
         load_pretrained(nn.Linear(2, 2), "nowhere")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_cases import CPU, Model, blocks_of, loss_of, part
+from pipeline_cases import CPU, Model, blocks_of, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
@@ -23,12 +23,25 @@ __all__ = ["Alone", "Laid", "adamw", "batch", "divide", "mesh_of", "whole"]
 
 DIMS = ("pp", "replicate", "dp", "tp")
 ROWS = 12  # of all ranks together: as many for each of one, two, three, four
-MICROS = 2  # of a pipeline
+MICROS, BLOCKS = 2, 4  # of a pipeline; of the model
 
 
 @cache
 def mesh_of(pp: int, replicate: int, dp: int, tp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (pp, replicate, dp, tp), mesh_dim_names=DIMS)
+
+
+def model_of(number: int = 0, count: int = 1) -> Model:
+    """The stage of this number, of so many."""
+    model = Model()
+    for name in list(model.blocks):
+        if int(name) // (BLOCKS // count) != number:
+            del model.blocks[name]
+    if number > 0:
+        model.words = None
+    if number < count - 1:
+        model.head = None
+    return model
 
 
 def divide(model: Model, tp: DeviceMesh) -> None:
@@ -73,10 +86,8 @@ class Laid:
         **settings: Any,
     ) -> None:
         self.seed, self.mesh = seed, mesh_of(pp, replicate, dp, tp)
-        self.module = built(Model, seed)
         number = self.mesh.get_local_rank("pp")
-        if pp > 1:
-            part(self.module, number, pp)
+        self.module = built(lambda: model_of(number, pp), seed)
         if tp > 1:
             divide(self.module, self.mesh["tp"])
         over = self.mesh["replicate", "dp"] if replicate > 1 else self.mesh["dp"]
@@ -139,7 +150,7 @@ class Alone:
     """The same in one process."""
 
     def __init__(self, seed: int = 0, opt: Callable[..., Any] = adamw, dtype: torch.dtype | None = None) -> None:
-        self.seed, self.model = seed, built(Model, seed).to(dtype)
+        self.seed, self.model = seed, built(model_of, seed).to(dtype)
         self.opt = opt(self.model.parameters())
 
     def backward(self, step: int, accumulated: int = 1) -> float:

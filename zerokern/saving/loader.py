@@ -60,7 +60,7 @@ def load(
             while loading, and leaves an optimizer that refuses to step where a checksum is found wrong.
         rng: whether the random generators go on from where they were, each rank's its own. A rank that was not there
             then gets a state of its own.
-        group: the ranks that load, as a ProcessGroup or a 1-D DeviceMesh; by default all.
+        group: the ranks that load, as a ProcessGroup or a DeviceMesh of one dimension or of all ranks; by default all.
 
     >>> import tempfile
     >>> from zerokern.saving import save
@@ -97,7 +97,7 @@ def load(
 def _loaded(
     loading: Loading, ranks: Ranks, model: nn.Module, opt: Any, extra: Any, lossy: bool, verify: str, rng: bool
 ) -> dict[str, Any]:
-    elsewhere = names_elsewhere(ranks, model, list(named_tensors(model)))
+    elsewhere = names_elsewhere(ranks, model, lambda: named_tensors(model))
     ranks.each("check", lambda: loading.check(model, opt, extra, lossy, elsewhere))
     if verify == "first":
         with loading.progress("verifying") as progress:

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zerokern.core.errors import IoError, StateError, got
+from zerokern.core.errors import IoError, StateError
 from zerokern.io.advice import on_disk
 from zerokern.kernels import split
 from zerokern.saving.exported import headers_of
 from zerokern.saving.formats import overflowed
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.published import Held
-from zerokern.saving.ranks import Ranks, open_alike
+from zerokern.saving.ranks import Ranks, open_alike, refuse_unusable
+from zerokern.saving.stages import names_elsewhere, whole_of
 from zerokern.saving.subject import NamedSpan, aliases, spans, wrote
 from zerokern.saving.tensorfile import TensorBytes
 from zerokern.saving.weights import FLOATS
@@ -43,7 +44,7 @@ class Unmatched(NamedTuple):
 
 
 def load_pretrained(
-    model: nn.Module,
+    model: nn.Module | Any,
     folder_or_file: str | os.PathLike[str],
     *,
     rename: Callable[[str], str] | None = None,
@@ -57,7 +58,8 @@ def load_pretrained(
     else of the world); each reads the bytes of the elements that it has, and converts them as it goes. Before anything
     is changed, every name, shape and dtype has been compared; an error lists all that do not fit, on every rank. With
     `strict=False` names that only one side has are returned instead. `rename` has the name in the files for a name in
-    the model. A tied weight is found under any of its names.
+    the model. A tied weight is found under any of its names. `model`: of a pipeline its stages here, one or several
+    (`zk.PipelineStage`), each with the names that the whole model has.
 
     Under `zk.shard`, what bf16 and fp16 round away of fp32 values is kept for the optimizer: load before its first
     step, and its masters begin with the files' exact values.
@@ -75,21 +77,24 @@ def load_pretrained(
       'bias' is (3,) in the file and (2,) in the model
     Nothing was changed...
     """
-    path, ranks = Path(folder_or_file), Ranks.of(group, "zk.load_pretrained")
+    path, ranks, model = Path(folder_or_file), Ranks.of(group, "zk.load_pretrained"), whole_of(model)
+    known = str if rename is None else rename
     found: list[tuple[list[_Load], Unmatched]] = []
     opened = Opened(path)
 
     def look() -> str:
-        if not isinstance(model, nn.Module):
-            raise TypeError(got("model", type(model).__name__, "an nn.Module"))
+        refuse_unusable(model)
         refuse_no_progress(progress)
         return opened.look(ranks.size > 1)
 
     def compare() -> None:
-        found.append(_compared(model, opened, str if rename is None else rename, strict))
+        found.append(_compared(model, opened, known, strict, elsewhere))
 
     try:
         open_alike(ranks, path, look)
+        elsewhere = names_elsewhere(
+            ranks, model, lambda: [known(one) for some in _names(model).values() for one in some]
+        )
         ranks.each("compare the files with the model", compare)
         loads, unmatched = found[0]
         total = sum(load.span.numel * load.itemsize for load in loads)
@@ -140,14 +145,11 @@ class _Load:
 
 
 def _compared(
-    model: nn.Module, opened: Opened, rename: Callable[[str], str], strict: bool
+    model: nn.Module, opened: Opened, rename: Callable[[str], str], strict: bool, elsewhere: frozenset[str]
 ) -> tuple[list[_Load], Unmatched]:
-    """What is read into what; raises with all that does not fit."""
+    """What is read into what; raises with all that does not fit. `elsewhere`: what other stages of a pipeline read."""
     path, entries = opened.path, opened.entries
-    there = spans(model)
-    names: dict[str, list[str]] = {span.name: [span.name] for span in there}
-    for other, first in aliases(model).items():
-        names[first].append(other)
+    there, names = spans(model), _names(model)
     chosen: dict[str, TensorBytes] = {}
     missing: list[str] = []
     used: set[str] = set()
@@ -160,7 +162,7 @@ def _compared(
             _refuse_untied(first, [entries[name] for name in present], opened.held)
         else:
             missing.append(first)
-    unexpected = sorted(entries.keys() - used)
+    unexpected = sorted(entries.keys() - used - elsewhere)
     wrong = _wrong({span.name: span for span in there}, chosen)
     listed = {"missing": missing, "unexpected": unexpected} if strict else {}
     if any(listed.values()) or any(wrong.values()):
@@ -171,6 +173,14 @@ def _compared(
         if (entry := chosen.get(span.name)) is not None and entry.dtype is not None and span.numel
     ]
     return sorted(loads, key=lambda load: (str(load.entry.path), load.offset)), Unmatched(missing, unexpected)
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each tensor, by its first one."""
+    names: dict[str, list[str]] = {span.name: [span.name] for span in spans(model)}
+    for other, first in aliases(model).items():
+        names[first].append(other)
+    return names
 
 
 def _wrong(named: Mapping[str, NamedSpan], chosen: Mapping[str, TensorBytes]) -> dict[str, list[str]]:

@@ -44,7 +44,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any, call: str = "") -> Ranks:
-        """The ranks of a ProcessGroup, of a 1-D DeviceMesh, or of the world where there is one."""
+        """The ranks of a ProcessGroup, of a DeviceMesh of one dimension or of all ranks; None is the world, if any."""
         there = dist.is_available() and dist.is_initialized()
         if group is None:
             return cls(dist.group.WORLD if there else None, call)
@@ -54,12 +54,13 @@ class Ranks:
         from torch.distributed.device_mesh import DeviceMesh
 
         if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
+            everyone = sorted(group.mesh.flatten().tolist()) == list(range(dist.get_world_size()))
+            if group.ndim != 1 and not everyone:
                 advice = "Choose one dimension, or flatten the mesh: its ranks together hold what is saved"
-                raise ValueError(got("group", group, "a mesh of one dimension", advice))
-            group = group.get_group()
+                raise ValueError(got("group", group, "a mesh of one dimension, or of all ranks", advice))
+            group = dist.group.WORLD if group.ndim != 1 else group.get_group()
         if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(got("group", group, "a ProcessGroup, a 1-D DeviceMesh or None for the world"))
+            raise TypeError(got("group", group, "a ProcessGroup, a DeviceMesh or None for the world"))
         if dist.get_rank(group) < 0:
             raise ValueError(got("group", group, f"a group that this rank, {dist.get_rank()}, is part of"))
         return cls(group, call)

@@ -56,7 +56,7 @@ def save(
             written before this returns.
         rng: whether the state of the random generators of every rank is kept.
         staging_budget: the most bytes that the copy of `wait=False` may have on this rank; without it, what is free.
-        group: the ranks that save, as a ProcessGroup or a 1-D DeviceMesh; by default all.
+        group: the ranks that save, as a ProcessGroup or a DeviceMesh of one dimension or of all ranks; by default all.
         progress: None shows it where the save takes long, True always, False never; or a function of
             (bytes done, bytes in all).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -101,12 +101,12 @@ def merged(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"values": merged_values, "places": places, "nbytes": sum(one["nbytes"] for one in parts)}
 
 
-def names_elsewhere(ranks: Ranks, model: Any, names: Sequence[str]) -> frozenset[str]:
-    """The names of what other ranks have of the model; all of them ask."""
+def names_elsewhere(ranks: Ranks, model: Any, names: Callable[[], Iterable[str]]) -> frozenset[str]:
+    """Of the names that ranks have of the model, those that this one has not; all of them ask."""
     if not isinstance(model, Stages):
         return frozenset()
-    each = ranks.each("stages", lambda: list(names))
-    return frozenset(name for some in each for name in some).difference(names)
+    each = ranks.each("stages", lambda: list(names()))
+    return frozenset(name for some in each for name in some).difference(each[ranks.rank])
 
 
 def _together(each: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:

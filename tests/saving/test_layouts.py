@@ -1,0 +1,181 @@
+"""Any layout of ranks saves and exports, and any other loads: tensor parallelism, pipelines, replicas, one process."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
+
+from layout_cases import Alone, Laid, adamw, mesh_of
+from worlds import on_ranks, refusal, says
+
+import zerokern as zk
+
+SLOW = pytest.mark.slow
+Sizes = dict[str, int]
+TWO, THREE = {"tp": 2, "dp": 2}, {"dp": 3}
+PIPELINE, HIGHER, HYBRID = {"pp": 2}, {"tp": 4}, {"replicate": 2, "dp": 2}
+CUBE = {"pp": 2, "dp": 2, "tp": 2}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor], about: Any = "") -> None:
+    assert found
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), (about, name)
+
+
+def passes(rank: int, sizes: Sizes, stage: int, before: Path | None, folder: Path, settings: dict[str, Any]) -> float:
+    """Two steps or a load, a save, an export; then what follows is followed by another of this layout, to the bit.
+
+    Returns the loss of the step after the save.
+    """
+    run = Laid(**sizes, stage=stage, **settings)
+    if before is None:
+        for step in range(2):
+            run.backward(step)
+            run.step()
+    else:
+        zk.load(before / "saved", run.model, run.opt, rng=False)
+    saved = run.params()
+    zk.save(folder / "saved", run.model, run.opt, group=run.mesh)
+    zk.export(folder / "exported", run.model)
+    other = Laid(**sizes, stage=(stage + 1) % 4, seed=5, **settings)
+    other.seed = run.seed
+    zk.load_pretrained(other.model, folder / "exported")
+    same(other.params(), saved, "exported")
+    zk.load(folder / "saved", other.model, other.opt, rng=False)
+    same(other.params(), saved, "saved")
+    first: list[float] = []
+    for step in (2, 3):
+        losses = [one.backward(step) for one in (run, other)]
+        assert losses[0] == losses[1]
+        same(other.grads(), run.grads(), "the next gradients")
+        for one in (run, other):
+            one.step()
+        same(other.params(), run.params(), "the next step")
+        first.append(losses[0])
+    return first[0]
+
+
+def digest(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return hashlib.sha256(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def seen(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """By one process: every tensor and all state of a checkpoint, and the loss of the next step."""
+    alone = Alone(7, opt=lambda params: adamw(params, **settings.get("optim", {})))
+    alone.seed = 0
+    zk.load(folder / "saved", alone.model, alone.opt, rng=False)
+    exported = Alone(8)
+    zk.load_pretrained(exported.model, folder / "exported")
+    same(exported.params(), alone.params(), "exported")
+    found = {name: digest(param) for name, param in alone.model.named_parameters()}
+    for name, param in alone.model.named_parameters():
+        found |= {f"{name}.{key}": digest(value) for key, value in alone.opt.state[param].items()}
+    return found, alone.backward(2)
+
+
+def go_through(chain: list[tuple[Sizes, int]], folder: Path, settings: dict[str, Any] | None = None) -> None:
+    """From each layout into the next one: nothing changes on the way."""
+    before, expected = None, None
+    for number, (sizes, stage) in enumerate(chain):
+        here = folder / str(number)
+        here.mkdir()
+        losses = on_ranks(math.prod(sizes.values()), passes, sizes, stage, before, here, settings or {})
+        [found] = on_ranks(1, seen, here, settings or {})
+        expected = expected or found
+        assert found == expected, sizes
+        assert all(math.isclose(loss, found[1], rel_tol=1e-6) for loss in losses), (sizes, losses, found[1])
+        before = here
+
+
+def test_from_two_dimensions_to_one_process(tmp_path: Path) -> None:
+    go_through([(TWO, 3), ({}, 0)], tmp_path)
+
+
+CHAINS: dict[str, list[tuple[Sizes, int]]] = {
+    "more ranks of data parallelism and back": [(TWO, 3), (THREE, 1), (TWO, 2)],
+    "a pipeline and back": [(TWO, 2), (PIPELINE, 3), (TWO, 1)],
+    "a higher degree": [({}, 3), (HIGHER, 2)],
+    "three dimensions and back": [(CUBE, 3), (HYBRID, 2), ({"pp": 2, "tp": 2}, 1), (CUBE, 0)],
+}
+
+
+@SLOW
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_from_anywhere_to_anywhere(chain: list[tuple[Sizes, int]], tmp_path: Path) -> None:
+    go_through(chain, tmp_path)
+
+
+def by_torch(rank: int, sizes: Sizes, stage: int, folder: Path) -> None:
+    """torch.distributed.checkpoint, by what modules say of themselves and by its helpers."""
+    run = Laid(**sizes, stage=stage)
+    run.backward(0)
+    run.step()
+    saved = run.params()
+    dcp.save({"model": run.module.state_dict()}, checkpoint_id=str(folder / "model"))
+    other = Laid(**sizes, stage=stage, seed=4)
+    state = {"model": other.module.state_dict()}
+    dcp.load(state, checkpoint_id=str(folder / "model"))
+    other.module.load_state_dict(state["model"])
+    same(other.params(), saved)
+    for options in (StateDictOptions(), StateDictOptions(cpu_offload=True)):
+        model, optim = get_state_dict(run.module, run.opt, options=options)
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=str(folder / "both"))
+        other = Laid(**sizes, stage=stage, seed=4)
+        model, optim = get_state_dict(other.module, other.opt, options=options)
+        dcp.load({"model": model, "optim": optim}, checkpoint_id=str(folder / "both"))
+        set_state_dict(other.module, other.opt, model_state_dict=model, optim_state_dict=optim, options=options)
+        same(other.params(), run.params())
+        other.seed = run.seed
+        assert run.backward(1) == other.backward(1)
+        for one in (run, other):
+            one.step()
+        same(other.params(), run.params())
+
+
+@SLOW
+@pytest.mark.parametrize("sizes, stage", [(TWO, 3), (HYBRID, 1)], ids=str)
+def test_by_torchs_own_checkpoints(sizes: Sizes, stage: int, tmp_path: Path) -> None:
+    on_ranks(4, by_torch, sizes, stage, tmp_path)
+
+
+def refused(rank: int, folder: Path) -> None:
+    run = Laid(pp=2, dp=2, stage=2)
+    some = mesh_of(2, 1, 2, 1)["dp", "tp"]
+    says(refusal(lambda: zk.save(folder / "part", run.model, group=some), ValueError), ["of all ranks", "flatten"])
+    run.model.num_stages = 3
+    says(refusal(lambda: zk.export(folder / "three", run.model), zk.StateError), ["stages of all ranks"])
+    run.model.num_stages = 2
+    said = refusal(lambda: zk.export(folder / "same", run.model, rename=lambda name: name[-6:]), ValueError)
+    says(said, ["the same name"])
+    one_name = {0: "words.weight", 1: "head.weight"}[run.mesh.get_local_rank("pp")]
+    said = refusal(
+        lambda: zk.export(folder / "twice", run.model, rename=lambda name: "w" if name == one_name else name),
+        zk.StateError,
+    )
+    says(said, ["two pipeline stages", "'w'"])
+    says(refusal(lambda: zk.export(folder / "none", 3), TypeError), ["model=3"])  # type: ignore[arg-type]
+    zk.export(folder / "whole", run.model)
+    said = refusal(lambda: zk.load_pretrained(run.module, folder / "whole"), zk.StateError)
+    says(said, ["unexpected"])
+    found = zk.load_pretrained(run.model, folder / "whole", rename=lambda name: f"{name}.", strict=False)
+    assert len(found.missing) == len(list(run.module.parameters()))
+    assert sorted(one.name for one in folder.iterdir()) == ["whole"]
+
+
+@SLOW
+def test_what_is_no_whole_model_is_refused(tmp_path: Path) -> None:
+    on_ranks(4, refused, tmp_path)
