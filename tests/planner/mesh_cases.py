@@ -8,19 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerokern as zk
 
-WIDTH, WIDER, MICROS, ROWS = 64, 200, 4, 8  # 200: halves of it are no multiples of what a cut is aligned to
-BUCKET_BYTES = 1 << 15
+MICROS, ROWS = 4, 8
+SMALL = (64, 200)  # halves of 200 are no multiples of what a cut is aligned to
+LARGE = (256, 1000)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, wider: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDER), nn.Linear(WIDER, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, wider), nn.Linear(wider, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -29,10 +31,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Of a pipeline the same number of layers in each stage; the last has a head besides."""
 
-    def __init__(self, layers: int, head: bool) -> None:
+    def __init__(self, layers: int, head: bool, sizes: tuple[int, int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, 17) if head else None
+        self.layers = nn.ModuleList(Block(*sizes) for _ in range(layers))
+        self.head = nn.Linear(sizes[0], 17) if head else None
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -44,12 +46,12 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(y, target)
 
 
-def model_on(mesh: DeviceMesh) -> Model:
+def model_on(mesh: DeviceMesh, sizes: tuple[int, int] = SMALL) -> Model:
     """This rank's part, divided along tp where there is such a dimension."""
     names = mesh.mesh_dim_names or ()
     pp = mesh["pp"] if "pp" in names else None
     torch.manual_seed(0)
-    model = Model(4 if pp is None else 2, pp is None or pp.get_local_rank() == 1)
+    model = Model(4 if pp is None else 2, pp is None or pp.get_local_rank() == 1, sizes)
     for layer in model.layers if "tp" in names else ():
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
@@ -58,10 +60,17 @@ def model_on(mesh: DeviceMesh) -> Model:
 class Trained:
     """One model, sharded along what a mesh has for that, and trained step by step."""
 
-    def __init__(self, mesh: DeviceMesh, stage: int, **formats: Any) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        stage: int,
+        sizes: tuple[int, int] = SMALL,
+        policy: MixedPrecisionPolicy | None = None,
+        **formats: Any,
+    ) -> None:
         names = mesh.mesh_dim_names or ()
-        self.model = model_on(mesh)
-        shard = {"stage": stage, "bucket_bytes": BUCKET_BYTES}
+        self.model, self.width = model_on(mesh, sizes), sizes[0]
+        shard = {"stage": stage, "bucket_bytes": 512 * sizes[0], "mp_policy": policy}
         micros = MICROS if "pp" in names else 1
         self.plan = zk.plan(self.model, mesh=mesh, accumulate=micros, **shard, **formats)
         over = mesh["replicate", "dp"] if "replicate" in names else mesh["dp"]
@@ -77,7 +86,7 @@ class Trained:
             self.is_last = number == 1
 
     def backward(self) -> None:
-        x, target = torch.randn(ROWS, WIDTH), torch.randint(17, (ROWS,))
+        x, target = torch.randn(ROWS, self.width), torch.randint(17, (ROWS,))
         if self.schedule is None:
             loss_of(self.model(x), target).backward()
         elif self.is_last:
