@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerokern.planner import Transformer, plan
+from zerokern.planner import Plan, Transformer, plan
 from zerokern.planner.hiding import efficiency
 from zerokern.schedule import machine_of
 
@@ -54,6 +54,60 @@ def test_zero_model_states(numel: str, world: int, stage: int, cell: str) -> Non
 @pytest.mark.parametrize("stage, psi", [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_zero_communication(stage: int, psi: int) -> None:
     assert plan("1T", stage=stage, world=64).traffic.numel / 1e12 == pytest.approx(psi, rel=1e-8)
+
+
+# The ZeRO paper's second table: degree of model parallelism, GPUs, and the largest models whose states fit 32 GB, in
+# billions: without ZeRO, and at its three stages. Each has 64 replicas. It prints the last ones as 0.5T, 1T and 2T.
+WITH_MODEL_PARALLELISM = """
+1   64    2   7.6    14.4   128
+2   128   4   15.2   28.8   256
+4   256   8   30.4   57.6   512
+8   512   16  60.8   115.2  1024
+16  1024  32  121.6  230.4  2048
+"""
+
+LAST_DIGIT = (1, 0.1, 0.1, 1)  # of the first row's numbers
+
+
+@pytest.mark.parametrize("line", WITH_MODEL_PARALLELISM.strip().splitlines())
+@pytest.mark.parametrize("name", ["tp", "pp"])
+def test_zero_with_model_parallelism(line: str, name: str) -> None:
+    """Each row is a multiple of the first one, which is cut to its last digit: so many states and no more fit."""
+    parts, gpus, *cells = line.split()
+    for stage, cell in enumerate(cells):
+        fits, exceeds = (
+            zk_plan(billions, stage, {"dp": 64, name: int(parts)})
+            for billions in (float(cell), float(cell) + int(parts) * LAST_DIGIT[stage])
+        )
+        assert fits.ranks == int(gpus)
+        assert fits.states <= 32e9 * (1 + 1e-5) < exceeds.states, (stage, cell)
+
+
+def zk_plan(billions: float, stage: int, mesh: dict[str, int]) -> Plan:
+    return plan(round(billions * 1e9), stage=stage, mesh=mesh, param_dtype="fp16")
+
+
+def test_a_trillion_parameters_in_three_dimensions() -> None:
+    """16-way model parallelism in each node and 64 replicas: the paper's way to a trillion on 1,024 GPUs of 32 GB."""
+    mesh = {"dp": 64, "tp": 16}
+    assert zk_plan(1000, 3, mesh).fits("v100") and not zk_plan(1000, 2, mesh).fits("v100")
+
+
+def test_traffic_of_model_parallelism() -> None:
+    """12 elements for each of batch x seq x hidden and block, with activation checkpoints: six all-reduces."""
+    shape = Transformer(8, 4096, heads=32, batch=2, seq=1024)
+    sent = plan(shape, stage=1, mesh={"dp": 2, "tp": 16}).sent["tp"]
+    assert sent is not None and sent / 2 == 12 * (2 * 1024 * 4096) * 8 * 15 // 16
+
+
+@pytest.mark.parametrize("numel, nodes", [("20B", 1), ("650B", 32)])
+def test_what_a_cluster_trains_in_three_dimensions(numel: str, nodes: int) -> None:
+    """The largest models of 3-D parallelism in the ZeRO-Infinity paper, on one DGX-2 and on 32: all states are divided
+    among all GPUs, of which they take 20 GB, whichever dimension does that; a fiftieth of what disks make possible."""
+    found = plan(numel, stage=1, mesh={"pp": nodes, "tp": 16}, param_dtype="fp16")
+    assert found.ranks == 16 * nodes and found.states / 1e9 == pytest.approx(20.3, abs=0.35)
+    assert found.fits("v100")
+    assert not plan(numel, stage=1, mesh={"pp": nodes, "tp": 8}, param_dtype="fp16").fits("v100")
 
 
 def test_a_trillion_parameters_fit_1024_gpus_of_32_gb() -> None:

@@ -1,7 +1,7 @@
 """The ZeRO-Infinity paper's placement table: each row trains the same model by the same script, with the same losses.
 
-The sum of two ranks has one order, so that all rows have the bits of data parallelism, of torch's own included. Tensor
-parallelism, a part of the row of 3-D parallelism, is in test_tensor_parallel.py.
+The sum of two ranks has one order, so that all rows have the bits of data parallelism, of torch's own included; but for
+3-D parallelism, whose products have other shapes and their sums another order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import pytest
 import torch
 from test_tiers import Model, batches, model_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from waiting_device import Waiting, played
 from worlds import World, alone, on_ranks, on_threads, ranked
@@ -23,6 +26,7 @@ import zerokern as zk
 
 STEPS = 20
 DISK = "a disk"
+ORDER = 1e-5  # what twenty steps make of sums in another order
 
 
 class Row(NamedTuple):
@@ -32,14 +36,12 @@ class Row(NamedTuple):
     params: str = "device"
     state: str = "device"
     played: bool = False
-    stages: int = 1
 
 
 TABLE = {
     "data parallel": Row(0),
     "ZeRO 2": Row(2),
     "ZeRO-Offload": Row(2, state="cpu", played=True),
-    "3D parallelism": Row(1, stages=2),
     "ZeRO 3": Row(3),
     "ZeRO-Inf-CPU": Row(3, "cpu", "cpu", played=True),
     "ZeRO-Inf-NVMe": Row(3, DISK, DISK, played=True),
@@ -56,50 +58,32 @@ def device_of(row: Row) -> Iterator[Waiting | None]:
         yield device
 
 
-class Front(nn.Module):
-    """The first stage of a pipeline."""
+class Part(nn.Module):
+    """A stage of a pipeline, whose blocks tensor parallelism divides: one of two halves."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, number: int, tp: DeviceMesh) -> None:
         super().__init__()
-        self.enter, self.blocks = model.enter, model.blocks[:3]
+        self.enter = model.enter if number == 0 else nn.Identity()
+        self.blocks = model.blocks[:3] if number == 0 else model.blocks[3:]
+        self.leave = model.leave if number == 1 else nn.Identity()
+        for block in self.blocks:
+            parallelize_module(block, tp, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
         for block in self.blocks:
             x = x + block(x)
-        return x
-
-
-class Back(nn.Module):
-    """The second one."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.blocks, self.leave = model.blocks[3:], model.leave
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
         return self.leave(x)
 
 
-def script(models: list[nn.Module], rank: int, opts: list[torch.optim.Optimizer]) -> list[float]:
-    """What stays the same; the stages of a pipeline hand over what autograd would."""
+def script(model: nn.Module, rank: int, opt: torch.optim.Optimizer) -> list[float]:
+    """What stays the same."""
     losses = []
     for x in batches(STEPS, rank):
-        entered: list[Tensor] = []
-        left: list[Tensor] = []
-        for model in models:
-            entered.append(x)
-            left.append(model(x))
-            x = left[-1].detach().requires_grad_()
-        loss = left[-1].square().mean()
+        loss = model(x).square().mean()
         loss.backward()
-        for here, following in zip(reversed(left[:-1]), reversed(entered[1:]), strict=True):
-            here.backward(following.grad)
-        for opt in opts:
-            opt.step()
-            opt.zero_grad()
+        opt.step()
+        opt.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -110,17 +94,15 @@ def tier_of(name: str, folder: Path) -> Any:
 
 def by_row(world: World, row: Row, folder: Path, schedule: str) -> list[float]:
     with device_of(row) as device:
-        whole = model_of()
-        for param in whole.parameters() if device is not None else ():
+        model = model_of()
+        for param in model.parameters() if device is not None else ():
             device.own(param)
-        models = [whole] if row.stages == 1 else [Front(whole), Back(whole)]
-        for model in models:
-            world.shard(model, stage=row.stage, tier=tier_of(row.params, folder / "parameters"))
+        world.shard(model, stage=row.stage, tier=tier_of(row.params, folder / "parameters"))
         schedule = schedule if row.state != "device" or device is None else "sync"
         tier = tier_of(row.state, folder / f"state-{world.rank}")
-        opts = [zk.AdamW(one.parameters(), lr=1e-3, tier=tier, schedule=schedule) for one in models]
-        found = script(models, world.rank, opts)
-        del models, opts, whole
+        opt = zk.AdamW(model.parameters(), lr=1e-3, tier=tier, schedule=schedule)
+        found = script(model, world.rank, opt)
+        del model, opt
         return found
 
 
@@ -128,7 +110,7 @@ def by_row(world: World, row: Row, folder: Path, schedule: str) -> list[float]:
 def by_torch(world: World) -> list[float]:
     model: nn.Module = model_of()
     around = DistributedDataParallel(model) if world.size > 1 else model
-    return script([around], world.rank, [zk.AdamW(model.parameters(), lr=1e-3)])
+    return script(around, world.rank, zk.AdamW(model.parameters(), lr=1e-3))
 
 
 @ranked
@@ -150,3 +132,29 @@ def expected() -> dict[int, list[list[float]]]:
 @pytest.mark.parametrize("name", TABLE)
 def test_a_row(name: str, size: int, schedule: str, expected: dict[int, Any], tmp_path: Path) -> None:
     assert RUNS[size](all_rows, tmp_path, schedule, name) == expected[size]
+
+
+def in_three_dimensions(rank: int, sizes: tuple[int, int, int]) -> list[float]:
+    """By torch's tensor parallelism and pipelines, and stage 1: losses where the last stage is, else none."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+    number, losses = mesh.get_local_rank("pp"), []
+    part = zk.shard(Part(model_of(), number, mesh["tp"]), stage=1, mesh=mesh["dp"])
+    stage = zk.PipelineStage(part, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, _: y.square().mean())
+    opt = zk.AdamW(part.parameters(), lr=1e-3)
+    for x in batches(STEPS, mesh.get_local_rank("dp")):
+        each: list[Tensor] = []
+        _ = schedule.step(target=x, losses=each) if number else schedule.step(x)
+        losses += [torch.stack(each).mean().item()] if each else []
+        opt.step()
+        opt.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_row_of_three_dimensions(replicas: int, expected: dict[int, Any]) -> None:
+    found = on_ranks(4 * replicas, in_three_dimensions, (2, replicas, 2))
+    first, last = found[: 2 * replicas], found[2 * replicas :]
+    assert not any(first) and len(last[0]) == STEPS
+    for rank, losses in enumerate(last):
+        assert losses == pytest.approx(expected[replicas][rank // 2], rel=ORDER)
