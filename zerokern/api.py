@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -30,6 +30,9 @@ BUCKET_BYTES = 32 << 20
 Module = TypeVar("Module", bound=nn.Module)
 
 
+Meshes = DeviceMesh | Group | Mapping[nn.Module, DeviceMesh | Group] | None
+
+
 def group_of(mesh: DeviceMesh | Group | None, module: nn.Module) -> Group:
     """The ranks that share a module."""
     param = next(iter(module.parameters()), None)
@@ -40,7 +43,7 @@ def shard(
     module: Module,
     *,
     stage: int = 2,
-    mesh: DeviceMesh | Group | None = None,
+    mesh: Meshes = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     tier: str | Nvme = "device",
     keep: str | Nvme | None = None,
@@ -58,6 +61,11 @@ def shard(
     it: all is divided along the second, and gradients are reduced there; what is left of them is then added up along
     the first, beside the next bucket. Several dimensions become one by `mesh["dp", "cp"]._flatten()`. Gradients become
     the ranks' `"mean"`, or with `reduce="sum"` their sum, for losses that are divided by the tokens of all ranks.
+
+    `mesh` is also a dict of modules, `{model: mesh["dp"], block.experts: sparse["efsdp"], ...}`: parameters of such a
+    module, DTensors of which each rank of `sparse["ep"]` has some, are divided among other ranks than the model's,
+    which without an entry are all. Their gradients, of the tokens of all ranks, are divided by as many as the model's.
+    Such a module computes on every rank, with no tokens too.
 
     A model that `parallelize_module` has divided is sharded by `mesh=mesh["dp"]`, the dimension beside that one. Of a
     DTensor parameter the local tensor is divided, and modules compute with the DTensor. Parameters that are none count
@@ -89,11 +97,13 @@ def shard(
         raise TypeError(got("module", type(module).__name__, "an nn.Module"))
     if shards_parameters(check_stage(stage)):
         cut(module)
+    meshes = dict(mesh) if isinstance(mesh, Mapping) else {module: mesh}
     with during("zk.shard", of="zk.shard"):
         Sharding(
             module,
             stage=check_stage(stage),
-            group=group_of(mesh, module),
+            group=group_of(meshes.pop(module, None), module),
+            apart={part: group_of(one, part) for part, one in meshes.items()},
             mp_policy=mp_policy,
             tier=tier,
             repeated=Repeated(keep, micro, replicated),
@@ -181,6 +191,9 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
     settings.update(shard_kwargs)
     stage = check_stage(settings.pop("stage"))
     mesh = settings.pop("mesh")
+    if isinstance(mesh, Mapping):
+        do = "build, then zk.shard(model, mesh={...}): modules have no names before they are there"
+        raise TypeError(got("mesh", "a dict", "a mesh or None", do))
     repeated = Repeated(settings.pop("keep"), settings.pop("micro"), settings.pop("replicated"))
     with during("zk.build", of="zk.shard"):
         group = dividing_on(mesh, torch.get_default_device() if device is None else device)

@@ -37,6 +37,7 @@ class Divided:
         self.group, self.stage, self.replicated = group, stage, stage == 0
         self.everyone, self.publisher = group, None
         self.team, self.copies = None if stage == 0 else group, 1
+        self.teams = [] if stage == 0 else [group]
         self.factor: float | Tensor = 1.0
         self.published, self.fails = 0, False
         self.zero_order: list[torch.nn.Parameter] = []

@@ -150,6 +150,11 @@ class Team:
         for part in self._joined():
             part.follow(key)
 
+    def agree(self, key: str) -> None:
+        """As `Group.agree`, on all of them."""
+        for part in self._joined():
+            part.agree(key)
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         """As `Group.all_reduce`, over all of them."""
         handle = Handle()

@@ -37,7 +37,7 @@ class Accord:
 
     def __init__(self, shardings: Sequence[Any], party: Party | None = None) -> None:
         """`party`: ranks with other parameters, which decide as one with these: the stages of a pipeline."""
-        divided = [sharding.team for sharding in shardings if sharding.team is not None]
+        divided = [team for sharding in shardings for team in sharding.teams]
         self.teams = list({id(team): team for team in divided}.values())
         self.shares: list[tuple[int, int]] = []  # of each sum but the first: the place of its team, and its copies
         self._everyone = [sharding.everyone for sharding in shardings]
@@ -76,8 +76,7 @@ class Accord:
     def share_out(self, homes: Sequence[Any]) -> list[int]:
         """For each parameter the number of its sum: 0 is what counts here alone, others are by team and copies."""
         places = {id(team): place for place, team in enumerate(self.teams)}
-        teams = [None if home.sharding is None else home.sharding.team for home in homes]
-        pairs = [(team, home.copies) for team, home in zip(teams, homes, strict=True)]
+        pairs = [(home.team, home.copies) for home in homes]
         self.shares = sorted({(places[id(team)], copies) for team, copies in pairs if team is not None})
         return [0 if team is None else 1 + self.shares.index((places[id(team)], copies)) for team, copies in pairs]
 

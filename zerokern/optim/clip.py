@@ -53,7 +53,7 @@ def clip_grad_norm_(
     """
     params = _listed(parameters)
     homes = [(param, home) for param in params if (home := home_of(param)) is not None]
-    divided = [(param, home) for param, home in homes if home.sharding.team is not None]
+    divided = [(param, home) for param, home in homes if home.team is not None]
     tensors = [param for param in params if home_of(param) is None and is_divided(param)]
     place = next((home.sharding.group.device for _, home in homes), params[0].device if params else "cpu")
     party = Party.of(group, place)
@@ -119,10 +119,13 @@ def _total(
     for sharding, homes in _by_sharding(divided).items():
         factor = sharding.take_fold()
         sharding.fold(factor)
-        for copies in sorted({home.copies for _, home in homes}):
-            grads = [gradient_of(param, home) for param, home in homes if home.copies == copies]
-            own = _measure([grad for grad in grads if grad is not None and grad.numel()], kind, sharding.group.device)
-            sums.setdefault(sharding.team, []).append(own * factor**2 / copies if kind == 2.0 else own * factor)
+        for team in dict.fromkeys(home.team for _, home in homes):
+            mine = [pair for pair in homes if pair[1].team is team]
+            for copies in sorted({home.copies for _, home in mine}):
+                grads = [gradient_of(param, home) for param, home in mine if home.copies == copies]
+                there = [grad for grad in grads if grad is not None and grad.numel()]
+                own = _measure(there, kind, sharding.group.device)
+                sums.setdefault(team, []).append(own * factor**2 / copies if kind == 2.0 else own * factor)
     for team, spread in spans:
         place = team.device
         sums.setdefault(team, []).append(_measure([g for g in spread if g.numel()], kind, place).to(place))

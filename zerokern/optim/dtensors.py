@@ -33,6 +33,7 @@ class DTensorSharding:
         self.stage = 0 if self.replicated else 3
         self.group = Team(mesh, dims)
         self.team = None if self.replicated else self.group
+        self.teams = [] if self.replicated else [self.group]
         self.everyone = Team(mesh, range(mesh.ndim))  # those with copies too
         self.publisher = None  # nothing moves
         self.homes: list[DTensorHome] = []

@@ -37,21 +37,23 @@ class GradientBucket:
     """What arrived of a bucket's gradients, where they are gathered up (`buffer`) and where they end (`reduced`)."""
 
     def __init__(
-        self, number: int, memory: BucketMemory, homes: list[Home], stage: int, dtype: torch.dtype, op: str = "mean"
+        self, number: int, memory: BucketMemory, homes: list[Home], stage: int, dtype: torch.dtype, losses: int | None
     ) -> None:
         self.number, self.memory, self.homes, self.dtype = number, memory, homes, dtype
         self.group, self.bucket = memory.group, memory.bucket
+        self.nbytes = self.bucket.padded_numel * dtype.itemsize
         self.tenants: list[Tenant] = memory.tenants
         self.replicated = not shards_state(stage)
         # one rank's shard is the bucket: the gradients are flattened where they stay, unless that is in host memory
         self.stays = self.replicated or (self.group.alone and memory.host is None)
         self.lends_buffer = shards_gradients(stage) and not self.stays
         self.landing = None if memory.host is None else IntoHost(self.group, memory.host)
-        self.summing = Summing(self.group, op, whole=self.stays, landing=self.landing)
+        self.summing = Summing(self.group, losses, whole=self.stays, landing=self.landing)
         # on a device one launch flattens all; on a CPU each goes at once: its memory, and the cache, serve the next
         self.keeps = memory.device.type != "cpu"
         self.opened = self.closed = self.launched = self.adds = False
         self._kept: set[int] = set()
+        self.absent: set[int] = set()  # places that nothing will arrive at in this pass
         self._dropped: set[int] = set()  # places whose gradients of this pass came when they were frozen
         self.arrived: dict[int, Tensor | None] = {}
         self.arrived_places: tuple[int, ...] = ()
@@ -74,10 +76,6 @@ class GradientBucket:
         self._guards: list[Callable[[], None]] = []
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
         self._flatteners: dict[tuple, Flattener] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return self.bucket.padded_numel * self.dtype.itemsize
 
     def begin(self) -> None:
         """A pass begins."""
@@ -393,6 +391,7 @@ class GradientBucket:
         """Forget a pass, or be ready for the next one."""
         self.arrived.clear()
         self.beside.clear()
+        self.absent.clear()
         self._dropped.clear()
         self.launched = self.opened = self.closed = False
         self.late, self.late_places, self.arrived_places = None, set(), ()

@@ -78,15 +78,25 @@ class Home(Residence):
     piece: nn.Parameter
 
     def __init__(
-        self, name: str, param: nn.Parameter, start: int, piece: Tensor, sharding: Sharding, initial: Tensor | None
+        self,
+        name: str,
+        param: nn.Parameter,
+        start: int,
+        piece: Tensor,
+        sharding: Sharding,
+        initial: Tensor | None,
+        beside: Any = None,
     ) -> None:
+        """`beside`: the ranks that share it, where they are not those of all of the model."""
+        ranks = sharding if beside is None else beside
         there = here_of(param)
         self.placed = there if isinstance(there, Placed) else None  # of a DTensor, whose local tensor is divided
-        here = replace(there, group=sharding.team)
+        here = replace(there, group=ranks.team)
         if not sharding.replicated:
             box = there.shape, there.offsets, there.sizes
-            here = Spanned(*box, start, piece.numel(), sharding.everyone, self.placed)
-        self.copies = sharding.copies if self.placed is None else self.placed.copies
+            here = Spanned(*box, start, piece.numel(), ranks.everyone, self.placed)
+        self.copies = ranks.copies if self.placed is None else self.placed.copies
+        self._team = ranks.team
         super().__init__(name, here, piece, param.requires_grad)
         # the sharding keeps autograd's nodes, and these refer to the parameter where no collector sees it: a strong
         # reference from here would keep the model for ever. The module's hooks keep the sharding
@@ -116,6 +126,10 @@ class Home(Residence):
                 f"{self.name!r} is of a sharded model that is gone; keep the model as long as its parameters"
             )
         return sharding
+
+    @property
+    def team(self) -> Any:
+        return self._team
 
     def intercept(self, leaf: Tensor, *, beside: bool = False) -> object:
         """The sharding's reduction is handed the gradients of a leaf while the result, or a graph, is held.

@@ -341,6 +341,11 @@ class Residence:
         return f"{type(self).__name__}({self.name!r}, {self.here})"
 
     @property
+    def team(self) -> Any:
+        """The ranks that its gradient's norm is summed over; None where each has all of it."""
+        return None if self.sharding is None else self.sharding.team
+
+    @property
     def whole(self) -> Tensor | None:
         """The model's parameter, where its values lie in the same memory as the piece."""
         return None

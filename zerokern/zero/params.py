@@ -297,7 +297,8 @@ def place(
         else:
             piece = mine.get(number)
             start, span = (0, memory.piece(None)) if piece is None else (piece.start, memory.piece(piece))
-        home = Home(tenant.name, param, start, span, sharding, lost.get(number))
+        beside = sharding.parts.each[memory.bucket.ranks]
+        home = Home(tenant.name, param, start, span, sharding, lost.get(number), beside)
         if sharding.stage >= 3:
             _forget_weak_references(owners[id(param)])
             _forget_graphs(owners[id(param)])

@@ -37,6 +37,8 @@ class Member:
     dtype: str
     unit: int = 0
     trainable: bool = True
+    ranks: int = 0  # which of several groups of ranks divides it
+    most: int = 0  # elements on the rank that has most, where others have another part of it
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Bucket:
     world: int
     shard_numel: int
     places: tuple[Piece, ...]
+    ranks: int = 0
 
     @property
     def padded_numel(self) -> int:
@@ -87,22 +90,23 @@ class Bucket:
                 yield Piece(place.param, first - place.offset, last - first, first - begin)
 
 
-def partition(members: Sequence[Member], world: int, bucket_numel: int | None = None) -> list[Bucket]:
+def partition(members: Sequence[Member], world: int | Sequence[int], bucket_numel: int | None = None) -> list[Bucket]:
     """Buckets of at most `bucket_numel` elements (of one parameter at least), in the order of the units.
 
-    The same members give the same buckets on every rank.
+    The same members give the same buckets on every rank. `world`: of how many, of each group where there are several.
 
     >>> [(b.unit, b.padded_numel) for b in partition([Member(256, "float32", unit) for unit in (0, 0, 1)], world=2)]
     [(0, 512), (1, 256)]
     """
-    kinds: dict[tuple[int, str, bool], list[int]] = {}
+    worlds = [world] if isinstance(world, int) else world
+    kinds: dict[tuple[int, str, bool, int], list[int]] = {}
     for number, member in enumerate(members):
-        kinds.setdefault((member.unit, member.dtype, member.trainable), []).append(number)
+        kinds.setdefault((member.unit, member.dtype, member.trainable, member.ranks), []).append(number)
     buckets: list[Bucket] = []
-    for (unit, dtype, trainable), numbers in sorted(kinds.items(), key=lambda kind: kind[0][0]):
+    for (unit, dtype, trainable, ranks), numbers in sorted(kinds.items(), key=lambda kind: kind[0][0]):
         for some in _capped(members, numbers, bucket_numel):
-            shard_numel, places = _place(members, some, world)
-            buckets.append(Bucket(len(buckets), unit, dtype, trainable, world, shard_numel, places))
+            shard_numel, places = _place(members, some, worlds[ranks])
+            buckets.append(Bucket(len(buckets), unit, dtype, trainable, worlds[ranks], shard_numel, places, ranks))
     return buckets
 
 
@@ -110,11 +114,12 @@ def _capped(members: Sequence[Member], numbers: Sequence[int], bucket_numel: int
     some: list[int] = []
     held = 0
     for number in numbers:
-        if some and bucket_numel is not None and held + members[number].numel > bucket_numel:
+        numel = members[number].most or members[number].numel
+        if some and bucket_numel is not None and held + numel > bucket_numel:
             yield some
             some, held = [], 0
         some.append(number)
-        held += members[number].numel
+        held += numel
     yield some
 
 

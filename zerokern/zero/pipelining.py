@@ -174,8 +174,8 @@ class PipelineStage(TorchStage):
                 f"pipeline stage {self.stage_index} was run within zk.no_sync, and would never reduce its gradients; "
                 "call schedule.step() outside: it reduces once, and adds to gradients that are still there"
             )
-        for bucket in sharding.gradient_buckets if not sharding.group.everyone.alone else ():
-            for place in bucket.local:
+        for bucket in sharding.gradient_buckets:
+            for place in bucket.local if bucket.summing.needed else ():
                 if _finder(bucket, place).grad is not None:
                     raise StateError(
                         f"the gradient of {bucket.homes[place].name!r} is that of a step which broke off, or of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -200,7 +201,9 @@ class Publisher:
             if publication.complete or not self.gathers:
                 wait(publication)
             else:
-                with self._memories[0].group.awaiting_update():
+                with ExitStack() as stack:
+                    for group in {id(memory.group): memory.group for memory in self._memories}.values():
+                        stack.enter_context(group.awaiting_update())
                     wait(publication)
         except Exception:  # told once; what can still be done is to load a checkpoint
             failed = self._failed

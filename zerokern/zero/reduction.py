@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.comm import Group, Handle, during
+from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.tensor_parallel import Beside
 
 __all__ = ["Reduction"]
 
@@ -30,15 +32,20 @@ ARRIVED, LATE = 1, 2  # of a parameter's gradient, in one pass: in time to be re
 class Reduction:
     """The gradients of one model."""
 
-    def __init__(self, buckets: Sequence[GradientBucket], group: Group, model_is_there: Callable[[], object]) -> None:
-        self.buckets, self.group, self._model_is_there = buckets, group, model_is_there
+    def __init__(
+        self, buckets: Sequence[GradientBucket], parts: Sequence[Beside], model_is_there: Callable[[], object]
+    ) -> None:
+        """`parts`: the ranks that divide buckets, by the number that a bucket has of theirs; the model's first."""
+        self.buckets, self._parts, self._model_is_there = buckets, parts, model_is_there
+        self.group = parts[0].group
         self.synchronizes = True
         self.active = False
         self.passes = 0  # that have reduced
         self._task = -1
         self._order = list(reversed(range(len(buckets))))
-        self._everyone = group.everyone
-        self._learns_order = not self._everyone.alone
+        # those whose order is one: where several groups reduce, all ranks that any of them has
+        self._everyone = parts[0].hearing if len(parts) == 1 else parts[0].everyone
+        self._learns_order = self._everyone.size > 1
         self._completed: dict[int, None] = {}  # in the order in which they became complete
         self._next = 0
         self._outstanding: deque[tuple[GradientBucket, Handle]] = deque()
@@ -68,9 +75,19 @@ class Reduction:
         if not bucket.opened and not bucket.keeps and not beside:
             self._open(bucket)
         bucket.take(place, grad, beside)
-        if bucket.expected <= len(bucket.arrived):
-            self._complete(bucket)
+        self._complete_if_full(bucket)
         return (None,)
+
+    def absent(self, bucket: GradientBucket, place: int) -> None:
+        """In this pass nothing arrives there."""
+        self.joins_backward()
+        bucket.absent.add(place)
+        self._complete_if_full(bucket)
+
+    def _complete_if_full(self, bucket: GradientBucket) -> None:
+        there = bucket.arrived.keys() | bucket.absent if bucket.absent else bucket.arrived
+        if bucket.expected <= len(there):
+            self._complete(bucket)
 
     def joins_backward(self) -> None:
         """Gradients come in this pass, the first perhaps in one within it."""
@@ -91,7 +108,8 @@ class Reduction:
                 "a backward pass began while another one had not ended. Within it: checkpoint(use_reentrant=True) is "
                 "not possible under zk.shard, use_reentrant=False is. After one that broke off: run a forward first"
             )
-        self.group.settle()
+        for part in self._parts:
+            part.group.settle()
         self.factor = _of_a_step(self.factor)
         self.settle()
         self.active, self._task = True, hooks.current_pass()
@@ -170,7 +188,8 @@ class Reduction:
 
     @property
     def _needs_scratch(self) -> bool:
-        return self.group.device.type == "cpu" and not self._everyone.alone
+        on_host = self.group.device.type == "cpu"
+        return on_host and not all(part.group.everyone.alone for part in self._parts)
 
     def _scratch_for(self, bucket: GradientBucket) -> Tensor | None:
         """What the other ranks' spans are received into, where the transport does not add up itself: one for all."""
@@ -211,8 +230,8 @@ class Reduction:
         for number in self._order:
             self._complete(self.buckets[number])
         marks = bytearray().join(map(_marks, self.buckets))
-        if self.synchronizes and not self._everyone.alone:
-            marks = self._agreed(marks)
+        if self.synchronizes:
+            marks = self._heard(marks)
         while self._outstanding:
             self._wait_for_oldest()
         given: list[list[int]] = []
@@ -234,18 +253,29 @@ class Reduction:
         for bucket, places in zip(self.buckets, given, strict=True) if self.synchronizes else ():
             bucket.call_hooks(places)
 
-    def _agreed(self, marks: bytearray) -> bytearray:
+    def _heard(self, marks: bytearray) -> bytearray:
+        """The marks of this rank, and of those that divide each bucket."""
+        numbers = [bucket.bucket.ranks for bucket in self.buckets for _ in bucket.tenants]
+        for number, part in enumerate(self._parts):
+            mine = [place for place, one in enumerate(numbers) if one == number]
+            if part.hearing.size > 1 and mine:
+                found = self._agreed(part.hearing, bytearray(marks[place] for place in mine))
+                for place, mark in zip(mine, found, strict=True):
+                    marks[place] = mark
+        return marks
+
+    def _agreed(self, hearing: Any, marks: bytearray) -> bytearray:
         """What arrived of each parameter on any rank. All ask; on a device only those that lack something wait."""
         on_host = self.group.device.type == "cpu"
         late, usual = LATE in marks, marks.count(ARRIVED) == len(marks)
         if not on_host:  # where some do not wait for what the others say, all must say the same of this
-            self._everyone.agree("late gradients") if late else self._everyone.follow("no late gradients")
+            hearing.agree("late gradients") if late else hearing.follow("no late gradients")
         whole = torch.frombuffer(marks, dtype=torch.uint8)
         # made there, where nothing is missing: a copy from the host would wait for the device
         there = torch.ones_like(whole, device=self.group.device) if usual else whole.to(self.group.device)
         with during(BACKWARD, of="which gradients there are"):
-            self._everyone.follow(BACKWARD)
-            handle = self._everyone.all_reduce(there, "max")
+            hearing.follow(BACKWARD)
+            handle = hearing.all_reduce(there, "max")
             if on_host or not usual:
                 handle.wait()
                 return bytearray(there.tolist())
@@ -260,7 +290,10 @@ class Reduction:
     def _learn_order(self) -> None:
         order = torch.tensor(list(self._completed), dtype=torch.int64, device=self.group.device)
         with during(BACKWARD, of="the order of buckets"):
-            self.group.broadcast(order).wait()
+            if len(self._parts) == 1:
+                self.group.broadcast(order).wait()
+            else:  # each group's first rank need not be the same
+                self._everyone.all_reduce(order if self._parts[0].is_first else torch.zeros_like(order), "max").wait()
         self._order, self._learns_order = order.tolist(), False
 
     def abandon(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import Gathered
+from zerokern.zero.experts import Parts, watch_experts
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.gradients import GradientBucket
@@ -38,7 +39,7 @@ from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own, original
-from zerokern.zero.tensor_parallel import PLACE, Beside, mesh_of, refuse_placed
+from zerokern.zero.tensor_parallel import PLACE, refuse_placed
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
 
 __all__ = ["Sharding"]
@@ -62,7 +63,9 @@ class Sharding:
         repeated: Any = None,
         materialize: Callable[[Unit], None] | None = None,
         reduce: str = "mean",
+        apart: Mapping[nn.Module, Group] | None = None,
     ) -> None:
+        """`apart`: modules of which other ranks have the same parameters than of the rest."""
         self.module, self.stage, self.group = module, stage, group
         self.op = checks.reduce(reduce)
         self.replicated = not shards_state(stage)
@@ -73,9 +76,11 @@ class Sharding:
         self.more_nodes: list[object] = []
         found = units_of(module, units)
         device = checks.model(module, found, group, built=materialize is not None)
+        params = [pair for unit in found for pair in unit.params]
         if materialize is not None or getattr(repeated, "micro", 1) > 1:
-            refuse_placed([pair for unit in found for pair in unit.params], built=materialize is not None)
-        beside = Beside(mesh_of([pair for unit in found for pair in unit.params]), group, replicated=self.replicated)
+            refuse_placed(params, built=materialize is not None)
+        self.parts = Parts(module, params, group, apart or {}, replicated=self.replicated)
+        self.teams, beside = self.parts.teams, self.parts.each[0]
         # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
         self.team, self.everyone, self.copies = beside.team, beside.everyone, beside.copies
         if not self.replicated:
@@ -95,6 +100,7 @@ class Sharding:
             self._broadcast_buffers()
             self._take_in(found, device, bucket_bytes, materialize, tier)
         self._hook_gradients()
+        watch_experts(list(apart or ()), self)
         if repeated is not None:  # zero/recompute.py; within the hooks that follow
             repeated.begin(found)
         self._hook_forwards(found)
@@ -114,9 +120,9 @@ class Sharding:
     ) -> None:
         """Parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]
-        listed = members(units, self.stage, self.policy.param_dtype)
+        listed = members(units, self.stage, self.policy.param_dtype, self.parts.number)
         itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
-        buckets = partition(listed, self.group.size, max(1, bucket_bytes // itemsize))
+        buckets = partition(listed, self.parts.worlds, max(1, bucket_bytes // itemsize))
         self.memories: list[BucketMemory] = []
         homes: dict[int, Home] = {}
         owners = owners_of(self.module)
@@ -130,7 +136,8 @@ class Sharding:
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
                 if materialize is not None and id(unit) in present:
                     materialize(unit)
-            memory = BucketMemory(bucket, self.group, sharded=divided, pool=pool, **room)
+            group = self.parts.each[bucket.ranks].group
+            memory = BucketMemory(bucket, group, sharded=divided, pool=pool, **room)
             there = [(spot, *named[spot.param]) for spot in bucket.places]
             tenants = [Tenant.of(name, param, spot) for spot, name, param, _ in there]
             lost = memory.fill(tenants, keeps_initial=bucket.trainable, replicated=self.replicated)
@@ -151,9 +158,10 @@ class Sharding:
     def _broadcast_buffers(self) -> None:
         """Buffers begin with rank 0's values too; as bytes, whatever they are made of."""
         for buffer in self.module.buffers():
-            if not self.group.everyone.alone and not buffer.is_meta and buffer.numel():
-                flat = local_of(buffer).detach().to(self.group.device).reshape(-1).contiguous().view(torch.uint8)
-                self.group.broadcast(flat).wait()
+            group = self.parts.group_of_buffer(buffer)
+            if not group.everyone.alone and not buffer.is_meta and buffer.numel():
+                flat = local_of(buffer).detach().to(group.device).reshape(-1).contiguous().view(torch.uint8)
+                group.broadcast(flat).wait()
                 local_of(buffer).copy_(flat.view(buffer.dtype).view(local_of(buffer).shape))
 
     def _hook_gradients(self) -> None:
@@ -162,9 +170,10 @@ class Sharding:
         trained = [(one, wire_dtype(self.policy, one.dtype)) for one in self.memories if one.bucket.trainable]
         self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
+        losses = self.parts.losses if self.op == "mean" else None
         for memory, dtype in trained:
             homes = [by_name[tenant.name] for tenant in memory.tenants]
-            bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype, self.op)
+            bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype, losses)
             self.gradient_buckets.append(bucket)
             for number, (tenant, home) in enumerate(zip(memory.tenants, homes, strict=True)):
                 home.gradients, home.place = bucket, number
@@ -172,7 +181,7 @@ class Sharding:
                     home.piece.grad_dtype = tenant.param.grad_dtype = dtype
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.publisher.gradient_buckets = self.gradient_buckets
-        self.reduction = Reduction(self.gradient_buckets, self.group, weakref.ref(self))
+        self.reduction = Reduction(self.gradient_buckets, self.parts.each, weakref.ref(self))
         for tenant, home in self._trained():
             for leaf in (tenant.param, tenant.full):
                 if leaf is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from zerokern.core.errors import ShardError, got
 from zerokern.zero.kinds import SLOTS, here_of, is_placed, local_of
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["PLACE", "Beside", "ShardedDTensor", "mesh_of", "refuse_placed"]
+__all__ = ["PLACE", "Beside", "ShardedDTensor", "mesh_of", "most_of", "refuse_placed"]
 
 PLACE = "place in the mesh of DTensors"  # of a rank, as ranks compare it
 
@@ -33,7 +34,7 @@ class Beside:
     """The ranks that share a model: those of `group` divide it, those of a mesh beside have other parts, or the same.
 
     `team`: the ranks that norms are summed over, None where each has all; `copies`: how many of them have the same
-    elements of a parameter that is no DTensor.
+    elements of a parameter that is no DTensor; `hearing`: those who have a gradient where one of them has.
 
     >>> import torch
     >>> one = Beside(None, Group(0, 1, torch.device("cpu"), "alone"), replicated=False)
@@ -42,6 +43,7 @@ class Beside:
     """
 
     def __init__(self, mesh: DeviceMesh | None, group: Group, *, replicated: bool) -> None:
+        self.group, self.hearing = group, group.everyone
         self.place = None if mesh is None else mesh.get_coordinate()
         self.copies = 1 if mesh is None else mesh.size()
         self.team: Group | Team | None = None if replicated else group
@@ -51,6 +53,11 @@ class Beside:
             self.everyone = Team(mesh, range(mesh.ndim), [group.everyone])
             for one in (self.everyone, self.team):
                 one.join()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all."""
+        return self.group.everyone.rank == 0 and not any(self.place or ())
 
 
 def mesh_of(params: Sequence[tuple[str, Tensor]]) -> DeviceMesh | None:
@@ -68,6 +75,22 @@ def mesh_of(params: Sequence[tuple[str, Tensor]]) -> DeviceMesh | None:
                 "one mesh for all DTensors of a model, as parallelize_module has it"
             )
     return found[0][1].device_mesh if found else None
+
+
+def most_of(tensor: Tensor) -> int:
+    """How many elements that rank has which has most.
+
+    >>> import torch
+    >>> most_of(torch.ones(2, 3))
+    6
+    """
+    if not is_placed(tensor):
+        return tensor.numel()
+    sizes = list(tensor.shape)
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = -(-sizes[placement.dim] // size)
+    return math.prod(sizes)
 
 
 def refuse_placed(params: Sequence[tuple[str, Tensor]], *, built: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zerokern.core.errors import got
 from zerokern.zero.kinds import local_of
 from zerokern.zero.partition import Member
+from zerokern.zero.tensor_parallel import most_of
 from zerokern.zero.tiles import Tile, Tiled
 
 __all__ = ["Owner", "Unit", "Units", "in_tiles", "members", "owners_of", "units_of"]
@@ -126,14 +127,25 @@ def owners_of(module: nn.Module) -> dict[int, list[Owner]]:
     return owners
 
 
-def members(units: Sequence[Unit], stage: int, param_dtype: torch.dtype | None = None) -> list[Member]:
+def members(
+    units: Sequence[Unit], stage: int, param_dtype: torch.dtype | None = None, ranks: Mapping[int, int] | None = None
+) -> list[Member]:
     """What `partition` needs of the parameters of the units, one after the other.
 
-    Below stage 3 nothing is gathered, so that all units are one.
+    Below stage 3 nothing is gathered, so that all units are one. `ranks`: which group divides each, by its id, where
+    there are several: then all of them cut buckets alike.
     """
     found = [(param, number if stage >= 3 else 0) for number, unit in enumerate(units) for _, param in unit.params]
+    groups = {id(param): 0 for param, _ in found} if ranks is None else ranks
     return [
-        Member(local_of(param).numel(), dtype_name(param, param_dtype), number, param.requires_grad)
+        Member(
+            local_of(param).numel(),
+            dtype_name(param, param_dtype),
+            number,
+            param.requires_grad,
+            groups[id(param)],
+            0 if ranks is None else most_of(param),
+        )
         for param, number in found
     ]
 
