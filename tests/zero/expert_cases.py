@@ -18,7 +18,7 @@ from worlds import built
 
 import zerokern as zk
 
-__all__ = ["ROUTES", "Mixture", "Plain", "Run", "make", "meshes_of"]
+__all__ = ["ROUTES", "Mixture", "Model", "Plain", "Run", "make", "meshes_of"]
 
 WIDTH, HIDDEN, EXPERTS, SLOTS, ROWS = 8, 12, 4, 2, 6
 ROUTES = ("any", "first", "apart", "none", "any")  # by step: which experts tokens may go to

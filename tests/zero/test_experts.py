@@ -5,12 +5,18 @@ Losses, norms, whole parameters and gradients of each step are those of one proc
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from expert_cases import ROUTES, Plain, Run
-from torch import Tensor
-from worlds import on_ranks
+from expert_cases import ROUTES, Model, Plain, Run, make, meshes_of
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from worlds import on_ranks, refusal, says
+
+import zerokern as zk
 
 SIZES = (2, 2)  # efsdp, ep
 OF_GRADIENTS = {"rtol": 1e-4, "atol": 1e-6}  # products of other shapes, and sums in another order
@@ -52,3 +58,159 @@ QUICK: list[tuple[int, int, int, bool, dict[str, Any]]] = [(stage, 0, 1, False, 
 
 def test_the_numbers_of_one_process_whichever_experts_tokens_go_to() -> None:
     on_ranks(4, trained, SIZES, QUICK, len(ROUTES))
+
+
+def by_function(params: Any) -> torch.optim.Optimizer:
+    return zk.AdamW(params, lr=1e-2)
+
+
+def lives(rank: int, stage: int, folder: str) -> None:
+    """Clipping by the function, a NaN in one expert, a checkpoint for its like, other meshes and one process."""
+    first, plain = Run(SIZES, stage, opt=by_function), Plain(opt=by_function)
+    for number in range(2):
+        first.backward(number)
+        plain.backward(number, 4)
+        norm = zk.clip_grad_norm_(first.model.parameters(), 0.5)
+        assert close(norm.item(), zk.clip_grad_norm_(plain.model.parameters(), 0.5).item())
+        first.step()
+        plain.step()
+    params = first.params()
+    check(params, plain.params(), "clipped by the function", **OF_PARAMETERS)
+    broken = Run(SIZES, stage)
+    before, handle = broken.params(), None
+    if rank == 3:
+        handle = broken.model.blocks[1].experts.down.register_hook(lambda grad: grad * float("nan"))
+    broken.backward(0)
+    broken.step()
+    if handle is not None:
+        handle.remove()
+    assert broken.opt.skipped_steps == 1
+    same(broken.params(), before, "skipped")
+    zk.save(folder, first.model, first.opt)
+    other = Run(SIZES, stage, seed=3, opt=by_function)
+    zk.load(folder, other.model, other.opt)
+    same(other.params(), params, "loaded")
+    alone = Plain(seed=7, opt=by_function)
+    zk.load(folder, alone.model, alone.opt)
+    same(alone.params(), params, "loaded by one process")
+    zk.save(folder + "-alone", alone.model, alone.opt)
+    back = Run(SIZES, stage, seed=5, opt=by_function)
+    zk.load(folder + "-alone", back.model, back.opt)
+    zk.export(folder + "-exported", back.model)
+    found = exported(folder + "-exported")
+    same({name: found[name] for name in params}, params, "exported")
+    other.seed = back.seed = first.seed
+    for run in (first, other, back):
+        run.backward(2)
+        run.step()
+    for run in (other, back):
+        same(run.params(), first.params(), "going on")
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor], about: str) -> None:
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), (about, key)
+
+
+def exported(folder: str) -> dict[str, Tensor]:
+    return {name: one for path in sorted(Path(folder).glob("*.safetensors")) for name, one in load_file(path).items()}
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3])
+def test_clipped_skipped_saved_and_loaded(stage: int, tmp_path: Path) -> None:
+    on_ranks(4, lives, stage, str(tmp_path / "kept"))
+
+
+def elsewhere(rank: int, settings: dict[str, Any], folder: str) -> None:
+    """The bits of state and parameters on the device, updated at once."""
+    if settings.get("tier") == "nvme":
+        settings = {**settings, "tier": zk.Nvme(f"{folder}/{rank}")}
+    for stage in (1, 3):
+        usual = Run(SIZES, stage)
+        other = Run(SIZES, stage, opt=lambda params: make(params, **settings))
+        for number in range(5):
+            losses = [run.backward(number) for run in (usual, other)]
+            assert losses[0] == losses[1]
+            for run in (usual, other):
+                run.step()
+        other.opt.flush()
+        same(other.params(), usual.params(), f"{stage} {settings}")
+        assert other.opt.grad_norm == usual.opt.grad_norm
+
+
+def delayed(rank: int) -> None:
+    """An update of the gradient before: what one process does with the same delay."""
+    plain = Plain(opt=lambda params: make(params, schedule=zk.Delayed(after=1), tier="cpu"))
+    runs = [
+        Run(SIZES, stage, opt=lambda params: make(params, schedule=zk.Delayed(after=1), tier="cpu")) for stage in (1, 3)
+    ]
+    for number in range(5):
+        expected = plain.backward(number, 4)
+        for run in runs:
+            assert close(run.backward(number), expected)
+            run.step()
+        plain.step()
+    for one in (plain, *runs):
+        one.opt.flush()
+    for run in runs:
+        check(run.params(), plain.params(), run.stage, **OF_PARAMETERS)
+
+
+def test_updated_late() -> None:
+    on_ranks(4, delayed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"schedule": "overlap"}, {"tier": "cpu"}, {"tier": "nvme", "schedule": "overlap"}], ids=str
+)
+def test_other_tiers_and_times(settings: dict[str, Any], tmp_path: Path) -> None:
+    on_ranks(4, elsewhere, settings, str(tmp_path))
+
+
+def refused(rank: int) -> None:
+    dense, sparse, ep = meshes_of(*SIZES)
+
+    def refuses(mesh: Any, words: list[str], *, divided: bool = True) -> None:
+        model = Model()
+        for block in model.blocks if divided else ():
+            block.divide(ep)
+        says(refusal(lambda: zk.shard(model, mesh=mesh(model))), words)
+
+    def of(one: Any) -> Any:
+        return lambda model: {model: dense, **{block.experts: one for block in model.blocks}}
+
+    refuses(of(sparse), ["blocks.0.experts", "DTensor", "efsdp"], divided=False)
+    refuses(of(ep), ["DTensors", "different parts"])
+    refuses(lambda model: dense, ["DTensors", "different parts"])
+    refuses(lambda model: {nn.Linear(1, 1): sparse}, ["Linear", "modules of the model"])
+    says(refusal(lambda: zk.build(Model, mesh={Model(): dense})), ["dict", "zk.shard"])
+
+
+def test_what_would_be_wrong_is_refused_by_name() -> None:
+    on_ranks(4, refused)
+
+
+MORE: list[tuple[int, int, int, bool, dict[str, Any]]] = [
+    (stage, seed, accumulated, held, {"bucket_bytes": 64} if seed else {})
+    for stage in range(4)
+    for seed, accumulated, held in ((0, 1, False), (1, 4, False), (1, 4, True))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", MORE, ids=str)
+def test_twenty_steps(row: tuple[int, int, int, bool, dict[str, Any]]) -> None:
+    on_ranks(4, trained, SIZES, [row], 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2, 2)], ids=str)
+def test_other_meshes(sizes: tuple[int, ...]) -> None:
+    rows: list[tuple[int, int, int, bool, dict[str, Any]]] = [(stage, 0, 2, False, {}) for stage in range(4)]
+    on_ranks(math.prod(sizes), trained, sizes, rows, len(ROUTES))
+
+
+@pytest.mark.slow
+def test_units_computed_again() -> None:
+    on_ranks(4, trained, SIZES, [(stage, 0, 1, False, {"keep": "device"}) for stage in (1, 3)], len(ROUTES))

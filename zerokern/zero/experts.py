@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, got
-from zerokern.zero import checks, hooks
-from zerokern.zero.tensor_parallel import PLACE, Beside, mesh_of
+from zerokern.zero import hooks
+from zerokern.zero.tensor_parallel import Beside, mesh_of
 
-__all__ = ["Parts", "watch_experts"]
+__all__ = ["MeshParts", "watch_experts"]
 
 
-class Parts:
+class MeshParts:
     """Which ranks divide which parameters: those of the model, and of modules `apart` others.
 
     >>> layer, alone = nn.Linear(2, 2), Group(0, 1, torch.device("cpu"), "alone")
-    >>> parts = Parts(layer, list(layer.named_parameters()), alone, {}, replicated=False)
+    >>> parts = MeshParts(layer, list(layer.named_parameters()), alone, {}, replicated=False)
     >>> len(parts.each), parts.worlds, parts.number
     (1, [1], None)
     """
@@ -77,7 +77,6 @@ class Parts:
                 "each rank of the model once, together with the ranks they are divided among: of one that "
                 'init_device_mesh makes as ("efsdp", "ep"), DTensors on mesh["ep"] and mesh["efsdp"] for zk.shard'
             )
-        checks.same_on_all_ranks(beside.group.everyone, {PLACE: beside.place}, [])
         beside.hearing = beside.everyone
         for one in root.group.join():
             for other in beside.group.join():

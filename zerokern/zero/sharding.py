@@ -23,7 +23,7 @@ from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import Gathered
-from zerokern.zero.experts import Parts, watch_experts
+from zerokern.zero.experts import MeshParts, watch_experts
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.gradients import GradientBucket
@@ -79,7 +79,7 @@ class Sharding:
         params = [pair for unit in found for pair in unit.params]
         if materialize is not None or getattr(repeated, "micro", 1) > 1:
             refuse_placed(params, built=materialize is not None)
-        self.parts = Parts(module, params, group, apart or {}, replicated=self.replicated)
+        self.parts = MeshParts(module, params, group, apart or {}, replicated=self.replicated)
         self.teams, beside = self.parts.teams, self.parts.each[0]
         # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
         self.team, self.everyone, self.copies = beside.team, beside.everyone, beside.copies
@@ -96,6 +96,8 @@ class Sharding:
             PLACE: beside.place,
         }
         checks.same_on_all_ranks(group.everyone, settings, found)
+        for one in self.parts.each[1:]:
+            checks.same_on_all_ranks(one.group.everyone, {PLACE: one.place}, [])
         with torch.no_grad():
             self._broadcast_buffers()
             self._take_in(found, device, bucket_bytes, materialize, tier)
