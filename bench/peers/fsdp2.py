@@ -9,8 +9,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from ..zero.job import MAX_NORM
 from ..zero.trainer import Candidate, Seat, Trainer, clip_and_step, fused_adamw, trainer, wirings
 
 SCHEDULES = {"per block, gathers as they come": 0, "per block, prefetch 1": 1, "per block, prefetch 2": 2}
@@ -18,12 +21,12 @@ Adapt = Callable[[FSDPModule], None]
 
 
 def sharded(seat: Seat, prefetch: int, adapt: Adapt) -> nn.Module:
-    model = seat.job.build_model()
+    model, mesh = seat.job.divided_model()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if seat.job.is_bf16 else MixedPrecisionPolicy()
     blocks = list(model.blocks)
     for block in blocks:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     adapt(model)
     if prefetch:
         model._set_unshard_async_op(True)
@@ -33,9 +36,32 @@ def sharded(seat: Seat, prefetch: int, adapt: Adapt) -> nn.Module:
     return model
 
 
+def clip_and_step_by_mesh(module: nn.Module) -> Callable[[], None]:
+    """Beside tensor parallelism: torch's fused step and its norm take DTensors of one mesh at a time."""
+    of_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for param in module.parameters():
+        assert isinstance(param, DTensor)
+        of_mesh.setdefault(param.device_mesh, []).append(param)
+    optimizers = [fused_adamw(params) for params in of_mesh.values()]
+
+    def update() -> None:
+        norms = [
+            nn.utils.get_total_norm([one.grad for one in params if one.grad is not None]) for params in of_mesh.values()
+        ]
+        norm = nn.utils.get_total_norm([one.full_tensor() if isinstance(one, DTensor) else one for one in norms])
+        for params, optimizer in zip(of_mesh.values(), optimizers, strict=True):
+            nn.utils.clip_grads_with_norm_(params, MAX_NORM, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return update
+
+
 def training(seat: Seat, name: str = "fsdp2", adapt: Adapt = lambda module: None) -> list[Candidate]:
     def build(prefetch: int) -> Trainer:
         module = sharded(seat, prefetch, adapt)
+        if seat.job.tp > 1:
+            return trainer(module, clip_and_step_by_mesh(module))
         params = list(module.parameters())
         return trainer(module, clip_and_step(params, fused_adamw(params), fold=False))
 

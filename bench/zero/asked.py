@@ -19,6 +19,7 @@ ASKED = {  # of our stage, against a peer: peer time over ours, at least
     ("fsdp2", 3): 1.4,
     ("deepspeed-3", 3): 1.7,
 }
+BESIDE_TP = {("fsdp2", 3): 1.25}
 MODELS, RANKS = ("25M", "100M"), 2
 
 
@@ -26,10 +27,10 @@ def verdicts(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """One entry for each ratio that is asked and was measured; the low end of the interval is told beside it."""
     found = []
     for outcome in outcomes:
-        if outcome.job.ranks != RANKS or outcome.job.model not in MODELS:
+        if outcome.job.dp != RANKS or outcome.job.model not in MODELS:
             continue
         rows = {row.name: row for row in outcome.rows}
-        for (peer, stage), least in ASKED.items():
+        for (peer, stage), least in (ASKED if outcome.job.tp == 1 else BESIDE_TP).items():
             ratio = rows[name_of(stage)].ratio.get(peer) if name_of(stage) in rows else None
             if ratio is not None:
                 found.append(

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 PEERS = ("ddp", "zero1", "fsdp2", "fsdp2-ours", "deepspeed")
 MODELS = ("tiny", "25M", "100M")
 DTYPES = ("fp32", "bf16")
-DEFAULTS: dict[str, Any] = {"ranks": (2,), "model": ("25M",), "dtype": ("fp32",), "batch": 0}
-SMOKE: dict[str, Any] = {"ranks": (2,), "model": ("tiny",), "dtype": ("fp32",), "batch": 4}
+DEFAULTS: dict[str, Any] = {"ranks": (2,), "model": ("25M",), "dtype": ("fp32",), "batch": 0, "tp": 1}
+BATCH_BESIDE_TP = 2  # at which DDP communicates a quarter of its step
+PEERS_BESIDE_TP = ("fsdp2",)  # the others know no DTensor parameters
+SMOKE: dict[str, Any] = {"ranks": (2,), "model": ("tiny",), "dtype": ("fp32",), "batch": 4, "tp": 1}
 MOST_RANKS = 64
 
 parse_ranks = arguments.numbers("ranks", f"numbers from 1 to {MOST_RANKS}, such as 2,4", most=MOST_RANKS)
+parse_tp = arguments.number("tp", "a number of ranks that share each model, from 1 on")
 parse_batch = arguments.number("batch", "a number of sequences per rank, from 1 on")
 
 
@@ -31,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=parse_ranks, metavar="N,N", help="zero: processes that train together (2)")
     parser.add_argument("--model", type=models, metavar="NAMES", help=f"zero: {','.join(MODELS)} (25M)")
     parser.add_argument("--dtype", type=dtypes, metavar="NAMES", help=f"zero: {','.join(DTYPES)} (fp32)")
+    parser.add_argument("--tp", type=parse_tp, help="zero: ranks that share each model by tensor parallelism (1)")
     parser.add_argument(
         "--batch", type=parse_batch, help="zero: sequences per rank (so that DDP communicates 25 to 30 %% of its step)"
     )
@@ -42,13 +46,19 @@ def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[d
     from .job import Job
     from .measure import measure
 
-    usual, peers = chosen(args, DEFAULTS, SMOKE), PEERS if args.vs is None else args.vs
+    usual = chosen(args, DEFAULTS, SMOKE)
+    tp, batch, peers = usual["tp"], usual["batch"], PEERS
+    if tp > 1:
+        batch, peers = batch or BATCH_BESIDE_TP, PEERS_BESIDE_TP
+    peers = peers if args.vs is None else args.vs
     jobs = [
-        Job(model, dtype, ranks, usual["batch"], args.threads or 1, peers)
+        Job(model, dtype, ranks, batch, args.threads or 1, peers, tp=tp)
         for ranks in usual["ranks"]
         for model in usual["model"]
         for dtype in usual["dtype"]
     ]
+    for job in jobs:
+        job.refuse()
     outcomes = contests(args, jobs, turns.usual_effort, console, measure, report)
     for line in [] if args.smoke else asked.verdict_lines(asked.verdicts(outcomes)):
         console.print(line, markup=False)

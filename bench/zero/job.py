@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from zerokern.examples.model import GPT, Shape
+from zerokern.core.errors import got
+from zerokern.examples.model import GPT, HEAD_WIDTH, Shape
 from zerokern.examples.text import Batches, read_text
+
+from .parallel import divide, divisible, mesh
 
 MODELS = {
     "tiny": Shape(layers=2, width=64, context=32),
@@ -32,7 +36,8 @@ KEPT_BATCHES = 8
 class Job:
     """One contest: model, numbers, ranks, sequences per rank (0: yet to be chosen).
 
-    In "bf16" everyone computes in bf16 and keeps what an fp32 master knows. `wirings` tells by name which wiring a
+    In "bf16" everyone computes in bf16 and keeps what an fp32 master knows. `tp` ranks share each model by torch's
+    tensor parallelism; data parallelism is over the rest. `wirings` tells by name which wiring a
     contender uses (its first where it is not told); `names` are those that take part (all where it is empty).
     """
 
@@ -44,6 +49,7 @@ class Job:
     peers: tuple[str, ...] = ()
     wirings: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    tp: int = 1
 
     @property
     def shape(self) -> Shape:
@@ -63,12 +69,17 @@ class Job:
         >>> Job("25M", "fp32", 2, 4).name
         'GPT 25M, fp32, 2 ranks'
         """
-        return f"GPT {self.model}, {self.dtype}, {self.ranks} ranks"
+        return f"GPT {self.model}, {self.dtype}, {self.ranks} ranks" + (f", tp {self.tp}" if self.tp > 1 else "")
+
+    @property
+    def dp(self) -> int:
+        """How many ranks train on rows of their own."""
+        return self.ranks // self.tp
 
     @property
     def tokens(self) -> int:
         """What all ranks train on in one step."""
-        return self.ranks * self.batch * self.shape.context
+        return self.dp * self.batch * self.shape.context
 
     def with_batch(self, batch: int) -> Job:
         return dataclasses.replace(self, batch=batch)
@@ -77,7 +88,21 @@ class Job:
         """The same fp32 values on every rank and for every contender."""
         with torch.random.fork_rng():
             torch.manual_seed(5)
-            return GPT(self.shape)
+            return GPT(self.shape) if self.tp == 1 else divisible(GPT(self.shape))
+
+    def refuse(self) -> None:
+        """Where so many ranks cannot share it."""
+        heads = self.shape.width // HEAD_WIDTH
+        if self.ranks % self.tp or heads % self.tp:
+            allowed = f"what divides --ranks, {self.ranks}, and the heads of the model, {heads} of {self.model}"
+            raise ValueError(got("--tp", self.tp, allowed))
+
+    def divided_model(self) -> tuple[GPT, DeviceMesh | None]:
+        """This rank's part of it, and the mesh of data parallelism."""
+        if self.tp == 1:
+            return self.build_model(), None
+        both = mesh(self.ranks, self.tp)
+        return divide(self.build_model(), both), both["dp"]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -96,14 +121,15 @@ class Data:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        source = Batches(_text(), job.batch * job.ranks, job.shape.context, seed=7)
+        source = Batches(_text(), job.batch * job.dp, job.shape.context, seed=7)
         self.kept = [source.next() for _ in range(KEPT_BATCHES)]
 
     def of_all(self, step: int) -> Batch:
         return self.kept[step % KEPT_BATCHES]
 
     def of_rank(self, step: int, rank: int) -> Batch:
-        rows = slice(rank * self.job.batch, (rank + 1) * self.job.batch)
+        first = rank // self.job.tp * self.job.batch  # those of one model are neighbours
+        rows = slice(first, first + self.job.batch)
         tokens, targets = self.of_all(step)
         return tokens[rows], targets[rows]
 

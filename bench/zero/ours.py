@@ -25,9 +25,9 @@ NAMES = tuple(name_of(stage) for stage in STAGES)
 
 
 def build(seat: Seat, stage: int) -> Trainer:
-    model = seat.job.build_model()
+    model, mesh = seat.job.divided_model()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if seat.job.is_bf16 else None
-    zk.shard(model, stage=stage, mp_policy=policy)
+    zk.shard(model, mesh=mesh, stage=stage, mp_policy=policy)
     optimizer = zk.AdamW(model.parameters(), max_grad_norm=MAX_NORM, **HYPER)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ def _contest_json(outcome: Outcome) -> dict[str, Any]:
 
 def _job_json(job: Job) -> dict[str, Any]:
     return {
-        "model": job.model, "numel": job.numel, "dtype": job.dtype, "ranks": job.ranks, "threads_per_rank": job.threads,
-        "sequences_per_rank": job.batch, "context": job.shape.context,
+        "model": job.model, "numel": job.numel, "dtype": job.dtype, "ranks": job.ranks, "tp": job.tp,
+        "threads_per_rank": job.threads, "sequences_per_rank": job.batch, "context": job.shape.context,
     }  # fmt: skip
 
 

@@ -19,7 +19,9 @@ FIRST_BATCH, MOST_TRIES = 6, 6
 
 def groups(seat: Seat) -> dict[str, Callable[[], Sequence[Candidate]]]:
     """Who may take part: what makes the candidates of ours, of the bare computation, and of each peer."""
-    named = {"zerokern": lambda: ours.candidates(seat), plain.NAME: lambda: plain.candidates(seat)}
+    named = {"zerokern": lambda: ours.candidates(seat)}
+    if seat.job.tp == 1:  # no rank has a whole model otherwise
+        named[plain.NAME] = lambda: plain.candidates(seat)
     return named | {peer: candidates(peer, "zero", seat) for peer in seat.job.peers}
 
 

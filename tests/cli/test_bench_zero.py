@@ -53,6 +53,20 @@ class TestJob:
         assert all(torch.equal(whole[i], torch.cat([part[i] for part in parts])) for i in range(2))
         assert not torch.equal(parts[0][0], parts[1][0])
 
+    def test_ranks_that_share_a_model_share_its_rows(self) -> None:
+        job = jobs.Job("25M", "fp32", 4, 2, tp=2)
+        data = jobs.Data(job)
+        whole, parts = data.of_all(0)[0], [data.of_rank(0, each)[0] for each in range(4)]
+        assert torch.equal(parts[0], parts[1]) and torch.equal(parts[2], parts[3])
+        assert torch.equal(whole, torch.cat(parts[::2])) and job.tokens == 4 * job.shape.context
+
+    @pytest.mark.parametrize(
+        "model, ranks, tp, says", [("25M", 3, 2, "divides --ranks, 3"), ("tiny", 2, 2, "1 of tiny")]
+    )
+    def test_ranks_that_cannot_share_a_model_are_refused(self, model: str, ranks: int, tp: int, says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            jobs.Job(model, "fp32", ranks, 2, tp=tp).refuse()
+
 
 @pytest.fixture(scope="module")
 def lone_seat() -> Iterator[object]:
@@ -231,6 +245,12 @@ class TestCommand:
         assert "fsdp2-ours: the losses are right" in shown
 
     @pytest.mark.slow
+    def test_beside_tensor_parallelism(self, tmp_path: Path) -> None:
+        content = run(tmp_path, "--model", "25M", "--ranks", "2", "--tp", "2", "--batch", "1", "--pairs", "1")
+        assert [row["name"] for row in content["rows"]] == [*ours.NAMES, "fsdp2"]
+        assert content["contests"][0]["tp"] == 2
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", bench_zero.DTYPES)
     def test_tuned_against_deepspeed(self, tmp_path: Path, dtype: str) -> None:
         """Minutes where DeepSpeed has to compile first."""
@@ -273,6 +293,7 @@ class TestCommand:
             ("--model", "7B", "a list of tiny, 25M, 100M"),
             ("--dtype", "fp16", "a list of fp32, bf16"),
             ("--batch", "0", "from 1 on"),
+            ("--tp", "0", "from 1 on"),
         ],
     )
     def test_values_are_taught(self, option: str, value: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
