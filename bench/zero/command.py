@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-PEERS = ("ddp", "zero1", "fsdp2", "fsdp2-ours", "deepspeed")
+PEERS: tuple[str, ...] = ("ddp", "zero1", "fsdp2", "fsdp2-ours", "deepspeed")
 MODELS = ("tiny", "25M", "100M")
 DTYPES = ("fp32", "bf16")
 DEFAULTS: dict[str, Any] = {"ranks": (2,), "model": ("25M",), "dtype": ("fp32",), "batch": 0, "tp": 1}
