@@ -53,7 +53,9 @@ def trained(
             check(run.params(), plain.params(), about, **OF_PARAMETERS)
 
 
-QUICK: list[tuple[int, int, int, bool, dict[str, Any]]] = [(stage, 0, 1, False, {}) for stage in range(4)]
+QUICK: list[tuple[int, int, int, bool, dict[str, Any]]] = [
+    (stage, 0, 1, False, {"bucket_bytes": 64} if stage > 1 else {}) for stage in range(4)
+]
 
 
 def test_the_numbers_of_one_process_whichever_experts_tokens_go_to() -> None:
