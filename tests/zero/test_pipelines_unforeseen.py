@@ -270,6 +270,20 @@ def test_units_that_are_computed_again(settings: dict[str, Any]) -> None:
 
 
 @ranked
+def again_in_halves(world: World) -> None:
+    pipe = pipeline("InterleavedZeroBubble", stage=2, keep="device")
+    pipe.step(*batch(0, 0, pipe.dp))
+    raise RuntimeError("nothing was refused")
+
+
+def test_halves_of_units_that_are_computed_again_are_refused() -> None:
+    with pytest.raises(AssertionError) as failed:  # of ranks, which may wait for one that was refused
+        on_ranks(2, again_in_halves, patience=5.0)
+    says(str(failed.value), ["keep='device'", "in halves", "whole backwards"])
+    assert "nothing was refused" not in str(failed.value)
+
+
+@ranked
 def at_rest(world: World, folder: Path) -> None:
     """Parameters on a disk: units come for each micro-batch."""
     for name in ("GPipe", "1F1B"):

@@ -108,6 +108,7 @@ class PipelineStage(TorchStage):
             if self._before is None:
                 self._before = self._put_by()
             if backward_type == "input":
+                self._refuse_repeated()
                 with self._no_sync():
                     return _for_inputs(self._leaves(), bwd_kwargs)
             if backward_type == "weight":
@@ -181,6 +182,17 @@ class PipelineStage(TorchStage):
                         f"the gradient of {bucket.homes[place].name!r} is that of a step which broke off, or of "
                         "zk.no_sync, and was not reduced; call zero_grad() before the next schedule.step()"
                     )
+
+    def _refuse_repeated(self) -> None:
+        """A half that computes units again has nothing left of them for the other."""
+        for sharding in self._shardings:
+            keep, micro = getattr(sharding.repeated, "keep", None), getattr(sharding.repeated, "micro", 1)
+            if keep is not None and micro == 1:
+                raise StateError(
+                    f"pipeline stage {self.stage_index} was sharded with keep={keep!r}, and a zero-bubble schedule "
+                    "runs its backward in halves, of which each would compute its units again; allowed: keep=None, "
+                    "micro=2 or more, or a schedule with whole backwards (GPipe, 1F1B, interleaved 1F1B)"
+                )
 
     @property
     def _stays(self) -> bool:

@@ -103,6 +103,7 @@ class Sharding:
             self._take_in(found, device, bucket_bytes, materialize, tier)
         self._hook_gradients()
         watch_experts(list(apart or ()), self)
+        self.repeated = repeated
         if repeated is not None:  # zero/recompute.py; within the hooks that follow
             repeated.begin(found)
         self._hook_forwards(found)
