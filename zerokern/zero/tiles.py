@@ -18,6 +18,7 @@ from zerokern.core.errors import ShardError, StateError, got
 from zerokern.core.units import BLOCK
 from zerokern.zero.hooks import hooks_after_accumulation
 from zerokern.zero.joined import Joined
+from zerokern.zero.kinds import is_placed
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["Cut", "Tile", "Tiled", "cut", "rows_of", "tile"]
@@ -45,7 +46,7 @@ def tile(module: nn.Module, *, tiles: int) -> nn.Module:
     differs from the untiled one by that rounding.
 
     Refused by name: other modules, subclasses of Linear (they may use their weight by themselves, as attention does),
-    a Linear whose `forward` was replaced, and at stage 3 a weight that is tied.
+    a Linear whose `forward` was replaced, and at stage 3 a weight that is tied, or a DTensor.
 
     >>> import torch, zerokern as zk
     >>> layer = zk.shard(zk.tile(torch.nn.Linear(64, 256), tiles=4), stage=3)
@@ -264,6 +265,8 @@ def cut(module: nn.Module) -> None:
         for attribute, param in one._parameters.items():
             owners.setdefault(id(param), []).append(f"{name}.{attribute}" if name else attribute)
     found = [(name, one) for name, one in module.named_modules() if type(one) is Tiled]
+    for name, one in found:
+        _refuse_placed(f"{name}.weight" if name else "weight", one._parameters["weight"])
     found = [(name, one) for name, one in found if type(one._parameters["weight"]) is nn.Parameter]
     for name, one in found:
         weight = cast("nn.Parameter", one.weight)
@@ -274,6 +277,15 @@ def cut(module: nn.Module) -> None:
         one.__class__ = Cut
         one.tiles = nn.ModuleList(Tile(piece) for piece in _pieces(weight, rows))
         weight.__class__ = Former
+
+
+def _refuse_placed(name: str, weight: Tensor | None) -> None:
+    if is_placed(weight):
+        raise ShardError(
+            f"{name!r} is tiled, and a DTensor, which stage 3 gathers as one, so that tiles would save no memory; "
+            "leave what parallelize_module divides untiled (zk.tile(module, tiles=1)): a higher degree of tensor "
+            "parallelism makes each rank's part smaller"
+        )
 
 
 def _check_weight(name: str, weight: nn.Parameter, owners: Sequence[str]) -> None:
