@@ -108,9 +108,12 @@ class Laid:
         for number in range(accumulated):
             x, y = (one.chunk(self.ranks)[self.rank] for one in batch(self.seed, step * accumulated + number))
             total += self._pass(x, y, 1.0 / accumulated)
-        found = torch.tensor(total, dtype=torch.float64)
+        return self.mean(total) if self.schedule is None else self.mean(total) * self.mesh.size(0)
+
+    def mean(self, value: float) -> float:
+        found = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(found)
-        return found.item() / self.ranks / self.mesh.size(3)
+        return found.item() / self.mesh.size()
 
     def _pass(self, x: Tensor, y: Tensor, share: float) -> float:
         """What this rank adds to the loss: of a pipeline, its last stage alone knows it."""

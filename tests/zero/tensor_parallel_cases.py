@@ -175,11 +175,20 @@ class Run:
     """One model on this rank of dp x tp, sharded at a stage, or by hand where that is None."""
 
     def __init__(
-        self, name: str, sizes: tuple[int, ...], stage: int | None, seed: int = 0, opt: Any = None, **settings: Any
+        self,
+        name: str,
+        sizes: tuple[int, ...],
+        stage: int | None,
+        seed: int = 0,
+        opt: Any = None,
+        change: Callable[[Any], None] = lambda model: None,
+        **settings: Any,
     ) -> None:
+        """`change`: what is done to the model before it is sharded."""
         self.name, self.seed, self.mesh = name, seed, mesh_of(*sizes)
         self.model = built(MODELS[name], seed=seed)
         self.model.divide(self.mesh["tp"])
+        change(self.model)
         self.stage, self.dp = stage, self.mesh["dp"]
         if stage is not None:
             over = self.dp if len(sizes) == 2 else self.mesh["replicate", "shard"]
@@ -213,7 +222,7 @@ class Run:
 
     def _average(self) -> None:
         """What data parallelism means, of this rank's parts."""
-        for param in self.model.parameters():
+        for param in (one for one in self.model.parameters() if one.grad is not None):
             if isinstance(param, DTensor) and param.grad.placements != param.placements:
                 param.grad = param.grad.redistribute(placements=param.placements)
             local = param.grad.to_local() if isinstance(param, DTensor) else param.grad
@@ -231,7 +240,7 @@ class Run:
     def grads(self) -> dict[str, Tensor]:
         """Whole."""
         found = {name: param.grad for name, param in self.model.named_parameters()}
-        return {name: whole(grad).detach().clone() for name, grad in found.items()}
+        return {name: whole(grad).detach().clone() for name, grad in found.items() if grad is not None}
 
 
 def whole(value: Any) -> Tensor:

@@ -1,0 +1,285 @@
+"""torch's own tests of FSDP2 in company, by idea: which of ours is the twin of each, and the twins that were missing.
+
+In torch's test/distributed/_composable, and here ("below": with tensor parallelism, what was missing):
+
+test_2d_composability
+    an MLP of 3, 16 and 17: test_tensor_parallel, with recomputation too and below; a transformer with sequence
+    parallelism, whole parameters and gradients: the same; offloading: `other_tiers_and_times`, and below;
+    checkpoints between FSDP, TP and 2-D: saving/test_layouts; what cannot be: `what_does_not_know_dtensors`, below
+test_pp_composability, test_3d_composability
+    test_pipelines (all schedules), test_three_dimensions, test_layouts_of_ranks
+test_fully_shard_training
+    1-D, HSDP, accumulation: test_losses, test_hybrid, test_layouts_of_ranks, below; shared parameters, nested units,
+    several forwards: module_cases, below; hooks after accumulation: test_parameter_hooks, below; two models in one
+    loop, a forward that is not the root's: test_modules, conformance/of_evaluation, below
+test_fully_shard_clip_grad_norm_
+    test_clipping, test_hybrid_failures, test_pipeline_norms, below; other norms than 2 and inf are refused by name
+test_fully_shard_state_dict
+    test_state_dict, saving/test_layouts (the helpers of torch.distributed.checkpoint, cpu_offload, loading after)
+test_fully_shard_frozen
+    module_cases `frozen in part`, test_modules `freezing_between_steps`, below
+test_fully_shard_mixed_precision
+    test_amp, test_losses, below
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensor_parallel_cases import MODELS, Layer, Run, batches, make, whole
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from worlds import on_ranks, refusal, says
+
+import zerokern as zk
+
+SIZES = (2, 2)  # dp, tp
+STEPS = 3
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor], about: Any) -> None:
+    assert found.keys() == expected.keys(), about
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), (about, name, (found[name] - value).abs().max())
+
+
+def trained(opt: Callable = make) -> Callable:
+    return lambda params: opt([one for one in params if one.requires_grad])
+
+
+def follow(name: str, stage: int, change: Callable[[Any], None], each: Callable[[Any, int], None], **more: Any) -> None:
+    """The bits of the same by hand. `change`: the model before it is sharded; `each`: before each step."""
+    by_hand = Run(name, SIZES, None, change=change, opt=trained())
+    ours = Run(name, SIZES, stage, change=change, opt=trained(), **more)
+    for step in range(STEPS):
+        for run in (by_hand, ours):
+            each(run, step)
+        assert by_hand.backward(step) == ours.backward(step), (stage, step)
+        same(ours.grads(), by_hand.grads(), (stage, step))
+        for run in (by_hand, ours):
+            run.step()
+        same(ours.params(), by_hand.params(), (stage, step))
+
+
+def by_function(params: Any) -> torch.optim.Optimizer:
+    return zk.AdamW(params, lr=1e-2)
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def frozen_in_part(model: Any) -> None:
+    """Some parameters of one layer, all of another."""
+    model.layers[0].up.weight.requires_grad_(False)
+    model.layers[0].down.bias.requires_grad_(False)
+    model.layers[1].requires_grad_(False)
+
+
+def checkpointed(model: Any) -> None:
+    """torch's own recomputation, around each layer."""
+    for layer in model.layers:
+        layer.forward = lambda x, call=layer.forward: checkpoint(call, x, use_reentrant=False)
+
+
+def repeated(model: Any) -> None:
+    """Each layer twice."""
+    for layer in model.layers:
+        layer.forward = lambda x, call=layer.forward: call(call(x))
+
+
+def tied(model: Any) -> None:
+    """Words and classes are one weight, divided by rows in both places."""
+    model.output.weight = model.tokens.weight
+
+
+def nested(module: nn.Module) -> bool:
+    return isinstance(module, (Layer, nn.Linear))
+
+
+CASES: dict[str, tuple[str, Callable, Callable, dict[str, Any]]] = {
+    "frozen in part": ("uneven", frozen_in_part, nothing, {}),
+    "recomputed by torch": ("uneven", checkpointed, nothing, {}),
+    "each layer twice": ("uneven", repeated, nothing, {}),
+    "words and classes tied": ("transformer", tied, nothing, {}),
+    "units within units": ("uneven", nothing, nothing, {"units": nested}),
+    "small buckets": ("transformer", nothing, nothing, {"bucket_bytes": 500}),
+    "parameters on the host": ("uneven", nothing, nothing, {"tier": "cpu"}),
+}
+
+
+def cases(rank: int, names: list[str], stages: list[int]) -> None:
+    for name in names:
+        model, change, each, more = CASES[name]
+        for stage in stages if "tier" not in more else [3]:
+            try:
+                follow(model, stage, change, each, **more)
+            except Exception as error:
+                raise AssertionError(f"{name}, stage {stage}") from error
+
+
+QUICK = ["frozen in part", "recomputed by torch"]
+
+
+def test_the_bits_of_the_same_by_hand() -> None:
+    on_ranks(4, cases, QUICK, [3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_case_has_the_bits_of_the_same_by_hand(stage: int) -> None:
+    on_ranks(4, cases, list(CASES) if stage == 2 else [one for one in CASES if one not in QUICK], [stage])
+
+
+def unfrozen_later(run: Run, step: int) -> None:
+    run.model.layers[0].requires_grad_(step != 1)
+
+
+def clipped(stage: int) -> None:
+    """Norms of each kind, of whole gradients: each element once."""
+    said = refusal(lambda: zk.clip_grad_norm_(Run("uneven", SIZES, stage).model, 0.1, norm_type=1.0), ValueError)
+    says(said, ["norm_type=1.0", "inf"])
+    for kind in (2.0, float("inf")):
+        run = Run("uneven", SIZES, stage, opt=by_function)
+        run.backward(0)
+        grads = run.grads()
+        flat = torch.cat([grad.double().flatten() for grad in grads.values()])
+        norm = zk.clip_grad_norm_(run.model, 0.1, norm_type=kind)
+        assert abs(norm.item() / torch.linalg.vector_norm(flat, kind).item() - 1) < 1e-6, kind
+        factor = 0.1 / (norm.item() + 1e-6)
+        other = Run("uneven", SIZES, stage, opt=by_function)
+        for param, grad in zip(other.model.parameters(), grads.values(), strict=True):
+            assert param.shape == grad.shape
+        other.backward(0)
+        for param in other.model.parameters():
+            param.grad.mul_(factor)
+        for one in (run, other):
+            one.step()
+        for name, value in other.params().items():
+            torch.testing.assert_close(run.params()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def heard(stage: int) -> None:
+    """Hooks after accumulation get each parameter with its reduced gradient, once."""
+    run, by_hand = Run("uneven", SIZES, stage), Run("uneven", SIZES, None)
+    seen: dict[str, Tensor] = {}
+    for name, param in run.model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda param, name=name: seen.update({name: param.grad}))
+    run.backward(0)
+    by_hand.backward(0)
+    grads = by_hand.grads()
+    assert seen.keys() == grads.keys()
+    same({name: whole(seen[name]).detach() for name in grads}, grads, "as hooks see them")  # all ranks in one order
+
+
+def two_in_one_loop(stage: int) -> None:
+    """The second one learns from what a part of the first one computes, which is no forward of its root."""
+    results = []
+    for kind in (None, stage):
+        teacher, student = Run("uneven", SIZES, kind), Run("uneven", SIZES, kind, seed=1)
+        for step in range(STEPS):
+            x = MODELS["uneven"].batch(torch.Generator().manual_seed(10 * step + teacher.dp.get_local_rank()))[0]
+            wanted = teacher.model.layers[0](x)
+            loss = (student.model.layers[0](x) - wanted).square().mean()
+            loss.backward()
+            for run in (teacher, student):
+                if kind is None:
+                    run._average()
+                run.step()
+        results.append([run.params() for run in (teacher, student)])
+    for mine, theirs in zip(*results, strict=True):
+        same(theirs, mine, stage)
+
+
+def accumulated(stage: int) -> None:
+    """Within zk.no_sync nothing is reduced; the sum is, once."""
+    run, other = (Run("uneven", SIZES, stage) for _ in range(2))
+    rank = run.dp.get_local_rank()
+    every = list(batches("uneven", 0, 0, 4))[rank::2]
+    with zk.no_sync(run.model):
+        run.model.loss(*every[0]).backward()
+    run.model.loss(*every[1]).backward()
+    for x, y in every:
+        other.model.loss(x, y).backward()
+    for name, value in other.grads().items():
+        torch.testing.assert_close(run.grads()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def several(stage: int) -> None:
+    """Each parameter has one of two optimizers."""
+    run = Run("uneven", SIZES, stage, opt=by_function)
+    other = Run("uneven", SIZES, stage, opt=lambda params: by_function(list(params)[:5]))
+    rest = by_function(list(other.model.parameters())[5:])
+    for step in range(STEPS):
+        for one in (run, other):
+            one.backward(step)
+        rest.step()
+        for one in (run, other):
+            one.step()
+        rest.zero_grad()
+        same(other.params(), run.params(), step)
+
+
+def mixed(stage: int) -> None:
+    """Each rank computes in bf16, and what it computed is averaged in fp32: no other rounding."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run = Run("uneven", SIZES, stage, mp_policy=policy)
+
+    def narrow(model: Any) -> None:
+        model.bfloat16()
+        model.forward = lambda x, call=model.forward: call(x.bfloat16())
+
+    by_hand = Run("uneven", SIZES, None, change=narrow)
+    by_hand._average = nothing  # type: ignore[method-assign]
+    assert run.backward(0) == by_hand.backward(0)
+    for param in by_hand.model.parameters():
+        grad = param.grad
+        if isinstance(param, DTensor) and grad.placements != param.placements:
+            grad = grad.redistribute(placements=param.placements)
+        param.grad, param.grad_dtype = None, torch.float32
+        param.grad = grad.float()
+    Run._average(by_hand)
+    same(run.grads(), by_hand.grads(), stage)
+    for step in range(1, STEPS):
+        run.step()
+        assert run.model.norm.weight.dtype == torch.bfloat16
+        assert run.backward(step) > 0
+
+
+def tiled(stage: int) -> None:
+    """The numbers of the whole where it is whole; at stage 3, where pieces would be no smaller, refused by name."""
+
+    def tile(model: Any) -> None:
+        zk.tile(model.layers[1].up, tiles=2)
+
+    if stage == 3:
+        says(refusal(lambda: Run("uneven", SIZES, 3, change=tile), zk.ShardError), ["layers.1.up.weight", "DTensor"])
+        return
+    run, other = Run("uneven", SIZES, stage, change=tile), Run("uneven", SIZES, stage)
+    assert run.backward(0) == other.backward(0)
+    for name, value in other.grads().items():
+        torch.testing.assert_close(run.grads()[name], value, rtol=1e-5, atol=1e-6)
+
+
+LIVES = (clipped, heard, two_in_one_loop, accumulated, several, mixed, tiled)
+
+
+def lives(rank: int, stages: list[int]) -> None:
+    for stage in stages:
+        for life in LIVES:
+            try:
+                life(stage)
+            except Exception as error:
+                raise AssertionError(f"{life.__name__}, stage {stage}") from error
+        follow("uneven", stage, nothing, unfrozen_later)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [[3], [1]], ids=str)
+def test_the_other_twins(stages: list[int]) -> None:
+    on_ranks(4, lives, stages)
