@@ -23,6 +23,7 @@ class _Waits:
     __slots__ = ()
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

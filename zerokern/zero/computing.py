@@ -58,6 +58,7 @@ class _Absent:
     resting_for: nn.Parameter
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

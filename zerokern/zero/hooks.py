@@ -52,6 +52,10 @@ __all__ = [
     "wrap_forward",
 ]
 
+NOT_WHOLE = (
+    "zk.shard gathers parameters, or waits for them, before each of its units: no graph goes across one; allowed: "
+    "torch.compile(model) without fullgraph=True, or unit.compile(fullgraph=True) for each"
+)
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Before = Callable[[Args, Kwargs], tuple[Args, Kwargs] | None]
@@ -65,7 +69,7 @@ def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, .
     gradient leaves it with nothing to do. The node lives as long as somebody holds it.
     """
     node: Any = accumulator(param)
-    node.register_prehook(receive)
+    node.register_prehook(_Own(receive))
     return node
 
 
@@ -82,21 +86,30 @@ def accumulator(leaf: Tensor) -> Any:
 
 def after_accumulation(param: Tensor, call: Callable[[Tensor], None]) -> Any:
     """Call with the parameter whenever its `.grad` has been accumulated into; the result's `remove()` ends that."""
-    return param.register_post_accumulate_grad_hook(call)
+    return param.register_post_accumulate_grad_hook(_Own(call))
 
 
 class _Own:
-    """A module's hook that stays with it: a copy of the module, or what is pickled of it, has one that does nothing."""
+    """What torch calls back: no compiler traces it, wherever it is called from.
+
+    A module's hook stays with it: a copy of the module, or what is pickled of it, has one that does nothing.
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
+        _trace_none()
         self._call = call
 
-    @torch._disable_dynamo
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _of_a_copy, ()
+
+
+@functools.cache
+def _trace_none() -> None:
+    """Once, with the first of them: torch's compiler takes seconds to import."""
+    _Own.__call__ = torch.compiler.disable(_Own.__call__, reason=NOT_WHOLE)  # type: ignore[method-assign]
 
 
 def _of_a_copy() -> Callable[..., None]:
@@ -223,15 +236,12 @@ def _receive(call: Callable[[Tensor], None], grad: Tensor | None) -> Tensor | No
 def when_gradient_is_there(tensor: Tensor, call: Callable[[], None]) -> None:
     """Call when the gradient of a tensor of the graph is complete, before it goes further back."""
 
-    def told(_: Tensor) -> None:
-        call()
-
-    tensor.register_hook(told)
+    tensor.register_hook(_Own(lambda _: call()))
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call when the pass that is running is over, unless it breaks off."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    torch.autograd.Variable._execution_engine.queue_callback(_Own(call))
 
 
 def outside_of_transforms() -> AbstractContextManager:

@@ -87,6 +87,7 @@ class Reads:
     def end() -> None:
         hooks.hear_saved_no_more()
 
+    @torch._disable_dynamo
     def pack(self, saved: Tensor) -> Any:
         local = local_of(saved) if is_placed(saved) else saved
         if type(local) not in PLAIN:
@@ -107,6 +108,7 @@ def _lazy(saved: Tensor) -> bool:
     return saved.is_neg() or saved.is_conj()
 
 
+@torch._disable_dynamo
 def unpack(packed: Any) -> Tensor:
     if type(packed) is Note:
         return packed.read()

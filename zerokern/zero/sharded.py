@@ -240,6 +240,7 @@ class Sharded(torch.Tensor):
         return self.here.boxes()
 
     @classmethod
+    @torch._disable_dynamo  # it waits, or asks other ranks: a graph would hold what it found once
     def __torch_function__(
         cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
