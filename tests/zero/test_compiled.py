@@ -176,8 +176,9 @@ def test_the_graphs_of_fsdp2_and_no_others() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_order_of_compile_and_shard(world: int) -> None:
-    on_ranks(world, beside_fsdp2, ROWS, timeout=230)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_order_of_compile_and_shard(world: int, stage: int) -> None:
+    on_ranks(world, beside_fsdp2, [row for row in ROWS if row[1] == stage], timeout=230)
 
 
 @ranked
@@ -194,8 +195,9 @@ def test_updates_under_way_and_weights_of_others() -> None:
 
 
 @pytest.mark.slow
-def test_updates_under_way_at_every_stage() -> None:
-    on_ranks(2, accumulated_and_late, [1, 2, 3], ["sync", "overlap", zk.Delayed(after=1)], 3, timeout=230)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_updates_under_way_at_every_stage(stage: int) -> None:
+    on_ranks(2, accumulated_and_late, [stage], ["sync", "overlap", zk.Delayed(after=1)], 3, timeout=230)
 
 
 def test_fullgraph_is_possible_below_stage_3_and_says_so_at_it() -> None:
