@@ -344,7 +344,8 @@ def plan(
     if mesh is not None:
         if world != 1:
             raise ValueError(got("world", world, "no world beside mesh, which says how many ranks there are"))
-        settings = replace(settings, **sizes_of(mesh))
+        sizes: dict[str, Any] = sizes_of(mesh)
+        settings = replace(settings, **sizes)
     subject = subject_of(model, recipe, units, settings.tp, settings.pp)
     settings = replace(settings, tp=subject.tp, device=device or subject.device)
     if settings.pp > 1 and accumulate > 1:

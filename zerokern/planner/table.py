@@ -241,7 +241,9 @@ def of_measured(plan: Plan, measured: Measured) -> str:
     pairs = [(NAMES.get(role, role), planned.get(role, 0), found.get(role, 0)) for role in roles]
     pairs.insert(sum(role in STATES for role in roles), ("**model states**", plan.states, measured.states))
     rows = [[name, _gb(expected), _gb(actual), _difference(expected, actual)] for name, expected, actual in pairs]
-    resting = {"gathered", "checkpoints", "activations"} & {*planned} - {*found}
+    resting = {"gathered", "checkpoints", "activations"}
+    resting |= {"buffers"} if plan.settings.no_sync else set()  # whole gradients, until the last of them is reduced
+    resting &= {*planned} - {*found}
     for row in rows:
         if row[0] in {NAMES[role] for role in resting}:
             row[2:] = ["in a step only", NOTHING]
