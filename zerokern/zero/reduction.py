@@ -293,7 +293,8 @@ class Reduction:
             if len(self._parts) == 1:
                 self.group.broadcast(order).wait()
             else:  # each group's first rank need not be the same
-                self._everyone.all_reduce(order if self._parts[0].is_first else torch.zeros_like(order), "max").wait()
+                order.mul_(self._parts[0].is_first)
+                self._everyone.all_reduce(order, "max").wait()
         self._order, self._learns_order = order.tolist(), False
 
     def abandon(self) -> None:
