@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensor_parallel_cases import MODELS, Layer, Run, batches, make, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -165,16 +166,24 @@ def clipped(stage: int) -> None:
 
 
 def heard(stage: int) -> None:
-    """Hooks after accumulation get each parameter with its reduced gradient, once."""
-    run, by_hand = Run("uneven", SIZES, stage), Run("uneven", SIZES, None)
-    seen: dict[str, Tensor] = {}
-    for name, param in run.model.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda param, name=name: seen.update({name: param.grad}))
-    run.backward(0)
+    """Hooks after accumulation get each parameter with its reduced gradient, once; in one order on all ranks, however
+    small buckets are: ranks of tp have more of one parameter than others have."""
+    by_hand = Run("uneven", SIZES, None)
     by_hand.backward(0)
     grads = by_hand.grads()
-    assert seen.keys() == grads.keys()
-    same({name: whole(seen[name]).detach() for name in grads}, grads, "as hooks see them")  # all ranks in one order
+    for nbytes in (32 << 20, *range(200, 2000, 360)):
+        run = Run("uneven", SIZES, stage, bucket_bytes=nbytes)
+        seen: dict[str, Tensor] = {}
+        for name, param in run.model.named_parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda param, seen=seen, name=name: seen.update({name: param.grad})
+            )
+        run.backward(0)
+        orders: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(orders, list(seen))
+        assert all(order == orders[0] for order in orders), f"a collective in a hook would meet another's: {nbytes}"
+        assert seen.keys() == grads.keys()
+        same({name: whole(seen[name]).detach() for name in grads}, grads, "as hooks see them")
 
 
 def two_in_one_loop(stage: int) -> None:

@@ -133,7 +133,8 @@ def members(
     """What `partition` needs of the parameters of the units, one after the other.
 
     Below stage 3 nothing is gathered, so that all units are one. `ranks`: which group divides each, by its id, where
-    there are several: then all of them cut buckets alike.
+    there are several. Ranks with other parts of a DTensor cut buckets alike: what is called as one is complete, such
+    as users' hooks, comes in one order on all of them.
     """
     found = [(param, number if stage >= 3 else 0) for number, unit in enumerate(units) for _, param in unit.params]
     groups = {id(param): 0 for param, _ in found} if ranks is None else ranks
@@ -144,7 +145,7 @@ def members(
             number,
             param.requires_grad,
             groups[id(param)],
-            0 if ranks is None else most_of(param),
+            most_of(param),
         )
         for param, number in found
     ]
