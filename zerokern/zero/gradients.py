@@ -377,8 +377,8 @@ class GradientBucket:
                 self.tenants[place].param.grad = self._own(place) if self.replicated else self.shown[place]
 
     def call_hooks(self, places: Iterable[int]) -> None:
-        """Hooks on the accumulation of these gradients, which are reduced."""
-        for place in places:
+        """Hooks on the accumulation of these gradients, which are reduced, in the order of the model's parameters."""
+        for place in sorted(places, key=lambda place: self.bucket.places[place].param):
             self.homes[place].call_hooks(self.homes[place].piece if self.exposed else self.tenants[place].param)
 
     def refuse_unreduced(self) -> None:
