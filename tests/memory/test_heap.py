@@ -38,7 +38,7 @@ def told_in_turn() -> None:
     assert keep_freed(0) and not is_mapped()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_who_is_told_last_counts() -> None:
     ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr

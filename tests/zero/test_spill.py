@@ -27,7 +27,7 @@ SETTINGS = pytest.mark.parametrize("settings", [
 @pytest.fixture(autouse=True)
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is never room for gradients."""
-    monkeypatch.setattr("zerokern.zero.spilling.spills", lambda nbytes: True)
+    monkeypatch.setattr("zerokern.zero.spilling.takes_half", lambda nbytes: True)
 
 
 def spilled(folder: Path, model: nn.Module | None = None) -> Any:
@@ -305,7 +305,7 @@ def test_each_pass_writes_a_gradient_once_and_the_step_reads_it_once(step: str, 
     moved = []
     for spills in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zerokern.zero.spilling.spills", lambda nbytes, spills=spills: spills)
+            patch.setattr("zerokern.zero.spilling.takes_half", lambda nbytes, spills=spills: spills)
             model = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path / f"{spills}"))
         sharding = sharding_of(model)
         sharding.rests.leaving_nbytes = 0
