@@ -75,7 +75,8 @@ class Reduction:
         if not bucket.opened and not bucket.keeps and not beside:
             self._open(bucket)
         bucket.take(place, grad, beside)
-        self._complete_if_full(bucket)
+        if bucket.absent or bucket.expected <= len(bucket.arrived):
+            self._complete_if_full(bucket)
         return (None,)
 
     def absent(self, bucket: GradientBucket, place: int) -> None:
