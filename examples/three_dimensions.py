@@ -103,10 +103,8 @@ def main(zero_stage: int = 2) -> None:
     schedule = Schedule1F1B(stage, MICROS, loss_fn=loss_of)
     opt = zk.AdamW(model.parameters(), group=mesh["pp"], **SETTINGS)  # one norm, one decision, of both stages
 
-    batches, told = (
-        Batches(read_text(), ROWS, CONTEXT, seed=0),
-        (number, replica, mesh.get_local_rank("tp")) == (1, 0, 0),
-    )
+    batches = Batches(read_text(), ROWS, CONTEXT, seed=0)
+    told = (number, replica, mesh.get_local_rank("tp")) == (1, 0, 0)  # one of those that have the losses
     expected = in_one_process() if told else []
     for step in range(STEPS):
         tokens, targets = (whole.chunk(2)[replica] for whole in batches.next())
