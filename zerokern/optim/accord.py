@@ -74,11 +74,19 @@ class Accord:
         return added(terms)
 
     def share_out(self, homes: Sequence[Any]) -> list[int]:
-        """For each parameter the number of its sum: 0 is what counts here alone, others are by team and copies."""
-        places = {id(team): place for place, team in enumerate(self.teams)}
-        pairs = [(home.team, home.copies) for home in homes]
-        self.shares = sorted({(places[id(team)], copies) for team, copies in pairs if team is not None})
-        return [0 if team is None else 1 + self.shares.index((places[id(team)], copies)) for team, copies in pairs]
+        """For each parameter the number of its sum: 0 is what counts here alone, others are by team and copies.
+
+        What no team divides may have copies too, in other stages of a pipeline.
+        """
+        places = {id(None): -1, **{id(team): place for place, team in enumerate(self.teams)}}
+        pairs = [(places[id(home.team)], home.copies) for home in homes]
+        alone = (-1, 1)
+        self.shares = sorted(set(pairs) - {alone})
+        return [0 if pair == alone else 1 + self.shares.index(pair) for pair in pairs]
+
+    def teams_of(self, shares: Sequence[int]) -> set[int]:
+        """The places of the teams that have part in these sums."""
+        return {self.shares[share - 1][0] for share in shares if share} - {-1}
 
     def by_team(self, sums: Sequence[Any]) -> list[Any]:
         """The sum of what is here alone, and one for each team: in it what several of its ranks have counts once."""

@@ -134,9 +134,11 @@ def _total(
         own = torch.stack(terms).sum() if kind == 2.0 else torch.stack(terms).amax()
         totals.append(own.reshape(1))
         norm_of_all(group, totals[-1], "sum" if kind == 2.0 else "max", "zk.clip_grad_norm_")
-    if plain:
-        alone = get_total_norm([p.grad for p in plain if p.grad is not None], kind, foreach=foreach)
-        totals.append((alone.double() ** 2 if kind == 2.0 else alone.double()).reshape(1))
+    copied = [1 if (home := home_of(param)) is None else home.copies for param in plain]
+    for copies in sorted(set(copied)):
+        whole = [p.grad for p, its in zip(plain, copied, strict=True) if its == copies and p.grad is not None]
+        alone = get_total_norm(whole, kind, foreach=foreach)
+        totals.append((alone.double() ** 2 / copies if kind == 2.0 else alone.double()).reshape(1))
     place = totals[0].device if totals else "cpu"
     found = torch.cat([one.to(place) for one in totals]) if totals else torch.zeros(1, dtype=torch.float64)
     found = (found.sum() if kind == 2.0 else found.amax()).reshape(1)

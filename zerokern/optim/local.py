@@ -91,6 +91,7 @@ class Local:
         self.publishers = [s.publisher for s in self.shardings if s.publisher is not None]
         self.accord = Accord(self.shardings, Party.of(group, self.near[0].device if self.near else "cpu"))
         self.teams = self.accord.teams
+        self._copies = [home.copies for home in self.homes]
         self.shares = self.accord.share_out(self.homes)
         self.starts = [home.start for home in self.homes]
         self.state = WatchedState()
@@ -112,6 +113,7 @@ class Local:
         everyone = [param for group in groups for param in group["params"]]
         same = same_objects(everyone, self.everyone)
         known = same and all(home.stays(param) for param, home in zip(everyone, self.homes, strict=True))
+        known = known and self._copies == [home.copies for home in self.homes]  # stages tell each other of theirs
         return known and (self.host is None or self._trained == [one.requires_grad for one in self.near])
 
     @property
@@ -133,7 +135,7 @@ class Local:
         self.accord.groups_of = [[] for _ in self.teams]
         for number, group in enumerate(groups):
             some = slice(start, start := start + len(group["params"]))
-            for team in {self.accord.shares[share - 1][0] for share in self.shares[some] if share}:
+            for team in self.accord.teams_of(self.shares[some]):
                 self.accord.groups_of[team].append(number)
             if group.get("state_format") == "int8":
                 refuse_int8(self.homes[some])

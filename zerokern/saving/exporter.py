@@ -22,8 +22,9 @@ from zerokern.saving.exported import BESIDE, Target, begun
 from zerokern.saving.files import PartsWriter
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute, refuse_unusable
-from zerokern.saving.stages import Stages, whole_of
+from zerokern.saving.stages import Stages, shared, whole_of
 from zerokern.saving.staging import Staging, put
+from zerokern.saving.subject import named_tensors
 from zerokern.saving.tensorfile import Beginning, header
 from zerokern.saving.weights import FLOATS, Weight, digest, of_all_stages, portions, same_on_all, weights
 
@@ -81,6 +82,9 @@ def export(
         return digest(held), [one.intervals for one in held]
 
     ranks.each("look at the model", look)
+    copies = shared(ranks, model, lambda: named_tensors(model)).copies
+    left_out = {name if rename is None else rename(name) for name in copies}
+    mine = [one for one in mine if one.name not in left_out]
     held = of_all_stages(ranks, model, mine)
     everyone = ranks.each("lay out the files", lay_out)
     same_on_all(held, everyone)

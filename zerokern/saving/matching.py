@@ -233,7 +233,7 @@ class Matching:
             here = [self.source_of(next(left)) for _ in own["params"]]
             there = group.get("params")
             if there is not None and all(isinstance(one, str) for one in there):
-                there = [one for one in there if one not in self.subject.elsewhere]
+                there = [one for one in there if one in here or one not in self.subject.elsewhere]
             if there is not None and all(isinstance(one, str) for one in there) and set(there) != set(here):
                 less, more = sorted(set(here) - set(there)), sorted(set(there) - set(here))
                 said = [f"without {less[0]}" if less else "", f"with {more[0]}" if more else ""]

@@ -20,8 +20,8 @@ from zerokern.saving.formats import overflowed
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.published import Held
 from zerokern.saving.ranks import Ranks, open_alike, refuse_unusable
-from zerokern.saving.stages import names_elsewhere, whole_of
-from zerokern.saving.subject import NamedSpan, aliases, spans, wrote
+from zerokern.saving.stages import Shared, names_elsewhere, shared, whole_of
+from zerokern.saving.subject import NamedSpan, aliases, named_tensors, spans, wrote
 from zerokern.saving.tensorfile import TensorBytes
 from zerokern.saving.weights import FLOATS
 from zerokern.zero.homes import Home, home_of
@@ -81,6 +81,7 @@ def load_pretrained(
     known = str if rename is None else rename
     found: list[tuple[list[_Load], Unmatched]] = []
     opened = Opened(path)
+    ties: list[Shared] = []
 
     def look() -> str:
         refuse_unusable(model)
@@ -88,10 +89,11 @@ def load_pretrained(
         return opened.look(ranks.size > 1)
 
     def compare() -> None:
-        found.append(_compared(model, opened, known, strict, elsewhere))
+        found.append(_compared(model, opened, known, strict, elsewhere, ties[0]))
 
     try:
         open_alike(ranks, path, look)
+        ties.append(shared(ranks, model, lambda: named_tensors(model)))
         elsewhere = names_elsewhere(
             ranks, model, lambda: [known(one) for some in _names(model).values() for one in some]
         )
@@ -145,11 +147,18 @@ class _Load:
 
 
 def _compared(
-    model: nn.Module, opened: Opened, rename: Callable[[str], str], strict: bool, elsewhere: frozenset[str]
+    model: nn.Module,
+    opened: Opened,
+    rename: Callable[[str], str],
+    strict: bool,
+    elsewhere: frozenset[str],
+    ties: Shared,
 ) -> tuple[list[_Load], Unmatched]:
     """What is read into what; raises with all that does not fit. `elsewhere`: what other stages of a pipeline read."""
     path, entries = opened.path, opened.entries
     there, names = spans(model), _names(model)
+    for first, others in ties.names.items():
+        names[first] += [name for name in others if name != first]
     chosen: dict[str, TensorBytes] = {}
     missing: list[str] = []
     used: set[str] = set()

@@ -17,9 +17,9 @@ from zerokern.saving.extra import described
 from zerokern.saving.folder import Draft
 from zerokern.saving.progress import Progress, refuse_no_progress
 from zerokern.saving.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable, shown
-from zerokern.saving.stages import Stages, merged, said, whole_of
+from zerokern.saving.stages import Stages, merged, said, shared, whole_of
 from zerokern.saving.storage import SavePlanner, Writer
-from zerokern.saving.subject import Subject
+from zerokern.saving.subject import Subject, named_tensors
 from zerokern.saving.tiles import TilePlace, joined
 from zerokern.zero.kinds import here_of, is_divided
 from zerokern.zero.sharded import Sharded
@@ -88,6 +88,7 @@ def save(
 
     each = ranks.each("describe", describe)
     items = found["items"]
+    shared(ranks, model, lambda: named_tensors(model)).leave_out(items, found["values"])
     nbytes = _nbytes(items)
     if isinstance(model, Stages):
         told = ranks.each("stages", lambda: said(model, each[ranks.rank], found, nbytes))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from zerokern.core.errors import StateError, got
 from zerokern.saving.ranks import Ranks
 
-__all__ = ["Stages", "merged", "names_elsewhere", "parts_of_one_model", "said", "whole_of"]
+__all__ = ["Shared", "Stages", "merged", "names_elsewhere", "parts_of_one_model", "said", "shared", "whole_of"]
 
 
 class Stages(nn.Module):
@@ -20,9 +21,13 @@ class Stages(nn.Module):
     (0,)
     """
 
-    def __init__(self, modules: dict[int, nn.Module], count: int) -> None:
+    def __init__(
+        self, modules: dict[int, nn.Module], count: int, tied: Mapping[int, Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """`tied`: by stage, what it says of weights that others have copies of."""
         super().__init__()
         self.numbers, self.count = tuple(modules), count
+        self.tied = {id(one): (key, at) for at, some in (tied or {}).items() for key, one in some.items()}
         for number, module in modules.items():
             self.add_module(str(number), module)
 
@@ -42,7 +47,55 @@ def whole_of(model: Any) -> Any:
     if not given or not all(_is_stage(one) for one in given):
         return model
     stages = sorted(given, key=lambda one: one.stage_index)
-    return Stages({one.stage_index: one.submod for one in stages}, stages[0].num_stages)
+    tied = {one.stage_index: getattr(one, "tied", {}) for one in stages}
+    return Stages({one.stage_index: one.submod for one in stages}, stages[0].num_stages, tied)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Weights that stages here share with others: all names of each, the first stage's first, and which are copies of
+    that stage's, by the name here."""
+
+    names: Mapping[str, Sequence[str]]
+    copies: frozenset[str]
+
+    def leave_out(self, items: dict[str, Any], values: dict[str, Any]) -> None:
+        """Copies are not saved: in one process they are names of the one weight."""
+        for key in [key for key in items if self._is_copy(key)]:
+            del items[key]
+        for groups in values["groups"]:
+            for group in groups:
+                group["params"] = [name for name in group["params"] if name not in self.copies]
+        for one in values["optimizers"]:
+            one["beside"] = {name: kept for name, kept in one["beside"].items() if name not in self.copies}
+        values["aliases"].update({name: self.names[name][0] for name in self.copies if name != self.names[name][0]})
+
+    def _is_copy(self, key: str) -> bool:
+        kind, _, name = key.partition(".")
+        if kind == "optim":
+            name = name.removeprefix("state.").rpartition(".")[0]
+        return kind in ("model", "initial", "optim") and name in self.copies
+
+
+def shared(ranks: Ranks, model: Any, tensors: Callable[[], Mapping[str, Tensor]]) -> Shared:
+    """What `tied=` of the stages says, `tensors` being those here by name; all ranks ask.
+
+    >>> shared(Ranks.of(None), nn.Linear(2, 2), dict).copies
+    frozenset()
+    """
+    if not isinstance(model, Stages):
+        return Shared({}, frozenset())
+
+    def mine() -> list[tuple[str, int, str]]:
+        return [(*model.tied[id(one)], name) for name, one in tensors().items() if id(one) in model.tied]
+
+    each = ranks.each("weights that stages share", mine)
+    told: dict[str, dict[int, str]] = {}
+    rows: set[tuple[str, int, str]] = {(key, stage, name) for some in each for key, stage, name in some}
+    for key, stage, name in sorted(rows):
+        told.setdefault(key, {})[stage] = name
+    names = {name: list(dict.fromkeys(told[key].values())) for key, _, name in each[ranks.rank]}
+    return Shared(names, frozenset(name for key, stage, name in each[ranks.rank] if stage != min(told[key])))
 
 
 def _is_stage(one: Any) -> bool:

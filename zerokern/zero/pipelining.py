@@ -6,25 +6,29 @@ schedule computes gradients of inputs first and those of weights later (zero bub
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage as TorchStage
-from torch.distributed.pipelining.stage import stage_backward_input
 
 from zerokern.core.errors import StateError, got
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
+from zerokern.zero.backward_halves import for_inputs, for_weights
 from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import shardings_of
 from zerokern.zero.sharding import Sharding
+from zerokern.zero.tied_stages import Ties, refuse_strange
 
 __all__ = ["PipelineStage"]
+
+# by the group of a pipeline, this rank's stages that its schedule has begun last
+_BEGUN: weakref.WeakKeyDictionary[Any, list[PipelineStage]] = weakref.WeakKeyDictionary()
 
 
 class PipelineStage(TorchStage):
@@ -35,6 +39,10 @@ class PipelineStage(TorchStage):
     A step reduces each bucket once, with the last micro-batch's backward. Gradients are divided by the number of
     micro-batches where the schedule says so (`scale_grads`); those of an earlier step that are still there are kept as
     they are, and these added to them.
+
+    `tied`: parameters that other stages have copies of, such as a word embedding that is the head's weight too, by the
+    name that the whole model has for them: `tied={"words.weight": part.head.weight}`. Every stage that has a copy says
+    so, and begins with the same values. Their gradients are added up at the end of a step, once.
 
     `whole`: whether parameters at stage 3 stay gathered from a step's first forward to its last backward, as pipelines
     have it, or are gathered for each micro-batch. None: they do, unless they rest in another tier.
@@ -61,16 +69,21 @@ class PipelineStage(TorchStage):
         device: torch.device,
         *args: Any,
         whole: bool | None = None,
+        tied: Mapping[str, nn.Parameter] | None = None,
         **kwargs: Any,
     ) -> None:
-        """As torch's; `whole` besides."""
+        """As torch's; `whole` and `tied` besides."""
         super().__init__(submodule, stage_index, num_stages, device, *args, **kwargs)
         if self.dw_builder is not None:
             do = "Gradients that other functions compute would not be reduced; zero-bubble schedules need none of them"
             raise ValueError(got("dw_builder", "a function", "None", do))
         if whole is not None and not isinstance(whole, bool):
             raise TypeError(got("whole", whole, "True, False or None"))
-        self._whole = whole
+        self._whole, self.tied = whole, refuse_strange(tied, submodule)
+        self._ties: Ties | None = None
+        self._together: list[PipelineStage] = []  # this rank's stages that a schedule runs
+        self._waits = False  # until its first forward
+        self._ended: int | None = None  # its step, whose gradients are to be divided by this
         self._reset()
 
     def _reset(self) -> None:
@@ -85,11 +98,22 @@ class PipelineStage(TorchStage):
         super().clear_runtime_states()
         self._let_go()
         self._reset()
+        self._join_others()
         for sharding in self._found():
             self._check(sharding)
 
+    def _join_others(self) -> None:
+        """A schedule begins all its stages before it runs any."""
+        pg = self.group or dist.group.WORLD
+        begun = _BEGUN.get(pg)
+        if begun is None or self in begun or not all(one._waits for one in begun):
+            begun = _BEGUN[pg] = []
+        begun.append(self)
+        self._together, self._waits, self._ended = begun, True, None
+
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch's forward."""
+        self._waits = False
         if not self._in_step:
             self._begin()
         with self._or_let_go():
@@ -110,11 +134,11 @@ class PipelineStage(TorchStage):
             if backward_type == "input":
                 self._refuse_repeated()
                 with self._no_sync():
-                    return _for_inputs(self._leaves(), bwd_kwargs)
+                    return for_inputs(self._leaves(), bwd_kwargs)
             if backward_type == "weight":
                 self._keep(True)  # its passes follow no order of units
                 with ExitStack() if last_backward else self._no_sync():
-                    _in_one_pass(self._shardings, self.device, lambda: _for_weights(bwd_kwargs["param_groups"]))
+                    _in_one_pass(self._shardings, self.device, lambda: for_weights(bwd_kwargs["param_groups"]))
                 if last_backward or not self._stays:
                     self._let_go()
                 return (), None
@@ -123,21 +147,42 @@ class PipelineStage(TorchStage):
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The end of a step."""
+        """The end of a step; with that of this rank's last stage, what stages share is added up."""
         self._let_go()
-        if self.has_backward:
-            self._finish(grad_scale_factor)
+        if not self.has_backward:
+            return
+        self._reduce_rest()
+        self._ended = grad_scale_factor
+        if all(one._ended is not None for one in self._together):
+            # nothing is left to compute on this rank, and what others wait for is on its way: it can wait for them
+            if any(one._ties is None for one in self._together):
+                ties = Ties(self._together)
+                for one in self._together:
+                    one._ties = ties
+            assert self._ties is not None
+            self._ties.add_up()
+            for one in self._together:
+                one._finish(one._ended or 1)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """The end of a step, where a schedule says nothing else."""
         self._let_go()
+        if self.tied:
+            raise StateError(
+                f"pipeline stage {self.stage_index} shares {min(self.tied)!r} with others, and the schedule ends it "
+                "before all is sent that others wait for; allowed: a schedule that calls perform_reduce_grad, as all "
+                "of torch's do from 2.10 on"
+            )
+        self._reduce_rest()
         self._finish(grad_scale_factor)
 
-    def _finish(self, factor: int) -> None:
+    def _reduce_rest(self) -> None:
         with self._or_let_go():
             for sharding, before in zip(self._shardings, self._passes, strict=True):
                 if sharding.reduction.passes == before and sharding.gradient_buckets:  # nothing came last, or nothing
                     _in_one_pass([sharding], self.device, lambda: None)
+
+    def _finish(self, factor: int) -> None:
         for sharding in self._found() if factor != 1 else ():
             _divide(sharding, factor)
         before_it, self._before = self._before or [], None
@@ -267,74 +312,6 @@ def _divide(sharding: Sharding, count: int) -> None:
             grad = _finder(bucket, place).grad
             if grad is not None:
                 grad.div_(count)
-
-
-def _for_inputs(leaves: Sequence[Tensor], given: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
-    """Gradients of a stage's inputs, and what those of its weights are to be computed from later.
-
-    Weights that no gradient of an input comes past have theirs at once: torch would leave them out.
-    """
-    nodes = [hooks.accumulator(leaf) for leaf in leaves]
-    outputs, inputs, output_grads = given["stage_output"], given["input_values"], given["output_grads"]
-    grads = [None] * len(outputs) if output_grads is None else output_grads
-    pairs = [(get_gradient_edge(one), grad) for one, grad in zip(outputs, grads, strict=True) if one.requires_grad]
-    entered = {hooks.accumulator(one) for one in inputs if isinstance(one, Tensor) and one.requires_grad}
-    stand_ins: Any = (SimpleNamespace(requires_grad=False, grad_fn=node) for node in nodes)
-    found, groups = stage_backward_input(outputs, output_grads, inputs, stand_ins)
-    covered = {node for group in groups for node in group["params"]}
-    if not covered.issuperset(nodes):
-        accumulators = _accumulators(edge.node for edge, _ in pairs)
-        missing = [GradientEdge(one, 0) for one in accumulators if one not in covered and one not in entered]
-        if missing:
-            _pass_back(pairs, missing, keeps=True)
-    return found, groups
-
-
-def _accumulators(nodes: Iterable[Any]) -> list[Any]:
-    """The nodes of all leaves that these come from."""
-    stack = list(nodes)
-    seen, found = set(stack), []
-    while stack:
-        node = stack.pop()
-        if hasattr(node, "variable"):
-            found.append(node)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return found
-
-
-def _for_weights(groups: Sequence[dict[str, Any]]) -> None:
-    """The half that was left: from the nodes where a weight's gradient leaves the way to the inputs.
-
-    Of a weight that is used several times, what comes to one of its nodes from another is in its gradient already; and
-    these go first, as they pass through nodes that others begin with, which would be freed by then.
-    """
-    found = []
-    for group in groups:
-        pairs = zip(group.pop("intermediates"), group.pop("grads", ()), strict=False)
-        there = [(node, grads) for node, grads in pairs if grads is not None]
-        each = ((GradientEdge(node, at), grad) for node, grads in there for at, grad in enumerate(grads))
-        edges = [(edge, grad) for edge, grad in each if grad is not None]
-        if edges:
-            found.append((len(there) > 1, there, edges, [GradientEdge(node, 0) for node in group["params"]]))
-    for several, there, edges, targets in sorted(found, key=lambda one: not one[0]):
-        handles = [node.register_prehook(_instead(grads)) for node, grads in there] if several else []
-        try:
-            _pass_back(edges, targets, keeps=several)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _pass_back(edges: Sequence[tuple[Any, Any]], targets: list[GradientEdge], *, keeps: bool) -> None:
-    begins, grads = [edge for edge, _ in edges], [grad for _, grad in edges]
-    torch.autograd.backward(begins, grads, inputs=targets, retain_graph=keeps)
-
-
-def _instead(grads: Any) -> Callable[[Any], Any]:
-    return lambda _: grads
 
 
 class _Begun(torch.autograd.Function):

@@ -1,0 +1,303 @@
+"""Weights that several stages of a pipeline have copies of train as the one weight that they are in one process."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_cases import CPU, SCHEDULES, gradients
+from tied_cases import MICROS, WIDTH, WORDS, Alone, Pipe, batch, loss_of, part, whole
+from torch import Tensor, nn
+from worlds import World, full, on_ranks, ranked
+
+import zerokern as zk
+
+LIMIT = 0.05  # of the norm, which every step is above
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], where: Any) -> None:
+    assert found
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=2e-4, atol=2e-6, msg=lambda said, name=name: f"{where} {name}: {said}"
+        )
+
+
+def copies_are_alike(world: World, models: list[nn.Module]) -> None:
+    names = ("words.weight", "head.weight", "more.weight")
+    mine = [
+        (value.sum().item(), value.mul(3).cos().sum().item())
+        for model in models
+        for name, value in full(model).items()
+        if name in names
+    ]
+    assert len({one for some in world.exchange(mine) for one in some}) == 1
+
+
+@ranked
+def trained(world: World, rows: list[tuple[str, int, int, int]], steps: int, seeds: list[int], settings: Any) -> None:
+    """`settings`: of the optimizer."""
+    for name, stage, uses, pp in rows:
+        for seed in seeds:
+            pipe = Pipe(name, seed, uses, pp, stage=stage)
+            alone = Alone(seed, uses, pipe.count, world.size // pp)
+            opt = zk.AdamW(pipe.params(), lr=1e-2, max_grad_norm=LIMIT, group=pipe.mesh["pp"], **settings)
+            for step in range(steps):
+                where = (name, stage, uses, pp, seed, step)
+                losses, expected = pipe.step(*batch(seed, step, pipe.dp)), alone.step(step)
+                torch.testing.assert_close(losses, expected[pipe.dp] if losses else [], rtol=2e-5, atol=0.0)
+                close(gradients(pipe.models), {k: p.grad for k, p in alone.named().items()}, where)
+                norm = nn.utils.clip_grad_norm_(alone.model.parameters(), LIMIT)
+                opt.step()
+                opt.zero_grad()
+                alone.opt.step()
+                if opt.grad_norm is not None:
+                    assert math.isclose(opt.grad_norm, norm.item(), rel_tol=1e-5), (where, opt.grad_norm, norm)
+                copies_are_alike(world, pipe.models)
+
+
+QUICK = [("1F1B", 2, 2, 2), ("InterleavedZeroBubble", 3, 3, 2), ("ZBVZeroBubble", 1, 3, 2), ("GPipe", 0, 2, 4)]
+
+
+def test_as_one_weight_of_one_process() -> None:
+    on_ranks(4, trained, QUICK, 3, [0], {})
+
+
+LONG = [(name, stage, 2 + (stage + len(name)) % 2, 2) for name in SCHEDULES for stage in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_schedule(stage: int) -> None:
+    on_ranks(4, trained, [row for row in LONG if row[1] == stage], 3, [0, 1], {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"schedule": "overlap"}, {"tier": "cpu", "schedule": "overlap"}, {"state_format": "bf16"}],
+    ids=str,
+)
+def test_twenty_steps(settings: dict[str, Any]) -> None:
+    if "state_format" in settings:  # rounded averages are not those of the one process
+        on_ranks(4, apart, [("1F1B", 3, 2, 2), ("1F1B", 0, 2, 4)], settings)
+        return
+    on_ranks(4, trained, [("1F1B", 3, 2, 2), ("Interleaved1F1B", 2, 3, 2), ("1F1B", 1, 2, 2)], 20, [0, 1], settings)
+
+
+@ranked
+def apart(world: World, rows: list[tuple[str, int, int, int]], settings: Any) -> None:
+    """Copies stay alike, to the bit, whatever the optimizer makes of their gradient."""
+    for name, stage, uses, pp in rows:
+        pipe = Pipe(name, 0, uses, pp, stage=stage)
+        opt = zk.AdamW(pipe.params(), lr=1e-2, group=pipe.mesh["pp"], **settings)
+        for step in range(5):
+            pipe.step(*batch(0, step, pipe.dp))
+            opt.step()
+            opt.zero_grad()
+            copies_are_alike(world, pipe.models)
+
+
+@ranked
+def clipped_apart(world: World, stage: int) -> None:
+    """zk.clip_grad_norm_ counts the weight once, and a NaN at one stage skips the step of all copies."""
+    pipe, alone = Pipe("1F1B", 0, 2, 2, stage=stage), Alone(0, 2, 2, 2)
+    opt = zk.AdamW(pipe.params(), lr=1e-2, group=pipe.mesh["pp"])
+    for step in range(3):
+        pipe.step(*batch(0, step, pipe.dp))
+        alone.step(step)
+        for kind in (2.0, math.inf):
+            norm = zk.clip_grad_norm_(pipe.params(), 1e9, norm_type=kind, group=pipe.mesh["pp"])
+            expected = nn.utils.clip_grad_norm_(alone.model.parameters(), 1e9, norm_type=kind)
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+        opt.step()
+        opt.zero_grad()
+        alone.opt.step()
+    before = [full(model) for model in pipe.models]
+    handles = [model.head.weight.register_hook(lambda grad: grad * math.nan) for model in pipe.models if model.head]
+    pipe.step(*batch(0, 3, pipe.dp))
+    for handle in handles:
+        handle.remove()
+    opt.step()
+    assert opt.skipped_steps == 1
+    for model, kept in zip(pipe.models, before, strict=True):
+        for name, value in full(model).items():
+            assert torch.equal(value, kept[name])
+    opt.zero_grad()
+    pipe.step(*batch(0, 4, pipe.dp))
+    opt.step()
+    copies_are_alike(world, pipe.models)
+
+
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))])
+def test_one_norm_and_one_decision(stage: int) -> None:
+    on_ranks(4, clipped_apart, stage)
+
+
+@ranked
+def added_up(world: World, stage: int) -> None:
+    """Steps add up, a copy that is used nowhere has the others' gradient, and a weight without any has none."""
+    pipe, alone = Pipe("1F1B", 0, 2, 2, stage=stage), Alone(0, 2, 2, 2)
+    sums: dict[str, Tensor] = {}
+    for step in range(2):
+        pipe.step(*batch(0, step, pipe.dp))
+        alone.step(step)
+        sums = {name: param.grad + sums.get(name, 0.0) for name, param in alone.named().items()}
+        close(gradients(pipe.models), sums, (stage, step))
+    for param in pipe.params():
+        param.grad = None
+    for model in pipe.models:
+        if model.head is not None:
+            model.head.forward = lambda x: x.repeat(1, 1, 9)[..., :WORDS]  # type: ignore[method-assign]
+    pipe.step(*batch(0, 2, pipe.dp))
+    found = gradients(pipe.models)
+    told = world.exchange({name: one.abs().sum().item() for name, one in found.items() if WORDS in one.shape})
+    assert len({value for one in told for value in one.values()}) == 1 and all(told), told
+    for param in pipe.params():
+        param.grad = None
+    for model in pipe.models:
+        if model.words is not None:
+            model.words.forward = lambda x: torch.ones(*x.shape, WIDTH)  # type: ignore[method-assign]
+    pipe.step(*batch(0, 3, pipe.dp))
+    assert all(WORDS not in value.shape for value in gradients(pipe.models).values())
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1, 3))])
+def test_steps_and_copies_add_up(stage: int) -> None:
+    on_ranks(4, added_up, stage)
+
+
+@ranked
+def elsewhere(world: World, folder: Path) -> None:
+    """Parameters, state and gradients that rest on a disk; copies stay alike."""
+    nvme = zk.Nvme(folder / f"rank{world.rank}", ring_nbytes="1M")
+    for shard, of_opt in (
+        ({"stage": 3, "tier": nvme}, {"tier": zk.Nvme(folder / f"state{world.rank}", ring_nbytes="1M")}),
+        ({"stage": 3, "tier": "cpu"}, {"tier": "cpu", "schedule": zk.Delayed(after=1)}),
+        ({"stage": 2}, {"schedule": zk.Delayed(after=1)}),
+    ):
+        pipe, alone = Pipe("1F1B", 0, 2, 2, **shard), Alone(0, 2, 2, 2)
+        opt = zk.AdamW(pipe.params(), lr=1e-2, max_grad_norm=LIMIT, group=pipe.mesh["pp"], **of_opt)
+        for step in range(5):
+            pipe.step(*batch(0, step, pipe.dp))
+            if not step:
+                alone.step(step)
+                close(gradients(pipe.models), {k: p.grad for k, p in alone.named().items()}, shard)
+            opt.step()
+            opt.zero_grad()
+            copies_are_alike(world, pipe.models)
+
+
+def test_at_other_tiers(tmp_path: Path) -> None:
+    on_ranks(4, elsewhere, tmp_path)
+
+
+@ranked
+def refused(world: World, what: str) -> str:
+    pipe = Pipe("1F1B", 0, 2, 2, stage=2)
+    words = {"lr": 1e-2}
+    if what == "alone" and pipe.stages[0].is_last:
+        pipe.stages[0].tied = {}
+    if what == "values":
+        with torch.no_grad(), zk.gathered(pipe.models[0], write=True):
+            for name, param in pipe.models[0].named_parameters():
+                if name == "head.weight":
+                    param[WORDS - 1, WIDTH - 1] += 1e-3
+    if what == "frozen":
+        for model in pipe.models:
+            if model.head is not None:
+                model.head.weight.requires_grad_(False)
+    if what == "options" and pipe.stages[0].is_last:
+        words = {"lr": 2e-2}
+    opt = zk.AdamW(pipe.params(), group=pipe.mesh["pp"], **words)
+    try:
+        for step in range(3):
+            pipe.step(*batch(0, step, pipe.dp))
+            opt.step()
+            opt.zero_grad()
+    except zk.StateError as error:
+        return str(error)
+    return "nothing"
+
+
+@ranked
+def in_three_dimensions(world: World, stages: list[int]) -> None:
+    """pp 2 x dp 2 x tp 2, words and head divided along tp by rows; and pp 2 x HSDP."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    meshes = [init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", last)) for last in ("tp", "shard")]
+    number, dp = meshes[0].get_local_rank("pp"), meshes[0].get_local_rank("dp")
+    plan = {
+        "words": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+    }
+    for stage in stages:
+        for hybrid, mesh in enumerate(meshes):
+            model, tied = part(whole(0, 2, 2), number)
+            weight = "words" if number == 0 else "head"
+            if not hybrid:
+                there = {name: how for name, how in plan.items() if getattr(model, name, 1) is not None}
+                parallelize_module(model, mesh["tp"], there)
+                tied = {"words.weight": getattr(model, weight).weight}
+                assert tied["words.weight"].placements == (Shard(0),)
+            zk.shard(model, stage=stage, mesh=mesh["dp", "shard"] if hybrid else mesh["dp"])
+            one = zk.PipelineStage(model, number, 2, CPU, group=mesh.get_group("pp"), tied=tied)
+            schedule = SCHEDULES["1F1B"][0](one, MICROS, loss_fn=loss_of)
+            opt = zk.AdamW(model.parameters(), lr=1e-2, max_grad_norm=LIMIT, group=mesh["pp"])
+            mine = 2 * dp + mesh.get_local_rank("shard") if hybrid else dp
+            alone = Alone(0, 2, 2, 4 if hybrid else 2)
+            for step in range(3):
+                x, y = batch(0, step, mine)
+                schedule.step(*([x] if number == 0 else []), target=y if number else None)
+                alone.step(step)
+                norm = nn.utils.clip_grad_norm_(alone.model.parameters(), LIMIT)
+                opt.step()
+                opt.zero_grad()
+                alone.opt.step()
+                assert math.isclose(opt.grad_norm, norm.item(), rel_tol=1e-5), (stage, hybrid, step)
+                found = full(model)
+                if not hybrid:
+                    found = {
+                        name: one.full_tensor() if hasattr(one, "placements") else one for name, one in found.items()
+                    }
+                for name, value in found.items():
+                    torch.testing.assert_close(value, alone.named()[name].detach(), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_beside_tensor_parallelism_and_copies() -> None:
+    on_ranks(8, in_three_dimensions, [3, 1, 2, 0], timeout=200)
+
+
+SAYS = {
+    "alone": "names 'words.weight' in tied=, and no other stage does",
+    "values": "pipeline stages have different values of 'words.weight'",
+    "frozen": "is trained at one of them and frozen at another",
+    "options": "has other values at one of them since the last step",
+}
+
+
+@pytest.mark.parametrize("what", SAYS)
+def test_what_is_refused_by_name_on_all_ranks(what: str) -> None:
+    said = on_ranks(4, refused, what)
+    assert all(SAYS[what] in one for one in said), said
+
+
+def test_strange_arguments() -> None:
+    from zerokern.zero.tied_stages import refuse_strange
+
+    part = nn.Linear(2, 2)
+    assert refuse_strange(None, part) == {}
+    with pytest.raises(TypeError, match="parameters by name"):
+        refuse_strange([part.weight], part)
+    with pytest.raises(ValueError, match="of this stage's module"):
+        refuse_strange({"weight": nn.Linear(2, 2).weight}, part)
+    with pytest.raises(ValueError, match="one name for each"):
+        refuse_strange({"a": part.weight, "b": part.weight}, part)
