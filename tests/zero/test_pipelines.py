@@ -124,6 +124,7 @@ def counted(world: World, whole: bool | None) -> None:
             gathered = found.pop("all_gather", 0)
             if stage == 3 and step:  # the first one infers shapes too
                 assert gathered == buckets if whole is not False else gathered > buckets, (name, gathered, buckets)
+            assert found.pop("all_reduce", 0) <= (step == 0)  # in a first step the ranks of the pipeline meet
             assert not found, (name, stage, found)
             for param in pipe.params():
                 param.grad = None

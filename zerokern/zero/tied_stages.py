@@ -48,7 +48,7 @@ def refuse_strange(tied: Any, module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @dataclass
-class Copy:
+class StageCopy:
     """One stage's, on this rank."""
 
     stage: int
@@ -114,7 +114,9 @@ class Copy:
 class Tie:
     """One weight: its copies that are here, and the ranks that have others."""
 
-    def __init__(self, name: str, copies: Sequence[Copy], told: Sequence[dict[str, Any]], group: Group | None) -> None:
+    def __init__(
+        self, name: str, copies: Sequence[StageCopy], told: Sequence[dict[str, Any]], group: Group | None
+    ) -> None:
         self.name, self.copies, self.group = name, list(copies), group
         self.trained = copies[0].bucket is not None
         self.alike = self.trained and all(one["cuts"] == told[0]["cuts"] for one in told)
@@ -173,12 +175,12 @@ class Ties:
     def __init__(self, stages: Sequence[Any]) -> None:
         self._pg = stages[0].group or dist.group.WORLD
         self._everyone = _joined(self._pg, stages[0].device)
-        here: dict[str, list[Copy]] = {}
+        here: dict[str, list[StageCopy]] = {}
         for stage in sorted(stages, key=lambda one: one.stage_index):
             for name, param in stage.tied.items():
                 home = home_of(param)
                 assert home is not None  # the stage has looked
-                here.setdefault(name, []).append(Copy(stage.stage_index, param, home))
+                here.setdefault(name, []).append(StageCopy(stage.stage_index, param, home))
         each = self._everyone.exchange([copy.described(name) for name, some in here.items() for copy in some])
         told: dict[str, list[dict[str, Any]]] = {}
         for rank, some in enumerate(each):
