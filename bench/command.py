@@ -61,6 +61,7 @@ def parse_peers(text: str) -> tuple[str, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zerokern bench`."""
     parser.add_argument("op", choices=ops.NAMES, metavar="op", help=", ".join(ops.NAMES))
+    parser.add_argument("--list", action=_List, nargs=0, help="say what each benchmark measures, and exit")
     parser.add_argument("--numel", type=parse_numel, help="elements: 64M (default), 1.5G, 4096")
     parser.add_argument("--shape", choices=SHAPES, default="flat", help="one tensor, those of a Llama, 10,000 small")
     parser.add_argument("--vs", type=parse_peers, metavar="PEERS", help=",".join(PEERS))
@@ -76,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     zero.add_arguments(parser)
     offload.add_arguments(parser)
     infinity.add_arguments(parser)
+
+
+class _List(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for name, what in ops.described():
+            print(f"{name:12}{what}")
+        parser.exit()
 
 
 def run(args: argparse.Namespace) -> int:

@@ -89,4 +89,4 @@ def test_a_source_tree_has_all_commands() -> None:
 def test_an_unknown_command_is_taught(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["imfo"])
-    assert "choose from" in capsys.readouterr().err
+    assert "Did you mean info?" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_it_predicts_steps_on_a_described_machine(capsys, tmp_path: Path) -> Non
         (("--hardware", "x100"), "machine='x100' is not possible; allowed: a JSON file, or one of a100-pcie"),
         (("--hardware", "h200-pcie", "--tokens", "4q"), "tokens='4q' is not possible; allowed: numbers from 1 on"),
         (("--hardware", "h200-pcie", "--world", "4"), "net_gb_s=None is not possible"),
-        (("--schedule", "late"), "invalid choice: 'late'"),
+        (("--schedule", "late"), "'late' is not one of sync, overlap, delayed"),
         (("--schedule", "overlap", "--tier", "device"), "'sync' for parameters on a device, or tier='cpu'"),
     ],
 )

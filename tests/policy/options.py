@@ -64,15 +64,15 @@ def command_line() -> argparse.ArgumentParser:
     def capture(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
         raise Captured(parser)
 
-    original = argparse.ArgumentParser.parse_args
-    argparse.ArgumentParser.parse_args = capture
+    original = argparse.ArgumentParser.parse_known_args
+    argparse.ArgumentParser.parse_known_args = capture
     try:
         main(["info"])
     except Captured as found:
         return found.args[0]
     finally:
-        argparse.ArgumentParser.parse_args = original
-    raise AssertionError("zerokern.cli.main.main(argv) no longer calls ArgumentParser.parse_args")
+        argparse.ArgumentParser.parse_known_args = original
+    raise AssertionError("zerokern.cli.main.main(argv) no longer calls ArgumentParser.parse_known_args")
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

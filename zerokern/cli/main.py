@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import zerokern
+from zerokern.cli.parsing import Parser
 from zerokern.core.errors import ZerokernError
 
 COMMANDS = {
@@ -22,30 +23,51 @@ COMMANDS = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="zerokern", description="Fused optimizer kernels: every byte moves once.")
+def parser() -> tuple[Parser, dict[str, Parser]]:
+    """That of all, and those of the commands."""
+    top = Parser(prog="zerokern", description="Fused optimizer kernels: every byte moves once.")
+    top.add_argument("--version", action="version", version=f"zerokern {zerokern.__version__}")
     if importlib.util.find_spec("zerokern.bench") is None:  # a source tree: it and examples lie beside the package
         zerokern.__path__.append(str(Path(zerokern.__file__).resolve().parents[1]))
-    commands = top.add_subparsers(dest="command", metavar="command", required=True)
+    commands = top.add_subparsers(dest="command", metavar="command")
+    made = {}
     for name, (place, summary) in COMMANDS.items():
         module = importlib.import_module(f"zerokern.{place}")
-        below = commands.add_parser(name, help=summary, description=summary)
+        below = made[name] = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(below)
         below.set_defaults(run=module.run, mismatch=getattr(module, "mismatch", None))
-    return top
+    return top, made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status: 2 where its `mismatch` names options that do not fit together."""
-    arguments = parser().parse_args(argv)
-    says = arguments.mismatch(arguments) if arguments.mismatch is not None else ""
-    if says:
-        print(f"zerokern {arguments.command}: {says}", file=sys.stderr)
-        return 2
+    for stream in (sys.stdout, sys.stderr):  # a terminal that knows ASCII alone shows a question mark, and no traceback
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
-        return arguments.run(arguments)
+        return _run(argv)
+    except BrokenPipeError:  # `| head` has seen enough; what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     except ZerokernError as error:
         print(f"zerokern: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    top, commands = parser()
+    arguments, unknown = top.parse_known_args(argv)
+    if arguments.command is None:
+        top.print_help()
+        return 0
+    if unknown:
+        commands[arguments.command].refuse_unknown(unknown)
+    says = arguments.mismatch(arguments) if arguments.mismatch is not None else ""
+    if says:
+        print(f"zerokern {arguments.command}: {says}", file=sys.stderr)
+        return 2
+    status = arguments.run(arguments)
+    sys.stdout.flush()
+    return status

@@ -1,0 +1,77 @@
+"""The command line as a stranger meets it: typos, pipes, terminals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zerokern.cli.main import main
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        status = main(words)
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    found = capsys.readouterr()
+    return status, found.out, found.err
+
+
+def test_without_a_command_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = said(capsys)
+    assert status == 0 and not err
+    assert all(name in out for name in ("info", "plan", "bench", "checkpoint", "demo", "trace"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import zerokern as zk
+
+    assert said(capsys, "--version") == (0, f"zerokern {zk.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "words, usage, says",
+    [
+        (("plam",), "usage: zerokern ", "Did you mean plan?"),
+        (("bench", "adm"), "usage: zerokern bench ", "Did you mean adam?"),
+        (("bench", "adam", "--pears", "3"), "usage: zerokern bench ", "Did you mean --pairs?"),
+        (("plan", "7B"), "usage: zerokern plan ", "7B is not an option here"),
+        (("plan", "--schedule", "delay"), "usage: zerokern plan ", "Did you mean delayed?"),
+    ],
+)
+def test_a_typo_shows_that_command(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], usage: str, says: str
+) -> None:
+    status, out, err = said(capsys, *words)
+    assert status == 2 and not out
+    assert err.startswith(usage) and says in err
+
+
+def test_each_benchmark_says_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    from zerokern.bench import ops
+
+    status, out, _ = said(capsys, "bench", "--list")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert status == 0 and list(lines) == list(ops.NAMES)
+    assert all(what.endswith(".") and "`" not in what for what in lines.values())
+
+
+PLAN = "from zerokern.cli.main import main; import sys; sys.exit(main(['plan', '--numel', '7B', '--world', '1,2,4,8']))"
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, "-c", PLAN], stdout=writes, stderr=subprocess.PIPE, timeout=60)
+    os.close(writes)
+    assert done.returncode == 141 and done.stderr == b""
+
+
+def test_a_terminal_that_knows_ascii_alone() -> None:
+    there = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", PLAN], env=there, capture_output=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.isascii()
