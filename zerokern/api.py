@@ -185,6 +185,9 @@ def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = No
         "bucket_bytes": BUCKET_BYTES,
         "reduce": "mean",
     }
+    if isinstance(fn, nn.Module):
+        do = "zk.build(lambda: Model()) makes it from the start; zk.shard(model) takes one that is there"
+        raise TypeError(got("fn", f"a {type(fn).__name__}", "a function without arguments that makes the model", do))
     unknown = sorted(set(shard_kwargs) - set(settings))
     if unknown:
         raise TypeError(f"zk.build got {', '.join(unknown)}; allowed: the keywords of zk.shard, and device")

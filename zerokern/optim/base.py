@@ -105,12 +105,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed nothing, because the norm was not finite or GradScaler had found an infinity.
-
-        For parameters on a GPU, reading it waits for the step.
-        """
+        """Steps that changed nothing: the norm was not finite, or GradScaler had found an infinity. Waits too."""
         self.course.look_at_decision()
         return self.decision.skipped_steps
+
+    def __repr__(self) -> str:
+        said = f"tier={self.tier!r}, schedule={self.schedule!r}, max_grad_norm={self.max_grad_norm}"
+        return super().__repr__().replace(" (\n", f" ({said}\n", 1)
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -125,7 +126,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if isinstance(param_group, dict) and "params" in param_group:
             if not isinstance(param_group["params"], (Tensor, set)):
                 param_group["params"] = list(param_group["params"])
-                checks.distinct(param_group["params"])
+                checks.group(param_group, _NOT_OF_GROUPS)
             self._algorithm.checked({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self.holdings.watch_data(self.param_groups[-1:])
@@ -140,8 +141,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         >>> weight.grad = torch.tensor([1.0, -2.0]); opt.step(); weight.data
         tensor([0.5000, 3.0000])
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         if not self._stepping.acquire(blocking=False):
             raise StateError(_TWICE)
         here = self.holdings

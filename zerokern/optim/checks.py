@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,19 @@ def hints(group: dict[str, Any]) -> None:
             raise ValueError(got(name, group[name], "None or False", reason))
 
 
-def distinct(params: Sequence[Any]) -> None:
-    """Refuse a list that names one parameter twice."""
-    tensors = [param[1] if isinstance(param, tuple) else param for param in params]
+def group(given: Mapping[str, Any], of_the_optimizer: Collection[str]) -> None:
+    """Refuse a group with options that only the optimizer has, and parameters that are listed twice or are of a dtype
+    that nothing here updates."""
+    for name in of_the_optimizer:
+        if name != "params" and name in given:
+            do = f"It is one for all groups: AdamW(groups, {name}=...)"
+            raise ValueError(got(f"param_group[{name!r}]", given[name], "options of a group", do))
+    tensors = [param[1] if isinstance(param, tuple) else param for param in given["params"]]
     seen: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
+        if getattr(tensor, "dtype", None) is torch.float64 and tensor.requires_grad:
+            do = "Build the optimizer after model.float() or model.bfloat16(), or keep torch.optim's for float64"
+            raise TypeError(got(f"params[{index}].dtype", tensor.dtype, DTYPES_TEXT, do))
         if stands_for(tensor) is not None:
             do = "A forward was broken off, by Ctrl-C perhaps: run one to its end, and list the parameters then"
             what = f"what stands for a parameter while its module computes, at {index}"

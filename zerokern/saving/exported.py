@@ -52,6 +52,12 @@ def headers_of(path: Path, held: Held) -> list[Header]:
 
     A single `model.safetensors` counts before an index, as it does for Hugging Face.
     """
+    if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
+        raise IoError(
+            f"there is no {path} here; a model of the Hugging Face Hub is downloaded first: "
+            f'zk.load_pretrained(model, huggingface_hub.snapshot_download("{path.as_posix()}"))',
+            path=str(path),
+        )
     if not path.is_dir():
         return [_header(path, held)]
     if (path / SINGLE).exists():
