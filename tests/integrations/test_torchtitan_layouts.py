@@ -28,9 +28,8 @@ ROWS: dict[str, tuple[layouts.Layout, list[int], list[str], int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if not number else pytest.param(name, marks=slow) for number, name in enumerate(ROWS)]
-)
+@slow  # test_torchtitan.py has what is quick
+@pytest.mark.parametrize("name", ROWS)
 def test_as_fsdp2_and_resumed(name: str, tmp_path: Any) -> None:
     """Losses and norms of each step differ by the order of sums; what a checkpoint holds is all that there is."""
     layout, stages, more, accumulated = ROWS[name]

@@ -61,12 +61,15 @@ def batch(seed: int, number: int) -> tuple[Tensor, Tensor]:
     return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
 
-def adamw(params: Iterable[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
+def groups_of(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Two groups, by the number of dimensions."""
     params = list(params)
     small = [param for param in params if param.ndim < 2]
-    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": small, "weight_decay": 0.0}]
-    return zk.AdamW(groups, lr=1e-2, **settings)
+    return [{"params": [p for p in params if p.ndim > 1], "weight_decay": 0.01}, {"params": small, "weight_decay": 0.0}]
+
+
+def adamw(params: Iterable[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
+    return zk.AdamW(groups_of(params), lr=1e-2, **settings)
 
 
 class Laid:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import Alone, Laid, adamw, batch
+from layout_cases import Alone, Laid, adamw, batch, groups_of
 from loss_cases import rms
 from pipeline_cases import loss_of
 from torch import Tensor
@@ -33,11 +33,6 @@ class Wide(Alone):
     def step(self) -> None:
         self.norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), NORM))
         super().step()
-
-
-def groups_of(params: Any) -> list[dict[str, Any]]:
-    made = adamw(params)
-    return [{key: group[key] for key in ("params", "weight_decay")} for group in made.param_groups]
 
 
 class Ddp(Alone):
@@ -109,22 +104,27 @@ def further(faults: list[str], what: str, mine: float, theirs: float, least: flo
         faults.append(f"{what} are off by {mine:.3g}, DDP's by {theirs:.3g}")
 
 
-ROWS = [
-    ("tp 2 x dp 2", 3, 0, 1),
-    ("tp 2 x dp 2", 3, 1, 4),
-    ("tp 2 x dp 2", 1, 1, 1),
-    ("hsdp 2 x 2", 3, 0, 1),
-    ("pp 2 x dp 2", 3, 0, 1),
-    ("pp 2 x dp 2", 3, 1, 4),
-    ("pp 2 x dp 2 x tp 2", 3, 0, 1),
-    ("pp 2 x dp 2 x tp 2", 3, 1, 4),
-    ("pp 2 x dp 2 x tp 2", 1, 1, 1),
-]
+CROSS = [(seed, accumulated) for seed in (0, 1) for accumulated in (1, 4)]
+
+
+def all_of(rank: int, sizes: dict[str, int], stage: int, cases: list[tuple[int, int]]) -> list[str]:
+    return [
+        f"seed {seed}, {often} at a time: {fault}"
+        for seed, often in cases
+        for fault in followed(rank, sizes, stage, seed, often, STEPS)
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, stage, seed, accumulated", ROWS)
-def test_as_close_to_float64_as_ddp(name: str, stage: int, seed: int, accumulated: int) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_as_close_to_float64_as_ddp(name: str) -> None:
     """Losses, norms, whole parameters and gradients of twenty steps."""
     count = math.prod(LAYOUTS[name].values())
-    assert on_ranks(count, followed, LAYOUTS[name], stage, seed, accumulated, STEPS) == [[]] * count
+    assert on_ranks(count, all_of, LAYOUTS[name], 3, CROSS, timeout=230) == [[]] * count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, stage", [(name, stage) for name in LAYOUTS for stage in (1, 2)])
+def test_whatever_is_divided(name: str, stage: int) -> None:
+    count = math.prod(LAYOUTS[name].values())
+    assert on_ranks(count, all_of, LAYOUTS[name], stage, [(stage % 2, 4 if stage == 1 else 1)]) == [[]] * count
