@@ -75,7 +75,8 @@ inline void store_stochastic(const zk_segment &s, const Scalars &k, int64_t i, c
     }
 }
 
-template <int T>
+// NANS: where there may be one. Its upper half alone must be a NaN too, which costs an instruction for each vector.
+template <int T, bool NANS>
 ZK_INLINE void store_value(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
     const int kind = T == ANY ? static_cast<int>(k.target) : T;
     switch (kind) {
@@ -83,16 +84,16 @@ ZK_INLINE void store_value(const zk_segment &s, const Scalars &k, int64_t i, con
             for (int j = 0; j < Q; ++j) store(at<float>(s.master, i + j * W), p[j]);
             break;
         case TO_SPLIT16:
-            store_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p);
+            store_split16<NANS>(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p);
             break;
         case TO_SPLIT8:
-            store_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p);
+            store_split8<NANS>(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p);
             break;
         default:
             if (k.stochastic) {
                 store_stochastic(s, k, i, p, kind == TO_F16);
             } else if (kind == TO_BF16) {
-                store_bf16(at<uint16_t>(s.param, i), p);
+                store_bf16<NANS>(at<uint16_t>(s.param, i), p);
             } else {
                 store_f16(at<uint16_t>(s.param, i), p);
             }
@@ -100,7 +101,7 @@ ZK_INLINE void store_value(const zk_segment &s, const Scalars &k, int64_t i, con
 }
 
 // The published copy: the parameter itself where it has that dtype, so that both agree, else the value rounded to it.
-template <int T, int O>
+template <int T, int O, bool NANS>
 ZK_INLINE void store_out(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
     const int kind = O == ANY ? static_cast<int>(k.out) : O;
     if (kind == ZK_NONE) return;
@@ -110,7 +111,7 @@ ZK_INLINE void store_out(const zk_segment &s, const Scalars &k, int64_t i, const
     if (kind == param) {
         std::memcpy(to, at<uint16_t>(s.param, i), sizeof(uint16_t) * STEP);
     } else if (kind == ZK_BF16) {
-        k.stream_out ? stream_bf16(to, p) : store_bf16(to, p);
+        k.stream_out ? stream_bf16<NANS>(to, p) : store_bf16<NANS>(to, p);
     } else {
         k.stream_out ? stream_f16(to, p) : store_f16(to, p);
     }
@@ -125,10 +126,10 @@ ZK_INLINE void load_state(const void *state, int64_t i, F (&x)[Q]) {
     }
 }
 
-template <int S>
+template <int S, bool NANS>
 ZK_INLINE void store_state(void *state, int64_t i, const F (&x)[Q]) {
     if constexpr (S == ZK_BF16) {
-        store_bf16(at<uint16_t>(state, i), x);
+        store_bf16<NANS>(at<uint16_t>(state, i), x);
     } else if constexpr (S == ZK_F32) {
         for (int j = 0; j < Q; ++j) store(at<float>(state, i + j * W), x[j]);
     }
@@ -143,6 +144,7 @@ inline void prefetch_span(const void *base, int64_t byte, int64_t nbytes, int64_
 template <class Rule, int G, int T, int S, int O>
 struct Update {
     static constexpr bool CODED = S == ZK_INT8;
+    static constexpr bool RARE = Rule::STATES == 2 && W > 1 && !CODED;  // what is rare has a path of its own
     static constexpr int STATE_BYTES = S == ZK_F32 ? 4 : S == ZK_BF16 ? 2 : S == ZK_INT8 ? 1 : 0;
 
     static void prefetch_tile(const zk_segment &s, const Scalars &k, int64_t i) {
@@ -163,20 +165,65 @@ struct Update {
         if constexpr (Rule::STATES >= 2 && S != ZK_NONE) ahead(s.exp_avg_sq, STATE_BYTES);
     }
 
-    static ZK_INLINE void plain_tile(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base) {
+    static ZK_INLINE void load_plain(const zk_segment &s, const Scalars &k, int64_t i, F (&g)[Q], F (&p)[Q], F (&a)[Q],
+                                     F (&b)[Q]) {
         const F scale = set1(k.scale);  // carries the sign of ZK_MAXIMIZE
+        load_grad<G>(s, k, i, g);
+        load_value<T>(s, k, i, p);
+        if constexpr (Rule::STATES >= 1) load_state<S>(s.exp_avg, i, a);
+        if constexpr (Rule::STATES >= 2) load_state<S>(s.exp_avg_sq, i, b);
+        for (int j = 0; j < Q; ++j) g[j] = mul(g[j], scale);
+    }
+
+    template <bool NANS>
+    static ZK_INLINE void store_plain(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q],
+                                      const F (&a)[Q], const F (&b)[Q]) {
+        if constexpr (Rule::STATES >= 1) store_state<S, NANS>(s.exp_avg, i, a);
+        if constexpr (Rule::STATES >= 2) store_state<S, NANS>(s.exp_avg_sq, i, b);
+        store_value<T, NANS>(s, k, i, p);
+        store_out<T, O, NANS>(s, k, i, p);
+    }
+
+    // A step with a NaN or an infinity in it, or with denormals that could not be lifted, from memory.
+    static __attribute__((noinline)) void rare_step(const zk_segment &s, const Scalars &k, const Rule &rule,
+                                                    int64_t i) {
+        F g[Q], p[Q], a[Q], b[Q];
+        load_plain(s, k, i, g, p, a, b);
+        rule.template apply<S>(g, p, a, b);
+        store_plain<true>(s, k, i, p, a, b);
+    }
+
+    // What is left of a tile with denormals.
+    static __attribute__((noinline)) void rare_steps(const zk_segment &s, const Scalars &k, const Rule &rule,
+                                                     int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i += STEP) {
+            F g[Q], p[Q], a[Q], b[Q];
+            load_plain(s, k, i, g, p, a, b);
+            if (rule.apply_rare(g, p, a, b)) {
+                store_plain<false>(s, k, i, p, a, b);
+            } else {
+                rare_step(s, k, rule, i);
+            }
+        }
+    }
+
+    static ZK_INLINE void plain_tile(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base) {
         for (int64_t i = base; i < base + TILE; i += STEP) {
             F g[Q], p[Q], a[Q] = {}, b[Q] = {};
-            load_grad<G>(s, k, i, g);
-            load_value<T>(s, k, i, p);
-            if constexpr (Rule::STATES >= 1) load_state<S>(s.exp_avg, i, a);
-            if constexpr (Rule::STATES >= 2) load_state<S>(s.exp_avg_sq, i, b);
-            for (int j = 0; j < Q; ++j) g[j] = mul(g[j], scale);
-            rule.template apply<S>(g, p, a, b);
-            if constexpr (Rule::STATES >= 1) store_state<S>(s.exp_avg, i, a);
-            if constexpr (Rule::STATES >= 2) store_state<S>(s.exp_avg_sq, i, b);
-            store_value<T>(s, k, i, p);
-            store_out<T, O>(s, k, i, p);
+            load_plain(s, k, i, g, p, a, b);
+            if constexpr (RARE) {
+                if (__builtin_expect(any_below_normal(a, b), 0)) {
+                    return rare_steps(s, k, rule, i, base + TILE);
+                }
+                if (__builtin_expect(rule.apply_usual(g, p, a, b), 1)) {
+                    store_plain<false>(s, k, i, p, a, b);
+                } else {
+                    rare_step(s, k, rule, i);
+                }
+            } else {
+                rule.template apply<S>(g, p, a, b);
+                store_plain<true>(s, k, i, p, a, b);
+            }
         }
     }
 
@@ -223,8 +270,8 @@ struct Update {
                     most_root = max_bits(most_root, root[v][j]);
                 }
             }
-            store_value<T>(s, k, i, p);
-            store_out<T, O>(s, k, i, p);
+            store_value<T, true>(s, k, i, p);
+            store_out<T, O, true>(s, k, i, p);
         }
         to.average_scale = reduce_max(most_average);
         if constexpr (Rule::STATES >= 2) to.root_scale = reduce_max(most_root);

@@ -97,7 +97,46 @@ inline float reduce_max(F x) {
     return float_of(static_cast<uint32_t>(_mm_cvtsi128_si32(most)));
 }
 
+using M = F;  // lanes, all bits of each
+inline bool any(M a) { return _mm256_movemask_ps(a) != 0; }
+inline M both(M a, M b) { return _mm256_and_ps(a, b); }
+inline M either(M a, M b) { return _mm256_or_ps(a, b); }
+inline M none() { return _mm256_setzero_ps(); }
+inline F choose(M lanes, F yes, F no) { return _mm256_blendv_ps(no, yes, lanes); }
+inline M equal(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+inline M equal_or_nan(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_UQ); }
+inline M at_least(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
+inline M below(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+inline M unordered(F a) { return _mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
+inline F bits_join(F a, F b) { return _mm256_or_ps(a, b); }
+inline F max_signed_bits(F a, uint32_t b) {
+    return floats(_mm256_max_epi32(ints(a), _mm256_set1_epi32(static_cast<int>(b))));
+}
+inline F bits_and(F a, uint32_t b) { return floats(_mm256_and_si256(ints(a), _mm256_set1_epi32(static_cast<int>(b)))); }
+inline F bits_or(F a, uint32_t b) { return floats(_mm256_or_si256(ints(a), _mm256_set1_epi32(static_cast<int>(b)))); }
+inline F bits_less(F a, uint32_t b) {
+    return floats(_mm256_sub_epi32(ints(a), _mm256_set1_epi32(static_cast<int>(b))));
+}
+inline M is_positive_denormal(F a) {
+    const I less = _mm256_sub_epi32(ints(a), _mm256_set1_epi32(1));  // 0 becomes the largest
+    return floats(_mm256_cmpeq_epi32(_mm256_min_epu32(less, _mm256_set1_epi32(0x007FFFFE)), less));
+}
+inline M is_denormal(F a) { return is_positive_denormal(abs(a)); }
+inline bool any_nan(const F (&a)[Q]) { return any(_mm256_cmp_ps(a[0], a[1], _CMP_UNORD_Q)); }
+inline bool any_below_normal(const F (&a)[Q], const F (&b)[Q]) {
+    I least = ints(abs(a[0]));
+    least = _mm256_min_epu32(least, ints(abs(a[1])));
+    for (int j = 0; j < Q; ++j) least = _mm256_min_epu32(least, ints(b[j]));
+    const I low = _mm256_set1_epi32(0x007FFFFF);
+    return any(floats(_mm256_cmpeq_epi32(_mm256_min_epu32(least, low), least)));
+}
+inline bool any_above(const F (&a)[Q], float limit) {
+    return any(_mm256_cmp_ps(_mm256_max_ps(a[0], a[1]), _mm256_set1_ps(limit), _CMP_GT_OQ));
+}
+
+template <bool NANS = true>
 inline I canonical_bits_of(F x) {
+    if (!NANS) return ints(x);
     return ints(
         _mm256_blendv_ps(x, floats(_mm256_set1_epi32(static_cast<int>(NAN_BITS))), _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
@@ -111,16 +150,19 @@ inline void load_f16(const uint16_t *p, F (&x)[Q]) {
 }
 // 16 dwords below 65536 to words; the pack works in 128-bit lanes, the permute restores the order.
 inline I pack_words(I a, I b) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8); }
+template <bool NANS>
 inline I rounded_word(F x) {
-    const I b = canonical_bits_of(x);
+    const I b = canonical_bits_of<NANS>(x);
     const I odd = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
     return _mm256_srli_epi32(_mm256_add_epi32(b, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
 }
+template <bool NANS = true>
 inline void store_bf16(uint16_t *p, const F (&x)[Q]) {
-    store_256(p, pack_words(rounded_word(x[0]), rounded_word(x[1])));
+    store_256(p, pack_words(rounded_word<NANS>(x[0]), rounded_word<NANS>(x[1])));
 }
+template <bool NANS = true>
 inline void stream_bf16(uint16_t *p, const F (&x)[Q]) {
-    _mm256_stream_si256(reinterpret_cast<I *>(p), pack_words(rounded_word(x[0]), rounded_word(x[1])));
+    _mm256_stream_si256(reinterpret_cast<I *>(p), pack_words(rounded_word<NANS>(x[0]), rounded_word<NANS>(x[1])));
 }
 inline I half_words(const F (&x)[Q]) { return _mm256_set_m128i(_mm256_cvtps_ph(x[1], 0), _mm256_cvtps_ph(x[0], 0)); }
 inline void store_f16(uint16_t *p, const F (&x)[Q]) { store_256(p, half_words(x)); }
@@ -135,8 +177,9 @@ inline void load_split16(const uint16_t *hi, const int16_t *lo, F (&x)[Q]) {
         x[j] = join(_mm256_cvtepu16_epi32(load_128(hi + 8 * j)), _mm256_cvtepi16_epi32(load_128(lo + 8 * j)));
 }
 inline I upper_half(I bits) { return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16); }
+template <bool NANS = true>
 inline void store_split16(uint16_t *hi, int16_t *lo, const F (&x)[Q]) {
-    const I a = canonical_bits_of(x[0]), b = canonical_bits_of(x[1]), word = _mm256_set1_epi32(0xFFFF);
+    const I a = canonical_bits_of<NANS>(x[0]), b = canonical_bits_of<NANS>(x[1]), word = _mm256_set1_epi32(0xFFFF);
     store_256(hi, pack_words(upper_half(a), upper_half(b)));
     store_256(lo, pack_words(_mm256_and_si256(a, word), _mm256_and_si256(b, word)));
 }
@@ -147,16 +190,18 @@ inline void load_split8(const uint16_t *hi, const int8_t *lo, F (&x)[Q]) {
         x[j] = join(_mm256_cvtepu16_epi32(load_128(hi + 8 * j)), low);
     }
 }
+template <bool NANS>
 inline I rounded_24(F x) {
-    const I b = canonical_bits_of(x);
+    const I b = canonical_bits_of<NANS>(x);
     const I odd = _mm256_and_si256(_mm256_srli_epi32(b, 8), _mm256_set1_epi32(1));
     return _mm256_add_epi32(b, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7F)));
 }
 inline __m128i pack_bytes(I words_in_order) {
     return _mm_packus_epi16(_mm256_castsi256_si128(words_in_order), _mm256_extracti128_si256(words_in_order, 1));
 }
+template <bool NANS = true>
 inline void store_split8(uint16_t *hi, int8_t *lo, const F (&x)[Q]) {
-    const I a = rounded_24(x[0]), b = rounded_24(x[1]), byte = _mm256_set1_epi32(0xFF);
+    const I a = rounded_24<NANS>(x[0]), b = rounded_24<NANS>(x[1]), byte = _mm256_set1_epi32(0xFF);
     store_256(hi, pack_words(upper_half(a), upper_half(b)));
     const I bytes =
         pack_words(_mm256_and_si256(_mm256_srli_epi32(a, 8), byte), _mm256_and_si256(_mm256_srli_epi32(b, 8), byte));

@@ -66,9 +66,53 @@ inline F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 // Within 2^-14 of 1 / a, relative. Only for what is lossy anyway.
 inline F reciprocal(F a) { return _mm512_rcp14_ps(a); }
 
+using M = __mmask16;  // lanes
+inline bool any(M a) { return a != 0; }
+inline M both(M a, M b) { return a & b; }
+inline M either(M a, M b) { return a | b; }
+inline M none() { return 0; }
+inline F choose(M lanes, F yes, F no) { return _mm512_mask_mov_ps(no, lanes, yes); }
+inline M equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline M equal_or_nan(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_UQ); }
+inline M at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+inline M below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline M unordered(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+inline F bits_join(F a, F b) { return floats(_mm512_or_si512(ints(a), ints(b))); }
+inline F max_signed_bits(F a, uint32_t b) {
+    return floats(_mm512_max_epi32(ints(a), _mm512_set1_epi32(static_cast<int>(b))));
+}
+inline M is_positive_denormal(F a) {
+    const I less = _mm512_sub_epi32(ints(a), _mm512_set1_epi32(1));  // 0 becomes the largest
+    return _mm512_cmp_epu32_mask(less, _mm512_set1_epi32(0x007FFFFF), _MM_CMPINT_LT);
+}
+inline M is_denormal(F a) { return _mm512_fpclass_ps_mask(a, 0x20); }
+inline F bits_and(F a, uint32_t b) { return floats(_mm512_and_si512(ints(a), _mm512_set1_epi32(static_cast<int>(b)))); }
+inline F bits_or(F a, uint32_t b) { return floats(_mm512_or_si512(ints(a), _mm512_set1_epi32(static_cast<int>(b)))); }
+inline F bits_less(F a, uint32_t b) {
+    return floats(_mm512_sub_epi32(ints(a), _mm512_set1_epi32(static_cast<int>(b))));
+}
+// Whether any of the two operands' lanes is a NaN.
+inline bool any_nan(const F (&a)[Q]) {
+    return (_mm512_cmp_ps_mask(a[0], a[1], _CMP_UNORD_Q) | _mm512_cmp_ps_mask(a[2], a[3], _CMP_UNORD_Q)) != 0;
+}
+// Zeros are told too.
+inline bool any_below_normal(const F (&a)[Q], const F (&b)[Q]) {
+    I least = ints(abs(a[0]));
+    for (int j = 1; j < Q; ++j) least = _mm512_min_epu32(least, ints(abs(a[j])));
+    for (int j = 0; j < Q; ++j) least = _mm512_min_epu32(least, ints(b[j]));
+    return _mm512_cmp_epu32_mask(least, _mm512_set1_epi32(0x00800000), _MM_CMPINT_LT) != 0;
+}
+inline bool any_above(const F (&a)[Q], float limit) {
+    const F most = _mm512_max_ps(_mm512_max_ps(a[0], a[1]), _mm512_max_ps(a[2], a[3]));
+    return _mm512_cmp_ps_mask(most, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+}
+
 // A NaN becomes NAN_BITS: tokens 0 and 1 of the table are quiet and signalling NaN, 3 is the default NaN, 1 the operand
 // itself.
-inline I canonical_bits_of(F x) { return ints(_mm512_fixupimm_ps(x, x, _mm512_set1_epi32(0x11111133), 0)); }
+template <bool NANS>
+inline I canonical_bits_of(F x) {
+    return ints(NANS ? _mm512_fixupimm_ps(x, x, _mm512_set1_epi32(0x11111133), 0) : x);
+}
 
 inline I load_512(const void *p) { return _mm512_loadu_si512(p); }
 inline void store_512(void *p, I x) { _mm512_storeu_si512(p, x); }
@@ -111,20 +155,23 @@ inline void load_f16(const uint16_t *p, F (&x)[Q]) {
 }
 
 // Nearest even in the word domain: up when low > 0x8000, or when low == 0x8000 and the upper word is odd.
+template <bool NANS>
 inline I round_words(F a, F b) {
-    const I x = canonical_bits_of(a), y = canonical_bits_of(b);
+    const I x = canonical_bits_of<NANS>(a), y = canonical_bits_of<NANS>(b);
     const I low = low_words(x, y), high = high_words(x, y);
     const I nudged = _mm512_adds_epu16(low, _mm512_and_si512(high, _mm512_set1_epi16(1)));
     return _mm512_mask_add_epi16(high, _mm512_cmpgt_epu16_mask(nudged, _mm512_set1_epi16(INT16_MIN)), high,
                                  _mm512_set1_epi16(1));
 }
+template <bool NANS = true>
 inline void store_bf16(uint16_t *p, const F (&x)[Q]) {
-    store_512(p, round_words(x[0], x[1]));
-    store_512(p + 32, round_words(x[2], x[3]));
+    store_512(p, round_words<NANS>(x[0], x[1]));
+    store_512(p + 32, round_words<NANS>(x[2], x[3]));
 }
+template <bool NANS = true>
 inline void stream_bf16(uint16_t *p, const F (&x)[Q]) {
-    _mm512_stream_si512(reinterpret_cast<I *>(p), round_words(x[0], x[1]));
-    _mm512_stream_si512(reinterpret_cast<I *>(p + 32), round_words(x[2], x[3]));
+    _mm512_stream_si512(reinterpret_cast<I *>(p), round_words<NANS>(x[0], x[1]));
+    _mm512_stream_si512(reinterpret_cast<I *>(p + 32), round_words<NANS>(x[2], x[3]));
 }
 inline I half_words(F a, F b) {
     const __m256i x = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
@@ -153,9 +200,10 @@ inline void load_split16(const uint16_t *hi, const int16_t *lo, F (&x)[Q]) {
     join_words(load_512(hi), load_512(lo), x[0], x[1]);
     join_words(load_512(hi + 32), load_512(lo + 32), x[2], x[3]);
 }
+template <bool NANS = true>
 inline void store_split16(uint16_t *hi, int16_t *lo, const F (&x)[Q]) {
     for (int j = 0; j < Q; j += 2) {
-        const I a = canonical_bits_of(x[j]), b = canonical_bits_of(x[j + 1]);
+        const I a = canonical_bits_of<NANS>(x[j]), b = canonical_bits_of<NANS>(x[j + 1]);
         const I low = low_words(a, b);
         store_512(hi + 16 * j, _mm512_add_epi16(high_words(a, b), _mm512_srli_epi16(low, 15)));
         store_512(lo + 16 * j, low);
@@ -164,8 +212,9 @@ inline void store_split16(uint16_t *hi, int16_t *lo, const F (&x)[Q]) {
 // The low word rounded to its upper byte, to nearest even: half a step more, and on a tie (nothing left below) the
 // lowest kept bit is cleared. From 0x7F80 on (0x7F is odd, so its tie goes up) the rounded byte is negative and hi
 // takes one more.
+template <bool NANS>
 inline I split8_words(F x, F y, I &low) {
-    const I a = canonical_bits_of(x), b = canonical_bits_of(y);
+    const I a = canonical_bits_of<NANS>(x), b = canonical_bits_of<NANS>(y);
     const I word = low_words(a, b), high = high_words(a, b);
     const I nudged = _mm512_add_epi16(word, _mm512_set1_epi16(0x80));
     low = _mm512_mask_mov_epi16(nudged, _mm512_testn_epi16_mask(nudged, _mm512_set1_epi16(0xFF)),

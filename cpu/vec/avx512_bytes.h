@@ -13,10 +13,11 @@ inline void load_split8(const uint16_t *hi, const int8_t *lo, F (&x)[Q]) {
         join_words(load_512(hi + 16 * j), low, x[j], x[j + 1]);
     }
 }
+template <bool NANS = true>
 inline void store_split8(uint16_t *hi, int8_t *lo, const F (&x)[Q]) {
     for (int j = 0; j < Q; j += 2) {
         I low;
-        store_512(hi + 16 * j, split8_words(x[j], x[j + 1], low));
+        store_512(hi + 16 * j, split8_words<NANS>(x[j], x[j + 1], low));
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(lo + 16 * j), _mm512_cvtepi16_epi8(_mm512_srli_epi16(low, 8)));
     }
 }

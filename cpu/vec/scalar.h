@@ -41,24 +41,61 @@ inline D dadd(D a, D b) { return a + b; }
 inline D dsub(D a, D b) { return a - b; }
 inline D dmul(D a, D b) { return a * b; }
 
+using M = bool;  // lanes
+inline bool any(M a) { return a; }
+inline M both(M a, M b) { return a && b; }
+inline M either(M a, M b) { return a || b; }
+inline M none() { return false; }
+inline F choose(M lanes, F yes, F no) { return lanes ? yes : no; }
+inline M equal(F a, F b) { return a == b; }
+inline M equal_or_nan(F a, F b) { return !(a < b || a > b); }
+inline M at_least(F a, F b) { return a >= b; }
+inline M below(F a, F b) { return a < b; }
+inline M unordered(F a) { return a != a; }
+inline F bits_join(F a, F b) { return float_of(bits_of(a) | bits_of(b)); }
+inline F max_signed_bits(F a, uint32_t b) {
+    return static_cast<int32_t>(bits_of(a)) > static_cast<int32_t>(b) ? a : float_of(b);
+}
+inline M is_positive_denormal(F a) { return a > 0.0f && a < FLT_MIN; }
+inline M is_denormal(F a) { return abs(a) > 0.0f && abs(a) < FLT_MIN; }
+inline F bits_and(F a, uint32_t b) { return float_of(bits_of(a) & b); }
+inline F bits_or(F a, uint32_t b) { return float_of(bits_of(a) | b); }
+inline F bits_less(F a, uint32_t b) { return float_of(bits_of(a) - b); }
+inline bool any_nan(const F (&a)[Q]) { return a[0] != a[0]; }
+// Zeros are told too.
+inline bool any_below_normal(const F (&a)[Q], const F (&b)[Q]) { return abs(a[0]) < FLT_MIN || abs(b[0]) < FLT_MIN; }
+inline bool any_above(const F (&a)[Q], float limit) { return a[0] > limit; }
+
 // The larger by bits, which for magnitudes is the larger; a NaN is larger than everything and stays.
 inline F max_bits(F a, F b) { return bits_of(a) > bits_of(b) ? a : b; }
 inline float reduce_max(F x) { return x; }
 
 inline void load_bf16(const uint16_t *p, F (&x)[Q]) { x[0] = float_of(static_cast<uint32_t>(*p) << 16); }
 inline void load_f16(const uint16_t *p, F (&x)[Q]) { x[0] = half_to_float(*p); }
-inline void store_bf16(uint16_t *p, const F (&x)[Q]) { *p = bf16_nearest_even(x[0]); }
+template <bool NANS = true>
+inline void store_bf16(uint16_t *p, const F (&x)[Q]) {
+    *p = bf16_nearest_even(x[0]);
+}
 inline void store_f16(uint16_t *p, const F (&x)[Q]) { *p = half_nearest_even(x[0]); }
-inline void stream_bf16(uint16_t *p, const F (&x)[Q]) { store_bf16(p, x); }
+template <bool NANS = true>
+inline void stream_bf16(uint16_t *p, const F (&x)[Q]) {
+    store_bf16<NANS>(p, x);
+}
 inline void stream_f16(uint16_t *p, const F (&x)[Q]) { store_f16(p, x); }
 inline void stream(float *p, F x) { *p = x; }
 inline void stream_fence() {}
 inline void prefetch(const void *) {}
 
 inline void load_split16(const uint16_t *hi, const int16_t *lo, F (&x)[Q]) { x[0] = join16(*hi, *lo); }
-inline void store_split16(uint16_t *hi, int16_t *lo, const F (&x)[Q]) { split16(x[0], *hi, *lo); }
+template <bool NANS = true>
+inline void store_split16(uint16_t *hi, int16_t *lo, const F (&x)[Q]) {
+    split16(x[0], *hi, *lo);
+}
 inline void load_split8(const uint16_t *hi, const int8_t *lo, F (&x)[Q]) { x[0] = join8(*hi, *lo); }
-inline void store_split8(uint16_t *hi, int8_t *lo, const F (&x)[Q]) { split8(x[0], *hi, *lo); }
+template <bool NANS = true>
+inline void store_split8(uint16_t *hi, int8_t *lo, const F (&x)[Q]) {
+    split8(x[0], *hi, *lo);
+}
 
 // code -> c / (254 - |c|); -128, which no encoder writes for finite values, decodes as 0.
 inline void decode_signed(const int8_t *codes, F (&x)[Q]) {

@@ -72,10 +72,11 @@ inline void load_split8(const uint16_t *hi, const int8_t *lo, F (&x)[Q]) {
         x[j] = floats(_mm512_sub_epi32(joined, bias));
     }
 }
+template <bool NANS = true>
 inline void store_split8(uint16_t *hi, int8_t *lo, const F (&x)[Q]) {
     I low_a, low_b;
-    store_512(hi, split8_words(x[0], x[1], low_a));
-    store_512(hi + 32, split8_words(x[2], x[3], low_b));
+    store_512(hi, split8_words<NANS>(x[0], x[1], low_a));
+    store_512(hi + 32, split8_words<NANS>(x[2], x[3], low_b));
     store_512(lo, _mm512_permutex2var_epi8(low_a, bytes(BYTES.odd), low_b));
 }
 

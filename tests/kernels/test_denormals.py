@@ -1,0 +1,184 @@
+"""Averages that have become denormal, among all other special values: the bits of the reference, from every set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import BLOCK, Case, Row, assert_same, place, run_op, run_reference
+from torch import Tensor
+
+from zerokern.core import native
+from zerokern.kernels import reference
+
+FORMATS = {
+    "exact.split16": ("adam", Case("bf16", "fp32", "split16", "none")),
+    "exact.split8": ("adam", Case("bf16", "fp32", "split8", "none")),
+    "exact.fp32>bf16": ("adam", Case("bf16", "fp32", "fp32>bf16", "none")),
+    "exact.fp32": ("adam", Case("fp32", "fp32", "fp32", "bf16")),
+    "bf16.split16": ("adam", Case("bf16", "bf16", "split16", "none")),
+    "int8.split16": ("adam", Case("bf16", "int8", "split16", "none")),
+    "int8.split8": ("adam", Case("bf16", "int8", "split8", "none")),
+    "lion.fp32": ("lion", Case("bf16", "fp32", "split16", "none")),
+    "lion.bf16": ("lion", Case("bf16", "bf16", "split16", "none")),
+    "lion.int8": ("lion", Case("bf16", "int8", "split16", "none")),
+    "adagrad.fp32": ("adagrad", Case("bf16", "fp32", "split16", "none")),
+    "adagrad.bf16": ("adagrad", Case("bf16", "bf16", "split16", "none")),
+    "sgd.fp32": ("sgd", Case("bf16", "fp32", "split16", "none")),
+    "sgd.bf16": ("sgd", Case("bf16", "bf16", "split16", "none")),
+}
+STATES = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "adagrad": ("state_sum",),
+    "sgd": ("momentum_buffer",),
+}
+HYPERS: tuple[dict[str, Any], ...] = (
+    {"lr": 1e-3, "weight_decay": 0.1, "step": 3000},
+    {"lr": 1.0, "weight_decay": 0.0, "step": 1, "scale": 0.3},
+    {"lr": 0.5, "weight_decay": 0.1, "step": 7, "eps": 0.0},
+    {"lr": 1e-8, "weight_decay": 1e-12, "step": 100_000, "beta1": 0.999, "beta2": 0.9, "eps": 1e-2},
+    {"lr": 1e3, "weight_decay": 0.01, "step": 10, "beta1": 0.6, "beta2": 0.6, "eps": 1e-25},
+)
+CODES = {False: torch.int8, True: torch.uint8}
+SPECIAL = [0.0, -0.0, 2.0**-126, -(2.0**-126), 2.0**-149, 3.4e38, -3.4e38, 1e30, 1e-30, 2.0**-50, 1.0, -1.0]
+SPECIAL += [float("inf"), float("-inf"), float("nan")]
+
+
+def hypers(algorithm: str) -> list[dict[str, Any]]:
+    """Those of HYPERS that the algorithm has."""
+    takes = {"adam": ("beta1", "beta2", "eps"), "lion": ("beta1", "beta2"), "adagrad": ("eps",), "sgd": ()}[algorithm]
+    shared = ("lr", "weight_decay", "step", "scale")
+    more = {"sgd": {"momentum": 0.9}, "adagrad": {"eps": 1e-10}}.get(algorithm, {})
+    return [more | {name: h[name] for name in h if name in shared or name in takes} for h in HYPERS]
+
+
+class Draw:
+    """Values of every kind, in runs as rows of an embedding are and one by one as dead inputs are."""
+
+    def __init__(self, numel: int, seed: int) -> None:
+        self.numel, self.generator = numel, torch.Generator().manual_seed(seed)
+
+    def integers(self, low: int, high: int, numel: int = 0) -> Tensor:
+        return torch.randint(low, high, (numel or self.numel,), generator=self.generator, dtype=torch.int32)
+
+    def values(self, usual: float, signed: bool = True) -> Tensor:
+        """Denormals of few units, and of all; any bits; special ones; usual ones."""
+        bits = (self.integers(0, 600), self.integers(0, 1 << 23), self.integers(-(1 << 31), (1 << 31) - 1))
+        special = torch.tensor(SPECIAL)[self.integers(0, len(SPECIAL))]
+        normal = torch.randn(self.numel, generator=self.generator) * usual
+        kinds = torch.stack([*(b.view(torch.float32) for b in bits), special, normal])
+        alone = torch.tensor([0, 0, 0, 1, 1, 2, 3, 4, 4, 4])[self.integers(0, 10)]
+        run = torch.tensor([0, 1, 4, 4])[self.integers(0, 4, self.numel // 64 + 1)].repeat_interleave(64)[: self.numel]
+        chosen = torch.where(self.integers(0, 40) == 0, alone, run)
+        drawn = kinds.gather(0, chosen.long().unsqueeze(0))[0]
+        if not signed:
+            return torch.where(self.integers(0, 1000) == 0, drawn, drawn.abs())
+        return torch.where(self.integers(0, 2) == 0, drawn, -drawn)
+
+    def gradients(self) -> Tensor:
+        """Mostly zero, for whole runs or alone."""
+        used = self.integers(0, 3, self.numel // 64 + 1).repeat_interleave(64)[: self.numel] == 0
+        other = self.integers(0, 50) == 0
+        return torch.where(used ^ other, self.values(1e-3), torch.where(self.integers(0, 2) == 0, 0.0, -0.0))
+
+    def params(self) -> Tensor:
+        """Usual but for a few."""
+        usual = torch.randn(self.numel, generator=self.generator) * 0.02
+        return torch.where(self.integers(0, 200) == 0, self.values(1.0), usual)
+
+
+def special_row(algorithm: str, case: Case, numel: int, seed: int) -> Row:
+    draw, row = Draw(numel, seed), Row({})
+    param = draw.params()
+    if case.target in ("split16", "split8"):
+        hi, low = reference.split(param, case.target)
+        place(row, "param", hi)
+        place(row, "remainder", low)
+    elif case.target == "fp32>bf16":
+        place(row, "param", param.bfloat16())
+        place(row, "master", param)
+    else:
+        place(row, "param", param)
+    place(row, "grad", draw.gradients().to(torch.bfloat16 if case.grad == "bf16" else torch.float32))
+    if case.out != "none":
+        place(row, "out", torch.zeros(numel, dtype=torch.bfloat16))
+    for name in STATES[algorithm]:
+        squared = name in ("exp_avg_sq", "state_sum")
+        if case.state == "int8":
+            place(row, name, draw.integers(0 if squared else -127, 256 if squared else 128).to(CODES[squared]))
+            place(row, f"{name}_scale", Draw(-(-numel // BLOCK), seed).values(1e-3).abs())
+        else:
+            value = draw.values(1e-6 if squared else 1e-3, signed=not squared)
+            place(row, name, value.to(torch.bfloat16 if case.state == "bf16" else torch.float32))
+    return row
+
+
+def turned(row: Row, number: int) -> Row:
+    """The same values in other company: each tensor rolled by a distance of its own."""
+    return Row({name: tensor.roll(number * (7919 + 64 * len(name))) for name, tensor in row.tensors.items()})
+
+
+def assert_equal(algorithm: str, case: Case, rows: list[Row], expected: list[Row], impl: str) -> None:
+    approximate = algorithm == "adam" and case.state == "int8" and impl.startswith("cpu.avx512")
+    assert_same(rows, expected, skip=("param", "remainder") if approximate else ())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_million_special_inputs_have_the_bits_of_the_reference(name: str) -> None:
+    algorithm, case = FORMATS[name]
+    for number, hyper in enumerate(hypers(algorithm)):
+        before = special_row(algorithm, case, 200_005, number)
+        expected = [before.clone()]
+        run_reference(algorithm, expected, hyper)
+        for isa in native.isa_usable():
+            rows = [before.clone()]
+            run_op(algorithm, rows, hyper, f"cpu.{isa}")
+            assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_hundred_million_special_inputs_have_the_bits_of_the_scalar_set(name: str) -> None:
+    """Which has those of the reference for a million, above."""
+    algorithm, case = FORMATS[name]
+    own = hypers(algorithm)
+    drawn = special_row(algorithm, case, (1 << 21) + 3, 1000)
+    for number in range(48):
+        before = turned(drawn, number)
+        hyper = own[number % len(own)]
+        expected = [before.clone()]
+        run_op(algorithm, expected, hyper, "cpu.scalar")
+        for isa in native.isa_usable()[1:]:
+            rows = [before.clone()]
+            run_op(algorithm, rows, hyper, f"cpu.{isa}")
+            assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+@pytest.mark.parametrize("name", ["exact.fp32", "bf16.split16"])
+def test_averages_decay_to_their_last_units_as_in_the_reference(name: str, eps: float) -> None:
+    """Through all denormals, with gradients of zero from the second step on."""
+    algorithm, case = FORMATS[name]
+    row = Row({})
+    seeds = torch.Generator().manual_seed(0)
+    value = torch.randn(4 * BLOCK, generator=seeds)
+    if case.target == "split16":
+        hi, low = reference.split(value, "split16")
+        place(row, "param", hi)
+        place(row, "remainder", low)
+    else:
+        place(row, "param", value)
+        place(row, "out", torch.zeros(4 * BLOCK, dtype=torch.bfloat16))
+    place(row, "grad", torch.zeros(4 * BLOCK).to(torch.bfloat16 if case.grad == "bf16" else torch.float32))
+    dtype = torch.bfloat16 if case.state == "bf16" else torch.float32
+    place(row, "exp_avg", (torch.randn(4 * BLOCK, generator=seeds) * 1e-37).to(dtype))
+    place(row, "exp_avg_sq", (torch.rand(4 * BLOCK, generator=seeds) * 1e-37).to(dtype))
+    expected = row.clone()
+    for step in range(1, 200):
+        hyper = {"lr": 1e-3, "weight_decay": 0.1, "step": step, "beta1": 0.9, "beta2": 0.8, "eps": eps}
+        run_reference(algorithm, [expected], hyper)
+        run_op(algorithm, [row], hyper)
+    assert_same([row], [expected])
+    assert 0 < float(row["exp_avg"].float().abs().max()) < 2.0**-126
