@@ -82,74 +82,11 @@ struct AdamRule {
         for (int j = 0; j < Q; ++j) p[j] = sub(p[j], fma(lr_wd, p[j], root[j]));
     }
 
-    // `apply` without what is rare: false, and nothing of use, where a result is a NaN (as p is where m or v is one) or
-    // an infinite v.
-    ZK_INLINE bool apply_usual(F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) const {
-        F gap[Q], root[Q];
-        if (coupled) {
-            for (int j = 0; j < Q; ++j) g[j] = fma(wd, p[j], g[j]);
-        }
-        if (square_rules) {
-            for (int j = 0; j < Q; ++j) v[j] = fma(mul(w2, g[j]), g[j], mul(beta2, v[j]));
-        } else {
-            for (int j = 0; j < Q; ++j) gap[j] = fms(g[j], g[j], v[j]);
-            for (int j = 0; j < Q; ++j) v[j] = fma(w2, gap[j], v[j]);
-        }
-        for (int j = 0; j < Q; ++j) root[j] = sqrt(v[j]);
-        const bool infinite = any_above(v, FLT_MAX);
-        move(g, m);
-        step(p, m, root);
-        return !(infinite | any_nan(p));
-    }
-
-    // Where m or v is denormal and g is 0, as in a row of an embedding that is not used: averages stick at a few units
-    // of 2^-149 for ever, and denormal operands cost some processors hundreds of cycles. Those lanes are lifted: x |
-    // LIFT is 2^23 and as many units, and rounds to whole units as a denormal does. The quotient is in units too. From
-    // 2^23 units on it is a normal number; below, a p that is not tiny feels no more than its sign and whether it is 0,
-    // so 2^-126 stands for it (tests/kernels/test_denormals.py asks for it). Same bits as `apply`, or false as in
-    // `apply_usual`.
-    ZK_INLINE bool apply_lifted(const F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) const {
-        constexpr uint32_t LIFT = 0x4B000000u, SIGN_AND_EXPONENT = 0xFF800000u, SIGN = 0x80000000u, UNIT = 149u << 23;
-        const F nothing = set1(0.0f), half = set1(0.5f);
-        M low[Q], unsure = none();
-        F next[Q], root[Q], gap[Q];
-        for (int j = 0; j < Q; ++j) low[j] = both(is_positive_denormal(v[j]), equal(g[j], nothing));
-        for (int j = 0; j < Q; ++j) next[j] = choose(low[j], bits_or(v[j], LIFT), v[j]);
-        for (int j = 0; j < Q; ++j) gap[j] = choose(low[j], sub(next[j], set1(0x1p23f)), v[j]);
-        for (int j = 0; j < Q; ++j) gap[j] = fms(g[j], g[j], gap[j]);
-        for (int j = 0; j < Q; ++j) next[j] = fma(w2, gap[j], next[j]);
-        for (int j = 0; j < Q; ++j) v[j] = choose(low[j], bits_less(next[j], LIFT), next[j]);
-        // The root of n units is sqrt(2 n) 2^-75.
-        for (int j = 0; j < Q; ++j) root[j] = choose(low[j], fms(next[j], set1(2.0f), set1(0x1p24f)), next[j]);
-        for (int j = 0; j < Q; ++j) root[j] = sqrt(root[j]);
-        for (int j = 0; j < Q; ++j) root[j] = choose(low[j], mul(root[j], set1(0x1p-75f)), root[j]);
-        for (int j = 0; j < Q; ++j) low[j] = both(is_denormal(m[j]), equal(g[j], nothing));
-        for (int j = 0; j < Q; ++j) next[j] = choose(low[j], bits_or(m[j], LIFT), m[j]);
-        for (int j = 0; j < Q; ++j) gap[j] = choose(low[j], bits_and(next[j], SIGN_AND_EXPONENT), g[j]);
-        for (int j = 0; j < Q; ++j) gap[j] = sub(gap[j], next[j]);
-        for (int j = 0; j < Q; ++j) next[j] = fma(weight1, gap[j], next[j]);
-        for (int j = 0; j < Q; ++j) m[j] = choose(low[j], bits_less(next[j], LIFT), next[j]);
-        for (int j = 0; j < Q; ++j) gap[j] = bits_and(next[j], SIGN_AND_EXPONENT);
-        for (int j = 0; j < Q; ++j) next[j] = choose(low[j], sub(next[j], gap[j]), next[j]);
-        for (int j = 0; j < Q; ++j) root[j] = fma(root[j], root_slope, root_floor);
-        for (int j = 0; j < Q; ++j) root[j] = div(next[j], root[j]);
-        for (int j = 0; j < Q; ++j) gap[j] = abs(root[j]);
-        for (int j = 0; j < Q; ++j) next[j] = max_signed_bits(bits_less(gap[j], UNIT), 0x00800000u);
-        for (int j = 0; j < Q; ++j) next[j] = bits_join(next[j], bits_and(root[j], SIGN));
-        for (int j = 0; j < Q; ++j) next[j] = choose(at_least(half, gap[j]), nothing, next[j]);
-        for (int j = 0; j < Q; ++j) unsure = either(unsure, both(low[j], equal_or_nan(half, gap[j])));
-        for (int j = 0; j < Q; ++j) root[j] = choose(low[j], next[j], root[j]);
-        for (int j = 0; j < Q; ++j) unsure = either(unsure, both(low[j], below(abs(p[j]), set1(0x1p-50f))));
-        for (int j = 0; j < Q; ++j) p[j] = sub(p[j], fma(lr_wd, p[j], root[j]));
-        return !(any(unsure) | any_nan(p) | any_above(v, FLT_MAX));
-    }
-
-    ZK_INLINE bool apply_rare(F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) const {
-        M denormal = none();
-        for (int j = 0; j < Q; ++j) denormal = either(denormal, either(is_denormal(m[j]), is_positive_denormal(v[j])));
-        if (!any(denormal)) return apply_usual(g, p, m, v);
-        return liftable && apply_lifted(g, p, m, v);
-    }
+#if defined(ZK_LIFT)  // adam/lifted.inl.h
+    bool apply_usual(F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) const;
+    bool apply_rare(F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) const;
+    bool apply_lifted(const F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) const;
+#endif
 
     // int8 is bound by instructions, not by memory. The block scales and the loss scale are folded into factors,
     // products and sums are fused, and exp_avg_sq exists only as root^2. Still one fixed sequence, but for the
@@ -190,3 +127,7 @@ struct AdamRule {
 }  // namespace
 }  // namespace ZK_NS
 }  // namespace zk
+
+#if defined(ZK_LIFT)
+#include "adam/lifted.inl.h"
+#endif

@@ -144,7 +144,6 @@ inline void prefetch_span(const void *base, int64_t byte, int64_t nbytes, int64_
 template <class Rule, int G, int T, int S, int O>
 struct Update {
     static constexpr bool CODED = S == ZK_INT8;
-    static constexpr bool RARE = Rule::STATES == 2 && W > 1 && !CODED;  // what is rare has a path of its own
     static constexpr int STATE_BYTES = S == ZK_F32 ? 4 : S == ZK_BF16 ? 2 : S == ZK_INT8 ? 1 : 0;
 
     static void prefetch_tile(const zk_segment &s, const Scalars &k, int64_t i) {
@@ -184,6 +183,7 @@ struct Update {
         store_out<T, O, NANS>(s, k, i, p);
     }
 
+#if defined(ZK_LIFT)
     // A step with a NaN or an infinity in it, or with denormals that could not be lifted, from memory.
     static __attribute__((noinline)) void rare_step(const zk_segment &s, const Scalars &k, const Rule &rule,
                                                     int64_t i) {
@@ -207,23 +207,29 @@ struct Update {
         }
     }
 
+    static ZK_INLINE void lifting_tile(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base) {
+        for (int64_t i = base; i < base + TILE; i += STEP) {
+            F g[Q], p[Q], a[Q], b[Q];
+            load_plain(s, k, i, g, p, a, b);
+            if (__builtin_expect(any_below_normal(a, b), 0)) return rare_steps(s, k, rule, i, base + TILE);
+            if (__builtin_expect(rule.apply_usual(g, p, a, b), 1)) {
+                store_plain<false>(s, k, i, p, a, b);
+            } else {
+                rare_step(s, k, rule, i);
+            }
+        }
+    }
+#endif
+
     static ZK_INLINE void plain_tile(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base) {
+#if defined(ZK_LIFT)
+        if constexpr (Rule::STATES == 2) return lifting_tile(s, k, rule, base);
+#endif
         for (int64_t i = base; i < base + TILE; i += STEP) {
             F g[Q], p[Q], a[Q] = {}, b[Q] = {};
             load_plain(s, k, i, g, p, a, b);
-            if constexpr (RARE) {
-                if (__builtin_expect(any_below_normal(a, b), 0)) {
-                    return rare_steps(s, k, rule, i, base + TILE);
-                }
-                if (__builtin_expect(rule.apply_usual(g, p, a, b), 1)) {
-                    store_plain<false>(s, k, i, p, a, b);
-                } else {
-                    rare_step(s, k, rule, i);
-                }
-            } else {
-                rule.template apply<S>(g, p, a, b);
-                store_plain<true>(s, k, i, p, a, b);
-            }
+            rule.template apply<S>(g, p, a, b);
+            store_plain<true>(s, k, i, p, a, b);
         }
     }
 

@@ -97,44 +97,7 @@ inline float reduce_max(F x) {
     return float_of(static_cast<uint32_t>(_mm_cvtsi128_si32(most)));
 }
 
-using M = F;  // lanes, all bits of each
-inline bool any(M a) { return _mm256_movemask_ps(a) != 0; }
-inline M both(M a, M b) { return _mm256_and_ps(a, b); }
-inline M either(M a, M b) { return _mm256_or_ps(a, b); }
-inline M none() { return _mm256_setzero_ps(); }
-inline F choose(M lanes, F yes, F no) { return _mm256_blendv_ps(no, yes, lanes); }
-inline M equal(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
-inline M equal_or_nan(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_UQ); }
-inline M at_least(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
-inline M below(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
-inline M unordered(F a) { return _mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
-inline F bits_join(F a, F b) { return _mm256_or_ps(a, b); }
-inline F max_signed_bits(F a, uint32_t b) {
-    return floats(_mm256_max_epi32(ints(a), _mm256_set1_epi32(static_cast<int>(b))));
-}
-inline F bits_and(F a, uint32_t b) { return floats(_mm256_and_si256(ints(a), _mm256_set1_epi32(static_cast<int>(b)))); }
-inline F bits_or(F a, uint32_t b) { return floats(_mm256_or_si256(ints(a), _mm256_set1_epi32(static_cast<int>(b)))); }
-inline F bits_less(F a, uint32_t b) {
-    return floats(_mm256_sub_epi32(ints(a), _mm256_set1_epi32(static_cast<int>(b))));
-}
-inline M is_positive_denormal(F a) {
-    const I less = _mm256_sub_epi32(ints(a), _mm256_set1_epi32(1));  // 0 becomes the largest
-    return floats(_mm256_cmpeq_epi32(_mm256_min_epu32(less, _mm256_set1_epi32(0x007FFFFE)), less));
-}
-inline M is_denormal(F a) { return is_positive_denormal(abs(a)); }
-inline bool any_nan(const F (&a)[Q]) { return any(_mm256_cmp_ps(a[0], a[1], _CMP_UNORD_Q)); }
-inline bool any_below_normal(const F (&a)[Q], const F (&b)[Q]) {
-    I least = ints(abs(a[0]));
-    least = _mm256_min_epu32(least, ints(abs(a[1])));
-    for (int j = 0; j < Q; ++j) least = _mm256_min_epu32(least, ints(b[j]));
-    const I low = _mm256_set1_epi32(0x007FFFFF);
-    return any(floats(_mm256_cmpeq_epi32(_mm256_min_epu32(least, low), least)));
-}
-inline bool any_above(const F (&a)[Q], float limit) {
-    return any(_mm256_cmp_ps(_mm256_max_ps(a[0], a[1]), _mm256_set1_ps(limit), _CMP_GT_OQ));
-}
-
-template <bool NANS = true>
+template <bool NANS>
 inline I canonical_bits_of(F x) {
     if (!NANS) return ints(x);
     return ints(

@@ -66,11 +66,12 @@ inline F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 // Within 2^-14 of 1 / a, relative. Only for what is lossy anyway.
 inline F reciprocal(F a) { return _mm512_rcp14_ps(a); }
 
+// The verbs of adam/lifted.inl.h.
+#define ZK_LIFT 1
 using M = __mmask16;  // lanes
 inline bool any(M a) { return a != 0; }
 inline M both(M a, M b) { return a & b; }
 inline M either(M a, M b) { return a | b; }
-inline M none() { return 0; }
 inline F choose(M lanes, F yes, F no) { return _mm512_mask_mov_ps(no, lanes, yes); }
 inline M equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline M equal_or_nan(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_UQ); }

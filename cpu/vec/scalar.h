@@ -41,31 +41,6 @@ inline D dadd(D a, D b) { return a + b; }
 inline D dsub(D a, D b) { return a - b; }
 inline D dmul(D a, D b) { return a * b; }
 
-using M = bool;  // lanes
-inline bool any(M a) { return a; }
-inline M both(M a, M b) { return a && b; }
-inline M either(M a, M b) { return a || b; }
-inline M none() { return false; }
-inline F choose(M lanes, F yes, F no) { return lanes ? yes : no; }
-inline M equal(F a, F b) { return a == b; }
-inline M equal_or_nan(F a, F b) { return !(a < b || a > b); }
-inline M at_least(F a, F b) { return a >= b; }
-inline M below(F a, F b) { return a < b; }
-inline M unordered(F a) { return a != a; }
-inline F bits_join(F a, F b) { return float_of(bits_of(a) | bits_of(b)); }
-inline F max_signed_bits(F a, uint32_t b) {
-    return static_cast<int32_t>(bits_of(a)) > static_cast<int32_t>(b) ? a : float_of(b);
-}
-inline M is_positive_denormal(F a) { return a > 0.0f && a < FLT_MIN; }
-inline M is_denormal(F a) { return abs(a) > 0.0f && abs(a) < FLT_MIN; }
-inline F bits_and(F a, uint32_t b) { return float_of(bits_of(a) & b); }
-inline F bits_or(F a, uint32_t b) { return float_of(bits_of(a) | b); }
-inline F bits_less(F a, uint32_t b) { return float_of(bits_of(a) - b); }
-inline bool any_nan(const F (&a)[Q]) { return a[0] != a[0]; }
-// Zeros are told too.
-inline bool any_below_normal(const F (&a)[Q], const F (&b)[Q]) { return abs(a[0]) < FLT_MIN || abs(b[0]) < FLT_MIN; }
-inline bool any_above(const F (&a)[Q], float limit) { return a[0] > limit; }
-
 // The larger by bits, which for magnitudes is the larger; a NaN is larger than everything and stays.
 inline F max_bits(F a, F b) { return bits_of(a) > bits_of(b) ? a : b; }
 inline float reduce_max(F x) { return x; }
