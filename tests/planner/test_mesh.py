@@ -87,6 +87,7 @@ def test_a_mesh_without_names_is_one_that_shard_takes() -> None:
     "model, asked, says",
     [
         ("1B", {"mesh": {"dp": 2, "ep": 2}}, "mesh='ep' is not possible; allowed: dimensions named pp, replicate"),
+        ("1B", {"mesh": {"efsdp": 2, "ep": 2}}, "Experts that have a mesh of their own are not planned"),
         ("1B", {"mesh": {"data": 2}}, "mesh='data' is not possible"),
         ("1B", {"mesh": {"dp": 0}}, "mesh['dp']=0 is not possible"),
         ("1B", {"mesh": {"dp": 2}, "world": 4}, "world=4 is not possible; allowed: no world beside mesh"),

@@ -22,6 +22,7 @@ _MEANS = {
     **dict.fromkeys(("dp", "shard", "dp_shard", "fsdp", "cp", "dp_cp", "dp_shard_cp"), "world"),
     "tp": "tp",
 }
+_OF_EXPERTS = ("ep", "efsdp", "edp", "dp_shard_mod_ep", "dp_shard_in_ep")
 _PASSES = 3  # forward, forward again from the layer's checkpoint, backward
 _EACH = 2  # all-reduces of a layer in each: behind its attention, and behind its MLP
 
@@ -35,8 +36,10 @@ def sizes_of(mesh: Any) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, size in _named(mesh).items():
         if name not in _MEANS:
-            do = "Experts that have a mesh of their own are not planned" if name == "ep" else "Give it as a dict"
-            raise ValueError(got("mesh", name, f"dimensions named {', '.join(_MEANS)}", do))
+            apart = name in _OF_EXPERTS or not isinstance(name, str)
+            do = "Experts that have a mesh of their own are not planned" if apart else "Give it as a dict"
+            found_there = name if isinstance(name, str) else f"one for a {type(name).__name__}"
+            raise ValueError(got("mesh", found_there, f"dimensions named {', '.join(_MEANS)}", do))
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(got(f"mesh[{name!r}]", size, "a whole number of ranks, from 1 on"))
         found[_MEANS[name]] = found.get(_MEANS[name], 1) * size
