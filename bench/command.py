@@ -157,7 +157,7 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 def _measure(args: argparse.Namespace, console: Console, command: str) -> tuple[dict[str, Any], ModuleType]:
     """The JSON of an op's contests, and what draws it."""
-    from zerokern.core import env
+    from zerokern.core import env, native
     from zerokern.examples.progress import Rounds
 
     from . import machine, measure, plot, report, run
@@ -173,7 +173,8 @@ def _measure(args: argparse.Namespace, console: Console, command: str) -> tuple[
         for line in (f"\n{outcome.name}: {what}\n", *report.outcome_lines(outcome)):
             console.print(line, markup=False)
     if measured.cycles_in_l2:
-        console.print("\nupdate alone with its data in L2, one thread, cycles per 16 parameters:")
+        kernels = native.isa_active()
+        console.print(f"\nupdate alone with its data in L2, one thread, kernels {kernels}, cycles per 16 parameters:")
         for name, cycles in measured.cycles_in_l2.items():
             console.print(f"  {name:30} {cycles:6.1f}", markup=False)
     return report.document(measured.outcomes, machine.context(measured, command)), plot

@@ -19,8 +19,24 @@ struct AdagradRule {
 
     template <int S>
     ZK_INLINE void apply(F (&g)[Q], F (&p)[Q], F (&sum)[Q], F (&)[Q]) const {
+#if defined(ZK_LIFT)
+        if (__builtin_expect(any_below_normal(sum), 0) && !coupled) return apply_hidden<S>(g, p, sum);
+#endif
         for (int j = 0; j < Q; ++j) one<S>(g[j], p[j], sum[j]);
     }
+
+#if defined(ZK_LIFT)
+    // A gradient of 0 changes neither sum nor p, whatever the sum is: 1 stands for a denormal one, which is slow.
+    template <int S>
+    ZK_INLINE void apply_hidden(F (&g)[Q], F (&p)[Q], F (&sum)[Q]) const {
+        for (int j = 0; j < Q; ++j) {
+            const M hidden = both(is_positive_denormal(sum[j]), equal(g[j], set1(0.0f)));
+            F shown = choose(hidden, set1(1.0f), sum[j]);
+            one<S>(g[j], p[j], shown);
+            sum[j] = choose(hidden, sum[j], shown);
+        }
+    }
+#endif
 
     template <int S>
     ZK_INLINE void one(F g, F &p, F &sum) const {

@@ -96,7 +96,13 @@ inline F bits_less(F a, uint32_t b) {
 inline bool any_nan(const F (&a)[Q]) {
     return (_mm512_cmp_ps_mask(a[0], a[1], _CMP_UNORD_Q) | _mm512_cmp_ps_mask(a[2], a[3], _CMP_UNORD_Q)) != 0;
 }
-// Zeros are told too.
+// Of what is not negative. Zeros are told too.
+inline bool any_below_normal(const F (&a)[Q]) {
+    const I least =
+        _mm512_min_epu32(_mm512_min_epu32(ints(a[0]), ints(a[1])), _mm512_min_epu32(ints(a[2]), ints(a[3])));
+    return _mm512_cmp_epu32_mask(least, _mm512_set1_epi32(0x00800000), _MM_CMPINT_LT) != 0;
+}
+// Of any a, and b that is not negative.
 inline bool any_below_normal(const F (&a)[Q], const F (&b)[Q]) {
     I least = ints(abs(a[0]));
     for (int j = 1; j < Q; ++j) least = _mm512_min_epu32(least, ints(abs(a[j])));
