@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,14 @@ def trained(layout: Layout, settings: dict[str, Any], folder: Path, *more: str, 
 
 def logged(trainer: Any) -> tuple[list[float], list[float]]:
     return trainer.metrics_processor.losses, trainer.metrics_processor.norms
+
+
+def of_copies(rank: int, folder: str) -> Any:
+    """As `both`, and what is said of the stage."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = both(rank, folder, {"replicate": 2}, [3], [])
+    return *found, [str(one.message) for one in said if "data_parallel_shard_degree" in str(one.message)]
 
 
 def both(rank: int, folder: str, layout: Layout, stages: list[int], more: list[str], accumulated: int = 1) -> Any:

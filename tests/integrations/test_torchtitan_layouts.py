@@ -58,8 +58,10 @@ def test_mixed_precision_and_compiled_blocks(tmp_path: Any) -> None:
 
 @slow
 def test_copies_alone(tmp_path: Any) -> None:
-    """data_parallel_replicate_degree alone: stage 0. torchtitan's DDP takes the mean of what is divided already."""
-    found = run_ranks(2, layouts.both, str(tmp_path), {"replicate": 2}, [3], [], timeout=230, patience=100)
-    for (losses, norms), [(ours, norms_of_ours)] in found:
+    """data_parallel_replicate_degree alone: stage 0, and it says so. torchtitan's DDP takes the mean of what is
+    divided already."""
+    found = run_ranks(2, layouts.of_copies, str(tmp_path), timeout=230, patience=100)
+    for (losses, norms), [(ours, norms_of_ours)], said in found:
+        assert len(said) == 1 and "stage=3 was asked for" in said[0]
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=5e-6, atol=0.0)
         torch.testing.assert_close(torch.tensor(norms_of_ours), 2 * torch.tensor(norms), rtol=5e-6, atol=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,10 @@ from zerokern.zero.partition import shards_parameters
 
 __all__ = ["check", "parallelized", "pipelined"]
 
+ALONE = (
+    "data_parallel_replicate_degree alone makes copies: each rank has all of the model's state (stage 0), where "
+    "stage={stage} was asked for. data_parallel_shard_degree is what zk.shard divides along"
+)
 clip_theirs = utils.clip_grad_norm_
 
 
@@ -109,6 +114,8 @@ def _divide(model: nn.Module, dims: Any, job_config: Any, stage: int, shard: Map
         settings |= {"mesh": dims.get_mesh(names), "mp_policy": policy}
     elif dims.dp_replicate_enabled:
         settings |= {"mesh": dims.get_mesh("dp_replicate"), "stage": 0}  # copies are what was asked for
+        if stage:
+            warnings.warn(ALONE.format(stage=stage), stacklevel=2)
     else:
         settings["mesh"] = Group(0, 1, device, "alone")
     settings |= shard
