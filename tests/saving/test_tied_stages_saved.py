@@ -84,3 +84,32 @@ def test_saved_once_and_loaded_into_every_copy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_three_copies(tmp_path: Path) -> None:
     on_ranks(4, there_and_back, tmp_path, [("ZBVZeroBubble", 1, 3, 2), ("Interleaved1F1B", 0, 3, 2)])
+
+
+@ranked
+def renamed(world: World, folder: Path) -> None:
+    """Names that all copies have in common, and names that another weight has."""
+    pipe = Pipe("1F1B", 0, 2, 4, stage=2)
+    zk.export(folder / "one", pipe.stages, rename=lambda name: "shared" if name in ("words.weight", *OTHERS) else name)
+    zk.export(folder / "more", pipe.stages, rename=lambda name: f"m.{name}")
+    fresh = Pipe("1F1B", 6, 2, 4, stage=3)
+    zk.load_pretrained(fresh.stages, folder / "more", rename=lambda name: f"m.{name}")
+    for mine, theirs in zip(pipe.models, fresh.models, strict=True):
+        found = full(theirs)
+        assert all(torch.equal(value, found[name]) for name, value in full(mine).items())
+    if world.rank == 0:
+        names = set(load_file(folder / "one" / "model.safetensors"))
+        assert "shared" in names and len(names) == len(dict(whole(0, 2, 4).named_parameters()))
+        assert "m.words.weight" in load_file(folder / "more" / "model.safetensors")
+    first = pipe.mesh.get_local_rank("pp") == 0
+    if pipe.stages[0].is_last:  # its copy of the one is called as the first stage's other weight is
+        pipe.stages[0].submod.add_module("clash", pipe.stages[0].submod.head)
+        del pipe.stages[0].submod.head
+    elif first:
+        pipe.stages[0].submod.add_module("clash", torch.nn.Linear(2, 2, bias=False))
+    with pytest.raises(zk.StateError, match="another weight has that name at another stage"):
+        zk.save(folder / "clash", pipe.stages)
+
+
+def test_names_of_copies(tmp_path: Path) -> None:
+    on_ranks(4, renamed, tmp_path)

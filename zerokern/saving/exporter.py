@@ -74,7 +74,9 @@ def export(
     def look() -> None:
         refuse_unusable(model)
         refuse_no_progress(progress)
-        mine.extend(weights(model, dtype, opt, str if rename is None else rename))
+
+    def find() -> None:
+        mine.extend(weights(model, dtype, opt, str if rename is None else rename, copies))
 
     def lay_out() -> tuple[str, list[list[tuple[int, int]]]]:
         most = parse_nbytes("max_shard_nbytes", max_shard_nbytes)
@@ -83,8 +85,7 @@ def export(
 
     ranks.each("look at the model", look)
     copies = shared(ranks, model, lambda: named_tensors(model)).copies
-    left_out = {name if rename is None else rename(name) for name in copies}
-    mine = [one for one in mine if one.name not in left_out]
+    ranks.each("find the weights", find)
     held = of_all_stages(ranks, model, mine)
     everyone = ranks.each("lay out the files", lay_out)
     same_on_all(held, everyone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,16 +87,29 @@ def shared(ranks: Ranks, model: Any, tensors: Callable[[], Mapping[str, Tensor]]
     if not isinstance(model, Stages):
         return Shared({}, frozenset())
 
-    def mine() -> list[tuple[str, int, str]]:
-        return [(*model.tied[id(one)], name) for name, one in tensors().items() if id(one) in model.tied]
+    def mine() -> tuple[list[tuple[str, int, str]], list[str]]:
+        found = tensors()
+        return [(*model.tied[id(one)], name) for name, one in found.items() if id(one) in model.tied], list(found)
 
     each = ranks.each("weights that stages share", mine)
     told: dict[str, dict[int, str]] = {}
-    rows: set[tuple[str, int, str]] = {(key, stage, name) for some in each for key, stage, name in some}
+    rows: set[tuple[str, int, str]] = {(key, stage, name) for some, _ in each for key, stage, name in some}
     for key, stage, name in sorted(rows):
         told.setdefault(key, {})[stage] = name
-    names = {name: list(dict.fromkeys(told[key].values())) for key, _, name in each[ranks.rank]}
-    return Shared(names, frozenset(name for key, stage, name in each[ranks.rank] if stage != min(told[key])))
+    firsts = {(some[min(some)], min(some)) for some in told.values()}
+    copies = {(name, stage) for some in told.values() for stage, name in some.items()} - firsts
+    saved = Counter(name for names in {tuple(names) for _, names in each} for name in names)
+    saved.subtract(name for name, _ in copies)
+    for key, some in told.items():
+        for stage, name in some.items():
+            if (name, stage) in copies and name != some[min(some)] and saved[name]:
+                raise StateError(
+                    f"{name!r} is stage {stage}'s copy of {key!r}, and another weight has that name at another stage; "
+                    "keep in each stage the names that the whole model has"
+                )
+    mine_only = each[ranks.rank][0]
+    names = {name: list(dict.fromkeys(told[key].values())) for key, _, name in mine_only}
+    return Shared(names, frozenset(name for key, stage, name in mine_only if stage != min(told[key])))
 
 
 def _is_stage(one: Any) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -68,8 +68,9 @@ def weights(
     dtype: torch.dtype | None,
     opt: torch.optim.Optimizer | None,
     rename: Callable[[str], str],
+    left_out: Collection[str] = (),
 ) -> list[Weight]:
-    """Everything that this rank holds, in the model's order.
+    """Everything that this rank holds, in the model's order, but what is `left_out`.
 
     >>> [(one.name, one.intervals) for one in weights(nn.Linear(3, 2), None, None, str.upper)]
     [('WEIGHT', [(0, 6)]), ('BIAS', [(0, 2)])]
@@ -77,7 +78,7 @@ def weights(
     exact = {} if opt is None else exact_parts(model, opt)
     made: dict[str, Weight] = {}
     names: dict[str, str] = {}
-    for span in spans(model):
+    for span in (span for span in spans(model) if span.name not in left_out):
         name = names.setdefault(span.name, rename(span.name))
         there = made.get(span.name)
         if there is None:

@@ -95,7 +95,8 @@ class Home(Residence):
         if not sharding.replicated:
             box = there.shape, there.offsets, there.sizes
             here = Spanned(*box, start, piece.numel(), ranks.everyone, self.placed)
-        self.copies = ranks.copies if self.placed is None else self.placed.copies
+        self._copies = ranks.copies if self.placed is None else self.placed.copies
+        self.stages = 1  # of a pipeline, that have copies of it
         self._team = ranks.team
         super().__init__(name, here, piece, param.requires_grad)
         # the sharding keeps autograd's nodes, and these refer to the parameter where no collector sees it: a strong
@@ -130,6 +131,10 @@ class Home(Residence):
     @property
     def team(self) -> Any:
         return self._team
+
+    @property
+    def copies(self) -> int:  # type: ignore[override]
+        return self._copies * self.stages
 
     def intercept(self, leaf: Tensor, *, beside: bool = False) -> object:
         """The sharding's reduction is handed the gradients of a leaf while the result, or a graph, is held.

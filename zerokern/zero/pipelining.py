@@ -23,12 +23,12 @@ from zerokern.zero.backward_halves import for_inputs, for_weights
 from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import shardings_of
 from zerokern.zero.sharding import Sharding
-from zerokern.zero.tied_stages import Ties, refuse_strange
+from zerokern.zero.tied_stages import Ties, refuse_replaced, refuse_strange
 
 __all__ = ["PipelineStage"]
 
-# by the group of a pipeline, this rank's stages that its schedule has begun last
-_BEGUN: weakref.WeakKeyDictionary[Any, list[PipelineStage]] = weakref.WeakKeyDictionary()
+# by the group of a pipeline, this rank's stage that a schedule has begun last
+_BEGUN: weakref.WeakKeyDictionary[Any, weakref.ref[PipelineStage]] = weakref.WeakKeyDictionary()
 
 
 class PipelineStage(TorchStage):
@@ -98,6 +98,7 @@ class PipelineStage(TorchStage):
         super().clear_runtime_states()
         self._let_go()
         self._reset()
+        refuse_replaced(self.tied, self.submod)
         self._join_others()
         for sharding in self._found():
             self._check(sharding)
@@ -105,11 +106,13 @@ class PipelineStage(TorchStage):
     def _join_others(self) -> None:
         """A schedule begins all its stages before it runs any."""
         pg = self.group or dist.group.WORLD
-        begun = _BEGUN.get(pg)
-        if begun is None or self in begun or not all(one._waits for one in begun):
-            begun = _BEGUN[pg] = []
+        last = _BEGUN[pg]() if pg in _BEGUN else None
+        begun = [] if last is None else last._together
+        if self in begun or not all(one._waits for one in begun):
+            begun = []
         begun.append(self)
         self._together, self._waits, self._ended = begun, True, None
+        _BEGUN[pg] = weakref.ref(self)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch's forward."""
@@ -153,15 +156,17 @@ class PipelineStage(TorchStage):
             return
         self._reduce_rest()
         self._ended = grad_scale_factor
-        if all(one._ended is not None for one in self._together):
+        # all stages of a schedule have computed before one ends; others were begun by one that was refused
+        together = [one for one in self._together if not one._waits]
+        if all(one._ended is not None for one in together):
             # nothing is left to compute on this rank, and what others wait for is on its way: it can wait for them
-            if any(one._ties is None for one in self._together):
-                ties = Ties(self._together)
-                for one in self._together:
+            if any(one._ties is None for one in together):
+                ties = Ties(together)
+                for one in together:
                     one._ties = ties
             assert self._ties is not None
             self._ties.add_up()
-            for one in self._together:
+            for one in together:
                 one._finish(one._ended or 1)
 
     def scale_grads(self, grad_scale_factor: int) -> None:

@@ -22,7 +22,7 @@ from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import local_of, present
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["Ties", "refuse_strange"]
+__all__ = ["Ties", "refuse_replaced", "refuse_strange"]
 
 STEP = "the end of a pipeline's step"
 PART_NUMEL = 1 << 22  # that go from rank to rank at once, through memory of that size
@@ -45,6 +45,17 @@ def refuse_strange(tied: Any, module: nn.Module) -> dict[str, nn.Parameter]:
     if len({id(param) for param in tied.values()}) < len(tied):
         raise ValueError(got("tied", list(tied), "one name for each parameter"))
     return dict(tied)
+
+
+def refuse_replaced(tied: Mapping[str, nn.Parameter], module: nn.Module) -> None:
+    """A step begins: these are still what the module computes with."""
+    own = set(map(id, module.parameters())) if tied else ()
+    for name, param in tied.items():
+        if id(param) not in own:
+            raise StateError(
+                f"the module of this pipeline stage has another parameter now than tied= has for {name!r}; make the "
+                "stage anew with what it has"
+            )
 
 
 @dataclass
@@ -84,6 +95,7 @@ class StageCopy:
             "placements": "none" if placed is None else f"{placed.placements}, {list(placed.sizes)} here",
             "dp": [self.group.rank, self.group.size],
             "cuts": self._cuts(),
+            "rests": self.home.sharding.rests is not None,
         }
 
     def _cuts(self) -> list[int]:
@@ -93,8 +105,8 @@ class StageCopy:
         place, each = self.bucket.tenants[self.home.place].place, self.bucket.bucket.shard_numel
         return [min(max(rank * each - place.offset, 0), place.numel) for rank in range(self.group.size)]
 
-    def digest(self, stride: int, *, whole: bool) -> Tensor:
-        """Of each `stride`-th value here, or of all ranks that divide it; it tells weights apart."""
+    def digest(self, stride: int) -> Tensor:
+        """Of each `stride`-th value, wherever it is divided; it tells weights apart, on all ranks alike."""
         piece = self.home.piece
         self.home.sharding.publisher.finish()
         with present(piece, written=False):
@@ -106,7 +118,7 @@ class StageCopy:
                 places = torch.arange(begin, begin + len(some), device=some.device)
                 total += some.mul_(places.mul_(stride).add_(self.home.start + first + 1).mul_(ODD)).sum()
         total = total.to(self.group.device)
-        if whole and not self.home.sharding.replicated:
+        if not self.home.sharding.replicated:
             self.group.everyone.all_reduce(total, "sum").wait()
         return total.bitwise_and_((1 << 62) - 1)
 
@@ -120,11 +132,11 @@ class Tie:
         self.name, self.copies, self.group = name, list(copies), group
         self.trained = copies[0].bucket is not None
         self.alike = self.trained and all(one["cuts"] == told[0]["cuts"] for one in told)
-        self.rests = any(getattr(copy.home.piece, "zk_rest", None) is not None for copy in copies)
+        self.rests = any(one["rests"] for one in told)
 
     def compared(self, stride: int) -> Tensor:
         """Two numbers, whose sum is 0 where the values of all copies are the same."""
-        each = torch.cat([copy.digest(stride, whole=not self.alike) for copy in self.copies])
+        each = torch.cat([copy.digest(stride) for copy in self.copies])
         word = torch.stack([each.amax(), -each.amin()])
         if self.group is not None:
             with during(STEP, of=f"whether stages have the same {self.name!r}"):
@@ -175,6 +187,8 @@ class Ties:
     def __init__(self, stages: Sequence[Any]) -> None:
         self._pg = stages[0].group or dist.group.WORLD
         self._everyone = _joined(self._pg, stages[0].device)
+        for param in (param for stage in stages for param in stage.submod.parameters()):
+            home_of(param).stages = 1  # type: ignore[union-attr]
         here: dict[str, list[StageCopy]] = {}
         for stage in sorted(stages, key=lambda one: one.stage_index):
             for name, param in stage.tied.items():
@@ -201,7 +215,7 @@ class Ties:
         self._last: list[tuple[Tie, Tensor]] = []  # how they compared in the last step
         for tie in self._ties:
             for copy in tie.copies:
-                copy.home.copies *= len(told[tie.name])
+                copy.home.stages = len(told[tie.name])
 
     def _group_of(self, told: Sequence[dict[str, Any]]) -> Group | None:
         """The ranks that have copies of a weight; None where all copies are here."""
