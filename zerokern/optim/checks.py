@@ -92,8 +92,7 @@ def hints(group: dict[str, Any]) -> None:
 
 
 def group(given: Mapping[str, Any], of_the_optimizer: Collection[str]) -> None:
-    """Refuse a group with options that only the optimizer has, and parameters that are listed twice or are of a dtype
-    that nothing here updates."""
+    """Refuse a group with options that only the optimizer has, and parameters that are listed twice."""
     for name in of_the_optimizer:
         if name != "params" and name in given:
             do = f"It is one for all groups: AdamW(groups, {name}=...)"
@@ -101,9 +100,6 @@ def group(given: Mapping[str, Any], of_the_optimizer: Collection[str]) -> None:
     tensors = [param[1] if isinstance(param, tuple) else param for param in given["params"]]
     seen: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
-        if getattr(tensor, "dtype", None) is torch.float64 and tensor.requires_grad:
-            do = "Build the optimizer after model.float() or model.bfloat16(), or keep torch.optim's for float64"
-            raise TypeError(got(f"params[{index}].dtype", tensor.dtype, DTYPES_TEXT, do))
         if stands_for(tensor) is not None:
             do = "A forward was broken off, by Ctrl-C perhaps: run one to its end, and list the parameters then"
             what = f"what stands for a parameter while its module computes, at {index}"
