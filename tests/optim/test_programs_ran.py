@@ -149,8 +149,17 @@ def ran(
     train(world, row, model, optimizer, between=wait)
     optimizer.flush()
     runs = submitted(recorder)
-    the_same_ops([event for event in recorder.events if event.step < len(runs)], runs[:-1])
+    the_same_ops([event for event in all_of(recorder) if event.step < len(runs)], runs[:-1])
     return runs
+
+
+def all_of(recorder: Recorder) -> list[Event]:
+    """Another thread puts state away, and writes that down after what flush() waits for."""
+    known = -1
+    while known != len(recorder.events):
+        known = len(recorder.events)
+        time.sleep(0.02)
+    return list(recorder.events)
 
 
 @pytest.mark.parametrize("stage", range(4))
