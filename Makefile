@@ -57,10 +57,10 @@ demo: $(installed) ## train where torch runs out of memory, compare, shard over 
 test: $(installed) ## the representative tests; at most 15 minutes on two cores
 	$(pytest) tests $(workers)
 
-test-rest: $(installed) ## the tests marked slow, which `make test` leaves out; at most 45 minutes on two cores
+test-rest: $(installed) ## the tests marked slow, which `make test` leaves out; at most 55 minutes on two cores
 	$(pytest) tests --rest $(workers)
 
-test-all: $(installed) ## both in one run; at most 60 minutes on two cores
+test-all: $(installed) ## both in one run; at most 70 minutes on two cores
 	$(pytest) tests --all $(workers)
 
 lint: $(installed) ## ruff, mypy and clang-format
