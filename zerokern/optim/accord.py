@@ -68,7 +68,8 @@ class Accord:
         if known != self._marked:
             self._marks = [zlib.crc32(repr(self._settings_of(groups)).encode()) >> 12 for groups in self.groups_of]
             self._marked = known
-        terms, said = self._meet(self.by_team(sums), skip or not math.isfinite(sums[0]), {}, torn=False)
+        own = self.by_team(sums)
+        terms, said = self._meet(own, skip or not math.isfinite(own[0]), {}, torn=False)
         if self.agreed:
             raise StateError(_told(said, self.torn))
         return added(terms)
