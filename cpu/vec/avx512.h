@@ -77,7 +77,6 @@ inline M equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline M equal_or_nan(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_UQ); }
 inline M at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline M below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
-inline M unordered(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
 inline F bits_join(F a, F b) { return floats(_mm512_or_si512(ints(a), ints(b))); }
 inline F max_signed_bits(F a, uint32_t b) {
     return floats(_mm512_max_epi32(ints(a), _mm512_set1_epi32(static_cast<int>(b))));
