@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zerokern.core.units import MasterFormat, StateFormat, Tier
 from zerokern.io import Nvme
 from zerokern.optim import AdamW
 from zerokern.optim.disk import on_disk_of
@@ -26,13 +27,13 @@ class Contender:
 
     label: str
     dtype: torch.dtype
-    state_format: str
-    master_format: str
+    state_format: StateFormat
+    master_format: MasterFormat
     lossy: str = ""
     is_torch: bool = False
 
     def optimizer(
-        self, parameters: Iterable[nn.Parameter], lr: float, tier: str | Nvme = "device"
+        self, parameters: Iterable[nn.Parameter], lr: float, tier: Tier | Nvme = "device"
     ) -> torch.optim.Optimizer:
         if self.is_torch:
             return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group, dividing_on, during
 from zerokern.core.errors import StateError, got
+from zerokern.core.units import Reduce, Stage, Tier
 from zerokern.io import Nvme
 from zerokern.memory.heap import give_back, map_large
 from zerokern.zero import home_of
@@ -42,16 +43,16 @@ def group_of(mesh: DeviceMesh | Group | None, module: nn.Module) -> Group:
 def shard(
     module: Module,
     *,
-    stage: int = 2,
+    stage: Stage = 2,
     mesh: Meshes = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    tier: str | Nvme = "device",
-    keep: str | Nvme | None = None,
+    tier: Tier | Nvme = "device",
+    keep: Tier | Nvme | None = None,
     micro: int = 1,
     replicated: DeviceMesh | Group | None = None,
     units: Units = None,
     bucket_bytes: int = BUCKET_BYTES,
-    reduce: str = "mean",
+    reduce: Reduce = "mean",
 ) -> Module:
     """ZeRO in place: optimizer state (stage 1), gradients (2) and parameters (3) divided among the ranks of `mesh`.
 
@@ -159,7 +160,7 @@ def shards(model: nn.Module) -> list[nn.Parameter]:
     return [pieces[id(home)] for home in homes if home is not None and id(home) in pieces]
 
 
-def build(fn: Callable[[], nn.Module], *, device: torch.device | str | None = None, **shard_kwargs: Any) -> nn.Module:
+def build(fn: Callable[[], Module], *, device: torch.device | str | None = None, **shard_kwargs: Any) -> Module:
     """`zk.shard(fn(), **shard_kwargs)`, with the parameters of one unit in memory at a time.
 
     The same bits, from the same random numbers. `fn` runs once, as it is; what its operators compute is noted, and

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from zerokern.core.units import Stage
+
 from ..model import Shape
 
 WARMUP_SHARE = 0.1
@@ -23,7 +25,7 @@ class Act:
     cap: int = 0
     ring_nbytes: int = 32 << 20  # of host memory, where state rests on disk
     world: int = 1
-    stage: int = 0
+    stage: Stage = 0
     warmup: float = 0.0  # steps; a tenth of all where it is 0
 
     def lr_at(self, number: int) -> float:

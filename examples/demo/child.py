@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import BudgetError
+from zerokern.core.units import Tier
 from zerokern.io import Nvme
 
 from ..contenders import CONTENDERS, Contender, state_nbytes
@@ -76,7 +77,7 @@ class Run:
         self.model: GPT | None = None
         self.optimizer: torch.optim.Optimizer | None = None
 
-    def tier(self, name: str) -> str | Nvme:
+    def tier(self, name: str) -> Tier | Nvme:
         """Where the state of an optimizer rests: on disk each has a folder of its own."""
         return Nvme(f"{self.folder}/{name}", ring_nbytes=self.act.ring_nbytes) if self.folder else "device"
 

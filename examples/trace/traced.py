@@ -230,7 +230,7 @@ def simulated(
 
 
 def _optimizer(params: Any, schedule: str, recorder: Recorder) -> Any:
-    chosen = Delayed() if schedule == "delayed" else schedule
+    chosen: Any = Delayed() if schedule == "delayed" else schedule
     optimizer = zk.AdamW(params, lr=3e-4, tier="cpu", schedule=chosen, max_grad_norm=MAX_NORM)
     optimizer.holdings.recorder = recorder
     return optimizer

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 import zerokern as zk
@@ -59,3 +64,57 @@ def test_a_closure_computes_gradients_in_any_mode() -> None:
     with torch.no_grad():
         assert float(opt.step(closure).detach()) == 2.0
     assert weight.tolist() == [0.0, 0.0]
+
+
+def stepped(kind: nn.Module, **options: Any) -> zk.AdamW:
+    opt = zk.AdamW(kind.parameters(), lr=0.1, **options)
+    kind(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    opt.flush()
+    return opt
+
+
+def test_overlap_that_hides_nothing_warns() -> None:
+    with pytest.warns(UserWarning, match=r'schedule="overlap" hides nothing here.*zk\.shard\(model\)'):
+        stepped(model(), schedule="overlap")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_overlap_that_hides_something_does_not_warn(stage: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stepped(zk.shard(model(), stage=stage), schedule="overlap")
+        stepped(model(), schedule="sync")
+
+
+@pytest.mark.parametrize("stage", [None, 0, 2, 3])
+def test_an_infinite_limit_measures_the_norm_and_clips_nothing(stage: Any) -> None:
+    torch.manual_seed(0)
+    one = model()
+    other = copy.deepcopy(one)
+    if stage is not None:
+        zk.shard(one, stage=stage), zk.shard(other, stage=stage)
+    measured, plain = stepped(one, max_grad_norm=math.inf), stepped(other)
+    with zk.gathered(one), zk.gathered(other):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+        squares = [p.numel() * 4.0 for p in one.parameters()]
+    assert measured.grad_norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-12)
+    assert stage is not None or plain.grad_norm is None
+
+
+def state_on_disk(rank: int, folder: str) -> tuple[list[str], list[float]]:
+    torch.manual_seed(0)
+    one = zk.shard(model(), stage=1)
+    opt = stepped(one, tier=zk.Nvme(folder, ring_nbytes="1M"))
+    made = sorted(path.name for path in Path(folder).iterdir())
+    assert f"state-{rank}" in made and opt.state
+    return made, one.weight.flatten().tolist()
+
+
+def test_ranks_that_are_given_one_folder_make_one_each_below_it(tmp_path: Path) -> None:
+    (folders, first), (_, second) = run_ranks(2, state_on_disk, str(tmp_path / "swap"))
+    assert set(folders) <= {"state-0", "state-1"} and first == second
+    torch.manual_seed(0)
+    plain = model()
+    stepped(plain)
+    assert plain.weight.flatten().tolist() == first

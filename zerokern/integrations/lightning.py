@@ -14,6 +14,7 @@ from torch import nn
 
 import zerokern as zk
 from zerokern.core.errors import ShardError, got
+from zerokern.core.units import Stage
 from zerokern.integrations.divided import check_optimizer
 from zerokern.optim.base import FusedOptimizer
 from zerokern.saving.extra import EachRank
@@ -37,7 +38,7 @@ class ZerokernStrategy(DDPStrategy):
 
     restore_checkpoint_after_setup, lightning_restore_optimizer = True, False  # load_checkpoint restores it
 
-    def __init__(self, stage: int | None = None, shard_settings: Mapping[str, Any] | None = None, **ddp: Any) -> None:
+    def __init__(self, stage: Stage | None = None, shard_settings: Mapping[str, Any] | None = None, **ddp: Any) -> None:
         super().__init__(**ddp)
         if self._ddp_kwargs:  # what is left is for DistributedDataParallel, and nothing here wraps a model in that
             raise TypeError(got("keyword", min(self._ddp_kwargs), "stage, shard_settings, timeout and the like"))

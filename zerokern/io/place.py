@@ -36,8 +36,9 @@ LEAST_RING = 1 << 20
 
 @dataclass(frozen=True)
 class Nvme:
-    """State rests in files below ``path``, a folder of its own for each optimizer and rank, and passes through a ring
-    of ``ring_nbytes`` of host memory. ``budget``: room on the disk, taken at once. ``checksum``: CRC32C of each record.
+    """State rests in files below ``path``, a folder of its own for each optimizer (where there are several ranks, each
+    makes one below it), and passes through a ring of ``ring_nbytes`` of host memory. ``budget``: room on the disk,
+    taken at once. ``checksum``: CRC32C of each record.
 
     >>> Nvme("swap", budget="8G").budget == 8 * 2**30
     True

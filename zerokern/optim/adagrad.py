@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from zerokern.core.units import MasterFormat, Schedule, Tier
 from zerokern.io import Nvme
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
@@ -14,8 +15,12 @@ from zerokern.schedule import Delayed
 
 
 class Adagrad(FusedOptimizer):
-    """Adagrad as torch defines it, except that `sum` is made at the first step. Keywords beside torch's are those of
-    `zerokern.optim.Adam`, without state_format="int8".
+    """Adagrad: each element's learning rate falls with the sum of its squared gradients.
+
+    As torch defines it, except that `sum` is made at the first step, from `initial_accumulator_value`.
+
+    state_format: "fp32" (exact) or "bf16" for `sum`. master_format, max_grad_norm, group, stochastic_seed, tier and
+    schedule: as `zerokern.optim.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -46,10 +51,10 @@ class Adagrad(FusedOptimizer):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: str | Nvme = "device",
-        schedule: str | Delayed = "sync",
-        state_format: str = "fp32",
-        master_format: str | None = None,
+        tier: Tier | Nvme = "device",
+        schedule: Schedule | Delayed = "sync",
+        state_format: Literal["fp32", "bf16"] = "fp32",
+        master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,
         group: Any = None,
         stochastic_seed: int | None = None,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier
 from zerokern.io import Nvme
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
@@ -26,7 +27,8 @@ class Adam(FusedOptimizer):
         "fp32" (a separate fp32 copy) or "none"; also per param_group. None means split16 for bf16 parameters and fp32
         for fp16 ones; an fp32 parameter is its own master. Writes to parameters are
         followed, those by `p.data` too; after others that torch does not count, call `refresh_masters()`.
-    max_grad_norm: clips the global norm within the update, and skips a step whose norm is not finite.
+    max_grad_norm: clips the global norm within the update, and skips a step whose norm is not finite. math.inf measures
+        the norm, for `grad_norm`, and clips nothing.
     group: ranks with other parameters that decide with these: `mesh["pp"]`, or its ProcessGroup, makes one norm and one
         decision to step of all stages of a pipeline, where one optimizer has all that its rank has of the model.
     stochastic_seed: rounds stochastically where master_format is "none": same seed, same bits.
@@ -69,10 +71,10 @@ class Adam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        tier: str | Nvme = "device",
-        schedule: str | Delayed = "sync",
-        state_format: str = "fp32",
-        master_format: str | None = None,
+        tier: Tier | Nvme = "device",
+        schedule: Schedule | Delayed = "sync",
+        state_format: StateFormat = "fp32",
+        master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,
         group: Any = None,
         stochastic_seed: int | None = None,
@@ -81,7 +83,10 @@ class Adam(FusedOptimizer):
 
 
 class AdamW(Adam):
-    """Adam whose weight decay shrinks the parameter instead of entering the gradient. Keywords as `Adam`.
+    """AdamW: Adam whose weight decay shrinks the parameter instead of entering the gradient.
+
+    All keywords, also those beside torch's (state_format, master_format, max_grad_norm, group, stochastic_seed, tier,
+    schedule), mean what `zerokern.optim.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -106,10 +111,10 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: str | Nvme = "device",
-        schedule: str | Delayed = "sync",
-        state_format: str = "fp32",
-        master_format: str | None = None,
+        tier: Tier | Nvme = "device",
+        schedule: Schedule | Delayed = "sync",
+        state_format: StateFormat = "fp32",
+        master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,
         group: Any = None,
         stochastic_seed: int | None = None,

@@ -83,8 +83,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def max_grad_norm(self) -> float | None:
         """Gradients are scaled within the update so that their global norm is at most this; None leaves them alone.
 
-        With a number, a step whose norm is not finite is skipped: no parameter and no state changes. For parameters on
-        a GPU both are decided there.
+        math.inf measures the norm, for `grad_norm`, and clips nothing. With any number, a step whose norm is not finite
+        is skipped: no parameter and no state changes. For parameters on a GPU both are decided there.
         """
         return self._max_grad_norm
 
@@ -210,7 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         everyone = self.param_groups
         bind = partial(here.bind, binding, survey, groups, formats, everyone, self.decision, intact=intact)
         prepare = methodcaller("prepare", settings, pointers)
-        if self.course.is_scheduled:
+        if self.holdings.is_scheduled:
             self.course.submit(survey, bind, prepare, first=binding is None)
         elif (scale := self.decision.take()) is not None:
             made = self._carry_out(survey, bind, prepare, scale)
@@ -293,7 +293,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             say_outcome(error, torn=accord.torn)
         elif accord.met:
             self.holdings.torn, self.holdings.untold = True, str(error)
-            if isinstance(error, Exception) and not accord.publishes and not self.course.is_scheduled:
+            if isinstance(error, Exception) and not accord.publishes and not self.holdings.is_scheduled:
                 with suppress(CommError):
                     self.holdings.local.publish()  # the others do, and wait for this rank's part
 

@@ -61,15 +61,9 @@ class Course:
         return local
 
     @property
-    def is_scheduled(self) -> bool:
-        """Whether the update goes through the schedule's worker."""
-        local = self._holdings.local
-        return local is not None and (local.host is not None or (self._holdings.schedule == "overlap" and local.defers))
-
-    @property
     def agrees(self) -> bool:
         """Whether ranks tell each other how the update went before `step()` returns."""
-        return self._holdings.moves_on_disk and (self._holdings.schedule == "sync" or not self.is_scheduled)
+        return self._holdings.moves_on_disk and (self._holdings.schedule == "sync" or not self._holdings.is_scheduled)
 
     def _conduct(self) -> Conductor:
         if self._conductor is None:

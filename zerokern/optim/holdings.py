@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
@@ -28,12 +30,18 @@ from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
 from zerokern.zero.data_writes import DataWrites
 from zerokern.zero.kinds import rest_of
+from zerokern.zero.resting import folder_below
 
 __all__ = ["Bound", "Chosen", "Holdings"]
 
 _TORN = (
     "a step or a load was broken off while parameters and state were being written, so that they may be of "
     "different steps; load a checkpoint of the model, then of the optimizer (load_state_dict), to go on"
+)
+_NOTHING_TO_OVERLAP = (
+    'schedule="overlap" hides nothing here, and the update runs as with "sync": these parameters are complete when '
+    "step() returns. zk.shard(model), on one rank too, makes each forward wait for its own parameters alone; for a "
+    'model on a GPU, tier="cpu" or zk.Nvme(path) does it'
 )
 
 
@@ -48,6 +56,11 @@ class Chosen:
 
     def __set__(self, opt: Any, value: Any) -> None:
         opt.holdings.change(self.name, value)
+
+
+def _has_company() -> bool:
+    """Whether other ranks may have been given the same folder."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @dataclass
@@ -71,7 +84,9 @@ class Holdings:
         self.algorithm, self.tier, self.schedule = algorithm, tier, check_schedule(schedule)
         self.group = group  # of ranks that decide with this one on each step, as the user named it
         self.room = HostPlace(name, TAKES_LESS) if tier != "device" or self.delays else None
-        self.disk = Disk(tier) if isinstance(tier, Nvme) else None
+        self.disk = (
+            Disk(tier if not _has_company() else folder_below(tier, "state")) if isinstance(tier, Nvme) else None
+        )
         self.state: WatchedState = WatchedState()
         self.local: Local | None = None  # what is known of parameters that have stand-ins, once there are some
         self.host: Host | None = None
@@ -96,6 +111,12 @@ class Holdings:
     @property
     def delays(self) -> bool:
         return isinstance(self.schedule, Delayed)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the update goes through the schedule's worker."""
+        local = self.local
+        return local is not None and (local.host is not None or (self.schedule == "overlap" and local.defers))
 
     @property
     def moves_on_disk(self) -> bool:
@@ -200,6 +221,8 @@ class Holdings:
     ) -> Binding:
         """The binding, or a new one where there is none that fits. `everyone`: the groups as users have them."""
         last, witness = self.bound.binding, self.bound.witness
+        if last is None and self.schedule == "overlap" and not self.is_scheduled:
+            warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)
         if binding is not None and intact:
             binding.witness.catch_up(self.held, in_place=True)
             return binding

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from zerokern.core.units import MasterFormat, Schedule, StateFormat, Tier
 from zerokern.io import Nvme
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
@@ -14,8 +15,14 @@ from zerokern.schedule import Delayed
 
 
 class Lion(FusedOptimizer):
-    """Lion with decoupled weight decay; one moment, half the state of Adam. Keywords beside torch's are those of
-    `zerokern.optim.Adam`.
+    """Lion: each element moves by `lr` in the direction of the sign of an interpolated momentum.
+
+    Weight decay is decoupled. It keeps one moment, half the state of Adam, and usually wants a learning rate three to
+    ten times lower than AdamW's and a weight decay as much higher. `betas`: what the momentum weighs in the sign, and
+    how it decays.
+
+    state_format: "fp32" (exact), "bf16" or "int8" for exp_avg. master_format, max_grad_norm, group, stochastic_seed,
+    tier and schedule: as `zerokern.optim.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -44,10 +51,10 @@ class Lion(FusedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: str | Nvme = "device",
-        schedule: str | Delayed = "sync",
-        state_format: str = "fp32",
-        master_format: str | None = None,
+        tier: Tier | Nvme = "device",
+        schedule: Schedule | Delayed = "sync",
+        state_format: StateFormat = "fp32",
+        master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,
         group: Any = None,
         stochastic_seed: int | None = None,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.core.errors import got
+from zerokern.core.units import MasterFormat, Schedule, Tier
 from zerokern.io import Nvme
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.formats import Algorithm
@@ -22,7 +23,12 @@ def _refuse(group: dict[str, Any]) -> None:
 
 
 class SGD(FusedOptimizer):
-    """SGD as torch defines it. Keywords beside torch's are those of `zerokern.optim.Adam`, without state_format="int8".
+    """Stochastic gradient descent as torch defines it: with momentum, dampening and Nesterov's momentum if asked for.
+
+    Without momentum there is no state but the master's. The first momentum_buffer is the gradient itself.
+
+    state_format: "fp32" (exact) or "bf16" for momentum_buffer. master_format, max_grad_norm, group, stochastic_seed,
+    tier and schedule: as `zerokern.optim.Adam` says.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -56,10 +62,10 @@ class SGD(FusedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        tier: str | Nvme = "device",
-        schedule: str | Delayed = "sync",
-        state_format: str = "fp32",
-        master_format: str | None = None,
+        tier: Tier | Nvme = "device",
+        schedule: Schedule | Delayed = "sync",
+        state_format: Literal["fp32", "bf16"] = "fp32",
+        master_format: MasterFormat | None = None,
         max_grad_norm: float | None = None,
         group: Any = None,
         stochastic_seed: int | None = None,

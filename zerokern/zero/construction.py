@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from zerokern.zero.units import Unit
 
 __all__ = ["Construction"]
 
+Module = TypeVar("Module", bound=nn.Module)
+
 
 class Construction:
     """Runs a constructor and, unit by unit, gives its parameters the memory and the values that they had in it."""
@@ -35,7 +37,7 @@ class Construction:
         self.device = device
         self._recorder = Recording()
 
-    def run(self, make: Callable[[], nn.Module]) -> nn.Module:
+    def run(self, make: Callable[[], Module]) -> Module:
         """The module, with parameters whose memory is empty wherever their values can be computed again."""
         with self._recorder, self.device, Overhearing(self._recorder):
             module = make()
