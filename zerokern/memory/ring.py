@@ -54,6 +54,7 @@ class Ring:
         self.arena = arena
         self.nbytes = nbytes
         self.flowing = False
+        self.waited_ns = 0  # for transfers, since it was made
         self.slots: list[Slot] = []
         try:
             for index in range(slots):
@@ -149,6 +150,7 @@ def flowing(
             slot = slots[k]
             # The fetch first: it ends after the store before it, so one sleep serves both.
             waiting = fetched[k]
+            began = time.perf_counter_ns()
             if waiting is not None:
                 waiting.wait()
                 fetched[k] = None
@@ -156,6 +158,7 @@ def flowing(
             if waiting is not None:
                 waiting.wait()
                 slot.drained = None
+            ring.waited_ns += time.perf_counter_ns() - began
             waiting = None
             compute(i, slot)
             slot.drained = store(i, slot)
@@ -164,10 +167,12 @@ def flowing(
             if progress is not None:
                 progress(i + 1)
             yield i + 1
+        began = time.perf_counter_ns()
         for i in range(max(0, count - depth), count):
             waiting = slots[i % depth].drained
             if waiting is not None:
                 waiting.wait()
+        ring.waited_ns += time.perf_counter_ns() - began
     except BaseException as first:
         raised_it = waiting if isinstance(first, Exception) else None
         if os.getpid() == process:  # in a forked child nothing of it will end

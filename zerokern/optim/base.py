@@ -27,6 +27,7 @@ from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.local import Local, sharded
 from zerokern.optim.outside import WatchedState, plain
+from zerokern.optim.statistics import Reporting
 from zerokern.optim.survey import Groups, Survey
 from zerokern.zero import guards
 from zerokern.zero.awaited import without_waiting
@@ -40,7 +41,7 @@ _TWICE = (
 _NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "max_grad_norm", "group")
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(Reporting, torch.optim.Optimizer):
     """What all optimizers here share; the subclasses say which update rule and which hyperparameters.
 
     Nothing is kept about a parameter before the first `step()` that finds a gradient on it, so parameters may be
@@ -149,7 +150,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             if here.local is not None:
                 here.local.accord.begin()
-            with during("opt.step"):
+            with during("opt.step"), self._timed():
                 self._step()
         except BaseException as error:
             if not known:

@@ -86,6 +86,10 @@ class Conductor:
         self._turns: dict[str, int] = {}
         self._program: tuple[tuple[Any, ...], Program] | None = None
 
+    @property
+    def waited_ns(self) -> Mapping[str, int]:
+        return self._executor.waited_ns
+
     def parts(self, local: Local) -> list[Part]:
         known, parts = self._parts
         if known is not local:

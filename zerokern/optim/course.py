@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -46,6 +46,11 @@ class Course:
         self._gates: list[Any] = []
         self._on_their_way: list[Any] = []
         self._behind: UnderWay | None = None  # an update that failed here, and that other ranks publish
+
+    @property
+    def waited_ns(self) -> Mapping[str, int]:
+        """For how long threads have waited for ops of updates, by lane."""
+        return {} if self._conductor is None else self._conductor.waited_ns
 
     def localise(self, groups: Groups) -> Local:
         """What stands for the parameters; where they are others than before, what was pending is published first."""

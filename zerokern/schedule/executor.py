@@ -15,6 +15,7 @@ import atexit
 import heapq
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
@@ -62,6 +63,11 @@ class Executor:
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._worker.recorder = recorder
+
+    @property
+    def waited_ns(self) -> Mapping[str, int]:
+        """For how long threads have waited for ops, by lane."""
+        return self._worker.waited_ns
 
     def submit(self, program: Program, actions: Mapping[Key, Action], *, ahead: Iterable[str] = ()) -> Run:
         """Begins a program and returns at once; raises a failure that nobody has been told of.
@@ -271,7 +277,9 @@ class Run:
                     continue
                 if worker.stuck() and self._nobody_performs():
                     self._refuse_to_hang(work)
+                began = time.perf_counter_ns()
                 worker.changed.wait()
+                worker.waited_ns[work.op.lane] += time.perf_counter_ns() - began
 
     def _nobody_performs(self) -> bool:
         """Nobody but this thread, that is."""

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
@@ -122,6 +122,7 @@ class Worker:
         self.recent: deque[dict[tuple[str, str], Work]] = deque(maxlen=8)  # how far a Ref may reach back
         self.failure: Raised | None = None
         self.closing = self.over = self.died = False
+        self.waited_ns: Counter[str] = Counter()  # by the lane of what was waited for, by all threads
         self._lanes: dict[str, deque[Work]] = {lane: deque() for lane in LANES if lane != "device"}
         self._launched: deque[Work] = deque()
         self._changes, self._parked_at = 0, -1
@@ -214,8 +215,10 @@ class Worker:
         ticket = work.ticket
         if ticket is None:
             return
+        began = time.perf_counter_ns()
         ticket.wait()
         with self.changed:
+            self.waited_ns[work.op.lane] += time.perf_counter_ns() - began
             entry, work.entry = work.entry, None
         if entry is not None and self.recorder is not None:
             self.recorder.ended(entry, ticket)
