@@ -208,9 +208,7 @@ class PlayedDevice:
                 raise ValueError(got(argument, rate, "GB/s above 0, or None"))
         stretches = dict(stretch) if isinstance(stretch, Mapping) else dict.fromkeys(STREAMS, stretch)
         if latency_us < 0 or min(stretches.values(), default=0) < 0:
-            raise ValueError(
-                f"latency_us={latency_us!r} and stretch={stretch!r} are not possible; allowed: not below 0"
-            )
+            raise ValueError(f"latency_us={latency_us!r} and stretch={stretch!r} must not be below 0")
         if set(stretches) - set(STREAMS):
             raise ValueError(got("stretch", stretch, f"seconds by {', '.join(STREAMS)}"))
         self.poison, self.latency_us = poison, latency_us

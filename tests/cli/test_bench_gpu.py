@@ -146,7 +146,7 @@ class TestScript:
         environment = {**os.environ, "PYTHON": sys.executable}
         ran = subprocess.run([SCRIPT, "--rehearse", tmp_path, "upd"], env=environment, capture_output=True, text=True)
         assert ran.returncode == 2
-        assert "section='upd' is not possible; allowed: tests, sanitize, update" in ran.stderr
+        assert "section='upd': must be tests, sanitize, update" in ran.stderr
 
     def test_a_result_is_never_overwritten(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "rehearsal-sweep.json").write_text("kept")

@@ -259,11 +259,11 @@ class TestCommand:
         "arguments, says",
         [
             (["zero", "--micro", "2"], "--micro belongs to infinity"),
-            (["zero", "--ranks", "1"], "ranks=1 is not possible; allowed: 2 or more with zero"),
+            (["zero", "--ranks", "1"], "ranks=1: must be 2 or more with zero"),
             (["offload", "--path", "."], "--path has no meaning"),
             (["infinity", "--numel", "1M"], "--numel has no meaning"),
             (["infinity", "--stage", "2"], "--stage belongs to offload"),
-            (["infinity", "--vs", "ddp"], "vs='ddp' is not possible; allowed: a list of deepspeed, fsdp2"),
+            (["infinity", "--vs", "ddp"], "vs='ddp': must be a list of deepspeed, fsdp2"),
         ],
     )
     def test_options_that_do_not_fit_are_taught(

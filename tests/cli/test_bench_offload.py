@@ -219,7 +219,7 @@ class TestCommand:
             (["offload", "--tier", "nvme"], "--tier has no meaning"),
             (
                 ["offload", "--vs", "ddp"],
-                "vs='ddp' is not possible; allowed: a list of none, deepspeed, fsdp2, torchao",
+                "vs='ddp': must be a list of none, deepspeed, fsdp2, torchao",
             ),
         ],
     )
@@ -232,4 +232,4 @@ class TestCommand:
     def test_a_stage_that_does_not_exist_is_taught(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(["bench", "offload", "--stage", "4"])
-        assert "stage='4' is not possible; allowed: a list of 1, 2, 3" in capsys.readouterr().err
+        assert "stage='4': must be a list of 1, 2, 3" in capsys.readouterr().err

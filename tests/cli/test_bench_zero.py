@@ -276,7 +276,7 @@ class TestCommand:
             (["adam", "--ranks", "2"], "--ranks belongs to zero"),
             (["zero", "--numel", "1M"], "--numel has no meaning"),
             (["zero", "--tier", "nvme"], "--tier has no meaning"),
-            (["zero", "--vs", "torch,ddp"], "vs='torch' is not possible; allowed: a list of ddp, zero1"),
+            (["zero", "--vs", "torch,ddp"], "vs='torch': must be a list of ddp, zero1"),
         ],
     )
     def test_options_that_do_not_fit_are_taught(

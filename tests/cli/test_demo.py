@@ -59,10 +59,10 @@ def test_options_are_read() -> None:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--cap", "0"], "cap='0' is not possible; allowed: a positive number of B, KB"),
-        (["--cap", "1.5XB"], "cap='1.5XB' is not possible; allowed"),
-        (["--steps", "0"], "--steps: count='0' is not possible; allowed: a whole number from 1 on"),
-        (["--out", "demo.txt"], "out='demo.txt' is not possible; allowed: a .png"),
+        (["--cap", "0"], "cap='0': must be a positive number of B, KB"),
+        (["--cap", "1.5XB"], "cap='1.5XB': must be"),
+        (["--steps", "0"], "--steps: count='0': must be a whole number from 1 on"),
+        (["--out", "demo.txt"], "out='demo.txt': must be a .png"),
         (["--out", "no-such-folder/demo.png"], "in a folder that exists"),
         (["--act", "5"], "invalid choice: '5'"),
     ],

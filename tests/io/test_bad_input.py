@@ -36,7 +36,7 @@ def test_an_unknown_key(store: Store) -> None:
 
 @pytest.mark.parametrize("key", [7, None, b"x", ("x",)])
 def test_a_key_that_is_no_string(store: Store, key: object) -> None:
-    with pytest.raises(TypeError, match=r"key=.*allowed: a string"):
+    with pytest.raises(TypeError, match=r"key=.*must be a string"):
         store.put(key, torch.ones(3))
 
 
@@ -52,7 +52,7 @@ def test_a_key_that_is_no_string(store: Store, key: object) -> None:
     ids=lambda one: f"{tuple(one.shape)} {one.dtype}" if isinstance(one, torch.Tensor) else "",
 )
 def test_a_shape_or_dtype_that_was_not_stored(store: Store, out: torch.Tensor, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"'x'; allowed: \(torch.float32, \(4, 3\)\), as it was put"):
+    with pytest.raises(error, match=r"'x': must be \(torch.float32, \(4, 3\)\), as it was put"):
         store.get("x", out)
 
 
@@ -167,7 +167,7 @@ def test_a_budget_that_is_used_up(engine: EngineCase, folder: Path) -> None:
 @pytest.mark.parametrize("settings", [{"engine": "libaio"}, {"depth": 0}, {"depth": 1 << 20}, {"depth": True}])
 @pytest.mark.parametrize("more", [{}, {"block": BLOCK}])
 def test_settings_that_no_engine_has(folder: Path, settings: dict, more: dict) -> None:
-    with pytest.raises(ValueError, match="is not possible; allowed"):
+    with pytest.raises(ValueError, match="must be"):
         Store(folder, **{**settings, **more})
     assert not folder.exists()
 
@@ -246,7 +246,7 @@ def test_engine_settings_reach_the_native_engine() -> None:
     "settings", [{"budget": "x"}, {"ring_nbytes": 1000}, {"engine": "spdk"}, {"ring_nbytes": 0}], ids=str
 )
 def test_a_tier_that_cannot_be(settings: dict) -> None:
-    with pytest.raises(ValueError, match="is not possible; allowed"):
+    with pytest.raises(ValueError, match="must be"):
         Nvme("swap", **settings)
 
 

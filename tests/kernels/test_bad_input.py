@@ -188,7 +188,7 @@ def test_lists_of_different_lengths(name: str) -> None:
 @pytest.mark.parametrize("value", BAD_NUMBERS)
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay", "beta1", "beta2"])
 def test_adam_numbers(name: str, value: float) -> None:
-    refused(ops.adam, adam_arguments() | {name: value}, ValueError, f"{name}={value!r}", "allowed")
+    refused(ops.adam, adam_arguments() | {name: value}, ValueError, f"{name}={value!r}", "must be")
 
 
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
@@ -206,24 +206,24 @@ def test_a_beta_of_one(name: str) -> None:
     ],
 )
 def test_numbers_of_the_others(op: str, name: str, value: float) -> None:
-    refused(getattr(ops, op), other_arguments(op) | {name: value}, ValueError, f"{name}={value!r}", "allowed")
+    refused(getattr(ops, op), other_arguments(op) | {name: value}, ValueError, f"{name}={value!r}", "must be")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_scale_that_is_not_finite(value: float) -> None:
-    refused(ops.adam, adam_arguments() | {"scale": value}, ValueError, f"scale={value!r}", "allowed")
+    refused(ops.adam, adam_arguments() | {"scale": value}, ValueError, f"scale={value!r}", "must be")
 
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_step_below_one(value: int) -> None:
-    refused(ops.adam, adam_arguments() | {"step": value}, ValueError, f"step={value}", "allowed")
+    refused(ops.adam, adam_arguments() | {"step": value}, ValueError, f"step={value}", "must be")
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("lr", "0.1"), ("lr", None), ("step", 1.5), ("decoupled", 1), ("beta1", None)]
 )
 def test_arguments_of_the_wrong_type(name: str, value: object) -> None:
-    refused(ops.adam, adam_arguments() | {name: value}, TypeError, f"{name}={value!r}", "allowed")
+    refused(ops.adam, adam_arguments() | {name: value}, TypeError, f"{name}={value!r}", "must be")
 
 
 def test_formats_that_do_not_fit_together() -> None:
@@ -244,7 +244,7 @@ def test_formats_that_do_not_fit_together() -> None:
 @pytest.mark.parametrize("seed", [-1, 1.5, "1"])
 def test_a_seed_that_is_no_count(seed: object) -> None:
     arguments = adam_arguments() | {"param": torch.ones(N, dtype=torch.bfloat16), "stochastic_seed": seed}
-    refused(ops.adam, arguments, (TypeError, ValueError), f"stochastic_seed={seed!r}", "allowed")
+    refused(ops.adam, arguments, (TypeError, ValueError), f"stochastic_seed={seed!r}", "must be")
 
 
 def test_unknown_formats_of_the_codecs() -> None:
@@ -281,8 +281,8 @@ def test_accumulate_and_cast_tensors() -> None:
     refused(ops.accumulate, {"dst": dst, "srcs": [src, src.half()]}, TypeError, "srcs", "float16", "allowed")
     refused(ops.accumulate, {"dst": dst, "srcs": [src[1:]]}, ValueError, "srcs[0]", str(N - 1), str(N))
     refused(ops.accumulate, {"dst": dst.int(), "srcs": [src]}, TypeError, "dst", "int32", "allowed")
-    refused(ops.accumulate, {"dst": dst, "srcs": [src], "scale": math.nan}, ValueError, "scale=nan", "allowed")
-    refused(ops.accumulate, {"dst": dst, "srcs": [src], "add": 1}, TypeError, "add=1", "allowed")
+    refused(ops.accumulate, {"dst": dst, "srcs": [src], "scale": math.nan}, ValueError, "scale=nan", "must be")
+    refused(ops.accumulate, {"dst": dst, "srcs": [src], "add": 1}, TypeError, "add=1", "must be")
     memory = torch.ones(2 * N)
     refused(
         ops.accumulate, {"dst": memory[:N], "srcs": [memory[1 : N + 1]]}, ValueError, "dst", "srcs[0]", "share memory"

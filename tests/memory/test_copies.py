@@ -327,7 +327,7 @@ def test_closed_copies_are_refused(quick: ThreadDriver) -> None:
 
 
 def test_a_driver_is_for_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="allowed: a cuda device"):
+    with pytest.raises(ValueError, match="must be a cuda device"):
         CudaDriver("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendError, match=r"cuda:1 was asked for, and torch .* finds no GPU"):

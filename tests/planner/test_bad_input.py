@@ -17,24 +17,24 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "asked, says",
         [
-            ({"stage": 4}, "stage=4 is not possible; allowed: 0 (all is replicated)"),
+            ({"stage": 4}, "stage=4: must be 0 (all is replicated)"),
             ({"stage": "2"}, "stage='2'"),
-            ({"world": 0}, "world=0 is not possible; allowed: a whole number of ranks"),
+            ({"world": 0}, "world=0: must be a whole number of ranks"),
             ({"world": 2.0}, "world=2.0"),
             ({"world": True}, "world=True"),
-            ({"optimizer": "adan"}, "optimizer='adan' is not possible; allowed: 'adamw'"),
+            ({"optimizer": "adan"}, "optimizer='adan': must be 'adamw'"),
             ({"state_format": "int4"}, "state_format='int4'"),
-            ({"state_format": "int8", "optimizer": "sgd"}, "allowed: 'fp32' | 'bf16' with sgd"),
+            ({"state_format": "int8", "optimizer": "sgd"}, "must be 'fp32' | 'bf16' with sgd"),
             ({"master_format": "split4"}, "master_format='split4'"),
             ({"master_format": "split16", "param_dtype": "fp16"}, "'fp32' | 'none' for fp16 parameters"),
-            ({"param_dtype": "fp8"}, "param_dtype='fp8' is not possible; allowed: 'fp32'"),
-            ({"param_dtype": "fp64"}, "dtype='float64' is not possible"),
+            ({"param_dtype": "fp8"}, "param_dtype='fp8': must be 'fp32'"),
+            ({"param_dtype": "fp64"}, "dtype='float64': must be"),
             ({"param_dtype": "bf16", "mp_policy": MixedPrecisionPolicy()}, "mp_policy says both dtypes already"),
             ({"tier": "disk"}, "tier='disk'"),
             ({"bucket_bytes": 0}, "bucket_bytes=0"),
             ({"accumulate": 0}, "accumulate=0"),
             ({"device": "tpu"}, "device='tpu'"),
-            ({"device_memory": "80G"}, "device_memory='80G' is not possible; allowed: bytes as a whole number"),
+            ({"device_memory": "80G"}, "device_memory='80G': must be bytes as a whole number"),
             ({"device_memory": "h1000"}, "h100"),
             ({"device_memory": 0}, "device_memory=0"),
         ],
@@ -45,12 +45,12 @@ class TestBadInput:
 
     @pytest.mark.parametrize("numel", ["", "B", "7.5x", "-1B", "0", 0, -3, "1e9", "seven"])
     def test_a_number_that_is_none(self, numel) -> None:
-        with pytest.raises(ValueError, match=r"numel=.* is not possible; allowed: a whole number of parameters"):
+        with pytest.raises(ValueError, match=r"numel=.*: must be a whole number of parameters"):
             zk.plan(numel)
 
     @pytest.mark.parametrize("model", [None, 7.5e9, ["1B"], True, torch.ones(3)])
     def test_what_is_no_model(self, model) -> None:
-        with pytest.raises(TypeError, match=r"allowed: an nn\.Module, a number of parameters"):
+        with pytest.raises(TypeError, match=r"must be an nn\.Module, a number of parameters"):
             zk.plan(model)
 
     def test_a_module_without_parameters(self) -> None:
@@ -77,7 +77,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize("asked", [(None,), ("1B",), (nn.Linear(2, 2), 3), (nn.Linear(2, 2), nn.Linear(2, 2))])
     def test_what_cannot_be_measured(self, asked) -> None:
-        with pytest.raises(TypeError, match="is not possible; allowed"):
+        with pytest.raises(TypeError, match="must be"):
             zk.measure(*asked)
 
     def test_measuring_a_module_without_parameters(self) -> None:

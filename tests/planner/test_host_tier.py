@@ -130,9 +130,9 @@ class TestPlanned:
     @pytest.mark.parametrize(
         "asked, says",
         [
-            ({"schedule": "late"}, "schedule='late' is not possible; allowed: 'sync', 'overlap' or zk.Delayed"),
-            ({"schedule": "overlap"}, r"schedule='overlap' is not possible; .* or tier='cpu'"),
-            ({"schedule": zk.Delayed()}, r"schedule=Delayed\(after=0\) is not possible"),
+            ({"schedule": "late"}, "schedule='late': must be 'sync', 'overlap' or zk.Delayed"),
+            ({"schedule": "overlap"}, r"schedule='overlap': must be .* or tier='cpu'"),
+            ({"schedule": zk.Delayed()}, r"schedule=Delayed\(after=0\): must be"),
         ],
     )
     def test_refused(self, asked: dict, says: str) -> None:

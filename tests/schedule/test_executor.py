@@ -396,5 +396,5 @@ class TestAhead:
         assert order == ["Step 1", "Store 1", "Step 2", "Store 2", "Step 3", "Store 3"]
 
     def test_only_what_a_user_performs_can_be_left(self) -> None:
-        with Executor() as executor, pytest.raises(ValueError, match="ahead='Step' is not possible; allowed: verbs"):
+        with Executor() as executor, pytest.raises(ValueError, match="ahead='Step': must be verbs"):
             executor.submit(self.SHOWN, {("Step", "a"): lambda: None}, ahead=["Step"])

@@ -196,9 +196,9 @@ def test_what_is_dropped_ends() -> None:
 
 
 def test_bad_requests_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"down_gb_s=0 is not possible; allowed: GB/s above 0"):
+    with pytest.raises(ValueError, match=r"down_gb_s=0: must be GB/s above 0"):
         PlayedDevice(down_gb_s=0)
-    with pytest.raises(ValueError, match="not below 0"):
+    with pytest.raises(ValueError, match="not be below 0"):
         PlayedDevice(latency_us=-1)
     with pytest.raises(ValueError, match="seconds by compute, down, up"):
         PlayedDevice(stretch={"sideways": 1.0})

@@ -148,12 +148,12 @@ def test_shares_are_those_of_counting(seed: int) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"events=\[\] is not possible"):
+    with pytest.raises(ValueError, match=r"events=\[\]: must be"):
         picture([])
     one = Event(1, "cpu", "Step", "a", 0, 1, 0)
-    with pytest.raises(ValueError, match="width=20 is not possible; allowed: 60 to 400 columns"):
+    with pytest.raises(ValueError, match="width=20: must be 60 to 400 columns"):
         picture([one], width=20)
-    with pytest.raises(ValueError, match="steps=0 is not possible; allowed: a number of steps, from 1 on"):
+    with pytest.raises(ValueError, match="steps=0: must be a number of steps, from 1 on"):
         picture([one], steps=0)
     assert picture([one]).hidden == 0.0
     assert picture([Event(1, "device", "Forward", "a", 0, 1, 0)]).hidden is None

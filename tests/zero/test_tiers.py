@@ -194,8 +194,8 @@ def test_spans_for_torchs_optimizers_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "tier", "says"), [
-    (2, "cpu", "allowed: 'device' below stage 3"),
-    (3, "disk", "allowed: 'device', 'cpu' or zk.Nvme"),
+    (2, "cpu", "must be 'device' below stage 3"),
+    (3, "disk", "must be 'device', 'cpu' or zk.Nvme"),
     (3, "swap/folder", "a folder becomes a tier"),
 ])  # fmt: skip
 def test_other_tiers_are_refused(stage: int, tier: str, says: str) -> None:

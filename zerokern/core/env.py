@@ -83,7 +83,7 @@ def switched_on(name: str) -> bool:
     """
     text = read(name) or "0"
     if text not in ("0", "1"):
-        raise ValueError(f"{name}={text!r} is not possible; allowed: 0 or 1")
+        raise ValueError(f"{name}={text!r}: must be 0 or 1")
     return text == "1"
 
 
@@ -102,7 +102,7 @@ def _positive(name: str, fallback: int) -> int:
     if text is None:
         return fallback
     if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{name}={text!r} is not possible; allowed: a whole number from 1 on")
+        raise ValueError(f"{name}={text!r}: must be a whole number from 1 on")
     return int(text)
 
 

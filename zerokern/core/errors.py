@@ -104,12 +104,12 @@ class CommError(ZerokernError):
 
 
 def got(argument: str, value: object, allowed: str, advice: str = "") -> str:
-    """The one form of a message about an argument.
+    """The one form of a message about an argument: what was given, what it must be, what to do.
 
     >>> got("state_format", "int4", "'fp32', 'bf16' or 'int8'")
-    "state_format='int4' is not possible; allowed: 'fp32', 'bf16' or 'int8'"
+    "state_format='int4': must be 'fp32', 'bf16' or 'int8'"
     """
-    message = f"{argument}={value!r} is not possible; allowed: {allowed}"
+    message = f"{argument}={value!r}: must be {allowed}"
     return f"{message}. {advice}" if advice else message
 
 

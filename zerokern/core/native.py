@@ -354,7 +354,7 @@ def set_threads(count: int) -> None:
     >>> set_threads(threads())
     """
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1024:
-        raise ValueError(f"count={count!r} is not possible; allowed: a whole number from 1 to 1024")
+        raise ValueError(f"count={count!r}: must be a whole number from 1 to 1024")
     check(library().zk_threads_set(count))
 
 

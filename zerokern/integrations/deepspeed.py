@@ -290,7 +290,7 @@ def _sharding(values: Values) -> dict[str, Any]:
     chosen = {dtype for dtype in ways.values() if dtype is not None}
     if len(chosen) > 1:
         asked = ", ".join(f"{path} {values[path]}" for path in ways)
-        raise ValueError(f"{asked} is not possible; allowed: one dtype, in which gradients travel and are added up")
+        raise ValueError(f"{asked}: must be one dtype, in which gradients travel and are added up")
     if compute or chosen:
         shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=next(iter(chosen), None))
     numel = _count(values, "zero_optimization.reduce_bucket_size")

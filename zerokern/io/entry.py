@@ -54,9 +54,9 @@ def _refuse(argument: str, tensor: object) -> None:
         raise TypeError(got(argument, type(tensor).__name__, "a torch.Tensor"))
     asked = f"{argument} with shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.layout} on {tensor.device}"
     if tensor.device.type != "cpu":
-        raise ValueError(f"{asked} is not possible; allowed: tensors in host memory. Copy it with .cpu() first")
+        raise ValueError(f"{asked}: must be tensors in host memory. Copy it with .cpu() first")
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{asked} is not possible; allowed: torch.strided. Convert it with .to_dense() first")
+        raise ValueError(f"{asked}: must be torch.strided. Convert it with .to_dense() first")
     if tensor.is_quantized:
         raise ValueError(f"{asked} is quantized: its bytes are not its value; store .int_repr() and the scales")
     if not tensor.is_contiguous():
@@ -84,7 +84,7 @@ def unknown(key: object, count: int, folder: object) -> KeyError:
 
 def mismatch(entry: Entry, out: torch.Tensor) -> Exception:
     asked, there = (out.dtype, tuple(out.shape)), (entry.dtype, tuple(entry.shape))
-    says = f"out={asked} is not possible for {entry.key!r}; allowed: {there}, as it was put"
+    says = f"out={asked} does not fit {entry.key!r}: must be {there}, as it was put"
     return (TypeError if out.dtype is not entry.dtype else ValueError)(says)
 
 

@@ -255,7 +255,7 @@ class CudaDriver:
     >>> CudaDriver("cpu")
     Traceback (most recent call last):
     ...
-    ValueError: device=device(type='cpu') is not possible; allowed: a cuda device
+    ValueError: device=device(type='cpu'): must be a cuda device
     """
 
     def __init__(self, device: torch.device | str | int) -> None:

@@ -80,7 +80,7 @@ def tier(value: Any) -> None:
 def flag(name: str, value: Any) -> bool:
     """`value` if it is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(got(name, value, "False, True"))
+        raise ValueError(got(name, value, "False or True"))
     return value
 
 
@@ -96,7 +96,7 @@ def group(given: Mapping[str, Any], of_the_optimizer: Collection[str]) -> None:
     for name in of_the_optimizer:
         if name != "params" and name in given:
             do = f"It is one for all groups: AdamW(groups, {name}=...)"
-            raise ValueError(got(f"param_group[{name!r}]", given[name], "options of a group", do))
+            raise ValueError(got(f"param_group[{name!r}]", given[name], "left out of groups", do))
     tensors = [param[1] if isinstance(param, tuple) else param for param in given["params"]]
     seen: dict[int, int] = {}
     for index, tensor in enumerate(tensors):

@@ -235,7 +235,7 @@ class Arrangement:
     >>> Arrangement(world=0, device="cuda", bucket_bytes=1, accumulate=1, no_sync=False)
     Traceback (most recent call last):
     ...
-    ValueError: world=0 is not possible; allowed: a whole number of ranks, from 1 on
+    ValueError: world=0: must be a whole number of ranks, from 1 on
     """
 
     world: int

@@ -23,7 +23,7 @@ class Delayed:
     >>> Delayed(after=-1)
     Traceback (most recent call last):
     ...
-    ValueError: after=-1 is not possible; allowed: a number of exact steps that is not negative
+    ValueError: after=-1: must be a number of exact steps that is not negative
     """
 
     after: int = 0
@@ -43,7 +43,7 @@ def check_schedule(value: object) -> str | Delayed:
     >>> check_schedule("late")
     Traceback (most recent call last):
     ...
-    ValueError: schedule='late' is not possible; allowed: 'sync', 'overlap' or zk.Delayed(after=N)
+    ValueError: schedule='late': must be 'sync', 'overlap' or zk.Delayed(after=N)
     """
     if isinstance(value, Delayed) or (isinstance(value, str) and value in ("sync", "overlap")):
         return value
