@@ -1,6 +1,6 @@
-"""The README's tables come from committed result files: numbers are generated, never typed.
+"""Tables in the README and in docs/ come from committed result files: numbers are generated, never typed.
 
-`python -m bench.readme bench/results/<file>.json` writes the table of that op between its markers in the README.
+`python -m bench.readme bench/results/<file>.json` writes that op's table between its markers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ZERO_BEGIN, ZERO_END = "<!-- zero:begin -->", "<!-- zero:end -->"
 OFFLOAD_BEGIN, OFFLOAD_END = "<!-- offload:begin -->", "<!-- offload:end -->"
 MARKERS = {"zero": (ZERO_BEGIN, ZERO_END), "offload": (OFFLOAD_BEGIN, OFFLOAD_END)}
+PAGES = {"zero": "docs/zero.md", "offload": "docs/offload.md"}  # others: README.md
 SOURCE = "<!-- from "
 
 
@@ -104,9 +105,9 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def between_markers(readme: str, begin: str = BEGIN, end: str = END) -> str:
-    """What the README shows now."""
+    """What the page shows now."""
     if readme.count(begin) != 1 or readme.count(end) != 1:
-        raise ValueError(f"README.md; allowed: {begin} and {end}, once each")
+        raise ValueError(f"the page has no place for a table; it must have {begin} and {end}, once each")
     return readme.split(begin)[1].split(end)[0].strip("\n")
 
 
@@ -114,12 +115,12 @@ def source_of(shown: str) -> str:
     """The result file that the shown table names."""
     first = shown.splitlines()[0] if shown else ""
     if not first.startswith(SOURCE):
-        raise ValueError(f"the README's table begins with {first!r}; allowed: {SOURCE}bench/results/<file>.json -->")
+        raise ValueError(f"the table begins with {first!r}; allowed: {SOURCE}bench/results/<file>.json -->")
     return first.removeprefix(SOURCE).removesuffix(" -->")
 
 
 def written(readme: str, content: Mapping[str, Any], source: str) -> str:
-    """The README with the table of `content` between the markers of its op."""
+    """The page with the table of `content` between the markers of its op."""
     begin, end = MARKERS.get(content.get("op", ""), (BEGIN, END))
     shown = steps_table(content, source) if content.get("op") in MARKERS else table(content, source)
     between_markers(readme, begin, end)
@@ -129,8 +130,10 @@ def written(readme: str, content: Mapping[str, Any], source: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     root = Path(__file__).resolve().parents[1]
-    source, readme = Path(argv[0]).resolve().relative_to(root), root / "README.md"
-    readme.write_text(written(readme.read_text(), json.loads((root / source).read_text()), source.as_posix()))
+    source = Path(argv[0]).resolve().relative_to(root)
+    content = json.loads((root / source).read_text())
+    page = root / PAGES.get(content.get("op", ""), "README.md")
+    page.write_text(written(page.read_text(), content, source.as_posix()))
     return 0
 
 

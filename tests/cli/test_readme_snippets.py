@@ -1,4 +1,4 @@
-"""What the README shows runs as it is shown: its Python, its commands for one process, one node, several, its plan."""
+"""What the README and the pages show runs as shown: Python, commands for one process, one node, several, a plan."""
 
 from __future__ import annotations
 
@@ -18,12 +18,21 @@ import torch
 from zerokern.cli.main import main
 from zerokern.examples.model import GPT, Shape
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-PROGRAM = next(one for one in SNIPPETS if one.startswith("# train.py\n"))
-COMMANDS = [
-    line.partition("  #")[0] for line in README.splitlines() if re.match(r"(python|torchrun) .*train\.py", line)
-]
+ROOT = Path(__file__).resolve().parents[2]
+ELSEWHERE = ("adoption.md", "checkpoint-format.md")  # run by tests of their own
+TEXTS = {
+    page.name: page.read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if page.name not in ELSEWHERE
+}
+ZERO = TEXTS["zero.md"]
+SNIPPETS = {
+    f"{name}-{number}": snippet
+    for name, text in TEXTS.items()
+    for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+}
+PROGRAM = next(one for one in SNIPPETS.values() if one.startswith("# train.py\n"))
+COMMANDS = [line.partition("  #")[0] for line in ZERO.splitlines() if re.match(r"(python|torchrun) .*train\.py", line)]
 SAID = re.compile(r"rank (\d) of (\d), step (\d): loss (\d\.\d{4})")
 LOSS_ERROR = 2e-4  # what is printed has four digits; sums of another order
 
@@ -73,10 +82,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[s
     return losses, torch.load(folder / "gpt.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("snippet", [one for one in SNIPPETS if one is not PROGRAM], ids=range(len(SNIPPETS) - 1))
-def test_a_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_it_was: None) -> None:
+@pytest.mark.parametrize("name", [name for name, one in SNIPPETS.items() if one is not PROGRAM])
+def test_a_snippet_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_it_was: None) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(snippet, "a snippet of the README", "exec"), {"__name__": "readme"})
+    exec(compile(SNIPPETS[name], name, "exec"), {"__name__": "readme"})
 
 
 def test_there_are_commands_for_one_process_one_node_and_several() -> None:
@@ -114,7 +123,7 @@ def same_as(alone: tuple[list[float], dict[str, torch.Tensor]], losses: list[flo
 
 def test_the_plan_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Replace what stands between the markers by the first table of what the command prints."""
-    (command,) = re.findall(r"`zerokern (plan --numel [^`]+)`", README)
+    (command,) = re.findall(r"`zerokern (plan --numel [^`]+--device-memory 80GB)`", ZERO)
     assert main(shlex.split(command)) == 0
     table = next(part for part in capsys.readouterr().out.split("\n\n") if part.startswith("|"))
-    assert README.split("<!-- plan:begin -->\n")[1].split("\n<!-- plan:end -->")[0] == table
+    assert ZERO.split("<!-- plan:begin -->\n")[1].split("\n<!-- plan:end -->")[0] == table

@@ -101,8 +101,8 @@ def test_table_of_whole_steps() -> None:
 
 
 @pytest.mark.parametrize("op", sorted(readme.MARKERS))
-def test_the_readme_shows_the_steps_that_were_measured(op: str) -> None:
-    shown = readme.between_markers((ROOT / "README.md").read_text(encoding="utf-8"), *readme.MARKERS[op])
+def test_a_page_shows_the_steps_that_were_measured(op: str) -> None:
+    shown = readme.between_markers((ROOT / readme.PAGES[op]).read_text(encoding="utf-8"), *readme.MARKERS[op])
     source = readme.source_of(shown)
     assert source.startswith("bench/results/")
     assert shown == readme.steps_table(json.loads((ROOT / source).read_text(encoding="utf-8")), source)
