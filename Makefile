@@ -40,7 +40,7 @@ pytest := $(python) -c 'import sys; sys.path = [p for p in sys.path if p]; impor
 # a file's tests share what is made for the file, so they stay together; tests/conftest.py says which files are first
 workers := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-rest test-all lint format bench wheel sanitize clean preflight
+.PHONY: help setup demo docs test test-rest test-all lint format bench wheel sanitize clean preflight
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,10 @@ test-rest: $(installed) ## the tests marked slow, which `make test` leaves out; 
 
 test-all: $(installed) ## both in one run; at most 70 minutes on two cores
 	$(pytest) tests --all $(workers)
+
+docs: $(installed) ## the documentation site, in build/site; warnings are errors
+	$(python) -m pip install -q -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet
 
 lint: $(installed) ## ruff, mypy and clang-format
 	ruff check .

@@ -1,4 +1,4 @@
-"""zerokern moves every byte of training state once: fused kernels, and optimizers that stand on them.
+"""ZeRO training on fused kernels: every byte of training state moves once.
 
 >>> import torch, zerokern as zk
 >>> model = torch.nn.Linear(4, 4)

@@ -25,7 +25,8 @@ COMMANDS = {
 
 def parser() -> tuple[Parser, dict[str, Parser]]:
     """That of all, and those of the commands."""
-    top = Parser(prog="zerokern", description="Fused optimizer kernels: every byte moves once.")
+    tagline = "ZeRO training on fused kernels: every byte of training state moves once."
+    top = Parser(prog="zerokern", description=tagline)
     top.add_argument("--version", action="version", version=f"zerokern {zerokern.__version__}")
     if importlib.util.find_spec("zerokern.bench") is None:  # a source tree: it and examples lie beside the package
         zerokern.__path__.append(str(Path(zerokern.__file__).resolve().parents[1]))

@@ -1,0 +1,35 @@
+"""The documentation site has every page, each page an example, and one sentence says everywhere what this is."""
+
+from __future__ import annotations
+
+import re
+
+from .tree import files, read
+
+TAGLINE = "ZeRO training on fused kernels: every byte of training state moves once."
+PLACES = ("README.md", "docs/index.md", "mkdocs.yml", "pyproject.toml", "zerokern/__init__.py", "zerokern/cli/main.py")
+README_LINES = 200
+
+
+def pages() -> set[str]:
+    return {path.removeprefix("docs/") for path in files(".md") if path.startswith("docs/")}
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = set(re.findall(r": ([\w-]+\.md)$", read("mkdocs.yml"), re.MULTILINE))
+    assert listed == pages()
+
+
+def test_every_page_has_an_example() -> None:
+    assert [page for page in sorted(pages()) if "```" not in read(f"docs/{page}")] == []
+
+
+def test_one_sentence_says_what_this_is() -> None:
+    assert [place for place in PLACES if TAGLINE not in read(place)] == []
+
+
+def test_the_readme_is_short_and_begins_with_what_counts() -> None:
+    lines = read("README.md").splitlines()
+    first = "\n".join(lines[:40])
+    assert len(lines) < README_LINES
+    assert all(part in first for part in (TAGLINE, "It is for", "measured", "No GPU figure", "## Install"))
