@@ -97,7 +97,8 @@ def test_a_transformer_has_activations(capsys) -> None:
     shape = ["--layers", "128", "--hidden", "25600", "--heads", "256", "--batch", "2", "--seq", "1024"]
     out = said(capsys, *shape, "--world", "1024", "--stage", "3", "--device-memory", "h100,v100")
     assert (
-        "### Transformer of 128 layers, hidden 25,600: 1T parameters, batch 2 x 1,024 on a rank, on 1,024 ranks" in out
+        "### Transformer of 128 layers, hidden 25,600, without embeddings: 1T parameters, batch 2 x 1,024 on a rank, "
+        "on 1,024 ranks" in out
     )
     assert "| activation checkpoints " in out
     assert "Without activation checkpoints all activations are" in out
@@ -120,7 +121,7 @@ def test_it_draws(capsys, tmp_path: Path, arguments, memory) -> None:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ((), "one of --numel, --model or --layers with --hidden says what to plan; none was given"),
+        ((), "one of --numel, --model, --config or --layers with --hidden says what to plan; none was given"),
         (("--numel", "1B", "--layers", "2"), "--numel and --layers were given"),
         (("--layers", "2"), "--hidden is missing"),
         (("--layers", "2", "--hidden", "8", "--batch", "2"), "heads, seq is missing"),
@@ -132,7 +133,7 @@ def test_it_draws(capsys, tmp_path: Path, arguments, memory) -> None:
         (("--numel", "1B", "--optimizer", "sparse"), "optimizer='sparse'"),
         (("--numel", "1B", "--device-memory", "80G"), "80GB is 80·10^9, 80GiB is 80·2^30"),
         (("--numel", "1B", "--plot", "plan.txt"), "plot='plan.txt'"),
-        (("--model", "nowhere"), "model='nowhere': must be MODULE:FUNCTION"),
+        (("--model", "nowhere"), "model='nowhere': must be gpt2, gpt2-xl"),
         (("--model", "nowhere.at.all:f"), "there is no module 'nowhere'"),
         (("--model", "json:f"), "json has no function 'f'"),
     ],

@@ -7,10 +7,13 @@ import argparse
 import importlib
 import json
 import sys
+import textwrap
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments
 from zerokern.core.errors import ZerokernError, got
+from zerokern.planner.shapes import PRESETS, from_config, preset
 from zerokern.schedule import Delayed, shipped
 
 if TYPE_CHECKING:
@@ -46,9 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zerokern plan`."""
     what = parser.add_argument_group("what to plan: one of")
     what.add_argument("--numel", metavar="N", help="a number of parameters: 350M, 7.5B, 1T (powers of 1000)")
-    what.add_argument("--model", metavar="MODULE:FUNCTION", help="what returns an nn.Module; exact, by tensor")
+    what.add_argument(
+        "--model", metavar="NAME", help=f"{', '.join(PRESETS)}, or MODULE:FUNCTION, which returns a module"
+    )
+    what.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
     what.add_argument("--layers", type=arguments.count, metavar="N", help="a transformer's layers; needs --hidden")
-    what.add_argument("--hidden", type=arguments.count, metavar="N", help="its hidden size: 12 hidden² parameters each")
+    what.add_argument(
+        "--hidden",
+        type=arguments.count,
+        metavar="N",
+        help="its hidden size: 12 hidden² parameters a layer, no embeddings",
+    )
     seen = parser.add_argument_group("activations of a transformer")
     for name, text in (("heads", "attention heads"), ("batch", "sequences on each rank"), ("seq", "tokens in each")):
         seen.add_argument(f"--{name}", type=arguments.count, metavar="N", help=text)
@@ -82,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timed.add_argument("--tokens", type=parse_tokens, metavar="N,...", help="in a step of one rank (4k,16k,32k,64k)")
     out = parser.add_argument_group("output")
     out.add_argument("--program", action="store_true", help="the step at --stage, operation by operation")
+    out.add_argument("--markdown", action="store_true", help="Markdown on a terminal too, as it is in a file or a pipe")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--plot", type=arguments.picture("plot"), metavar="FILE.png", help="draw it")
 
@@ -99,9 +111,10 @@ def run(args: argparse.Namespace) -> int:
             numbers[-1]["forecast"] = forecast.to_dict()
         print(json.dumps(numbers, indent=1))
     else:
-        show(plans, program=args.program)
+        page = shown(plans, program=args.program)
         if forecast is not None:
-            print(f"\n{forecast}")
+            page += f"\n\n{forecast}"
+        print(page if args.markdown or not sys.stdout.isatty() else plain(page, get_terminal_size().columns))
     if args.plot:
         from zerokern.cli import plan_plot
 
@@ -109,17 +122,41 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def show(plans: list[Plan], *, program: bool) -> None:
-    """The table of the last plan, before it one of all numbers of ranks, behind it its step."""
+def shown(plans: list[Plan], *, program: bool) -> str:
+    """Advice; the table of the last plan, before it one of all numbers of ranks, behind it its step."""
     from zerokern.planner import table
     from zerokern.planner.program import line_of
 
+    parts = [plans[-1].advice()] if plans[-1].device_memory else []
     if len(plans) > 1:
-        print(table.of_worlds(plans), end="\n\n")
-    print(plans[-1])
+        parts.append(table.of_worlds(plans))
+    parts.append(str(plans[-1]))
     if program:
-        print(f"\nA step at stage {plans[-1].stage}:\n")
-        print("\n".join(f"    {line_of(op)}" for op in plans[-1].program.ops))
+        parts.append(f"A step at stage {plans[-1].stage}:")
+        parts.append("\n".join(f"    {line_of(op)}" for op in plans[-1].program.ops))
+    return "\n\n".join(parts)
+
+
+def plain(page: str, columns: int) -> str:
+    r"""Markdown for a terminal: tables by spaces, text within the columns, marks left out.
+
+    >>> print(plain("### A title\n\n| a | b |\n| --- | --: |\n| **x** | 1 |", 80))
+    A title
+    <BLANKLINE>
+    a      b
+    x      1
+    """
+    lines = []
+    for line in page.replace("**", "").splitlines():
+        if line.startswith("|"):
+            cells = line.strip("|")
+            if cells.strip(" |:-"):
+                lines.append(cells.replace("|", " ").strip().rstrip()[: max(columns, 20)])
+        elif line.startswith("    ") or not line:
+            lines.append(line)
+        else:
+            lines += textwrap.wrap(line.lstrip("# "), max(columns, 20), subsequent_indent="  " * line.startswith("*"))
+    return "\n".join(lines)
 
 
 def _forecast(plan: Plan, args: argparse.Namespace) -> Forecast | None:
@@ -168,10 +205,17 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
 
 def _subject(args: argparse.Namespace) -> Any:
     shape = {name: value for name in SHAPE if (value := getattr(args, name)) is not None}
-    given = [name for name, value in (("numel", args.numel), ("model", args.model), ("layers", shape)) if value]
+    published = args.config or (args.model and ":" not in args.model)
+    seen = {name: shape.pop(name) for name in ("batch", "seq", "ci") if published and name in shape}
+    asked = {"numel": args.numel, "model": args.model, "config": args.config, "layers": shape}
+    given = [name for name, value in asked.items() if value]
     if len(given) != 1:
         found = f"{' and '.join(f'--{name}' for name in given)} were given" if given else "none was given"
-        raise ValueError(f"one of --numel, --model or --layers with --hidden says what to plan; {found}")
+        raise ValueError(f"one of --numel, --model, --config or --layers with --hidden says what to plan; {found}")
+    if args.config:
+        return from_config(args.config, **seen)
+    if published:
+        return preset(args.model, **seen)
     if args.model:
         return load_model(args.model)
     if args.numel:

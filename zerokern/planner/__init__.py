@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from zerokern.planner.outline import Transformer
 from zerokern.planner.planning import Plan, plan
+from zerokern.planner.shapes import from_config, preset
 
 if TYPE_CHECKING:
     from zerokern.planner.measuring import Measured, measure
 
-__all__ = ["Measured", "Plan", "Transformer", "measure", "plan"]
+__all__ = ["Measured", "Plan", "Transformer", "from_config", "measure", "plan", "preset"]
 
 
 def __getattr__(name: str) -> Any:

@@ -132,10 +132,11 @@ def _of_transformer(shape: Transformer, dtype: str, tp: int, pp: int) -> Outline
         raise ValueError(got("pp", pp, f"at most a stage for each of layers={shape.layers}"))
     here = -(-shape.layers // pp)
     tensors = [-(-numel // tp) for numel in shape.tensors]
-    members = tuple(Member(numel, dtype, 1 + layer) for layer in range(here) for numel in tensors)
+    outside = [Member(-(-numel // tp), dtype, 0) for numel in shape.outside]  # on every stage of a pipeline: the most
+    members = (*outside, *(Member(numel, dtype, 1 + layer) for layer in range(here) for numel in tensors))
     names = ("", *(f"layers.{layer}" for layer in range(here)))
-    title = f"Transformer of {shape.layers} layers, hidden {shape.hidden:,}: {count(shape.numel)} parameters"
-    title += _of_part(here * sum(tensors), tp, pp)
+    title = f"{shape.title}: {count(shape.numel)} parameters"
+    title += _of_part(sum(member.numel for member in members), tp, pp)
     if shape.has_activations:
         title += f", batch {shape.batch:,} x {shape.seq:,} on a rank"
     of_stage = replace(shape, layers=here, ci=min(shape.ci, here))
@@ -219,8 +220,17 @@ class Transformer:
         return 3 * square, square, 4 * square, 4 * square
 
     @property
+    def outside(self) -> tuple[int, ...]:
+        """Elements of the parameters of no layer; a bare shape has none."""
+        return ()
+
+    @property
+    def title(self) -> str:
+        return f"Transformer of {self.layers} layers, hidden {self.hidden:,}, without embeddings"
+
+    @property
     def numel(self) -> int:
-        return self.layers * sum(self.tensors)
+        return self.layers * sum(self.tensors) + sum(self.outside)
 
     @property
     def states(self) -> int:

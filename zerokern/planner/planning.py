@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import RING_NBYTES
 from zerokern.planner import table, tiers
+from zerokern.planner.advice import advice
 from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
 from zerokern.planner.dimensions import sent_along, sizes_of, told
 from zerokern.planner.outline import Outline, subject_of
@@ -239,6 +240,16 @@ class Plan:
         """
         (nbytes,) = parse_device_memory(device_memory).values()
         return self.total <= nbytes
+
+    def advice(self) -> str:
+        """The cheapest exact configuration that fits into `device_memory`, over all stages and tiers, as code to write.
+
+        Where nothing fits: what would, in lossy formats, or on more ranks.
+
+        >>> plan("8B", world=8, device_memory="80GB").advice()[40:]
+        'stage 1, 42.0 of 80.0 GB before activations -> `zk.shard(model, stage=1)`'
+        """
+        return advice(self)
 
     def predict(self, machine: str | os.PathLike[str] | Machine, tokens: Sequence[int] | None = None) -> Forecast:
         """What a step takes on a described machine: without offload, and with the update on the host at each schedule.

@@ -1,0 +1,155 @@
+"""`zk.plan(...).advice()`: the cheapest exact configuration that fits, and what would where none does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerokern as zk
+from zerokern.cli.main import main
+from zerokern.cli.plan import plain
+from zerokern.planner import from_config, preset
+from zerokern.planner.shapes import PRESETS
+
+# as their publishers state them
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-7b": 7_615_616_512,
+}
+LLAMA = PRESETS["llama-3-8b"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_count(name: str) -> None:
+    shape = preset(name)
+    assert shape.numel == PUBLISHED[name]
+    assert zk.plan(shape, stage=3).numel == shape.numel
+
+
+@pytest.mark.parametrize(
+    "kind", ["LlamaConfig", "MistralConfig", "Qwen2Config", "GPT2Config", "GPTNeoXConfig", "MixtralConfig"]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_config_has_the_count_of_the_module(kind: str, tied: bool, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+    more: dict[str, Any] = {"vocab_size": 130, "tie_word_embeddings": tied or kind == "GPT2Config"}
+    if kind == "GPT2Config":
+        sizes = {"n_embd": 64, "n_inner": 160, "n_layer": 3, "n_head": 4}
+    elif kind != "GPTNeoXConfig":
+        sizes |= {"num_key_value_heads": 2}
+    config = getattr(transformers, kind)(**sizes, **more)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    assert from_config(tmp_path / "config.json").numel == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "asked, says",
+    [
+        ({"world": 1, "device_memory": "200GB"}, r"one rank, 112 of 200 GB .*`zk\.AdamW\(model\.parameters\(\)\)`$"),
+        ({"world": 8, "device_memory": "200GB"}, r"that fits: stage 0, .*`zk\.shard\(model, stage=0\)`$"),
+        ({"world": 8, "device_memory": "80GB"}, r"that fits: stage 1, .*`zk\.shard\(model, stage=1\)`$"),
+        ({"world": 8, "device_memory": "40GB"}, r"that fits: stage 2, .*`zk\.shard\(model, stage=2\)`$"),
+        ({"world": 8, "device_memory": "20GB"}, r"that fits: stage 3, .*`zk\.shard\(model, stage=3\)`$"),
+        ({"world": 1, "device_memory": "40GB"}, r'rank, 32.* 112 GB of host .*tier="cpu", schedule="overlap"\)`$'),
+        ({"world": 1, "device_memory": "40GB", "host_memory": "64GB"}, r"GB of disk .*tier=zk\.Nvme\(path\), schedule"),
+        ({"world": 1, "device_memory": "16GB"}, r'stage 3, .*`zk\.shard\(model, stage=3, tier="cpu"\)` and '),
+        ({"world": 8, "device_memory": "h100"}, r"80\.0 GB \(h100\)"),
+    ],
+)  # fmt: skip
+def test_the_cheapest_is_named(asked: dict[str, Any], says: str) -> None:
+    assert re.search(says, zk.plan("8B", **asked).advice())
+
+
+def test_where_nothing_exact_fits() -> None:
+    nowhere = {"host_memory": "1GB", "disk": "1GB"}
+    told = zk.plan("1B", device_memory="8GB", **nowhere).advice().splitlines()
+    assert told[0] == "No exact configuration fits."
+    assert told[1].startswith("Lossy, and fits: ") and 'state_format="int8", master_format="split8"' in told[1]
+    assert told[2].startswith("Exact, with 2 ranks: ")
+    assert "Nor does a lossy one" in zk.plan("100T", device_memory="1GB", **nowhere).advice()
+
+
+def test_it_is_told_what_is_missing() -> None:
+    assert "device_memory" in zk.plan("1B").advice()
+
+
+def test_what_it_names_fits() -> None:
+    """Whatever the memory, the plan of what is written there fits."""
+    for memory in range(4, 200, 7):
+        plan = zk.plan("8B", world=4, device_memory=f"{memory}GB")
+        found = re.search(r"fits: stage (\d), [^>]*-> `zk\.shard\(model, stage=\d\)`$", plan.advice())
+        if found:
+            assert not plan.at(int(found[1])).missing
+            assert all(plan.at(stage).missing for stage in range(int(found[1])))
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"hidden_size": "4096"}, "hidden_size='4096': must be a whole number"),
+        ({"vocab_size": 0}, "vocab_size=0: must be"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True: must be"),
+        ({"model_type": "mamba"}, "model_type='mamba': must be llama, .*MODULE:FUNCTION"),
+        ({"model_type": None}, "model_type=None: must be"),
+    ],
+)
+def test_a_config_that_says_too_little_is_refused(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | changed))
+    with pytest.raises(ValueError, match=says):
+        from_config(path)
+
+
+@pytest.mark.parametrize("text, says", [("{", "must be JSON"), ("[1]", "must be a JSON object"), (None, "can be read")])
+def test_what_is_no_config_is_refused(text: str | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        from_config(path)
+
+
+def test_no_groups_of_queries_means_as_many_as_heads(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PRESETS["llama-2-7b"] | {"num_key_value_heads": None}))
+    assert from_config(path).numel == PUBLISHED["llama-2-7b"]
+
+
+def test_the_command_begins_with_the_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    for what in (["--model", "llama-3-8b"], ["--config", str(path)]):
+        assert main(["plan", *what, "--world", "8", "--device-memory", "80GB", "--batch", "1", "--seq", "4096"]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith("Cheapest exact configuration that fits: stage ") and "before activations" not in said
+        assert "8B parameters" in said
+    assert main(["plan", "--model", "lama-3-8b"]) == 2
+    assert "The nearest is 'llama-3-8b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_a_plain_page_keeps_to_the_columns_and_loses_no_number(columns: int) -> None:
+    page = str(zk.plan("8B", world=8, device_memory="80GB"))
+    shown = plain(page, columns)
+    assert "|" not in shown and "**" not in shown and "---" not in shown
+    assert max(map(len, shown.splitlines())) <= max(columns, 20)
+    if columns == 200:
+        assert "42.0" in shown and "yes, 52 %" in shown

@@ -1,0 +1,116 @@
+"""The cheapest configuration that fits, in a sentence: what to write, or what would fit where nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from zerokern.core.units import RING_NBYTES
+from zerokern.planner.amounts import gigabytes
+from zerokern.zero.partition import shards_parameters
+
+__all__ = ["advice"]
+
+Plan = Any  # zerokern.planner.planning has it, and stands on this module
+
+_MOST_RANKS = 4096
+_PLACES = (
+    ("device", "device"),
+    ("device", "cpu"),
+    ("device", "nvme"),
+    ("cpu", "cpu"),
+    ("cpu", "nvme"),
+    ("nvme", "nvme"),
+)
+
+
+def advice(plan: Plan) -> str:
+    """What `Plan.advice` says."""
+    if not plan.device_memory:
+        return "Say how much memory a device has (device_memory, --device-memory 80GB) to be told what fits."
+    exact = next((one for one in _candidates(plan, lossy=False) if not one.missing), None)
+    if exact is not None:
+        return f"Cheapest exact configuration that fits: {_told(exact)}"
+    lines = ["No exact configuration fits."]
+    small = next((one for one in _candidates(plan, lossy=True) if not one.missing), None)
+    if small is not None:
+        lines.append(f"Lossy, and fits: {_told(small)}")
+    wider = _more_ranks(plan)
+    if wider is not None:
+        lines.append(f"Exact, with {wider.world:,} ranks: {_told(wider)}")
+    if len(lines) == 1:
+        lines.append(
+            f"Nor does a lossy one, on up to {_MOST_RANKS:,} ranks: a unit alone is too large for the device, or "
+            "the host's memory and disk are too small. zk.tile cuts a Linear, micro= cuts "
+            "activations, LoRA trains a small part"
+        )
+    return "\n".join(lines)
+
+
+def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
+    """By what they cost: state and parameters beside the compute first, then in host memory, then on a disk; of each
+    the stage that communicates least, and divides least."""
+    recipe = replace(plan.recipe, state_format="fp32", master_format=None)
+    if lossy:
+        smaller = [one for one in plan.recipe.alternatives(plan.subject.main_dtype) if one.is_lossy()]
+        smaller = [one for one in smaller if one.master_format != "none"]
+        if not smaller:
+            return
+        recipe = min(smaller, key=lambda one: one.state_nbytes(plan.subject.main_dtype))
+    for param_tier, tier in _PLACES:
+        if plan.settings.device == "cpu" and "cpu" in (param_tier, tier):
+            continue  # the device is the host
+        here = replace(
+            recipe,
+            tier=tier,
+            param_tier=param_tier,
+            ring_nbytes=RING_NBYTES * (tier == "nvme"),
+            param_ring_nbytes=RING_NBYTES * (param_tier == "nvme"),
+        )
+        for stage in (3,) if param_tier != "device" else (0, 1, 2, 3) if plan.ranks > 1 else (0,):
+            settings = replace(plan.settings, spills=False)
+            yield replace(plan, recipe=here.on(settings.device, stage), stage=stage, settings=settings).spilling()
+
+
+def _more_ranks(plan: Plan) -> Plan | None:
+    """The fewest ranks, by powers of two, with which something exact fits; each has the host memory that it has now."""
+    world = plan.world
+    while (world := 2 * world) <= _MOST_RANKS:
+        wider = replace(plan, settings=replace(plan.settings, world=world))
+        found = next((one for one in _candidates(wider, lossy=False) if not one.missing), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _told(plan: Plan) -> str:
+    name, most = min(plan.device_memory.items(), key=lambda one: one[1])
+    shape = plan.subject.transformer
+    uncounted = [] if shape is not None and shape.has_activations else ["activations"]
+    uncounted += ["the units that compute"] if shards_parameters(plan.stage) and not plan.subject.members else []
+    where = [
+        f"{gigabytes(plan.total)} of {gigabytes(most)} GB"
+        + ("" if name[:1].isdigit() else f" ({name.partition(' ')[0]})")
+    ]
+    where[0] += f" before {' and '.join(uncounted)}" if uncounted else ""
+    for tier, called in (("cpu", "host memory"), ("nvme", "disk")):
+        nbytes = plan.tiers.get(tier, 0)
+        if nbytes and tier != plan.settings.device:
+            where.append(f"{gigabytes(nbytes)} GB of {called} for each rank")
+    stage = f"stage {plan.stage}" if plan.ranks > 1 or plan.recipe.rests else "one rank"
+    return f"{stage}, {', '.join(where)} -> {_code(plan)}"
+
+
+def _code(plan: Plan) -> str:
+    recipe = plan.recipe
+    places = {"device": "", "cpu": ', tier="cpu"', "nvme": ", tier=zk.Nvme(path)"}
+    shard = f"zk.shard(model, stage={plan.stage}{places[recipe.param_tier]})"
+    options = places[recipe.tier] + (', schedule="overlap"' if recipe.tier != "device" else "")
+    options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
+    options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
+    step = f"{recipe.face}(model.parameters(){options})"
+    needs_shard = plan.ranks > 1 or recipe.rests
+    if not needs_shard:
+        return f"`{step}`"
+    return f"`{shard}`" + (f" and `{step}`" if options else "")

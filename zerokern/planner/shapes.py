@@ -1,0 +1,178 @@
+"""Published models by name, and what a Hugging Face `config.json` says of one: every tensor, so exact counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from zerokern.core.errors import got
+from zerokern.planner.outline import Transformer
+
+__all__ = ["PRESETS", "Decoder", "from_config", "preset"]
+
+
+@dataclass(frozen=True)
+class Decoder(Transformer):
+    """A transformer whose tensors are known: those of a layer, and those outside of all layers.
+
+    >>> preset("llama-3-8b").numel
+    8030261248
+    """
+
+    name: str = ""
+    layer_tensors: tuple[int, ...] = ()
+    outer_tensors: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        return self.layer_tensors
+
+    @property
+    def outside(self) -> tuple[int, ...]:
+        return self.outer_tensors
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.layers} layers, hidden {self.hidden:,}"
+
+
+class _Config:
+    """A mapping whose missing or wrong numbers are refused by name."""
+
+    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
+        self.source, self._values = source, values
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self._values.get(name)
+            if value is not None:
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise ValueError(got(f"{self.source}: {name}", value, "a whole number from 1 on"))
+                return value
+        if default is None:
+            raise ValueError(f"{self.source} has no {names[0]!r}, which the number of parameters depends on")
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._values.get(name)
+        return default if value is None else bool(value)
+
+
+def _llama(config: _Config, *, bias: bool = False, tied: bool = False) -> dict[str, Any]:
+    """Gated MLP, grouped queries, norms without bias; a mixture where there are experts."""
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    pairs, wide = config.number("num_key_value_heads", default=heads), config.number("intermediate_size")
+    size = config.number("head_dim", default=hidden // heads)
+    experts, vocabulary = config.number("num_local_experts", default=1), config.number("vocab_size")
+    queries, keys = heads * size, pairs * size
+    layer = [hidden * queries, hidden * keys, hidden * keys, queries * hidden, hidden, hidden]
+    if config.flag("attention_bias", bias):
+        layer += [queries, keys, keys, *([] if bias else [hidden])]
+    if experts > 1:
+        layer.append(hidden * experts)
+    layer += [hidden * wide] * (3 * experts)
+    outer = [vocabulary * hidden, hidden]
+    if not config.flag("tie_word_embeddings", tied):
+        outer.append(vocabulary * hidden)
+    return _shape(config, hidden, heads, layer, outer)
+
+
+def _qwen2(config: _Config) -> dict[str, Any]:
+    return _llama(config, bias=True)
+
+
+def _gpt2(config: _Config) -> dict[str, Any]:
+    hidden = config.number("n_embd", "hidden_size")
+    wide = config.number("n_inner", default=4 * hidden)
+    layer = [hidden] * 4 + [3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
+    layer += [hidden * wide, wide, wide * hidden, hidden]
+    outer = [config.number("vocab_size") * hidden, config.number("n_positions") * hidden, hidden, hidden]
+    return _shape(config, hidden, config.number("n_head", "num_attention_heads"), layer, outer)
+
+
+def _gpt_neox(config: _Config) -> dict[str, Any]:
+    hidden, wide = config.number("hidden_size"), config.number("intermediate_size")
+    layer = [hidden] * 4 + [3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
+    layer += [hidden * wide, wide, wide * hidden, hidden]
+    words = config.number("vocab_size") * hidden
+    outer = [words, hidden, hidden, *([] if config.flag("tie_word_embeddings", False) else [words])]
+    return _shape(config, hidden, config.number("num_attention_heads"), layer, outer)
+
+
+def _shape(config: _Config, hidden: int, heads: int, layer: list[int], outer: list[int]) -> dict[str, Any]:
+    layers = config.number("num_hidden_layers", "n_layer")
+    found = {"layers": layers, "hidden": hidden, "heads": heads}
+    return {**found, "layer_tensors": tuple(layer), "outer_tensors": tuple(outer)}
+
+
+KINDS: dict[str, Callable[[_Config], dict[str, Any]]] = {
+    "llama": _llama, "mistral": _llama, "mixtral": _llama, "qwen2": _qwen2, "gpt2": _gpt2, "gpt_neox": _gpt_neox,
+}  # fmt: skip
+
+
+def _llama_of(layers: int, hidden: int, wide: int, heads: int, pairs: int, words: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": wide,
+        "num_attention_heads": heads, "num_key_value_heads": pairs, "vocab_size": words, **more,
+    }  # fmt: skip
+
+
+def _gpt2_of(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads}
+    return {"model_type": "gpt2", **sizes, "vocab_size": 50257, "n_positions": 1024}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2": _gpt2_of(12, 768, 12),
+    "gpt2-xl": _gpt2_of(48, 1600, 25),
+    "llama-2-7b": _llama_of(32, 4096, 11008, 32, 32, 32000),
+    "llama-2-13b": _llama_of(40, 5120, 13824, 40, 40, 32000),
+    "llama-2-70b": _llama_of(80, 8192, 28672, 64, 8, 32000),
+    "llama-3-8b": _llama_of(32, 4096, 14336, 32, 8, 128256),
+    "llama-3-70b": _llama_of(80, 8192, 28672, 64, 8, 128256),
+    "mistral-7b": _llama_of(32, 4096, 14336, 32, 8, 32000, model_type="mistral"),
+    "mixtral-8x7b": _llama_of(32, 4096, 14336, 32, 8, 32000, model_type="mixtral", num_local_experts=8),
+    "qwen2.5-7b": _llama_of(28, 3584, 18944, 28, 4, 152064, model_type="qwen2"),
+}
+
+
+def preset(name: str, *, batch: int | None = None, seq: int | None = None, ci: int = 1) -> Decoder:
+    """A published model by name; with `batch` and `seq` also its activations.
+
+    >>> preset("gpt2").numel
+    124439808
+    """
+    if name not in PRESETS:
+        near = "".join(f"The nearest is {one!r}. " for one in get_close_matches(name.lower(), PRESETS, n=1))
+        do = f"{near}Any other model is planned by --config config.json or MODULE:FUNCTION"
+        raise ValueError(got("model", name, f"{', '.join(PRESETS)}, or MODULE:FUNCTION", do))
+    return _decoder(name, name, PRESETS[name], batch, seq, ci)
+
+
+def from_config(path: str | Path, *, batch: int | None = None, seq: int | None = None, ci: int = 1) -> Decoder:
+    """The model that a Hugging Face `config.json` describes. Nothing of transformers is imported."""
+    path = Path(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(got("config", str(path), "a config.json that can be read", str(error))) from error
+    except ValueError as error:
+        raise ValueError(got("config", str(path), "JSON", str(error))) from error
+    if not isinstance(values, dict):
+        raise ValueError(got("config", str(path), "a JSON object"))
+    return _decoder(str(values.get("_name_or_path") or path.name), path.name, values, batch, seq, ci)
+
+
+def _decoder(name: str, source: str, values: Mapping[str, Any], batch: int | None, seq: int | None, ci: int) -> Decoder:
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in KINDS:
+        do = "Another architecture is planned by --model MODULE:FUNCTION, which counts the tensors of the module itself"
+        raise ValueError(got(f"{source}: model_type", kind, ", ".join(KINDS), do))
+    found = KINDS[kind](_Config(source, values))
+    if batch is None and seq is None:
+        found["heads"] = None
+    return Decoder(**found, batch=batch, seq=seq, ci=ci, name=name)
