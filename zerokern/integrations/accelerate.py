@@ -7,10 +7,16 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+
+from zerokern.integrations import without
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+except ImportError as error:
+    raise without("accelerate", error) from error
 
 import zerokern as zk
 from zerokern import saving

@@ -8,9 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+
+from zerokern.integrations import without
+
+try:
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise without("lightning", error) from error
 
 import zerokern as zk
 from zerokern.core.errors import ShardError, got

@@ -5,19 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import transformers
 from torch import nn
-from transformers import TrainingArguments
+
+from zerokern.integrations import without
+
+try:
+    import transformers
+    from transformers import TrainingArguments
+except ImportError as error:
+    raise without("transformers", error) from error
+try:
+    import accelerate
+except ImportError as error:
+    raise without("accelerate", error) from error
 
 import zerokern as zk
 from zerokern import saving
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import StateError, got, say_once
 from zerokern.integrations.accelerate import FOLDER, Accelerator, unwrapped
 from zerokern.integrations.divided import check_model, is_sharded
+from zerokern.optim.base import FusedOptimizer
 
 __all__ = ["Trainer", "TrainerMixin", "optimizer_cls_and_kwargs"]
 
+_NOTHING = (
+    "the model of this Trainer is not sharded and its optimizer is torch's {}, so that zerokern does nothing here: "
+    "call zk.shard(model) before, or pass optimizer_cls_and_kwargs=zerokern.integrations.transformers."
+    "optimizer_cls_and_kwargs(args)"
+)
 _Any: Any = object  # whichever Trainer comes behind the mixin
 
 
@@ -78,7 +93,10 @@ class TrainerMixin(_Any):
                 do = "Others: Trainer(optimizer_cls_and_kwargs=(zk.Lion, {...})), with zk.Adam, Lion, Adagrad or SGD"
                 raise ValueError(got("optim", asked, "adamw_torch, which zk.AdamW is with a divided model", do))
             self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs(self.args)
-        return super().create_optimizer(*arguments, **settings)
+        made = super().create_optimizer(*arguments, **settings)
+        if not is_sharded(self.model) and not isinstance(unwrapped(self.optimizer), FusedOptimizer):
+            say_once(__name__, _NOTHING.format(type(unwrapped(self.optimizer)).__name__))
+        return made
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **settings: Any) -> None:
         if self.control.should_training_stop and hasattr(unwrapped(self.optimizer), "flush"):
