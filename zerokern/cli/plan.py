@@ -8,6 +8,8 @@ import importlib
 import json
 import sys
 import textwrap
+from collections.abc import Iterator
+from itertools import groupby
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
@@ -138,25 +140,36 @@ def shown(plans: list[Plan], *, program: bool) -> str:
 
 
 def plain(page: str, columns: int) -> str:
-    r"""Markdown for a terminal: tables by spaces, text within the columns, marks left out.
+    r"""Markdown for a terminal: tables by spaces, text within the columns, marks left out. A table is never cut.
 
-    >>> print(plain("### A title\n\n| a | b |\n| --- | --: |\n| **x** | 1 |", 80))
+    >>> print(plain("### A title\n\n| a | b |\n| --- | --: |\n| **x** | 10 |", 80))
     A title
     <BLANKLINE>
-    a      b
-    x      1
+    a   b
+    x  10
     """
-    lines = []
-    for line in page.replace("**", "").splitlines():
-        if line.startswith("|"):
-            cells = line.strip("|")
-            if cells.strip(" |:-"):
-                lines.append(cells.replace("|", " ").strip().rstrip()[: max(columns, 20)])
-        elif line.startswith("    ") or not line:
-            lines.append(line)
-        else:
-            lines += textwrap.wrap(line.lstrip("# "), max(columns, 20), subsequent_indent="  " * line.startswith("*"))
+    lines: list[str] = []
+    for is_table, group in groupby(page.replace("**", "").splitlines(), key=lambda line: line.startswith("|")):
+        if is_table:
+            lines += _aligned([[cell.strip() for cell in line.strip("|").split("|")] for line in group])
+            continue
+        for line in group:
+            if line.startswith("    ") or not line:
+                lines.append(line)
+            else:
+                indent = "  " * line.startswith("*")
+                lines += textwrap.wrap(line.lstrip("# "), max(columns, 20), subsequent_indent=indent)
     return "\n".join(lines)
+
+
+def _aligned(rows: list[list[str]]) -> Iterator[str]:
+    """The rows of a table; its second says which columns are numbers."""
+    right = [cell.endswith(":") for cell in rows[1]]
+    shown = [rows[0], *rows[2:]]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
+        cells = zip(row, widths, right, strict=True)
+        yield "  ".join(cell.rjust(width) if number else cell.ljust(width) for cell, width, number in cells).rstrip()
 
 
 def _forecast(plan: Plan, args: argparse.Namespace) -> Forecast | None:

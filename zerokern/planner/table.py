@@ -117,7 +117,8 @@ def _stages(plan: Plan) -> str:
     shares = [plan.at(stage).share for stage in STAGES]
     several = len({one.tier for share in shares for one in share.held}) > 1
     rows = _held(shares, STATES, several)
-    rows.append(["**model states**", "", *(gigabytes(share.states) for share in shares)])
+    if not several:  # bytes of a device and of a host are no sum that anybody has to fit anywhere
+        rows.append(["**model states**", "", *(gigabytes(share.states) for share in shares)])
     if not plan.subject.units and plan.world > 1 and plan.settings.pp == 1:
         rows.append([NAMES["gathered"], "", *[NOTHING] * 3, UNKNOWN])
     rows += _held(shares, WORKING, several)
