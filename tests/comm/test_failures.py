@@ -303,10 +303,12 @@ def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
 
 def fails_late(rank: int) -> list[str]:
     """wait() raises the same each time, and so does the group."""
-    group = group_on()
+    group, store = group_on(), dist.distributed_c10d._get_default_store()
     if rank == 1:
+        store.wait(["begun"])  # rank 1 is gone before the call on a busy machine, which raises it then
         os._exit(1)
     handle = group.all_gather(torch.zeros(group.size))
+    store.set("begun", "")
     said = [refused(group, lambda _: handle.wait())[0] for _ in range(2)]
     return [*said, refused(group, gather)[0], str(handle.done())]
 
