@@ -13,7 +13,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 sources := $(shell find zerokern cpu bench examples -type f -not -path '*/.*' -not -path '*/__pycache__/*' -not -path 'bench/results/*' -not -path 'cpu/fuzz/*')
-native := $(shell find cpu -name '*.h' -o -name '*.cpp')
+native := $(shell find cpu examples -name '*.h' -o -name '*.cpp' -o -name '*.c')
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 ifeq ($(VENV),none)
@@ -88,8 +88,8 @@ bench: $(installed) ## a smoke run of each benchmark: does it work, not how fast
 	zerokern bench adam --tier nvme --path build/bench --smoke --json build/bench/adam-nvme.json
 	$(pytest) bench --benchmark-min-rounds=1 --benchmark-max-time=0.1 --benchmark-warmup=off
 
-wheel: $(installed) ## the wheel, in dist/
-	$(python) -m pip wheel $(offline) --wheel-dir dist .
+wheel: $(installed) ## wheels for x86-64 and aarch64 and the source distribution, in dist/
+	.ci/wheel.sh $(python) dist
 
 sanitize: preflight ## fuzz the native library under ASan, UBSan and TSan
 	cpu/fuzz/run.sh

@@ -20,10 +20,12 @@ PACKAGES = ("zerokern", "torch", "numpy", "deepspeed", "torchao", "bitsandbytes"
 
 
 def cpu_model() -> str:
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
+    """With its family and model, because a virtual machine says "AMD EPYC" of every generation."""
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in _lines("/proc/cpuinfo"))}
+    if "model name" not in said:
+        return platform.processor() or "unknown"
+    numbers = [f"{name.split()[-1]} {said[name]}" for name in ("cpu family", "model") if name in said]
+    return ", ".join((said["model name"], " ".join(numbers)))
 
 
 def memory_gib() -> float:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zerokern.io import Nvme
     from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, clip_grad_norm_, convert_state
     from zerokern.planner import Plan, measure, plan
-    from zerokern.report import info
+    from zerokern.report import get_include, get_library, info
     from zerokern.saving import Saving, export, load, load_pretrained, save
     from zerokern.schedule import Delayed
     from zerokern.zero.pipelining import PipelineStage
@@ -61,6 +61,8 @@ __all__ = [
     "export",
     "from_deepspeed",
     "gathered",
+    "get_include",
+    "get_library",
     "info",
     "io",
     "kernels",
@@ -101,7 +103,7 @@ _HOMES = {
     **dict.fromkeys(("Saving", "export", "load", "load_pretrained", "save"), "zerokern.saving"),
     "Nvme": "zerokern.io",
     "from_deepspeed": "zerokern.integrations.deepspeed",
-    "info": "zerokern.report",
+    **dict.fromkeys(("get_include", "get_library", "info"), "zerokern.report"),
     "Delayed": "zerokern.schedule",
     "PipelineStage": "zerokern.zero.pipelining",
     "recompute": "zerokern.zero.recompute",

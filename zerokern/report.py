@@ -12,7 +12,7 @@ from zerokern.core.errors import BackendError
 from zerokern.io import probes, why_no_uring
 from zerokern.kernels.triton import backend
 
-__all__ = ["Info", "info"]
+__all__ = ["Info", "get_include", "get_library", "info"]
 
 OPS = (
     "adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate", "stream",
@@ -151,3 +151,24 @@ def _huge_pages() -> str:
 def _locked_memory() -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else f"at most {soft / 2**20:g} MiB"
+
+
+def get_include() -> str:
+    """The folder of the C headers: ``zerokern_cpu.h``, the kernels, and ``zerokern_io.h``, the disk engine.
+
+    >>> import pathlib, zerokern as zk
+    >>> sorted(header.name for header in pathlib.Path(zk.get_include()).glob("*.h"))
+    ['zerokern_cpu.h', 'zerokern_io.h']
+    """
+    return str(Path(__file__).resolve().parent / "include")
+
+
+def get_library() -> str:
+    """The native library that is in use: what a program in C links to. ``examples/step.c`` is such a program.
+
+    >>> import zerokern as zk
+    >>> zk.get_library().endswith(".so")
+    True
+    """
+    native.library()  # an error that teaches where there is none
+    return str(native.path())

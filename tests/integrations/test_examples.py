@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +52,18 @@ def test_the_parts_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "came back unchanged: True" in said and "all finite: True" in said
     assert re.search(r"largest change 0\.00(0[89]|1)", said)  # lr, or a little less, in a first step
+
+
+def test_a_program_in_c_learns(tmp_path: Path) -> None:
+    """The commands are those of the program's first lines; only where the program is put differs."""
+    commands = re.findall(r"^ \*     (.+)$", (EXAMPLES / "step.c").read_text(), re.MULTILINE)
+    assert len(commands) == 4
+    script = "set -eu\n" + "\n".join(commands).replace("build/step", shlex.quote(str(tmp_path / "step")))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path}
+    ran = subprocess.run(["bash", "-c", script], cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"1000003 elements, norm of the gradient 306, after 200 steps", ran.stdout), ran.stdout
 
 
 def test_statistics_go_to_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

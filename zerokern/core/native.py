@@ -51,6 +51,7 @@ __all__ = [
     "isa_needs",
     "isa_usable",
     "library",
+    "path",
     "set_cpus",
     "set_threads",
     "threads",
@@ -209,7 +210,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 }
 
 
-def _path() -> Path:
+def path() -> Path:
+    """Of the library file that is loaded at first use."""
     forced = env.read("ZEROKERN_LIBRARY")
     return Path(forced) if forced else Path(__file__).resolve().parent.parent / "lib" / "libzerokern_cpu.so"
 
@@ -224,9 +226,7 @@ def _open(path: Path) -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
-        raise BackendError(
-            f"the native library {path} does not load: {error}; reinstall zerokern on this machine"
-        ) from error
+        raise BackendError(f"the native library {path} does not load: {error}; reinstall zerokern here") from error
     try:
         found = lib.zk_abi()
     except AttributeError as error:
@@ -254,7 +254,7 @@ def library() -> ctypes.CDLL:
     >>> library().zk_abi() == ABI
     True
     """
-    lib = _open(_path())
+    lib = _open(path())
     check(lib.zk_threads_set(env.default_threads()), lib)
     given = env.given_cpus()
     if given is not None:

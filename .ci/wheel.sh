@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# wheel.sh PYTHON FOLDER: the source distribution, a wheel for this machine, and one for aarch64 where its compiler is.
+# A wheel needs no compiler where it is installed, no C++ runtime, and no glibc newer than its tag says.
+set -euo pipefail
+python=$1
+mkdir -p "$2"
+to=$(cd "$2" && pwd)
+cd "$(dirname "$0")/.."
+made=$(mktemp -d)
+trap 'rm -rf "$made"' EXIT
+
+wheel() { # wheel MACHINE [SETTING ...]
+    local machine=$1
+    shift
+    "$python" -m pip wheel -q --no-build-isolation --no-deps --no-index --wheel-dir "$made/$machine" \
+        -C build-dir="build/wheel-$machine" -C cmake.define.ZEROKERN_PORTABLE=ON "$@" .
+    "$python" -m auditwheel -v repair --wheel-dir "$to" "$made/$machine"/*.whl 2>"$made/log" || { cat "$made/log" >&2; exit 1; }
+}
+
+"$python" -c 'import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])' "$to" >/dev/null
+wheel "$(uname -m)"
+if [ "$(uname -m)" != aarch64 ]; then
+    if command -v aarch64-linux-gnu-g++ >/dev/null; then
+        CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 wheel aarch64 \
+            -C cmake.define.CMAKE_SYSTEM_NAME=Linux -C cmake.define.CMAKE_SYSTEM_PROCESSOR=aarch64
+    else
+        echo 'no wheel for aarch64: apt-get install -y g++-aarch64-linux-gnu'
+    fi
+fi
+ls "$to"

@@ -1,0 +1,133 @@
+"""The headers and the library for programs in C, and the wheels of `make wheel`, which need no compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import zerokern as zk
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_headers_stand_alone_in_c_and_in_cpp(tmp_path: Path) -> None:
+    for compiler, language, standard in (("cc", "c", "c99"), ("c++", "c++", "c++17")):
+        for header in ("zerokern_cpu.h", "zerokern_io.h"):
+            source = f'#include "{header}"\n#include "{header}"\n'
+            command = [compiler, "-fsyntax-only", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-std={standard}"]
+            command += ["-x", language, f"-I{zk.get_include()}", "-"]
+            ran = subprocess.run(command, input=source, capture_output=True, text=True)
+            assert ran.returncode == 0, f"{header} as {language}: {ran.stderr}"
+
+
+def test_the_library_is_the_one_that_is_loaded() -> None:
+    library = Path(zk.get_library()).resolve()
+    assert str(library) in Path("/proc/self/maps").read_text()
+
+
+def test_a_missing_library_is_an_error_that_teaches(tmp_path: Path) -> None:
+    environment = os.environ | {"ZEROKERN_LIBRARY": str(tmp_path / "none.so")}
+    ran = subprocess.run(
+        [sys.executable, "-c", "import zerokern as zk; zk.get_library()"],
+        env=environment, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "BackendError: the native library none.so was looked for in" in ran.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheel` builds, but from its own source distribution: that must build too."""
+    pytest.importorskip("auditwheel", reason="needs auditwheel, of the extra dev")
+    base = tmp_path_factory.mktemp("wheel")
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path}
+    first = [
+        sys.executable,
+        "-c",
+        "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])",
+    ]
+    subprocess.run([*first, str(base)], cwd=ROOT, env=environment, check=True, capture_output=True)
+    with tarfile.open(next(base.glob("*.tar.gz"))) as archive:
+        archive.extractall(base, filter="data")
+    source = next(path for path in base.iterdir() if path.is_dir())
+    ran = subprocess.run(
+        [source / ".ci/wheel.sh", sys.executable, base / "dist"], env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return base / "dist"
+
+
+def wheel_of(built: Path, machine: str) -> Path:
+    return next(built.glob(f"zerokern-*-py3-none-manylinux_*_{machine}.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_and_trains_without_a_compiler(built: Path, tmp_path: Path) -> None:
+    machine = os.uname().machine
+    wheel = wheel_of(built, machine)
+    found = re.search(r"manylinux_2_(\d+)_", wheel.name)
+    assert found and int(found[1]) <= 34, f"{wheel.name} asks for a newer glibc than RHEL 9 has"
+    venv.create(tmp_path / "fresh", with_pip=True)
+    python = tmp_path / "fresh/bin/python"
+    nothing = {"PATH": str(tmp_path / "fresh/bin"), "HOME": str(tmp_path)}  # no compiler, no cmake
+    install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel]
+    ran = subprocess.run(install, env=nothing, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    fresh = next((tmp_path / "fresh/lib").glob("python*/site-packages"))
+    (fresh / "others.pth").write_text(sysconfig.get_path("purelib"))  # torch comes from here, after what is fresh
+    program = (
+        "import torch, zerokern as zk\n"
+        "weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))\n"
+        "weight.grad = torch.ones_like(weight)\n"
+        "zk.AdamW([weight], lr=0.5).step()\n"
+        "print(zk.get_library(), zk.get_include(), weight[0].item())\n"
+    )
+    ran = subprocess.run([python, "-c", program], env=nothing, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    library, include, value = ran.stdout.split()
+    assert Path(library).is_relative_to(fresh) and Path(include).is_relative_to(fresh) and float(value) < 0.51
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    assert "libstdc++" not in needed
+
+
+@pytest.mark.slow
+def test_the_wheel_for_aarch64_runs_there(built: Path, tmp_path: Path) -> None:
+    """Under an emulator, without Python: the program in C on the wheel's headers and library."""
+    for tool in ("aarch64-linux-gnu-gcc", "qemu-aarch64-static"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}; apt-get install -y g++-aarch64-linux-gnu qemu-user-static")
+    with zipfile.ZipFile(wheel_of(built, "aarch64")) as wheel:
+        wheel.extractall(tmp_path)
+    package, program = tmp_path / "zerokern", tmp_path / "step"
+    library = package / "lib/libzerokern_cpu.so"
+    build = ["aarch64-linux-gnu-gcc", "-O2", package / "examples/step.c", f"-I{package / 'include'}", library]
+    subprocess.run([*build, f"-Wl,-rpath,{library.parent}", "-lm", "-o", program], check=True)
+    ran = subprocess.run(
+        ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu", program], capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"1000003 elements, norm of the gradient 306, after 200 steps", ran.stdout), ran.stdout
+
+
+def test_the_source_distribution_has_what_a_build_needs(tmp_path: Path) -> None:
+    program = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    needed = {"pyproject.toml", "LICENSE", "README.md", "Makefile", ".ci/wheel.sh", ".ci/preflight.py"}
+    assert needed <= names
+    tracked = subprocess.run(
+        ["git", "ls-files", "cpu", "zerokern", "examples"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert set(tracked.stdout.split()) <= names
+    assert not any(name.startswith(("bench/results", "build/", ".venv")) for name in names)
