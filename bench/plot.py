@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,12 @@ def footer(content: dict[str, Any]) -> str:
     machine, versions = content["machine"], content["versions"]
     day = datetime.datetime.fromisoformat(content["date"]).date()
     libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "torchao") if name in versions)
-    command = re.sub(r" --(json|plot) \S+", "", content["command"])
-    return f"{machine['cpu']}, {machine['isa']}, {libraries}, {day}.  {command}"
+    return f"{machine['cpu']}, {machine['isa']}, {libraries}, {day}.  {plain_command(content)}"
+
+
+def plain_command(content: Mapping[str, Any]) -> str:
+    """What measured, without where its result went."""
+    return re.sub(r" --(json|plot) \S+", "", content["command"])
 
 
 def headline(contest: dict[str, Any], content: dict[str, Any]) -> tuple[str, str]:

@@ -1,17 +1,19 @@
 """Tables in the README and in docs/ come from committed result files: numbers are generated, never typed.
 
-`python -m bench.readme bench/results/<file>.json` writes that op's table between its markers.
+`python -m bench.readme bench/results/<file>.json ...` writes that op's tables between its markers, one for each file: a
+run for each kind of machine.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .plot import count, peer_name
+from .plot import count, peer_name, plain_command
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ZERO_BEGIN, ZERO_END = "<!-- zero:begin -->", "<!-- zero:end -->"
@@ -84,7 +86,7 @@ def conditions(content: Mapping[str, Any]) -> str:
     machine, shape = content["machine"], content["shape"]
     return (
         f"{count(shape['numel'])} parameters, {content['threads']} threads, {machine['cpu']} ({machine['isa']}), "
-        f"torch {content['versions']['torch']}, {content['date'][:10]}, `{content['command']}`; "
+        f"torch {content['versions']['torch']}, {content['date'][:10]}, `{plain_command(content)}`; "
         "medians of paired runs with 95 % intervals; *lossy* rows do different work than the exact peers."
     )
 
@@ -111,29 +113,34 @@ def between_markers(readme: str, begin: str = BEGIN, end: str = END) -> str:
     return readme.split(begin)[1].split(end)[0].strip("\n")
 
 
-def source_of(shown: str) -> str:
-    """The result file that the shown table names."""
-    first = shown.splitlines()[0] if shown else ""
-    if not first.startswith(SOURCE):
-        raise ValueError(f"the table begins with {first!r}; allowed: {SOURCE}bench/results/<file>.json -->")
-    return first.removeprefix(SOURCE).removesuffix(" -->")
+def sources_of(shown: str) -> list[str]:
+    """The result files that the shown tables name."""
+    found = re.findall(f"^{SOURCE}(.+) -->$", shown, re.MULTILINE)
+    if not shown.startswith(SOURCE):
+        raise ValueError(f"the table begins with {shown[:80]!r}; it must be {SOURCE}bench/results/<file>.json -->")
+    return found
 
 
-def written(readme: str, content: Mapping[str, Any], source: str) -> str:
-    """The page with the table of `content` between the markers of its op."""
-    begin, end = MARKERS.get(content.get("op", ""), (BEGIN, END))
-    shown = steps_table(content, source) if content.get("op") in MARKERS else table(content, source)
+def shown_of(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """What stands between the markers for these results, by their files: a table for each."""
+    steps = any(content.get("op") in MARKERS for content in results.values())
+    return "\n\n".join((steps_table if steps else table)(content, source) for source, content in results.items())
+
+
+def written(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with the tables of these results, which are of one op, between its markers."""
+    begin, end = MARKERS.get(next(iter(results.values())).get("op", ""), (BEGIN, END))
     between_markers(readme, begin, end)
     before, _, rest = readme.partition(begin)
-    return f"{before}{begin}\n{shown}\n{end}{rest.partition(end)[2]}"
+    return f"{before}{begin}\n{shown_of(results)}\n{end}{rest.partition(end)[2]}"
 
 
 def main(argv: Sequence[str]) -> int:
     root = Path(__file__).resolve().parents[1]
-    source = Path(argv[0]).resolve().relative_to(root)
-    content = json.loads((root / source).read_text())
-    page = root / PAGES.get(content.get("op", ""), "README.md")
-    page.write_text(written(page.read_text(), content, source.as_posix()))
+    sources = [Path(one).resolve().relative_to(root) for one in argv]
+    results = {source.as_posix(): json.loads((root / source).read_text()) for source in sources}
+    page = root / PAGES.get(next(iter(results.values())).get("op", ""), "README.md")
+    page.write_text(written(page.read_text(), results))
     return 0
 
 

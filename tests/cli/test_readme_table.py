@@ -45,11 +45,11 @@ def test_table_of_a_result() -> None:
 
 
 def test_table_replaces_what_is_between_the_markers() -> None:
-    page = readme.written(PAGE, CONTENT, "bench/results/a.json")
+    page = readme.written(PAGE, {"bench/results/a.json": CONTENT})
     assert page.startswith(f"# x\nbefore\n{readme.BEGIN}\n<!-- from bench/results/a.json -->\n")
     assert page.endswith(f"\n{readme.END}\nafter\n")
     assert readme.between_markers(page) == readme.table(CONTENT, "bench/results/a.json")
-    assert readme.written(page, CONTENT, "bench/results/a.json") == page
+    assert readme.written(page, {"bench/results/a.json": CONTENT}) == page
 
 
 @pytest.mark.parametrize("page", ["no markers", f"{readme.BEGIN}", PAGE + PAGE])
@@ -90,7 +90,7 @@ STEPS = {
 
 
 def test_table_of_whole_steps() -> None:
-    page = readme.written(ZERO_PAGE, STEPS, "bench/results/z.json")
+    page = readme.written(ZERO_PAGE, {"bench/results/z.json": STEPS})
     assert readme.between_markers(page, readme.ZERO_BEGIN, readme.ZERO_END) == readme.steps_table(
         STEPS, "bench/results/z.json"
     )
@@ -100,17 +100,25 @@ def test_table_of_whole_steps() -> None:
     assert any(line.startswith("CPU, gloo: no claim for GPUs. CPU (avx512)") for line in lines)
 
 
-@pytest.mark.parametrize("op", sorted(readme.MARKERS))
-def test_a_page_shows_the_steps_that_were_measured(op: str) -> None:
-    shown = readme.between_markers((ROOT / readme.PAGES[op]).read_text(encoding="utf-8"), *readme.MARKERS[op])
-    source = readme.source_of(shown)
-    assert source.startswith("bench/results/")
-    assert shown == readme.steps_table(json.loads((ROOT / source).read_text(encoding="utf-8")), source)
+def test_a_table_for_each_machine() -> None:
+    results = {f"bench/results/{name}.json": CONTENT for name in "ab"}
+    shown = readme.between_markers(readme.written(PAGE, results))
+    assert readme.sources_of(shown) == list(results)
+    assert shown.count("**2.10x** (2.00 to 2.20)") == 2
 
 
-def test_the_readme_shows_what_was_measured() -> None:
-    """Numbers in the README are those of the file that it names; `python -m bench.readme <file>` writes them."""
-    shown = readme.between_markers((ROOT / "README.md").read_text(encoding="utf-8"))
-    source = readme.source_of(shown)
-    assert source.startswith("bench/results/")
-    assert shown == readme.table(json.loads((ROOT / source).read_text(encoding="utf-8")), source)
+def test_the_command_is_shown_without_where_its_result_went() -> None:
+    told = {**CONTENT, "command": "zerokern bench adam --json a.json --vs torch --plot a.png"}
+    assert "`zerokern bench adam --vs torch`" in readme.conditions(told)
+
+
+@pytest.mark.parametrize("op", [*sorted(readme.MARKERS), ""])
+def test_a_page_shows_what_was_measured(op: str) -> None:
+    """Numbers are those of the files that the page names; `python -m bench.readme <file> ...` writes them."""
+    page = ROOT / readme.PAGES.get(op, "README.md")
+    markers = readme.MARKERS.get(op, (readme.BEGIN, readme.END))
+    shown = readme.between_markers(page.read_text(encoding="utf-8"), *markers)
+    sources = readme.sources_of(shown)
+    assert all(source.startswith("bench/results/") for source in sources)
+    results = {source: json.loads((ROOT / source).read_text(encoding="utf-8")) for source in sources}
+    assert shown == readme.shown_of(results)
