@@ -54,38 +54,40 @@ def shard(
     bucket_bytes: int = BUCKET_BYTES,
     reduce: Reduce = "mean",
 ) -> Module:
-    """ZeRO in place: optimizer state (stage 1), gradients (2) and parameters (3) divided among the ranks of `mesh`.
+    """ZeRO in place: divides optimizer state (stage 1), gradients (2) and parameters (3) among ranks.
 
-    Returns the same module; its tree, its parameters as objects, their names and shapes stay as they are, and the
-    training loop too. All ranks begin with rank 0's values. Without a `mesh` the ranks are the default process
-    group's, or this process alone where there is none. A mesh of two dimensions is `(replicate, shard)`, as FSDP2 has
-    it: all is divided along the second, and gradients are reduced there; what is left of them is then added up along
-    the first, beside the next bucket. Several dimensions become one by `mesh["dp", "cp"]._flatten()`. Gradients become
-    the ranks' `"mean"`, or with `reduce="sum"` their sum, for losses that are divided by the tokens of all ranks.
+    The same module is returned. Its parameters keep their identity, names and shapes, and the training loop does not
+    change. All ranks start from rank 0's values. If there is no process group, this process is the only rank.
 
-    `mesh` is also a dict of modules, `{model: mesh["dp"], block.experts: sparse["efsdp"], ...}`: parameters of such a
-    module, DTensors of which each rank of `sparse["ep"]` has some, are divided among other ranks than the model's,
-    which without an entry are all. Their gradients, of the tokens of all ranks, are divided by as many as the model's.
-    Such a module computes on every rank, with no tokens too.
-
-    A model that `parallelize_module` has divided is sharded by `mesh=mesh["dp"]`, the dimension beside that one. Of a
-    DTensor parameter the local tensor is divided, and modules compute with the DTensor. Parameters that are none count
-    as replicated there, and norms and decisions are those of all ranks of both dimensions.
-
-    `units`: what is gathered together at stage 3: modules, or a function that says yes or no to each; by default the
-    children of `ModuleList`s, and the rest with the root. `bucket_bytes`: how much one collective moves, at most,
-    unless one parameter is larger. `tier`: where shards rest at stage 3. With `zk.Nvme(path)` they are fetched from a
-    folder below `path` before their unit computes, and before they are updated; host memory holds the units at work,
-    and gradients. With `"cpu"`, of a model on a device, shards and reduced gradients lie in pinned host memory, and so
-    `param.device` is the CPU: a unit is copied to the device one ahead of its turn, a bucket's gradients leave once
-    they are reduced, and the optimizer updates in host memory, whatever its tier. So it is with `zk.Nvme(path)` for a
-    model on a device, whose units pass a pinned ring of `ring_nbytes`. `keep`: units keep their inputs alone until
-    backward, there (`"device"`, `"cpu"`, `zk.Nvme(path)`), and are computed again; `micro`: in so many slices of the
-    batch, one after the other, while the parameters are there; `replicated`: in parts, on the ranks of a dimension of a
-    mesh beside this one, as tensor parallelism has it. All as `zk.recompute` says; of units that lie in each other the
-    outermost, and not the root. `micro` above 1 or `replicated` alone mean `keep="device"`.
-    `mp_policy.param_dtype` becomes the parameters' dtype; the fp32 values that they had are handed to the optimizer
-    exactly.
+    Args:
+        module: any module. If `parallelize_module` has divided it, shard it over the other dimension of its mesh:
+            `mesh=mesh["dp"]`. The local tensor of each DTensor is divided, plain parameters count as replicated along
+            the tensor-parallel dimension, and norms cover the ranks of both dimensions.
+        stage: 0 (each rank has everything; gradients are averaged), 1, 2 or 3.
+        mesh: the ranks; by default those of the default process group. A mesh of two dimensions is `(replicate,
+            shard)`, as in FSDP2: everything is divided along the second, and gradients are then summed along the first.
+            `mesh["dp", "cp"]._flatten()` makes one dimension of several. For mixtures of experts it is a dict, `{model:
+            mesh["dp"], block.experts: sparse["efsdp"]}`: the parameters of `block.experts`, DTensors along
+            `sparse["ep"]`, are divided among ranks of their own. The model's own entry may be left out. Such a module
+            must compute on every rank, even one that gets no tokens.
+        reduce: gradients become the "mean" over the ranks, or their "sum" for losses that are divided by the tokens of
+            all ranks.
+        units: what stage 3 gathers together: modules, or a function that decides for each module. By default the
+            children of `ModuleList`s; everything else belongs to the root.
+        bucket_bytes: the most that one collective moves, unless a single parameter is larger.
+        tier: where shards rest at stage 3. `zk.Nvme(path)`: in a folder below `path`; a unit is read before it
+            computes, and host memory holds only the units at work and gradients. "cpu", for a model on a GPU: shards
+            and reduced gradients lie in pinned host memory, so `param.device` is the CPU. Each unit is copied to the
+            GPU one ahead of its turn, and the update runs on the host, whatever the optimizer's tier. `zk.Nvme(path)`
+            for a model on a GPU works the same way, through a pinned ring of `ring_nbytes`.
+        keep: units keep only their inputs until backward, in this place ("device", "cpu", `zk.Nvme(path)`), and compute
+            the rest again. See `zk.recompute`.
+        micro: units compute in this many slices of the batch, so that the activations of one slice are alive at a time.
+        replicated: a mesh dimension whose ranks have the same inputs, as in tensor parallelism. Each rank keeps its
+            part of the inputs. `micro` above 1, or `replicated` alone, implies `keep="device"`. Of nested units the
+            outermost counts; the root never does.
+        mp_policy: FSDP2's `MixedPrecisionPolicy`. `param_dtype` becomes the dtype of the parameters; the optimizer gets
+            the fp32 values that they had, exactly.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(4, 2), stage=3)
@@ -125,10 +127,10 @@ def sharding_of(module: nn.Module) -> Sharding:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Accumulate the gradients of the backward passes within on this rank; the first one outside reduces the sum.
+    """Gradients of this block's backward passes add up on each rank; the next backward outside reduces the sum.
 
-    What it saves is a reduction of all gradients for each pass within; at stage 3 parameters are gathered all the same.
-    What it costs from stage 2 on is memory for the whole gradients until that reduction. A step in between is refused.
+    This saves one reduction of all gradients for each pass in the block. Stage 3 still gathers parameters. From stage 2
+    on it costs memory for whole gradients until the reduction. An optimizer step before the reduction is refused.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(2, 1))
@@ -141,12 +143,12 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def shards(model: nn.Module) -> list[nn.Parameter]:
-    """This rank's span of each trained parameter, as 1-D parameters with `.grad`, in the order of `parameters()`.
+    """What this rank owns of each trained parameter, as 1-D parameters with `.grad`, in the order of `parameters()`.
 
-    Any element-wise torch optimizer may step them; a span may be empty. All ranks step together: the step ends when
-    each sees what the others wrote. From now on gradients appear here, and no longer as `.grad` of the model's
-    parameters; `zk_name` is the name of the parameter. Clip by `zk.clip_grad_norm_(model, ...)`: torch's own would know
-    this rank's spans alone, and is refused. What torch's GradScaler finds on one rank counts on all.
+    Any element-wise torch optimizer can step them. A part may be empty. All ranks must step together: the step ends
+    when each rank sees what the others wrote. After this call gradients appear on these parts, no longer on the model's
+    parameters. `zk_name` is the name of the parameter. Clip with `zk.clip_grad_norm_(model, ...)`; torch's own function
+    would see one rank only, and is refused. What torch's GradScaler finds on one rank counts on all.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(2, 1))
@@ -161,13 +163,13 @@ def shards(model: nn.Module) -> list[nn.Parameter]:
 
 
 def build(fn: Callable[[], Module], *, device: torch.device | str | None = None, **shard_kwargs: Any) -> Module:
-    """`zk.shard(fn(), **shard_kwargs)`, with the parameters of one unit in memory at a time.
+    """`zk.shard(fn(), **shard_kwargs)` for a model that does not fit into memory: it exists one unit at a time.
 
-    The same bits, from the same random numbers. `fn` runs once, as it is; what its operators compute is noted, and
-    memory that has not been used for a while is emptied. It is computed again when somebody reads it, and, on every
-    rank, when its unit is sharded. So a weight is initialised twice. What cannot be computed again (read from a file,
-    looked at through numpy) stays in memory. Rank 0's values count. Parameters on the meta device get theirs by
-    `reset_parameters`.
+    Values and random numbers are those of `fn()`. `fn` runs once, unchanged. The operations that it runs are recorded,
+    and memory that has not been used for a while is given back. A value is computed again when somebody reads it, and
+    when its unit is sharded, so each weight is initialised twice. What cannot be computed again, such as values read
+    from a file or through numpy, stays in memory. Rank 0's values count. Parameters on the meta device are filled by
+    the `reset_parameters` of their module.
 
     >>> import torch, zerokern as zk
     >>> model = zk.build(lambda: torch.nn.Linear(4, 2), stage=3)
@@ -215,14 +217,14 @@ def build(fn: Callable[[], Module], *, device: torch.device | str | None = None,
 
 @contextmanager
 def gathered(module_or_params: nn.Module | Tensor | Iterable[Tensor], write: bool = False) -> Iterator[None]:
-    """Within, the parameters are ordinary full tensors, on every rank; all ranks enter and leave together.
+    """Inside the block, parameters are ordinary full tensors on every rank. All ranks enter and leave together.
 
-    What is taken from them (`state_dict()`, copies) stays valid afterwards. With `write=True` what was written into
-    them is kept: each rank keeps its own span of what it wrote, so write the same on all of them. Without, it is
-    dropped at stage 3, where they are copies.
+    Tensors taken from them, by `state_dict()` or a copy, stay valid afterwards. With `write=True` what is written into
+    the parameters is kept; each rank keeps its own part of it, so all ranks must write the same values. Without it,
+    writes are lost at stage 3, where the parameters are copies.
 
-    Gradients of what is computed with them are reduced, then or later. A model that is gathered whole computes without
-    the other ranks, so one of them may evaluate or generate alone, and `copy.deepcopy` makes a plain model of it.
+    A backward pass works inside the block, and gradients are reduced as usual. Once the whole model is gathered, a rank
+    computes without the others: one rank may evaluate or generate alone, and `copy.deepcopy` makes a plain model.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(2, 1, bias=False), stage=3)

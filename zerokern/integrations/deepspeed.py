@@ -88,11 +88,11 @@ def _call(given: Mapping[str, Any]) -> str:
 def from_deepspeed(
     config: Mapping[str, Any] | str | os.PathLike[str], *, auto: Any = None, world: int | None = None
 ) -> Settings:
-    """The keyword arguments that a DeepSpeed configuration, a dictionary or a JSON file, stands for.
+    """Translates a DeepSpeed configuration, a dictionary or a JSON file, into keyword arguments.
 
-    Every key is named in what is printed: mapped, ignored (with the reason), or left to you. Keys that cannot be
-    honoured, and keys that nobody knows, raise. `auto` fills in "auto": the Trainer's `TrainingArguments`, or a
-    dictionary by key; None in it leaves the keyword to you. `world`: ranks; by default those of the process group.
+    Printing the result shows what became of every key: mapped, ignored (with the reason), or left to you. A key that
+    cannot be honoured raises, and so does an unknown one. `auto`: values for "auto", the Trainer's `TrainingArguments`
+    or a dictionary by key; None leaves a keyword to you. `world`: the number of ranks; by default the process group's.
 
     >>> config = {"optimizer": {"type": "Lion", "params": {"lr": "auto", "betas": [0.9, 0.99]}}, "steps_per_print": 10}
     >>> print(from_deepspeed(config, auto={"optimizer.params.lr": 1e-4}))

@@ -36,9 +36,16 @@ LEAST_RING = 1 << 20
 
 @dataclass(frozen=True)
 class Nvme:
-    """State rests in files below ``path``, a folder of its own for each optimizer (where there are several ranks, each
-    makes one below it), and passes through a ring of ``ring_nbytes`` of host memory. ``budget``: room on the disk,
-    taken at once. ``checksum``: CRC32C of each record.
+    """A folder on disk as a tier: state is kept in files there and streams through host memory when it is needed.
+
+    Each optimizer needs a folder of its own. Several ranks may be given the same `path`; each makes a folder below it.
+
+    Args:
+        path: a folder on a fast local disk. It is made if it does not exist.
+        budget: bytes of disk, or text such as "8G" (GiB). They are reserved at once; without it files grow.
+        ring_nbytes: host memory that the state streams through, as bytes or text.
+        engine: "uring", "threads", or "auto" for the better one that this kernel allows.
+        checksum: whether each record has a CRC32C, checked when it is read.
 
     >>> Nvme("swap", budget="8G").budget == 8 * 2**30
     True

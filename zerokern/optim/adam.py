@@ -16,30 +16,32 @@ from zerokern.schedule import Delayed
 
 
 class Adam(FusedOptimizer):
-    """Adam as torch defines it, for parameters in fp32, bf16 or fp16, with gradients of any of these, in host memory or
-    on one CUDA GPU. There a step launches and waits for nothing; it can go into a CUDA graph after one step outside,
-    with `lr` as a tensor on the GPU if it is to change.
+    """Adam as torch defines it. Parameters and gradients may each be fp32, bf16 or fp16, in host memory or on one GPU.
 
-    Keywords beside torch's:
+    On a GPU a step launches kernels and waits for nothing. After one ordinary step it can be captured in a CUDA graph;
+    give `lr` as a tensor on the GPU if it is to change.
 
-    state_format: "fp32" (exact), "bf16" or "int8" for exp_avg and exp_avg_sq; also per param_group.
-    master_format: "split16" (a bf16 parameter and its 16-bit remainder are the exact fp32 value), "split8" (24 bits),
-        "fp32" (a separate fp32 copy) or "none"; also per param_group. None means split16 for bf16 parameters and fp32
-        for fp16 ones; an fp32 parameter is its own master. Writes to parameters are
-        followed, those by `p.data` too; after others that torch does not count, call `refresh_masters()`.
-    max_grad_norm: clips the global norm within the update, and skips a step whose norm is not finite. math.inf measures
-        the norm, for `grad_norm`, and clips nothing.
-    group: ranks with other parameters that decide with these: `mesh["pp"]`, or its ProcessGroup, makes one norm and one
-        decision to step of all stages of a pipeline, where one optimizer has all that its rank has of the model.
-    stochastic_seed: rounds stochastically where master_format is "none": same seed, same bits.
-    tier: where the state rests. "device": where the parameters are. "cpu": in one exact-size, pinned piece of host
-        memory, where it is updated too; of CUDA parameters, gradients come down and parameters go up in their own
-        dtypes. `zk.Nvme(path)`: a folder on disk, private to this optimizer, through which the state passes at each
-        step on its way to the same update, with the same bits.
-    schedule: when the update runs. "sync": in order. "overlap": the same bits, gradients leaving during backward,
-        parameters coming back one by one; under zk.shard forwards wait for their own, and `flush()` comes before
-        reading parameters in other ways. `zk.Delayed(after=N)`: after N exact steps each update is published by the
-        next `step()`, and runs beside the forward and backward between.
+    These keywords come on top of torch's:
+
+    state_format: format of exp_avg and exp_avg_sq: "fp32" (exact), "bf16" or "int8". Also per param_group.
+    master_format: how the fp32 value of a 16-bit parameter is kept. "split16": as a 16-bit remainder; together with the
+        bf16 parameter it is the exact fp32 value. "split8": an 8-bit remainder, 24 bits in all. "fp32": a separate fp32
+        copy. "none": not at all. Also per param_group. By default split16 for bf16 and fp32 for fp16; an fp32 parameter
+        needs none. Writes to parameters are noticed, those by `p.data` too. `refresh_masters()` lists the exceptions.
+    max_grad_norm: clips the global gradient norm inside the update, and skips the step if the norm is not finite.
+        `math.inf` measures the norm, as `opt.grad_norm`, and clips nothing.
+    group: ranks that hold other parameters of the same model, such as the stages of a pipeline: `mesh["pp"]` or a
+        ProcessGroup. They share one norm and one decision to step. Each rank has one optimizer for all that it holds.
+    stochastic_seed: rounds stochastically where master_format is "none". The same seed gives the same bits.
+    tier: where the state is kept. "device": next to the parameters. "cpu": in pinned host memory, where the update runs
+        too; for parameters on a GPU, gradients are copied down and parameters are copied up in their own dtypes.
+        `zk.Nvme(path)`: in a folder on disk that belongs to this optimizer. The state streams through host memory at
+        each step, and the bits are the same.
+    schedule: when the update runs. "sync": inside `step()`. "overlap": gradients leave during backward, and parameters
+        come back one by one while the next forward waits only for those it needs. The bits are the same. Call `flush()`
+        before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each update runs beside
+        the following forward and backward, and the next `step()` publishes it: one step late, which is another
+        trajectory.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))

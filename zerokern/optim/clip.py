@@ -38,14 +38,14 @@ def clip_grad_norm_(
     *,
     group: Any = None,
 ) -> Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, also of gradients that are divided: the norm is that of all ranks.
+    """`torch.nn.utils.clip_grad_norm_`, also for gradients that are divided among ranks: the norm is that of all ranks.
 
-    Every rank calls it. Gradients that zk.shard has divided stay as they are: the next update multiplies them by the
-    factor, and is skipped where the norm is not finite; those of DTensors are scaled here, as torch does. In both cases
-    a plain tensor is returned. `max_grad_norm` of an optimizer does the same without this call.
+    Every rank must call it. Gradients under `zk.shard` are not touched: the next update multiplies them by the factor,
+    and is skipped if the norm is not finite. Gradients of DTensors are scaled here, as torch does. The norm is returned
+    as a plain tensor. `max_grad_norm` of an optimizer does all this without the call.
 
-    `group`: ranks with other parameters, whose gradients count too: the stages of a pipeline (`mesh["pp"]`, or its
-    ProcessGroup). Each calls it once, with all that it has of the model; where the norm is not finite, all skip.
+    `group`: ranks that hold other parameters, such as the stages of a pipeline (`mesh["pp"]` or a ProcessGroup). Their
+    gradients count too. Each rank calls this once with all it holds of the model; if the norm is not finite, all skip.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2)); weight.grad = torch.tensor([3.0, 4.0])
     >>> clip_grad_norm_([weight], max_norm=1.0), weight.grad

@@ -237,9 +237,9 @@ def format_name(dtype: torch.dtype) -> str:
 
 
 def convert_state(state_dict: dict[str, Any], *, state_format: str) -> dict[str, Any]:
-    """A copy of an optimizer's state_dict with its moments in another format; masters and steps stay as they are.
+    """A copy of an optimizer's state_dict with its averages in another format. Masters and step counts are kept.
 
-    Takes state_dicts of these optimizers and of torch.optim's. fp32 to "bf16" or "int8" rounds.
+    It takes state_dicts of zerokern's optimizers and of torch.optim's. Going from fp32 to "bf16" or "int8" rounds.
 
     >>> from zerokern.optim import AdamW
     >>> weight = torch.nn.Parameter(torch.ones(4)); weight.grad = torch.ones(4)

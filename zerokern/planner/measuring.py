@@ -64,9 +64,9 @@ class Measured(Sums):
 
 
 def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measured:
-    """What this rank holds of a model and its optimizer at this moment: the same roles as `zk.plan` has.
+    """What this rank holds of a model and its optimizer right now, in the roles that `zk.plan` uses.
 
-    Works on any module: after `zk.shard`, under FSDP2, or plain. Activations and step counters are not counted.
+    It works on any module: under `zk.shard`, under FSDP2, or plain. Activations and step counts are not included.
 
     >>> import zerokern as zk
     >>> model = torch.nn.Linear(256, 256, bias=False)

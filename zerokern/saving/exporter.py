@@ -45,19 +45,21 @@ def export(
     progress: bool | Callable[[int, int], None] | None = None,
     group: Any = None,
 ) -> None:
-    """Write the weights into the folder `path` as safetensors, the way Hugging Face lays them out.
+    """Writes the weights into the folder `path` as safetensors, in the layout of Hugging Face.
 
-    That is `model.safetensors` or, beyond `max_shard_nbytes`, several files and `model.safetensors.index.json`; beside
-    it the model's `config`, if it has one. All ranks call it together (those of `group`, else of the world); each
-    writes what it has to where it belongs, and no tensor is gathered. What was exported there before stays until the
-    new files are whole, so these need room beside it, and a kill leaves the weights of one of them. A config
-    that changes takes its name right after the weights; where a kill comes between, the next export finishes that.
+    That is `model.safetensors`, or several files with an index beyond `max_shard_nbytes`, and the model's `config` if
+    it has one. All ranks call it together; each writes its own part in place, and no tensor is gathered. An earlier
+    export in the same folder stays whole until the new files are: a kill leaves one or the other, and there must be
+    room for both.
 
-    `dtype` converts the floating-point tensors; without it they stay as they are. `opt`, the model's optimizer: where
-    `dtype` is wider than the parameters, its masters are written, which are the exact values. `rename` has the name in
-    the file for a name in the model. Tied weights are written once, under their first name. `model`: of a pipeline its
-    stages here, one or several (`zk.PipelineStage`), which are written as one model. `progress`: None shows it
-    where the work takes long, True and False decide, a function is called with (bytes done, bytes in all).
+    Args:
+        dtype: converts floating-point tensors; by default they keep their dtype.
+        opt: the model's optimizer. If `dtype` is wider than the parameters, its exact fp32 masters are written.
+        rename: a function from a name in the model to the name in the file. Tied weights are written once, under their
+            first name.
+        model: for a pipeline the stages of this rank (`zk.PipelineStage`); they are written as one model.
+        group: the ranks that call it; by default all.
+        progress: None shows it if the work takes long, True always, False never; or a function of (bytes done, in all).
 
     >>> import tempfile, torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(3, 2), stage=3)

@@ -52,17 +52,19 @@ def load_pretrained(
     progress: bool | Callable[[int, int], None] | None = None,
     group: Any = None,
 ) -> Unmatched:
-    """Read safetensors into the parameters and persistent buffers of a model, sharded or not, as it is.
+    """Reads safetensors into the parameters and persistent buffers of a model, sharded or not.
 
-    `folder_or_file`: a file, or a folder as Hugging Face lays it out. All ranks call it together (those of `group`,
-    else of the world); each reads the bytes of the elements that it has, and converts them as it goes. Before anything
-    is changed, every name, shape and dtype has been compared; an error lists all that do not fit, on every rank. With
-    `strict=False` names that only one side has are returned instead. `rename` has the name in the files for a name in
-    the model. A tied weight is found under any of its names. `model`: of a pipeline its stages here, one or several
-    (`zk.PipelineStage`), each with the names that the whole model has.
+    All ranks call it together. Each rank reads only the bytes of the elements that it holds, and converts them on the
+    way. Names, shapes and dtypes are compared first: if anything does not fit, one error lists it all, on every rank,
+    and nothing is changed. Under `zk.shard` call it before the first step: the optimizer then starts from the exact
+    values in the files, also where parameters are bf16 or fp16.
 
-    Under `zk.shard`, what bf16 and fp16 round away of fp32 values is kept for the optimizer: load before its first
-    step, and its masters begin with the files' exact values.
+    Args:
+        folder_or_file: a safetensors file, or a folder in the layout of Hugging Face.
+        strict: False returns the names that only one side has instead of raising.
+        rename: a function from a name in the model to the name in the files. A tied weight is found under any name.
+        group: the ranks that call it; by default all.
+        model: for a pipeline the stages of this rank (`zk.PipelineStage`), under the names of the whole model.
 
     >>> import tempfile, torch, zerokern as zk
     >>> model = zk.build(lambda: torch.nn.Linear(3, 2), stage=3)

@@ -16,7 +16,9 @@ __all__ = ["Delayed", "check_schedule", "program_of", "resident"]
 
 @dataclass(frozen=True)
 class Delayed:
-    """Every update one step late, and so hidden behind a whole forward and backward; the first `after` steps are exact.
+    """Each update takes effect one step late, and so hides behind a whole forward and backward pass.
+
+    The first `after` steps are exact, because gradients change fast early in training (ZeRO-Offload waits 40 steps).
 
     >>> Delayed(after=40)
     Delayed(after=40)

@@ -32,23 +32,23 @@ _BEGUN: weakref.WeakKeyDictionary[Any, weakref.ref[PipelineStage]] = weakref.Wea
 
 
 class PipelineStage(TorchStage):
-    """`torch.distributed.pipelining.PipelineStage` for a module that `zk.shard` has divided, at any stage of ZeRO.
+    """`torch.distributed.pipelining.PipelineStage` for a module that `zk.shard` has divided, at any ZeRO stage.
 
-    All of torch's schedules take it: GPipe, 1F1B, interleaved and zero-bubble ones. `zk.shard` is given the mesh of the
-    ranks that have the same part of the model (`mesh["dp"]`), and this the group of those that a batch goes through.
-    A step reduces each bucket once, with the last micro-batch's backward. Gradients are divided by the number of
-    micro-batches where the schedule says so (`scale_grads`); those of an earlier step that are still there are kept as
-    they are, and these added to them.
+    All of torch's schedules accept it: GPipe, 1F1B, interleaved and zero-bubble. Give `zk.shard` the mesh of the ranks
+    that hold the same part of the model (`mesh["dp"]`), and give this class the group of ranks that a batch passes
+    through. Each step reduces every bucket once, in the backward pass of the last micro-batch. Gradients are divided by
+    the number of micro-batches if the schedule says so (`scale_grads`). Gradients left over from an earlier step are
+    added to, not divided again.
 
-    `tied`: parameters that other stages have copies of, such as a word embedding that is the head's weight too, by the
-    name that the whole model has for them: `tied={"words.weight": part.head.weight}`. Every stage that has a copy says
-    so, and begins with the same values. Their gradients are added up at the end of a step, once.
+    Args:
+        tied: parameters that other stages hold copies of, such as a word embedding that is also the output head, by
+            their name in the whole model: `tied={"words.weight": part.head.weight}`. Every stage with a copy must list
+            it and start from the same values. Their gradients are summed once, at the end of a step.
+        whole: whether stage 3 keeps parameters gathered from a step's first forward to its last backward. By default it
+            does, unless they rest in another tier; False gathers them for each micro-batch.
 
-    `whole`: whether parameters at stage 3 stay gathered from a step's first forward to its last backward, as pipelines
-    have it, or are gathered for each micro-batch. None: they do, unless they rest in another tier.
-
-    `zk.clip_grad_norm_(..., group=)` and `group=` of the optimizers make one norm, and one decision to step, of all
-    stages. `zk.save` and `zk.load` take a stage's module for its part of the model, by the names that it has there.
+    `zk.clip_grad_norm_(..., group=)` and the optimizers' `group=` make one norm and one decision to step for all
+    stages. `zk.save` and `zk.load` store the part of each stage under the names of the whole model.
 
     >>> import torch, torch.distributed as dist, zerokern as zk
     >>> from torch.distributed.pipelining import ScheduleGPipe

@@ -40,25 +40,24 @@ def recompute(
     replicated: DeviceMesh | Group | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`fn(*args, **kwargs)`, of which only the inputs are kept, and the rest is computed again in backward.
+    """Runs `fn(*args, **kwargs)` and keeps only its inputs; the rest is computed again in backward.
 
-    What `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)` does, with its keywords. `keep`: where the
-    inputs rest until then: `"device"`, where they are; `"cpu"`, from a GPU to pinned host memory and back, one call
-    ahead, beside the computation; `zk.Nvme(path)`, from anywhere to a disk. Parameters, tensors below 1 MiB, and the
-    inputs of the call that came last stay where they are; so do those that lie in host memory with `keep="cpu"`. Within
-    another checkpoint, or other hooks for what autograd saves, these keep the inputs.
+    Like `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)`, with the same keywords and three more.
 
-    `micro`: so many slices of the batch, one after the other, each computed again in backward: the same bits as a loop
-    over so many micro-batches, with the live activations of one. The batch is dimension 0 of the first tensor among the
-    arguments; tensors as long as that are cut, as `torch.chunk` does (the last slice may be shorter), parameters and
-    all others are shared. Results have the batch in dimension 0 too; of a number, as a loss, each slice gives one, and
-    the result is the vector of them. What cannot be cut is refused by name.
-
-    `replicated`: a dimension of a mesh (`mesh["tp"]`) whose ranks all have these inputs alike, as tensor parallelism
-    does it. Each then keeps its part of them, in the place that `keep` says, and they are gathered in backward, one
-    call ahead. DTensors say by their placement whether they are replicated, and what is divided along that dimension
-    stays as it is; plain tensors from 1 MiB on are taken to be alike, and an error on all ranks says where they are
-    not.
+    Args:
+        keep: where the inputs wait for backward. "device": where they are. "cpu": they move from a GPU to pinned host
+            memory, and return one call ahead of their use, while the GPU computes. `zk.Nvme(path)`: they move to a
+            disk. Parameters, tensors below 1 MiB and the inputs of the latest call stay where they are. Inside another
+            checkpoint, or other saved-tensor hooks, those decide.
+        micro: the number of slices that the batch is cut into. Each is computed, and later computed again, by itself,
+            so the activations of one slice are alive at a time. The bits are those of a loop over as many
+            micro-batches. The batch is dimension 0 of the first tensor argument. Tensors of that length are cut as by
+            `torch.chunk`; all others are shared. Results must have the batch in dimension 0 too. If each slice returns
+            a number, such as a loss, the result is a vector of them. What cannot be cut is refused by name.
+        replicated: a mesh dimension (`mesh["tp"]`) whose ranks all have the same inputs, as in tensor parallelism. Each
+            rank keeps a part of them, and they are gathered in backward, one call ahead. DTensors say by their
+            placement whether they are replicated. Plain tensors of 1 MiB and more are taken to be the same on all
+            ranks; if they are not, all ranks raise.
 
     >>> import torch, zerokern as zk
     >>> layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)

@@ -27,26 +27,25 @@ KERNEL = 16  # rows: of as many, BLAS computes each as it would among more
 
 
 def tile(module: nn.Module, *, tiles: int) -> nn.Module:
-    """Let an `nn.Linear`, or each of those in a module, compute in `tiles` pieces of its output dimension, in place.
+    """Makes an `nn.Linear`, or every Linear in a module, compute in `tiles` pieces of its output dimension, in place.
 
-    For a Linear that is too large: under `zk.shard(stage=3)` a piece is gathered, or fetched from its tier, used and
-    released before the next but one comes, in forward and in backward, and its gradient leaves before that of the next
-    but one is made. So what is whole at one time divides by `tiles`. Call it before `zk.shard`, or within the function
-    that `zk.build` is given; without stage 3 the module computes in pieces of its one weight, with the same bits.
+    This is for a Linear that is too large to be gathered whole. Under `zk.shard(stage=3)` each piece is fetched, used
+    and released by itself, in forward and backward, and its gradient leaves before the next but one is made. So the
+    memory for whole weights is divided by `tiles`. Call it before `zk.shard`, or in the function that `zk.build` is
+    given. Without stage 3 the module computes in pieces of its one weight, with the same bits.
 
-    What stays: the module and its other attributes, random numbers that are drawn for it, the names and shapes of
-    `state_dict` and of checkpoints, which are exchanged with an untiled model in both directions. What changes at stage
-    3: `parameters()` has the pieces (`tiles.0.weight`, ...), and `weight` stands for all of them, for reading its
-    shape, dtype and gradient, and for freezing. Rows are divided as evenly as blocks of 128 elements allow.
+    What stays: the module, its other attributes, the random numbers drawn for it, and the names and shapes in
+    `state_dict` and checkpoints, so tiled and untiled models can load each other. What changes at stage 3:
+    `parameters()` lists the pieces (`tiles.0.weight`, ...). `weight` stands for all of them; its shape, dtype and
+    gradient can be read, and it can be frozen. Rows are divided as evenly as blocks of 128 elements allow.
 
-    Bits: those of a loop over Linears of so many rows each, joined by `torch.cat`, at every stage and tier. Each output
-    and each row of the weight's gradient is a sum of its own, and has the bits of the untiled Linear wherever BLAS
-    computes some rows as it does all: on CPU with MKL, if each piece is a multiple of 16 rows. The gradient of the
-    input is a sum over all rows: it is summed piece by piece, in the dtype of the input, as autograd sums it, and
-    differs from the untiled one by that rounding.
+    Bits: those of a loop over smaller Linears joined by `torch.cat`, at every stage and tier. Each output and each row
+    of the weight's gradient has the bits of the untiled Linear wherever BLAS computes a few rows as it computes all;
+    with MKL on a CPU that holds if each piece is a multiple of 16 rows. The gradient of the input is summed piece by
+    piece in the dtype of the input, and differs from the untiled one by that rounding.
 
-    Refused by name: other modules, subclasses of Linear (they may use their weight by themselves, as attention does),
-    a Linear whose `forward` was replaced, and at stage 3 a weight that is tied, or a DTensor.
+    Refused by name: other modules, subclasses of Linear (they may use their weight directly, as attention does), a
+    Linear whose `forward` was replaced, and at stage 3 a weight that is tied or a DTensor.
 
     >>> import torch, zerokern as zk
     >>> layer = zk.shard(zk.tile(torch.nn.Linear(64, 256), tiles=4), stage=3)
