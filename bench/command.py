@@ -87,7 +87,10 @@ class _List(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; returns 1 when a result of ours is wrong, and then no time is told."""
+    """Measures and prints; returns 1 when a result of ours is wrong, and then no time is told.
+
+    After Ctrl-C whole rounds count: they are printed and written, but not drawn, and it returns 130.
+    """
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -102,6 +105,9 @@ def run(args: argparse.Namespace) -> int:
         from .report import write_json
 
         write_json(args.json, content)
+    if when := content.get("interrupted"):
+        print(f"zerokern bench: interrupted {when}", file=sys.stderr)
+        return 130
     if args.plot:
         plot.draw(content, args.plot)
     return 0

@@ -33,6 +33,8 @@ def measure(
     for contest in op.contests(request):
         say(f"{contest.name}:")
         outcomes.append(run(contest, threads, effort, say, lambda done, of, name=contest.name: advance(name, done, of)))
+        if outcomes[-1].interrupted:
+            return Measurement(request, threads, outcomes)
     algorithm = getattr(op, "ALGORITHM", None)
     cycles = cycles_per_16(algorithm) if algorithm is not None else {}
     return Measurement(request, threads, outcomes, cycles)

@@ -123,6 +123,8 @@ def sources_of(shown: str) -> list[str]:
 
 def shown_of(results: Mapping[str, Mapping[str, Any]]) -> str:
     """What stands between the markers for these results, by their files: a table for each."""
+    if partial := [source for source, content in results.items() if content.get("interrupted")]:
+        raise ValueError(f"{', '.join(partial)}: the run was interrupted, and a part of one is not published")
     steps = any(content.get("op") in MARKERS for content in results.values())
     return "\n\n".join((steps_table if steps else table)(content, source) for source, content in results.items())
 

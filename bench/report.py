@@ -57,6 +57,7 @@ def outcome_lines(outcome: Outcome) -> list[str]:
     notes = [f"{peer}: {how['wiring']}, {how['threads']} threads" for peer, how in outcome.chosen.items()]
     notes += [f"{peer}: missing, {reason}" for peer, reason in outcome.missing.items()]
     notes += [f"roof: {outcome.roof_gb_s[outcome.roof]:.1f} GB/s, {outcome.roof}"]
+    notes += [f"interrupted {outcome.interrupted}"] if outcome.interrupted else []
     if any(row.lossy for row in outcome.rows):
         notes += ["~ lossy: the state is not exact; a ratio to an exact peer compares different work"]
     return [*lines, "", *(f"  {note}" for note in notes)]
@@ -73,7 +74,14 @@ def _cells(row: Row, peers: Sequence[str]) -> list[str]:
 def document(outcomes: Sequence[Outcome], context: dict[str, Any]) -> dict[str, Any]:
     """The JSON of a run; `context` is what it was measured on and how."""
     rows = [{"contest": outcome.name, **_row_json(row)} for outcome in outcomes for row in outcome.rows]
-    return {"schema": SCHEMA, **context, "contests": [_contest_json(outcome) for outcome in outcomes], "rows": rows}
+    contests = [_contest_json(outcome) for outcome in outcomes]
+    return {"schema": SCHEMA, **context, **interruption(outcomes), "contests": contests, "rows": rows}
+
+
+def interruption(outcomes: Sequence[Any]) -> dict[str, str]:
+    """What the JSON of a run says that Ctrl-C has ended."""
+    found = [outcome.interrupted for outcome in outcomes if outcome.interrupted]
+    return {"interrupted": found[-1]} if found else {}
 
 
 def _contest_json(outcome: Outcome) -> dict[str, Any]:

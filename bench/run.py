@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .contest import Contest, Missing, Provider, WrongResult
 from .roof import roofs
-from .timers import Contestant, Estimate, interleave, median_estimate, paired_ratio
+from .timers import Contestant, Estimate, interleave, interrupted, median_estimate, paired_ratio
 
 Say = Callable[[str], None]
 
@@ -50,7 +50,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A contest's rows, how each peer competed, who was missing and why, and which of the roofs was the highest."""
+    """A contest's rows, how each peer competed, who was missing and why, which of the roofs was the highest; after how
+    many rounds Ctrl-C came."""
 
     name: str
     rows: list[Row]
@@ -58,6 +59,7 @@ class Outcome:
     missing: dict[str, str]
     roof: str
     roof_gb_s: dict[str, float]
+    interrupted: str = ""
 
 
 def run(contest: Contest, threads: int, effort: Effort, say: Say, advance: Callable[[int, int], None]) -> Outcome:
@@ -94,6 +96,7 @@ def run(contest: Contest, threads: int, effort: Effort, say: Say, advance: Calla
         missing=missing,
         roof=roof,
         roof_gb_s={name: statistics.median(values) for name, values in rates.items()},
+        interrupted=interrupted(times, effort.pairs),
     )
 
 
@@ -121,6 +124,8 @@ def _best(
     trial = interleave(
         [_contestant(name, *entry) for name, entry in entries.items()], effort.trials, at_least_s=effort.at_least_s
     )
+    if interrupted(trial, effort.trials):
+        raise KeyboardInterrupt  # what was found until here is no result
     fastest = min(trial, key=lambda name: statistics.median(trial[name]))
     say(f"{peer}: competes with {fastest}")
     return entries[fastest]

@@ -15,8 +15,11 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SETTLE_SLICE_S = 0.002
 IDLE_CPU_SHARE = 0.15
@@ -80,7 +83,10 @@ def interleave(
     at_least_s: float = 0.004,
     after_round: Callable[[int], None] = lambda done: None,
 ) -> dict[str, list[float]]:
-    """Nanoseconds of every contestant in every round; index i of all lists belongs to round i."""
+    """Nanoseconds of every contestant in every round; index i of all lists belongs to round i.
+
+    Ctrl-C ends it with the rounds that are whole, if there are some.
+    """
     repeats = {c.name: repeats_for(c, at_least_s) for c in contestants}
     if len(repeats) != len(contestants):
         raise ValueError(f"contestants={[c.name for c in contestants]}; allowed: each name once")
@@ -94,10 +100,34 @@ def interleave(
             for contestant in order.sample(contestants, len(contestants)):
                 times[contestant.name].append(run_ns(contestant, repeats[contestant.name]))
             after_round(done)
+    except KeyboardInterrupt:
+        return whole_rounds(times)
     finally:
         if gc_was_on:
             gc.enable()
     return times
+
+
+def whole_rounds(of_each: dict[str, list[T]]) -> dict[str, list[T]]:
+    """What was measured until Ctrl-C, without the round that it broke off; where none is whole, it goes on its way.
+
+    >>> whole_rounds({"a": [1, 2], "b": [3]})
+    {'a': [1], 'b': [3]}
+    """
+    done = min(map(len, of_each.values()), default=0)
+    if not done:
+        raise KeyboardInterrupt
+    return {name: found[:done] for name, found in of_each.items()}
+
+
+def interrupted(of_each: Mapping[str, Sequence[object]], rounds: int) -> str:
+    """After how many rounds Ctrl-C came; empty where it did not.
+
+    >>> interrupted({"a": [1, 2]}, 5), interrupted({"a": [1, 2]}, 2)
+    ('after 2 of 5 rounds', '')
+    """
+    done = len(next(iter(of_each.values())))
+    return f"after {done} of {rounds} rounds" if done < rounds else ""
 
 
 def median_estimate(values: Iterable[float]) -> Estimate:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..contest import Missing, WrongResult
-from ..timers import Estimate, median_estimate, paired_ratio, settle
+from ..timers import Estimate, interrupted, median_estimate, paired_ratio, settle, whole_rounds
 from . import usage
 from .pattern import GIB, Pattern
 from .workfile import Workfile
@@ -105,13 +105,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A pattern's rows, who was missing and why, and who was the fastest: the roof, in the same rounds."""
+    """A pattern's rows, who was missing and why, and who was the fastest: the roof, in the same rounds; after how many
+    rounds Ctrl-C came."""
 
     name: str
     rows: list[Row]
     missing: dict[str, str]
     roof: str
     roof_gb_s: float
+    interrupted: str = ""
 
 
 def run(
@@ -147,20 +149,24 @@ def run(
     theirs = {mover.name: passes[mover.name] for mover in rivals}
     rows = [row(mover, passes[mover.name], passes[roof], theirs, counted) for mover in ours]
     rows += [row(mover, theirs[mover.name], passes[roof], None, counted) for mover in rivals]
-    return Outcome(task.pattern.name, rows, missing, roof, statistics.median(one.gb_s for one in passes[roof]))
+    gb_s = statistics.median(one.gb_s for one in passes[roof])
+    return Outcome(task.pattern.name, rows, missing, roof, gb_s, interrupted(passes, pairs))
 
 
 def rounds(movers: Sequence[Mover], pairs: int, after_round: Callable[[int], None]) -> dict[str, list[Pass]]:
-    """Every mover's passes; index i of all lists belongs to round i."""
+    """Every mover's passes; index i of all lists belongs to round i. Ctrl-C ends it with the rounds that are whole."""
     passes: dict[str, list[Pass]] = {mover.name: [] for mover in movers}
     if len(passes) != len(movers):
         raise ValueError(f"movers={[mover.name for mover in movers]}; allowed: each name once")
     order = random.Random(0)
-    for done in range(1, pairs + 1):
-        for mover in order.sample(movers, len(movers)):
-            settle()
-            passes[mover.name].append(mover.run())
-        after_round(done)
+    try:
+        for done in range(1, pairs + 1):
+            for mover in order.sample(movers, len(movers)):
+                settle()
+                passes[mover.name].append(mover.run())
+            after_round(done)
+    except KeyboardInterrupt:
+        return whole_rounds(passes)
     return passes
 
 

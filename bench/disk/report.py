@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..machine import birth
-from ..report import SCHEMA, columns, duration, ratio_text
+from ..report import SCHEMA, columns, duration, interruption, ratio_text
 from ..timers import Estimate
 from .contest import Outcome, Row
 
@@ -26,6 +26,7 @@ def outcome_lines(outcome: Outcome) -> list[str]:
     notes += [f"{peer}: missing, {reason}" for peer, reason in outcome.missing.items()]
     if outcome.roof:
         notes.append(f"roof: {outcome.roof_gb_s:.2f} GB/s, {outcome.roof}, in the same rounds")
+    notes += [f"interrupted {outcome.interrupted}"] if outcome.interrupted else []
     return [*lines, *([""] if notes else []), *(f"  {note}" for note in notes)]
 
 
@@ -48,7 +49,8 @@ def document(outcomes: Sequence[Outcome], op: str, command: str, folder: Path, *
     """The JSON of a run in that folder."""
     rows = [{"contest": outcome.name, **_row_json(row)} for outcome in outcomes for row in outcome.rows]
     contests = [_contest_json(outcome) for outcome in outcomes]
-    return {"schema": SCHEMA, **birth(op, command), "disk": disk(folder), **more, "contests": contests, "rows": rows}
+    context = {**birth(op, command), "disk": disk(folder), **more, **interruption(outcomes)}
+    return {"schema": SCHEMA, **context, "contests": contests, "rows": rows}
 
 
 def disk(folder: Path) -> dict[str, Any]:

@@ -143,6 +143,8 @@ def measure(request: SaveRequest, say: Say, advance: Callable[[str, int, int], N
             task = SaveTask(pattern, file, trial, request.tune, say, training, folder)
             peers = {peer: candidates(peer, "io" if peer == "fio" else "save", task) for peer in request.peers}
             outcomes.append(run(task, ours(task), peers, request.pairs, partial(advance, name)))
+            if outcomes[-1].interrupted:
+                return outcomes
         shutil.rmtree(folder)
         folder.mkdir()
         outcomes.append(stall(training, folder, request.pairs, partial(advance, "stall"), "dcp" in request.peers))

@@ -61,10 +61,10 @@ def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[d
             for dtype in usual["dtype"]
             for micro in usual["micro"]
         ]  # fmt: skip
-        outcomes = contests(args, jobs, usual_effort, console, measure, report)
+        outcomes, interrupted = contests(args, jobs, usual_effort, console, measure, report)
     for line in verdict_lines([] if args.smoke else verdicts(outcomes)):
         console.print(line, markup=False)
-    return report.document(outcomes, command), plot
+    return {**report.document(outcomes, command), **interrupted}, plot
 
 
 def _measure_largest(args: argparse.Namespace, console: Console, command: str) -> dict[str, Any]:

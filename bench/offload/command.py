@@ -49,10 +49,10 @@ def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[d
         for model in usual["model"]
         for dtype in usual["dtype"]
     ]
-    outcomes = contests(args, jobs, usual_effort, console, measure, report)
+    outcomes, interrupted = contests(args, jobs, usual_effort, console, measure, report)
     for line in verdict_lines([] if args.smoke else verdicts(outcomes)):
         console.print(line, markup=False)
-    return report.document(outcomes, command), plot
+    return {**report.document(outcomes, command), **interrupted}, plot
 
 
 def _measure_hidden(args: argparse.Namespace, console: Console, command: str) -> dict[str, Any]:

@@ -44,7 +44,11 @@ def measure(request: DiskRequest, say: Say, advance: Callable[[str, int, int], N
     largest = max(pattern.nbytes for pattern in wanted)
     # the Store has files of its own, torch.save too
     with Workfile(request.folder, largest, spare=2 * largest + SPARE_NBYTES) as file:
-        outcomes = [_contest(request, file, probe, pattern, say, advance) for pattern in wanted]
+        outcomes: list[Outcome] = []
+        for pattern in wanted:
+            outcomes.append(_contest(request, file, probe, pattern, say, advance))
+            if outcomes[-1].interrupted:
+                return outcomes
         outcomes.append(tickets.outcome(file.folder / "store", probe, request.rounds))
     return outcomes
 

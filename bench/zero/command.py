@@ -59,10 +59,10 @@ def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[d
     ]
     for job in jobs:
         job.refuse()
-    outcomes = contests(args, jobs, turns.usual_effort, console, measure, report)
+    outcomes, interrupted = contests(args, jobs, turns.usual_effort, console, measure, report)
     for line in [] if args.smoke else asked.verdict_lines(asked.verdicts(outcomes)):
         console.print(line, markup=False)
-    return report.document(outcomes, command), plot
+    return {**report.document(outcomes, command), **interrupted}, plot
 
 
 def chosen(args: argparse.Namespace, defaults: dict[str, Any], smoke: dict[str, Any]) -> dict[str, Any]:
@@ -78,18 +78,24 @@ def contests(
     console: Console,
     measure: Callable[..., Any],
     report: ModuleType,
-) -> list[Any]:
-    """The outcome of each job, printed as soon as it is there."""
+) -> tuple[list[Any], dict[str, str]]:
+    """The outcome of each job, printed as soon as it is there; and what their JSON says if Ctrl-C comes after some."""
     from zerokern.examples.progress import Rounds
 
     from .turns import SMOKE as few
 
-    outcomes = []
+    outcomes: list[Any] = []
+    jobs = list(jobs)
     for job in jobs:
         effort = few if args.smoke else usual_effort(job.numel)
         effort = dataclasses.replace(effort, rounds=args.pairs) if args.pairs else effort
-        with Rounds(console) as rounds:
-            outcomes.append(measure(job, effort, rounds.say, rounds.at))
+        try:
+            with Rounds(console) as rounds:
+                outcomes.append(measure(job, effort, rounds.say, rounds.at))
+        except KeyboardInterrupt:
+            if not outcomes:
+                raise
+            return outcomes, {"interrupted": f"after {len(outcomes)} of {len(jobs)} contests"}
         for line in (f"\n{report.headline(outcomes[-1])}\n", *report.outcome_lines(outcomes[-1]), ""):
             console.print(line, markup=False)
-    return outcomes
+    return outcomes, {}

@@ -107,6 +107,11 @@ def test_a_table_for_each_machine() -> None:
     assert shown.count("**2.10x** (2.00 to 2.20)") == 2
 
 
+def test_a_part_of_a_run_is_not_published() -> None:
+    with pytest.raises(ValueError, match=r"a\.json: the run was interrupted"):
+        readme.written(PAGE, {"bench/results/a.json": {**CONTENT, "interrupted": "after 2 of 60 rounds"}})
+
+
 def test_the_command_is_shown_without_where_its_result_went() -> None:
     told = {**CONTENT, "command": "zerokern bench adam --json a.json --vs torch --plot a.png"}
     assert "`zerokern bench adam --vs torch`" in readme.conditions(told)

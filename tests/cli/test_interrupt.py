@@ -1,0 +1,150 @@
+"""Ctrl-C and SIGTERM at `zerokern bench`: whole rounds are kept, and no process is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+timers = import_module("zerokern.bench.timers")
+bench_run = import_module("zerokern.bench.run")
+disk_contest = import_module("zerokern.bench.disk.contest")
+BENCH = "from zerokern.cli.main import main; import sys; sys.exit(main(['bench', *sys.argv[1:]]))"
+
+
+def ends_in(call: int) -> timers.Contestant:
+    """Somebody presses Ctrl-C in that call of one that takes turns."""
+    calls = iter(range(1, 1000))
+
+    def run() -> None:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+
+    return timers.Contestant("one", run)
+
+
+def test_whole_rounds_are_kept() -> None:
+    other = timers.Contestant("other", int)
+    times = timers.interleave(
+        [ends_in(2 + 3), other], 60, at_least_s=0.0
+    )  # the first two calls look how long one takes
+    assert [len(found) for found in times.values()] == [2, 2]
+    assert timers.interrupted(times, 60) == "after 2 of 60 rounds"
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_without_a_whole_round_it_is_an_interrupt(call: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        timers.interleave([ends_in(call)], 60, at_least_s=0.0)
+
+
+def test_trials_of_settings_are_no_result() -> None:
+    one = ends_in(2 + 3)
+
+    def providers() -> list[object]:
+        return [
+            import_module("zerokern.bench.contest").Provider(
+                "x", one.run, lambda: None, 1.0, lambda threads: None, wiring=str(i)
+            )
+            for i in range(2)
+        ]
+
+    effort = bench_run.Effort(trials=5, at_least_s=0.0, all_thread_counts=False)
+    with pytest.raises(KeyboardInterrupt):
+        bench_run._best("x", providers, 1, effort, lambda text: None)
+
+
+def test_rounds_of_disks_too() -> None:
+    mover = disk_contest.Mover("one", "", iter([1, 2, 3]).__next__, lambda: None)
+
+    def after_round(done: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    assert disk_contest.rounds([mover], 9, after_round) == {"one": [1, 2]}
+
+
+class Running:
+    """A benchmark in a session of its own, as a terminal starts it."""
+
+    def __init__(self, tmp_path: Path, *words: str) -> None:
+        self.json = tmp_path / "result.json"
+        self._said = (tmp_path / "said").open("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BENCH, *words, "--json", str(self.json)],
+            stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT, start_new_session=True, cwd=tmp_path,
+        )  # fmt: skip
+
+    def said(self) -> str:
+        return Path(self._said.name).read_text()
+
+    def until(self, *words: str) -> None:
+        deadline = time.monotonic() + 120
+        while not all(word in self.said() for word in words):
+            assert self._process.poll() is None and time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def ended_by(self, number: int, everyone: bool) -> int:
+        (os.killpg if everyone else os.kill)(self._process.pid, number)
+        status = self._process.wait(60)
+        assert "Traceback" not in self.said()
+        deadline = time.monotonic() + 10  # what Python itself starts beside a process ends a moment after it
+        while self.left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not self.left()
+        return status
+
+    def left(self) -> list[str]:
+        """The commands of its session that still run."""
+        found = subprocess.run(["ps", "-o", "args=", "-s", str(self._process.pid)], capture_output=True, text=True)
+        return found.stdout.splitlines()
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._said.close()
+
+
+def test_what_was_measured_is_printed_and_written(tmp_path: Path) -> None:
+    with Running(tmp_path, "stream", "--numel", "64K", "--vs", "", "--pairs", "100000") as running:
+        running.until("/100000 rounds")
+        time.sleep(0.3)  # a round is over then
+        assert running.ended_by(signal.SIGINT, everyone=False) == 130
+        content = json.loads(running.json.read_text())
+        assert content["interrupted"].startswith("after ") and content["interrupted"].endswith(" of 100000 rounds")
+        assert f"zerokern bench: interrupted {content['interrupted']}" in running.said()
+        assert content["rows"] and content["rows"][0]["name"] in running.said()
+
+
+def test_before_anything_was_measured_nothing_is_written(tmp_path: Path) -> None:
+    with Running(tmp_path, "zero", "--smoke", "--vs", "ddp") as running:
+        running.until("GPT tiny")
+        assert running.ended_by(signal.SIGINT, everyone=True) == 130
+        assert not running.json.exists()
+
+
+def test_sigterm_ends_the_ranks(tmp_path: Path) -> None:
+    with Running(tmp_path, "zero", "--smoke", "--vs", "ddp") as running:
+        running.until("GPT tiny")
+        time.sleep(1.0)
+        assert running.ended_by(signal.SIGTERM, everyone=False) == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_contests_of_ranks_that_were_over_are_kept(tmp_path: Path) -> None:
+    with Running(tmp_path, "zero", "--smoke", "--vs", "ddp", "--dtype", "fp32,bf16") as running:
+        running.until("GPT tiny, fp32", "tokens/s", "GPT tiny, bf16")
+        assert running.ended_by(signal.SIGINT, everyone=True) == 130
+        content = json.loads(running.json.read_text())
+        assert content["interrupted"] == "after 1 of 2 contests" and len(content["contests"]) == 1
