@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments
 from zerokern.core.errors import got
+from zerokern.core.units import BINARY
 
 from . import ops, peers
 from .contest import Request, WrongResult
@@ -42,7 +43,7 @@ UNUSED_HIDDEN = {
 FULL_NUMEL, SMOKE_NUMEL = 64 << 20, 1 << 18
 
 parse_numel = arguments.number(
-    "numel", "a positive number of elements, with K, M or G for 2**10, 2**20 or 2**30", units=arguments.BINARY
+    "numel", "a positive number of elements, with K, M or G for 2**10, 2**20 or 2**30", units=BINARY
 )
 
 

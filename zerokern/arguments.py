@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zerokern.core.errors import got
+from zerokern.core.units import parse_nbytes
 
 PICTURES = (".png", ".svg", ".pdf")
-BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def numbers(
@@ -20,6 +19,7 @@ def numbers(
 ) -> Callable[[str], tuple[int, ...]]:
     """A list of whole numbers; with `units` each may have a fraction and a unit.
 
+    >>> from zerokern.core.units import BINARY
     >>> numbers("tokens", "numbers", units=BINARY)("4k,16k,4k")
     (4096, 16384)
     """
@@ -36,8 +36,9 @@ def numbers(
 def number(name: str, allowed: str, *, units: Mapping[str, int] | None = None) -> Callable[[str], int]:
     """One whole number.
 
-    >>> number("cap", "bytes", units=BYTES)("1.5 GB"), number("numel", "elements", units=BINARY)("64m") >> 20
-    (1500000000, 64)
+    >>> from zerokern.core.units import BINARY
+    >>> number("numel", "elements", units=BINARY)("64m") >> 20
+    64
     """
     several = numbers(name, allowed, units=units)
 
@@ -57,6 +58,22 @@ def _number(word: str, units: Mapping[str, int] | None) -> float:
 
 
 count = number("count", "a whole number from 1 on")
+
+
+def nbytes(name: str) -> Callable[[str], int]:
+    """Bytes, with or without a unit.
+
+    >>> nbytes("cap")("1.5 GB"), nbytes("cap")("1KiB")
+    (1500000000, 1024)
+    """
+
+    def parse(text: str) -> int:
+        try:
+            return parse_nbytes(name, text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    return parse
 
 
 def names(name: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro", type=numbers, metavar="N,N", help="infinity: micro-batches in a step (1,4,8)")
     numel = arguments.number("largest", "a number of parameters, such as 6B", units=THOUSANDS)
     parser.add_argument("--largest", type=numel, metavar="NUMEL", help="infinity: one model, all on disk: 6B")
-    cap = arguments.number("cap", "bytes of memory, such as 4GB", units=arguments.BYTES)
+    cap = arguments.nbytes("cap")
     parser.add_argument("--cap", type=cap, help="infinity --largest: memory beyond an empty process (900MB)")
 
 

@@ -14,7 +14,7 @@ SHARED_ACT_S, LARGER_ACT_S = 50.0, 60.0  # what the acts behind the second need
 LEAST_S = 10.0
 
 
-parse_nbytes = arguments.number("cap", "a positive number of B, KB, MB, GB, KiB, MiB or GiB", units=arguments.BYTES)
+parse_nbytes = arguments.nbytes("cap")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments
+from zerokern.core.units import BINARY
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ SIMULATED = ("numel", "tokens", "ranks", "param_tier")
 USUAL_NUMEL, USUAL_TOKENS = "1B", 16 << 10
 
 parse_schedules = arguments.names("schedule", SCHEDULES)
-parse_tokens = arguments.number("tokens", "a number of tokens such as 4096 or 16k (16,384)", units=arguments.BINARY)
+parse_tokens = arguments.number("tokens", "a number of tokens such as 4096 or 16k (16,384)", units=BINARY)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

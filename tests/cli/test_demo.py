@@ -59,7 +59,7 @@ def test_options_are_read() -> None:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--cap", "0"], "cap='0': must be a positive number of B, KB"),
+        (["--cap", "0"], "cap='0': must be a positive number of bytes"),
         (["--cap", "1.5XB"], "cap='1.5XB': must be"),
         (["--steps", "0"], "--steps: count='0': must be a whole number from 1 on"),
         (["--out", "demo.txt"], "out='demo.txt': must be a .png"),

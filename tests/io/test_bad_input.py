@@ -13,8 +13,8 @@ from io_cases import BLOCK, PAGE, EngineCase, files_of, pattern
 
 import zerokern as zk
 from zerokern import BackendError, BudgetError, IoError
+from zerokern.core.units import parse_nbytes
 from zerokern.io import Engine, Nvme, Store
-from zerokern.memory.room import parse_nbytes
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_blocks_that_no_disk_has(folder: Path, block: object) -> None:
         Store(folder, depth=4, block=block)
 
 
-@pytest.mark.parametrize("budget", ["8 apples", "-1", 0, -5, "", "0G"])
+@pytest.mark.parametrize("budget", ["8 apples", "-1", 0, -5, "", "0G", "8i", "1e9", "nan", "1,5G"])
 def test_budgets_that_are_no_number(folder: Path, budget: object) -> None:
     with pytest.raises(ValueError, match=r"budget=.*'8G' or '512MiB'"):
         Store(folder, budget=budget)
@@ -192,8 +192,8 @@ def test_budgets_of_another_type(budget: object) -> None:
 
 
 def test_budgets_in_words() -> None:
-    assert [parse_nbytes("b", text) for text in ("1k", "1.5 MiB", "2GB", "1T", "77")] == [
-        1024, 3 << 19, 2 << 30, 1 << 40, 77,
+    assert [parse_nbytes("b", text) for text in ("1k", "1.5 MiB", "2GB", "2GiB", "1T", "77", "5b")] == [
+        1024, 3 << 19, 2 * 10**9, 2 << 30, 1 << 40, 77, 5,
     ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments
 from zerokern.core.errors import ZerokernError, got
+from zerokern.core.units import BINARY
 from zerokern.planner.shapes import PRESETS, from_config, preset
 from zerokern.schedule import Delayed, shipped
 
@@ -31,9 +32,7 @@ class ModelError(ZerokernError):
 
 
 parse_worlds = arguments.numbers("world", "numbers of ranks from 1 on, such as 8 or 1,4,16,64")
-parse_tokens = arguments.numbers(
-    "tokens", "numbers from 1 on, such as 8192 or 4k,16k,32k (k is 1024)", units=arguments.BINARY
-)
+parse_tokens = arguments.numbers("tokens", "numbers from 1 on, such as 8192 or 4k,16k,32k (k is 1024)", units=BINARY)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

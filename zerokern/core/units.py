@@ -1,13 +1,16 @@
-"""What every layer counts state in: the block, the formats and who may have which, buffers and rings. And the words
-that public arguments take, as types: a type checker finds `stage=4` and `state_format="int9"`."""
+"""What every layer counts state in: the block, the formats and who may have which, buffers and rings; what "8GB" and
+"8GiB" mean. And the words that public arguments take, as types: a type checker finds `stage=4`."""
 
 from __future__ import annotations
 
+import re
 from typing import Literal, get_args
 
+from zerokern.core.errors import got
+
 __all__ = [
-    "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "RING_NBYTES", "STATE_FORMATS",
-    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier",
+    "BINARY", "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "RING_NBYTES", "STATE_FORMATS",
+    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "parse_nbytes",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -31,3 +34,27 @@ BUFFERS = 2
 """of gradients: one is filled by backward while the other is reduced"""
 RING_NBYTES = 64 << 20
 """of host memory that state on a disk streams through, unless told otherwise"""
+BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+"""a letter behind a number of elements or tokens, and behind one of bytes where no B follows"""
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
+
+
+def parse_nbytes(argument: str, value: object) -> int:
+    """Bytes from a whole number, or from text. GB is 1000^3; GiB, and G alone, is 1024^3.
+
+    >>> [parse_nbytes("budget", text) for text in ("8GB", "8GiB", "8G", 77)]
+    [8000000000, 8589934592, 8589934592, 77]
+    """
+    allowed = "a positive number of bytes, or text such as '8G' or '512MiB' (powers of 1024) or '8GB' (powers of 1000)"
+    if isinstance(value, str):
+        found = _BYTES.fullmatch(value.strip())
+        letter, ending = (found[2].upper(), (found[3] or "").upper()) if found else ("", "")
+        unit = 1000 ** list(BINARY).index(letter) if ending == "B" else BINARY[letter]
+        nbytes = round(float(found[1]) * unit) if found else 0
+    elif isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    else:
+        raise TypeError(got(argument, value, allowed))
+    if nbytes < 1:
+        raise ValueError(got(argument, value, allowed))
+    return nbytes

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import ZerokernError, got
-from zerokern.core.units import RING_NBYTES
+from zerokern.core.units import RING_NBYTES, parse_nbytes
 from zerokern.io.engine import KINDS
 from zerokern.io.store import PAGE, Store
 from zerokern.io.ticket import Ticket
 from zerokern.memory import Arena, Ring, Slot, Wanted, flow
-from zerokern.memory.room import parse_nbytes
 
 __all__ = ["SLOTS", "Nvme", "NvmePlace", "Record"]
 

@@ -13,12 +13,13 @@ from torch.autograd.graph import increment_version
 
 from zerokern.core import native
 from zerokern.core.errors import IoError, KernelError, got
+from zerokern.core.units import parse_nbytes
 from zerokern.io.belongings import Belongings
 from zerokern.io.engine import Faults, check_settings
 from zerokern.io.entry import Entry, lost, mismatch, span_of, unknown
 from zerokern.io.index import IndexRow
 from zerokern.io.ticket import Ticket, again
-from zerokern.memory.room import amount, parse_nbytes
+from zerokern.memory.room import amount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import resource
 from collections.abc import Mapping
 from pathlib import Path
 
 from zerokern.core import env
-from zerokern.core.errors import BudgetError, got
+from zerokern.core.errors import BudgetError
+from zerokern.core.units import parse_nbytes
 
-__all__ = ["amount", "parse_nbytes", "refuse_beyond", "room", "takes_half"]
-
-UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+__all__ = ["amount", "refuse_beyond", "room", "takes_half"]
 
 _FREE, _GROUP = "free memory and swap", "control group"
 _SHARED = (_FREE, _GROUP)  # by all ranks of a machine
@@ -33,25 +30,6 @@ def amount(nbytes: int) -> str:
         if nbytes >= 1 << power:
             return f"{nbytes / (1 << power):,.1f} {unit}"
     return f"{nbytes:,} B"
-
-
-def parse_nbytes(argument: str, value: int | str) -> int:
-    """Bytes from a whole number, or from text with a unit; K, M, G and T are powers of 1024.
-
-    >>> parse_nbytes("budget", "8G") == parse_nbytes("budget", 8 * 2**30) == parse_nbytes("budget", "8 GiB")
-    True
-    """
-    allowed = "a positive number of bytes, or text such as '8G' or '512MiB' (powers of 1024)"
-    if isinstance(value, str):
-        found = FORM.fullmatch(value.strip())
-        nbytes = int(float(found[1]) * 2 ** UNITS[found[2].upper()]) if found else 0
-    elif isinstance(value, int) and not isinstance(value, bool):
-        nbytes = value
-    else:
-        raise TypeError(got(argument, value, allowed))
-    if nbytes < 1:
-        raise ValueError(got(argument, value, allowed))
-    return nbytes
 
 
 def room() -> dict[str, int]:

@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from zerokern.core.errors import got
+from zerokern.core.units import parse_nbytes
 
 __all__ = ["DEVICES", "Memory", "count", "gigabytes", "parse_device_memory", "parse_numel", "table_of"]
 
 _THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([KMBGT]?)", re.IGNORECASE)
-_NBYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([MGT])(i?)B", re.IGNORECASE)
 _ALLOWED_MEMORY = "bytes as a whole number, text with its unit (80GB is 80·10^9, 80GiB is 80·2^30), or one of "
 
 DEVICES = {  # bytes of memory as the data sheets name them
@@ -93,16 +93,15 @@ def _one_memory(value: object) -> tuple[str, int]:
 
 
 def _nbytes(argument: str, value: object, allowed: str) -> tuple[str, int]:
+    try:
+        nbytes = parse_nbytes(argument, value)
+    except (TypeError, ValueError):
+        raise ValueError(got(argument, value, allowed)) from None
     if isinstance(value, str):
-        found = _NBYTES.fullmatch(value.strip())
-        if found:
-            power = {"M": 2, "G": 3, "T": 4}[found[2].upper()]
-            nbytes = round(float(found[1]) * (1024 if found[3] else 1000) ** power)
-            if nbytes > 0:
-                return value.strip(), nbytes
-    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return f"{gigabytes(value)} GB", value
-    raise ValueError(got(argument, value, allowed))
+        if not value.strip().upper().endswith("B"):  # of a GPU "80G" is read as 80 GB by some, as 80 GiB by others
+            raise ValueError(got(argument, value, allowed))
+        return value.strip(), nbytes
+    return f"{gigabytes(nbytes)} GB", nbytes
 
 
 def gigabytes(nbytes: float) -> str:

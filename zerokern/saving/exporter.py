@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import got
+from zerokern.core.units import parse_nbytes
 from zerokern.io.advice import on_disk
 from zerokern.io.renaming import Folder
-from zerokern.memory.room import parse_nbytes
 from zerokern.saving.exported import BESIDE, Target, begun
 from zerokern.saving.files import PartsWriter
 from zerokern.saving.progress import Progress, refuse_no_progress

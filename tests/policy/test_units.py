@@ -1,0 +1,85 @@
+"""One rule for units: text with K, M and G is read in few places, and in all of them alike."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+
+import pytest
+
+from zerokern import arguments
+from zerokern.core.units import BINARY, parse_nbytes
+from zerokern.planner.amounts import parse_device_memory, parse_memory, parse_numel
+
+from .tree import Finding, assert_clean, files, read
+
+READERS = {  # who knows a unit by its letter
+    "zerokern/core/units.py",  # bytes, elements, tokens
+    "zerokern/planner/amounts.py",  # parameters of models
+}
+LETTERS = re.compile(r"K.?M.?G|\[KMG")
+AS_TABLE = {"K", "M", "G"}
+
+
+def readers(source: str, path: str) -> list[Finding]:
+    """Patterns and tables that tell units apart."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "compile":
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            told = any(LETTERS.search(text) for text in texts)
+        elif isinstance(node, ast.Dict):
+            keys = {
+                key.value.upper() for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            }
+            told = keys >= AS_TABLE or keys >= {"KB", "MB", "GB"}
+        else:
+            continue
+        if told:
+            found.append(Finding(path, node.lineno, "reads units by itself; zerokern/core/units.py does"))
+    return found
+
+
+def test_units_are_read_in_one_place() -> None:
+    sources = [path for path in files(".py") if path.startswith(("zerokern/", "bench/", "examples/"))]
+    assert_clean([found for path in sources if path not in READERS for found in readers(read(path), path)])
+
+
+@pytest.mark.parametrize(
+    "source", ['re.compile(r"(\\d+)([KMGT]?)")', '{"K": 10, "M": 20, "G": 30}', '{"kb": 1, "mb": 2, "gb": 3}']
+)
+def test_another_reader_is_found(source: str) -> None:
+    assert [finding.line for finding in readers(source, "a.py")] == [1]
+
+
+@pytest.mark.parametrize(
+    "text, nbytes",
+    [
+        ("2GB", 2 * 10**9),
+        ("2GiB", 2 << 30),
+        ("1.5 tb", 1500 * 10**9),
+        ("512mib", 512 << 20),
+        ("3kB", 3000),
+    ],
+)
+def test_bytes_mean_the_same_everywhere(text: str, nbytes: int) -> None:
+    assert parse_nbytes("x", text) == arguments.nbytes("x")(text) == parse_memory("x", text) == nbytes
+    assert list(parse_device_memory(text).values()) == [nbytes]
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "1e9", "nan", "inf", "8i", "8GiBs", "8 G B", "1,5G", "0x10", "1e400"])
+def test_what_is_no_number_is_refused_everywhere(text: str) -> None:
+    with pytest.raises(ValueError, match=r"x=.*must be"):
+        parse_nbytes("x", text)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"x=.*must be"):
+        arguments.nbytes("x")(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"x=.*must be"):
+        arguments.number("x", "elements", units=BINARY)(text)
+    with pytest.raises(ValueError, match="must be"):
+        parse_memory("x", text)
+
+
+def test_elements_are_binary_and_parameters_of_models_decimal() -> None:
+    assert arguments.number("numel", "elements", units=BINARY)("64M") == 64 << 20
+    assert (parse_numel("125M"), parse_numel("7.5B")) == (125 * 10**6, 7_500 * 10**6)
