@@ -75,3 +75,25 @@ def test_a_terminal_that_knows_ascii_alone() -> None:
     done = subprocess.run([sys.executable, "-c", PLAN], env=there, capture_output=True, timeout=60)
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_info_is_no_wider_than_the_terminal(width: int) -> None:
+    import zerokern as zk
+    from zerokern.cli.info import folded
+
+    lines = folded(str(zk.info()), width).splitlines()
+    words = max(len(word) for word in str(zk.info()).split())
+    indent = max(len(line) - len(line.lstrip()) for line in lines)
+    assert all(len(line) <= max(width, indent + words) for line in lines)
+    assert " ".join(" ".join(lines).split()) == " ".join(str(zk.info()).split())
+
+
+@pytest.mark.parametrize("command", ["", "info", "plan", "bench", "checkpoint", "demo", "trace"])
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_is_no_wider_than_the_terminal(
+    command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    status, out, _ = said(capsys, *command.split(), "--help")
+    assert status == 0 and max(map(len, out.splitlines())) <= width

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
+import textwrap
+from shutil import get_terminal_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,8 +19,27 @@ def run(args: argparse.Namespace) -> int:
     from zerokern.report import Info, info
 
     found = info() if args.path is None else Info(_disk(args.path))
-    print(json.dumps(found, indent=1) if args.json else found)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(folded(str(found), get_terminal_size().columns) if sys.stdout.isatty() else found)
     return 0
+
+
+def folded(lines: str, width: int) -> str:
+    """Lines of a name and a value, none longer than the terminal; a value goes on below itself.
+
+    >>> print(folded("threads  2\\nlossy    nothing by default, all by name", 28))
+    threads  2
+    lossy    nothing by default,
+             all by name
+    """
+    found = []
+    for line in lines.splitlines():
+        name = re.match(r"\S+( \S+)* {2,}", line)
+        indent = " " * (name.end() if name else 0)
+        found += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [line]
+    return "\n".join(found)
 
 
 def _disk(path: str) -> dict[str, object]:
