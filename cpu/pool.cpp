@@ -27,6 +27,8 @@ constexpr int SPINS =
 inline void pause() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");  // yield does nothing on most of these; this takes about as long as x86's pause
 #endif
 }
 

@@ -17,6 +17,16 @@ class IeeeArithmetic {
   public:
     IeeeArithmetic() { _mm_setcsr(0x1F80); }
     ~IeeeArithmetic() { _mm_setcsr(saved_); }
+#elif defined(__aarch64__)
+    uint64_t saved_;
+    static void set(uint64_t fpcr) { __asm__ volatile("msr fpcr, %0" : : "r"(fpcr) : "memory"); }
+
+  public:
+    IeeeArithmetic() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(saved_) : : "memory");
+        set(0);
+    }
+    ~IeeeArithmetic() { set(saved_); }
 #else
   public:
     IeeeArithmetic() {}

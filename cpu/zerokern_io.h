@@ -125,7 +125,7 @@ ZK_API int zk_io_alignment(int fd, uint32_t *memory_align, uint32_t *offset_alig
 
 /* CRC-32C (Castagnoli) of the bytes, going on from `crc` (0 to begin). Null: there are none, whatever nbytes says. */
 ZK_API uint32_t zk_crc32c(uint32_t crc, const void *data, uint64_t nbytes);
-/* Which implementation runs: "sse4.2" or "table". */
+/* Which implementation runs: "sse4.2", "crc32" (aarch64) or "table". */
 ZK_API const char *zk_crc32c_name(void);
 
 /* Memory that belongs to this process alone and stays resident: MADV_DONTFORK, then mlock. A positive result is why

@@ -1,6 +1,8 @@
-// What the harnesses share: a generator, heap buffers of exact sizes, and a comparison that treats every NaN alike.
+// What the harnesses share: a generator, heap buffers of exact sizes, a comparison that treats every NaN alike, and a
+// digest of results that is the same on every processor.
 #pragma once
 
+#include <cfenv>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -68,7 +70,8 @@ class Buffer {
 
     char *data() const { return base_ + offset_; }
 
-    // Any bits; or values of a training run; or zeros. All bits means NaN and infinities too.
+    // Any bits, NaNs and infinities among them; or every exponent; or values of a training run; or what lies on the
+    // edge between two roundings, or next to it. All but the first with zeros.
     void fill(Random &random) {
         const uint64_t style = random.below(8);
         if (style == 0 || kind == Kind::bytes || kind == Kind::words) {
@@ -76,9 +79,9 @@ class Buffer {
             return;
         }
         for (int64_t i = 0; i < nbytes / width_of(kind); ++i) {
-            const uint64_t exponent = style == 1 ? random.below(255) : 100 + random.below(30);
+            const uint64_t exponent = style == 1 || style == 2 ? random.below(255) : 100 + random.below(30);
             const uint64_t bits = random.one_in(16) ? 0 : (exponent << 23) | (random.next() & 0x807FFFFF);
-            put(i, static_cast<uint32_t>(bits));
+            put(i, static_cast<uint32_t>(style == 2 ? edge(bits, random) : bits));
         }
     }
     // The same values without a sign, as a sum of squares has none.
@@ -91,6 +94,13 @@ class Buffer {
     const int64_t nbytes;
 
   private:
+    // The upper half of `bits` above a tie of bf16, fp16 or 24 bits, or above its neighbour.
+    static uint64_t edge(uint64_t bits, Random &random) {
+        static const uint64_t ties[] = {0, 0x80, 0x180, 0x1000, 0x3000, 0x7F80, 0x8000, 0xFF80};
+        const uint64_t tie = random.pick(ties);
+        return (bits & 0xFFFF0000) + (tie - 1 + random.below(3)) % 0x10000;
+    }
+
     void put(int64_t i, uint32_t bits) {
         const uint16_t half = static_cast<uint16_t>(bits >> 16);
         const double wide = static_cast<double>(bits);
@@ -128,15 +138,47 @@ inline bool is_nan(Kind kind, const char *p) {
     }
 }
 
+// The codes of a block whose scale is not finite mean nothing. Without scales every element means something.
+inline bool means_nothing(const Buffer *scales, int64_t i) {
+    if (!scales) return false;
+    uint32_t scale;
+    std::memcpy(&scale, scales->data() + i / ZK_BLOCK * 4, 4);
+    return (scale & 0x7F800000) == 0x7F800000;
+}
+
 // The first element that differs, or -1.
-inline int64_t first_difference(const Buffer &a, const Buffer &b) {
+inline int64_t first_difference(const Buffer &a, const Buffer &b, const Buffer *scales) {
     const int64_t width = width_of(a.kind);
     for (int64_t i = 0; i < a.nbytes / width; ++i) {
+        if (means_nothing(scales, i)) continue;
         const char *x = a.data() + i * width, *y = b.data() + i * width;
         if (std::memcmp(x, y, static_cast<size_t>(width)) != 0 && !(is_nan(a.kind, x) && is_nan(b.kind, y))) return i;
     }
     return -1;
 }
+
+// FNV-1a of what the scalar set wrote, where every NaN is the same: processors differ in the NaN that they make.
+class Digest {
+  public:
+    void add(const Buffer &buffer, const Buffer *scales) {
+        static const char nan[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+        const int64_t width = width_of(buffer.kind);
+        for (int64_t i = 0; i < buffer.nbytes / width; ++i) {
+            if (means_nothing(scales, i)) continue;
+            const char *p = buffer.data() + i * width;
+            if (is_nan(buffer.kind, p)) p = nan;
+            nbytes_ += static_cast<uint64_t>(width);
+            for (int64_t byte = 0; byte < width; ++byte)
+                state_ = (state_ ^ static_cast<unsigned char>(p[byte])) * 0x100000001B3ull;
+        }
+    }
+    uint64_t value() const { return state_; }
+    uint64_t nbytes() const { return nbytes_; }
+
+  private:
+    uint64_t nbytes_ = 0;
+    uint64_t state_ = 0xCBF29CE484222325ull;
+};
 
 // Sizes around everything that a kernel cuts at.
 inline int64_t some_numel(Random &random) {
@@ -156,6 +198,9 @@ inline int64_t some_offset(Random &random, Kind kind) {
     std::exit(1);
 }
 
+// A caller may round as it likes; no result shows it.
+inline void round_somehow(Random &random) { std::fesetround(random.one_in(4) ? FE_UPWARD : FE_TONEAREST); }
+
 // The instruction sets of this machine, worst first.
 inline std::vector<const char *> usable_sets() {
     std::vector<const char *> names;
@@ -174,6 +219,7 @@ inline void print_element(const Buffer &got, const Buffer &scalar, int64_t i) {
 
 struct Counts {
     uint64_t accepted = 0, refused = 0;
+    Digest digest{};  // of the arithmetic, after valid calls
 };
 
 using Entry = Counts (*)(Random &random, uint64_t executions);

@@ -1,5 +1,5 @@
-// fuzz [executions per entry] [seed]: every entry of the C ABI, one line each. A finding ends the program with a
-// nonzero status.
+// fuzz [executions per entry] [seed] [entries]: every entry of the C ABI or those named, one line each. A finding ends
+// the program with a nonzero status. The digests of one seed are the same on every processor.
 #include <chrono>
 
 #include "fuzz.h"
@@ -24,14 +24,21 @@ int main(int argc, char **argv) {
     for (const char *name : fuzz::usable_sets()) std::printf(" %s", name);
     std::printf("; seed %llu\n", static_cast<unsigned long long>(seed));
     for (const auto &entry : entries) {
+        bool named = argc <= 3;
+        for (int i = 3; i < argc; ++i) named = named || std::strcmp(argv[i], entry.name) == 0;
+        if (!named) continue;
         fuzz::Random random(seed);
         const uint64_t own = (executions + entry.share - 1) / entry.share;
         const auto start = std::chrono::steady_clock::now();
         const fuzz::Counts counts = entry.run(random, own);
         const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        std::printf("%-14s %9llu executions: %9llu valid, %9llu refused, %6.1f s\n", entry.name,
+        std::printf("%-14s %9llu executions: %9llu valid, %9llu refused, %6.1f s", entry.name,
                     static_cast<unsigned long long>(own), static_cast<unsigned long long>(counts.accepted),
                     static_cast<unsigned long long>(counts.refused), seconds);
+        if (counts.digest.nbytes())
+            std::printf(", digest %016llx of %llu bytes", static_cast<unsigned long long>(counts.digest.value()),
+                        static_cast<unsigned long long>(counts.digest.nbytes()));
+        std::printf("\n");
         std::fflush(stdout);
     }
     return 0;

@@ -20,22 +20,34 @@ std::unique_ptr<Buffer> filled(Random &random, Kind kind, int64_t numel) {
     return buffer;
 }
 
-// Runs `call` on scalar too and compares `result`, which both write and which starts as it is.
+struct Result {
+    Buffer &buffer;
+    const Buffer *scales = nullptr;  // of codes
+};
+
+// Runs on scalar too and compares the results, which both write and which start as they are.
 template <class Run>
-void expect_scalar_bits(const char *entry, uint64_t execution, Buffer &result, Run run) {
-    const Buffer before(result);
+void expect_scalar_bits(const char *entry, uint64_t execution, Digest &digest, const std::vector<Result> &results,
+                        Run run) {
+    std::vector<Buffer> before, wide;
+    for (const Result &result : results) before.push_back(result.buffer);
     if (const int code = run()) fail(entry, execution, "a valid call was refused", code);
+    for (const Result &result : results) wide.push_back(result.buffer);
     const char *name = zk_isa_active();
-    if (name == zk_isa_name(0)) return;
-    const Buffer wide(result);
-    std::memcpy(result.data(), before.data(), static_cast<size_t>(before.nbytes));
-    zk_isa_force("scalar");
-    run();
-    zk_isa_force(name);
-    const int64_t at = first_difference(wide, result);
-    if (at < 0) return;
-    print_element(wide, result, at);
-    fail(entry, execution, "other bits than scalar's at element", at);
+    if (name != zk_isa_name(0)) {
+        for (size_t i = 0; i < results.size(); ++i)
+            std::memcpy(results[i].buffer.data(), before[i].data(), static_cast<size_t>(before[i].nbytes));
+        zk_isa_force("scalar");
+        run();
+        zk_isa_force(name);
+    }
+    for (size_t i = 0; i < results.size(); ++i) {
+        digest.add(results[i].buffer, results[i].scales);
+        const int64_t at = first_difference(wide[i], results[i].buffer, results[i].scales);
+        if (at < 0) continue;
+        print_element(wide[i], results[i].buffer, at);
+        fail(entry, execution, "other bits than scalar's at element", at);
+    }
 }
 
 template <class Run>
@@ -46,23 +58,25 @@ void expect_refusal(const char *entry, uint64_t execution, const Buffer &result,
         fail(entry, execution, "it wrote although it refused", 0);
 }
 
-// Calls each(execution) with the instruction sets in turn; it says whether the call was a valid one.
+// Calls each(execution, digest) with the instruction sets in turn; it says whether the call was a valid one.
 template <class Each>
-Counts repeat(uint64_t executions, Each each) {
+Counts repeat(Random &random, uint64_t executions, Each each) {
     const std::vector<const char *> sets = usable_sets();
     Counts counts;
     for (uint64_t i = 0; i < executions; ++i) {
         zk_isa_force(sets[i % sets.size()]);
-        ++(each(i) ? counts.accepted : counts.refused);
+        round_somehow(random);
+        ++(each(i, counts.digest) ? counts.accepted : counts.refused);
     }
     zk_isa_force(nullptr);
+    std::fesetround(FE_TONEAREST);
     return counts;
 }
 
 }  // namespace
 
 Counts fuzz_sumsq(Random &random, uint64_t executions) {
-    return repeat(executions, [&](uint64_t execution) {
+    return repeat(random, executions, [&](uint64_t execution, Digest &digest) {
         const uint32_t dtype = random.pick(FLOATS);
         const int64_t n = static_cast<int64_t>(random.below(5));
         std::vector<std::unique_ptr<Buffer>> memory;
@@ -81,7 +95,7 @@ Counts fuzz_sumsq(Random &random, uint64_t executions) {
         int64_t *counts = numels.data();
         double *scratch = reinterpret_cast<double *>(partials.data()), *to = reinterpret_cast<double *>(sums.data());
         if (!random.one_in(4) || n == 0) {
-            expect_scalar_bits("zk_sumsq", execution, sums,
+            expect_scalar_bits("zk_sumsq", execution, digest, {{sums}},
                                [&] { return zk_sumsq(from, counts, n, dtype, scratch, to); });
             return true;
         }
@@ -114,7 +128,7 @@ Counts fuzz_sumsq(Random &random, uint64_t executions) {
 }
 
 Counts fuzz_accumulate(Random &random, uint64_t executions) {
-    return repeat(executions, [&](uint64_t execution) {
+    return repeat(random, executions, [&](uint64_t execution, Digest &digest) {
         const uint32_t dst_dtype = random.pick(FLOATS), src_dtype = random.pick(FLOATS);
         const int64_t numel = some_numel(random), n = 1 + static_cast<int64_t>(random.below(4));
         const int add = random.one_in(2);
@@ -127,7 +141,7 @@ Counts fuzz_accumulate(Random &random, uint64_t executions) {
             sources.push_back(memory.back()->data());
         }
         if (!random.one_in(4)) {
-            expect_scalar_bits("zk_accumulate", execution, *dst, [&] {
+            expect_scalar_bits("zk_accumulate", execution, digest, {{*dst}}, [&] {
                 return zk_accumulate(dst->data(), dst_dtype, sources.data(), n, src_dtype, numel, add, scale);
             });
             return true;
@@ -166,7 +180,7 @@ Counts fuzz_accumulate(Random &random, uint64_t executions) {
 }
 
 Counts fuzz_convert(Random &random, uint64_t executions) {
-    return repeat(executions, [&](uint64_t execution) {
+    return repeat(random, executions, [&](uint64_t execution, Digest &digest) {
         const uint32_t codec = ZK_ENCODE_EXP_AVG + static_cast<uint32_t>(random.below(8));
         const bool split = codec >= ZK_SPLIT16, wide = codec == ZK_SPLIT16 || codec == ZK_JOIN16;
         const int64_t numel = some_numel(random);
@@ -182,15 +196,14 @@ Counts fuzz_convert(Random &random, uint64_t executions) {
         if (codec ==
             ZK_DECODE_EXP_AVG)  // no encoder writes -128, and the sign of the zero that it decodes as is left open
             for (int64_t i = 0; i < codes->nbytes; ++i)
-                codes->data()[i] = static_cast<char>(codes->data()[i] == -128 ? 0 : codes->data()[i]);
+                if (static_cast<int8_t>(codes->data()[i]) == -128) codes->data()[i] = 0;
         const bool decodes =
             codec == ZK_DECODE_EXP_AVG || codec == ZK_DECODE_EXP_AVG_SQ || codec == ZK_JOIN16 || codec == ZK_JOIN8;
-        // Encoders are compared by their scales: the codes of a block that is not finite mean nothing.
-        Buffer &result = decodes ? *x : split ? *codes : *aux;
+        const Buffer &result = decodes ? *x : *codes;
         void *const code = codes->data(), *const extra = aux->data();
         float *const values = reinterpret_cast<float *>(x->data());
         if (!random.one_in(4)) {
-            expect_scalar_bits("zk_convert", execution, result,
+            expect_scalar_bits("zk_convert", execution, digest, {{*x}, {*codes, split ? nullptr : aux.get()}, {*aux}},
                                [&] { return zk_convert(codec, values, code, extra, numel); });
             return true;
         }
@@ -223,7 +236,7 @@ Counts fuzz_convert(Random &random, uint64_t executions) {
 }
 
 Counts fuzz_stream(Random &random, uint64_t executions) {
-    return repeat(executions, [&](uint64_t execution) {
+    return repeat(random, executions, [&](uint64_t execution, Digest &) {
         const int64_t nbytes = 64 * static_cast<int64_t>(random.below(20));
         std::vector<std::unique_ptr<Buffer>> memory;
         std::vector<void *> pointers[3];

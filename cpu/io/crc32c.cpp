@@ -6,6 +6,12 @@
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
+#define ZK_CRC_NAME "sse4.2"
+#define ZK_CRC_TARGET __attribute__((target("sse4.2")))
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#define ZK_CRC_NAME "crc32"
+#define ZK_CRC_TARGET
 #endif
 
 namespace {
@@ -38,7 +44,38 @@ uint32_t by_table(uint32_t sum, const unsigned char *data, uint64_t nbytes) {
     return sum;
 }
 
+#if defined(ZK_CRC_NAME)
+
 #if defined(__x86_64__)
+
+ZK_CRC_TARGET inline uint64_t sum_word(uint64_t sum, uint64_t word) { return _mm_crc32_u64(sum, word); }
+ZK_CRC_TARGET inline uint64_t sum_byte(uint64_t sum, unsigned char byte) {
+    return _mm_crc32_u8(static_cast<uint32_t>(sum), byte);
+}
+
+bool has_instruction() {
+    static const bool has = __builtin_cpu_supports("sse4.2");
+    return has;
+}
+
+#else
+
+// By name: compilers differ in what their intrinsics are called and in which flags these want.
+inline uint64_t sum_word(uint64_t sum, uint64_t word) {
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %1" : "+r"(sum) : "r"(word));
+    return sum;
+}
+inline uint64_t sum_byte(uint64_t sum, unsigned char byte) {
+    __asm__(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(sum) : "r"(byte));
+    return sum;
+}
+
+bool has_instruction() {
+    static const bool has = (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;  // the first processors may lack it
+    return has;
+}
+
+#endif
 
 constexpr uint64_t SPAN = 2048;
 
@@ -67,27 +104,21 @@ inline uint64_t word(const unsigned char *data) {
     return value;
 }
 
-__attribute__((target("sse4.2"))) uint32_t by_instruction(uint32_t sum, const unsigned char *data, uint64_t nbytes) {
+ZK_CRC_TARGET uint32_t by_instruction(uint32_t sum, const unsigned char *data, uint64_t nbytes) {
     static const Shift over_one = shift_over(SPAN);
     uint64_t a = sum;
     for (; nbytes >= 3 * SPAN; nbytes -= 3 * SPAN, data += 3 * SPAN) {
         uint64_t b = 0, c = 0;
         for (uint64_t i = 0; i < SPAN; i += 8) {
-            a = _mm_crc32_u64(a, word(data + i));
-            b = _mm_crc32_u64(b, word(data + SPAN + i));
-            c = _mm_crc32_u64(c, word(data + 2 * SPAN + i));
+            a = sum_word(a, word(data + i));
+            b = sum_word(b, word(data + SPAN + i));
+            c = sum_word(c, word(data + 2 * SPAN + i));
         }
         a = over_one(over_one(static_cast<uint32_t>(a)) ^ static_cast<uint32_t>(b)) ^ c;
     }
-    for (; nbytes >= 8; nbytes -= 8, data += 8) a = _mm_crc32_u64(a, word(data));
-    uint32_t last = static_cast<uint32_t>(a);
-    for (; nbytes; --nbytes, ++data) last = _mm_crc32_u8(last, *data);
-    return last;
-}
-
-bool has_instruction() {
-    static const bool has = __builtin_cpu_supports("sse4.2");
-    return has;
+    for (; nbytes >= 8; nbytes -= 8, data += 8) a = sum_word(a, word(data));
+    for (; nbytes; --nbytes, ++data) a = sum_byte(a, *data);
+    return static_cast<uint32_t>(a);
 }
 
 #endif
@@ -97,15 +128,15 @@ bool has_instruction() {
 uint32_t zk_crc32c(uint32_t crc, const void *data, uint64_t nbytes) {
     const unsigned char *bytes = static_cast<const unsigned char *>(data);
     if (!bytes) return crc;
-#if defined(__x86_64__)
+#if defined(ZK_CRC_NAME)
     if (has_instruction()) return ~by_instruction(~crc, bytes, nbytes);
 #endif
     return ~by_table(~crc, bytes, nbytes);
 }
 
 const char *zk_crc32c_name() {
-#if defined(__x86_64__)
-    if (has_instruction()) return "sse4.2";
+#if defined(ZK_CRC_NAME)
+    if (has_instruction()) return ZK_CRC_NAME;
 #endif
     return "table";
 }
