@@ -59,7 +59,7 @@ def test_an_op_forces_a_set_for_its_own_call_only(native_impl: str, monkeypatch:
     assert native.isa_active() == before
 
 
-@pytest.mark.parametrize("name", ["neon", "AVX2", "", "cpu.avx2"])
+@pytest.mark.parametrize("name", ["mmx", "AVX2", "", "cpu.avx2"])
 def test_a_missing_set_is_refused_and_the_present_ones_listed(name: str) -> None:
     before = native.isa_active()
     with pytest.raises(BackendError) as error:
@@ -70,7 +70,7 @@ def test_a_missing_set_is_refused_and_the_present_ones_listed(name: str) -> None
     assert native.isa_active() == before
 
 
-@pytest.mark.parametrize("asked", ["cpu.neon", "avx2", "cuda", ""])
+@pytest.mark.parametrize("asked", ["cpu.mmx", "avx2", "cuda", ""])
 def test_a_missing_implementation_is_refused_and_nothing_written(asked: str) -> None:
     param = torch.ones(3)
     with pytest.raises(BackendError) as error:
@@ -82,9 +82,9 @@ def test_a_missing_implementation_is_refused_and_nothing_written(asked: str) -> 
 
 
 def test_a_missing_set_in_the_environment_is_refused() -> None:
-    done = run_python("from zerokern.core import native; native.library()", ZEROKERN_CPU_ISA="neon")
+    done = run_python("from zerokern.core import native; native.library()", ZEROKERN_CPU_ISA="mmx")
     assert done.returncode != 0
-    assert "BackendError" in done.stderr and "'neon'" in done.stderr and "scalar" in done.stderr
+    assert "BackendError" in done.stderr and "'mmx'" in done.stderr and "scalar" in done.stderr
 
 
 def test_a_library_with_another_abi_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
