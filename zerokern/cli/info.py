@@ -38,7 +38,9 @@ def folded(lines: str, width: int) -> str:
     for line in lines.splitlines():
         name = re.match(r"\S+( \S+)* {2,}", line)
         indent = " " * (name.end() if name else 0)
-        found += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [line]
+        found += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [line]
     return "\n".join(found)
 
 
