@@ -1,12 +1,12 @@
 # Every target works on a fresh machine: what is missing is installed first, into .venv.
 #
 #   VENV=none PYTHON=python3   use the present environment: its torch stays, nothing is fetched
-#   EXTRAS=dev,peers           what else of pyproject.toml to install (default: dev)
+#   EXTRAS=dev,peers           what else of pyproject.toml to install (default: dev; `make demo` alone needs nothing)
 #   WORKERS=2                  how many processes run the tests
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= dev
+EXTRAS ?= $(if $(filter-out demo,$(or $(MAKECMDGOALS),help)),dev)
 WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -31,8 +31,8 @@ offline := --no-build-isolation --no-deps --no-index
 build = $(python) -m pip install $(offline) .
 define fetch
 $(PYTHON) -m venv $(VENV)
-$(python) -m pip install -c constraints.txt scikit-build-core cmake ninja
-$(python) -m pip install -c constraints.txt --no-build-isolation '.[$(EXTRAS)]'
+$(python) -m pip install --no-compile -c constraints.txt scikit-build-core cmake ninja
+$(python) -m pip install --no-compile -c constraints.txt --no-build-isolation '.$(EXTRAS:%=[%])'
 endef
 
 # the tests run on the installed package; `python -m pytest` would put this folder's sources first
