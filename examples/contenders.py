@@ -13,6 +13,8 @@ from zerokern.io import Nvme
 from zerokern.optim import AdamW
 from zerokern.optim.disk import on_disk_of
 
+from .mastered import Mastered
+
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
@@ -32,9 +34,21 @@ class Contender:
     lossy: str = ""
     is_torch: bool = False
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether fp32 masters lie beside the parameters: torch has no other way for narrow ones."""
+        return self.is_torch and self.dtype != torch.float32
+
+    @property
+    def precision(self) -> str:
+        """Of the model."""
+        return "fp32" if self.dtype == torch.float32 else "bf16"
+
     def optimizer(
         self, parameters: Iterable[nn.Parameter], lr: float, tier: Tier | Nvme = "device"
     ) -> torch.optim.Optimizer:
+        if self.has_masters:
+            return Mastered(parameters, MAX_GRAD_NORM, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
         if self.is_torch:
             return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         return AdamW(
@@ -50,7 +64,7 @@ class Contender:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Global norm, clip and update. torch clips in a pass of its own, zerokern inside the update."""
-        if self.is_torch:
+        if self.is_torch and not self.has_masters:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         optimizer.step()
@@ -65,7 +79,9 @@ class Contender:
         each = {
             "parameters": element,
             "remainder": REMAINDER_BYTES[self.master_format],
+            "master": 4 * self.has_masters,
             "gradients": element,
+            "widened": 4 * self.has_masters,
             "exp_avg": STATE_BYTES[self.state_format],
             "exp_avg_sq": STATE_BYTES[self.state_format],
         }
@@ -74,6 +90,7 @@ class Contender:
 
 CONTENDERS = {
     "torch": Contender("torch fused AdamW", torch.float32, "fp32", "fp32", is_torch=True),
+    "torch-bf16": Contender("torch fused + masters", torch.bfloat16, "fp32", "fp32", is_torch=True),
     "exact-fp32": Contender("zk.AdamW exact", torch.float32, "fp32", "fp32"),
     "int8-fp32": Contender("zk.AdamW int8", torch.float32, "int8", "fp32", "8-bit states"),
     "exact": Contender("zk.AdamW exact", torch.bfloat16, "fp32", "split16"),

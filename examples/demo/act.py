@@ -10,6 +10,7 @@ from zerokern.core.units import Stage
 from ..model import Shape
 
 WARMUP_SHARE = 0.1
+LEAST_STEPS = 20  # whatever the clock says: of fewer nothing can be told
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ class Act:
         0.25
         """
         return self.lr * min(1.0, number / (self.warmup or WARMUP_SHARE * self.steps))
+
+    def is_over(self, steps: int, elapsed_s: float) -> bool:
+        """Whether the clock ends the act after so many steps.
+
+        >>> slow = Act(Shape(1, 64, 8), (), rows=1, steps=50, lr=0.5, seconds=1.0)
+        >>> slow.is_over(LEAST_STEPS - 1, 1e6), slow.is_over(LEAST_STEPS, 1e6), slow.is_over(LEAST_STEPS, 0.5)
+        (False, True, False)
+        """
+        return steps >= LEAST_STEPS and elapsed_s > self.seconds
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -130,7 +130,7 @@ class Run:
         start = time.perf_counter()
         for number in range(1, self.act.steps + 1):
             self.step(model, optimizer, number)
-            if time.perf_counter() - start > self.act.seconds:
+            if self.act.is_over(number, time.perf_counter() - start):
                 return
 
     def held_nbytes(self) -> dict[str, int]:

@@ -20,11 +20,11 @@ RESIDENT, RESTING = "all in memory, no cap", "all on disk, capped"
 
 # In memory it needs 14 bytes per parameter; gradients alone wait there, 2 bytes, beside the rings and a few units.
 FULL = Act(
-    Shape(8, 1024, 64), (), rows=4, steps=10, lr=2e-4, seconds=30.0, cap=500_000_000, ring_nbytes=32 << 20, stage=3,
+    Shape(8, 1024, 64), (), rows=4, steps=20, lr=2e-4, seconds=25.0, cap=500_000_000, ring_nbytes=32 << 20, stage=3,
     warmup=8,
 )  # fmt: skip
 QUICK = Act(
-    Shape(8, 512, 64), (), rows=2, steps=4, lr=3e-4, seconds=10.0, cap=240_000_000, ring_nbytes=8 << 20, stage=3,
+    Shape(8, 512, 64), (), rows=2, steps=20, lr=3e-4, seconds=8.0, cap=240_000_000, ring_nbytes=8 << 20, stage=3,
     warmup=8,
 )  # fmt: skip
 
@@ -84,6 +84,11 @@ class Outcome:
             if told.failure:
                 return f"{who}: {told.failure}"
         return f"the losses of step {self.differs} differ" if self.differs else ""
+
+    @property
+    def told(self) -> bool:
+        """Whether there is something to show."""
+        return all(one.losses and not one.failure for one in (self.resident, self.resting))
 
     @property
     def failed(self) -> bool:
@@ -165,7 +170,7 @@ def perform(act: Act, view: View) -> Outcome | None:
         view.say()
         view.table(["", RESIDENT, RESTING], table_rows(outcome))
         view.say(
-            f"All of it is {held / act.cap:.1f} times the cap, which is that of act 1. Bytes are those that the kernel "
+            f"All of it is {held / act.cap:.1f} times the cap, meant as in act 1. Bytes are those that the kernel "
             f"counted at the device. The losses of {len(resting.losses)} steps are "
             + ("NOT the same." if outcome.differs else "the same bits.")
         )

@@ -1,30 +1,37 @@
-"""demo.png: what optimizers hold under the cap, loss curves on top of each other, what ranks hold, what disk saves."""
+"""demo.png: a panel for each finding, which is its title; below it stands what was run."""
 
 from __future__ import annotations
 
+import statistics
+import textwrap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
 from matplotlib.ticker import MaxNLocator
 
-from . import larger, memory, race, together
+from . import larger, memory, race, results, together
 from .act import Act
-from .view import megabytes
 
-INK = "#1f2430"
-GRID = "#e4e6eb"
-ALARM = "#b3261e"
-BAR_WIDTH = 0.62
-LEAST_NAMED = 0.03  # of the tallest bar: what is less has no name in it
+INK, PALE, GRID, ALARM = "#1f2430", "#5d6574", "#e4e6eb", "#b3261e"
+THEIRS, OURS, LOSSY = "#b9bec8", "#2f5d8a", "#e08e45"
+BAR_WIDTH = 0.74
+LEAST_NAMED = 0.052  # of the tallest bar: what is less has no name in it
+TITLE_COLUMNS = 46
+PANEL_INCHES = (6.6, 4.7)
 ROLE_COLOURS = {
     "parameters": "#2f5d8a",
     "remainder": "#7fa8d1",
+    "master": "#7fa8d1",
     "gradients": "#9aa1ad",
+    "widened": "#c3c7cf",
     "exp_avg": "#e08e45",
     "exp_avg_sq": "#f2c38f",
     "ring": "#5b6472",
@@ -33,44 +40,63 @@ ROLE_COLOURS = {
     "gathered": "#a9c4a4",
 }
 DARK = ("parameters", "ring", "buffers")
-LANE_STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#b9bec8", "linewidth": 6.0, "solid_capstyle": "round"},
-    {"color": "#2f5d8a", "linewidth": 2.2},
-    {"color": "#e08e45", "linewidth": 2.2, "linestyle": (0, (2.5, 1.8))},
-)
 FONT: dict[Any, Any] = {"font.size": 13, "font.family": "DejaVu Sans", "text.color": INK, "axes.labelcolor": INK}
 TICKS: dict[Any, Any] = {"xtick.color": INK, "ytick.color": INK, "axes.edgecolor": "#9aa1ad"}
 
-
-def name_of(outcome: memory.Outcome) -> str:
-    """The label in two lines, and below them what is lossy."""
-    name, lossy = outcome.label.replace(" ", "\n", 1), outcome.contender.lossy
-    return f"{name}\nlossy: " + lossy.replace(", ", ",\n") if lossy else name
+Panel = tuple[str, str, Callable[[Axes], None]]  # the finding, what was run, and who draws it
 
 
-def clean(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=15, fontweight="bold", pad=14)
+def plain(axes: Axes, grid: Literal["x", "y"]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color=GRID)
+    axes.grid(axis=grid, color=GRID)
     axes.set_axisbelow(True)
 
 
-def stack(axes: Axes, x: int, bottom: float, needs: dict[str, int], least: float, on_disk: bool) -> float:
+def boxed(axes: Axes, text: str, at: tuple[float, float], away: tuple[float, float], **how: Any) -> None:
+    """Text near a point, on white, so that no line crosses it."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    axes.annotate(text, at, away, textcoords="offset points", bbox=box, zorder=5, **how)
+
+
+def stack(axes: Axes, x: int, bottom: float, needs: dict[str, int], least: float, on_disk: bool = False) -> float:
     """Bars on top of each other, named where there is room; what lies on disk is only hatched. Returns their top."""
-    for role, nbytes in needs.items():
+    for role, nbytes in ((role, needs[role]) for role in ROLE_COLOURS if needs.get(role)):
         height = nbytes / 1e6
         colour = ROLE_COLOURS[role]
-        fill: dict[str, Any] = (
-            {"facecolor": "white", "edgecolor": colour, "hatch": "//"} if on_disk else {"color": colour}
-        )
+        fill: dict[str, Any] = {"color": colour}
+        if on_disk:
+            fill = {"facecolor": "white", "edgecolor": colour, "hatch": "//"}
         axes.bar(x, height, BAR_WIDTH, bottom, **fill)
         if nbytes > least:
-            ink = "white" if role in DARK else INK
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 1} if on_disk else None
+            ink = "white" if role in DARK and not on_disk else INK
+            box = {"facecolor": "white" if on_disk else colour, "edgecolor": "none", "pad": 0.5}  # hides the cap's line
             name = f"{role}, on disk" if on_disk else role
-            axes.text(x, bottom + height / 2, name, ha="center", va="center", fontsize=11, color=ink, bbox=box)
+            axes.text(
+                x, bottom + height / 2, name, ha="center", va="center", fontsize=10.5, color=ink, bbox=box, zorder=4
+            )
         bottom += height
     return bottom
+
+
+def draw_cap(axes: Axes, cap: int, end: float) -> None:
+    axes.axhline(cap / 1e6, color=ALARM, linewidth=1.8, linestyle=(0, (5, 3)), zorder=3)
+    boxed(axes, f"cap\n{cap / 1e6:,.0f} MB", (end, cap / 1e6), (0, 5), ha="right", color=ALARM, fontsize=12)
+    axes.set_xlim(right=end)
+
+
+def ticked(axes: Axes, names: list[str], unit: str) -> None:
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.margins(y=0.2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_ylabel(unit)
+    plain(axes, "y")
+
+
+def name_under_cap(outcome: memory.Outcome) -> str:
+    contender = outcome.contender
+    name = outcome.label.replace(" fused", "").replace(" ", "\n", 1)
+    return f"{name}\n" + ("lossy" if contender.lossy else contender.precision)
 
 
 def draw_memory(axes: Axes, act: Act, outcomes: list[memory.Outcome]) -> None:
@@ -78,152 +104,187 @@ def draw_memory(axes: Axes, act: Act, outcomes: list[memory.Outcome]) -> None:
     needed = [memory.needs(act, outcome.name) for outcome in outcomes]
     least = LEAST_NAMED * max(sum(held.values()) + sum(stored.values()) for held, stored in needed)
     for x, (outcome, (held, stored)) in enumerate(zip(outcomes, needed, strict=True)):
-        bottom = stack(axes, x, 0.0, held, least, on_disk=False)
-        total = f"{bottom:,.0f} MB"
+        bottom = stack(axes, x, 0.0, held, least)
+        total = f"{bottom:,.0f} MB" + (f" + {sum(stored.values()) / 1e6:,.0f} on disk" if stored else "")
         bottom = stack(axes, x, bottom, stored, least, on_disk=True)
-        if stored:
-            total += f" + {sum(stored.values()) / 1e6:,.0f} on disk"
+        verdict = "trains" if outcome.trained else "out of memory" if outcome.out_of_memory else "failed"
         colour = INK if outcome.trained else ALARM
-        verdict = f"trains, loss {outcome.loss_span.replace(' to ', ' → ')}" if outcome.trained else "out of memory"
-        label = axes.annotate(
-            f"{total}\n{verdict}", (x, bottom), (0, 7), textcoords="offset points", ha="center", color=colour
+        boxed(
+            axes, f"{total}\n{verdict}", (x, bottom), (0, 6), ha="center", color=colour, fontweight="bold", fontsize=12
         )
-        label.set(fontweight="bold", fontsize=12, bbox={"facecolor": "white", "edgecolor": "none", "pad": 2})
-    cap = act.cap / 1e6
-    axes.axhline(cap, color=ALARM, linewidth=1.8, linestyle=(0, (5, 3)))
-    end = (len(outcomes) - 0.42, cap)
-    label = axes.annotate(f"cap {cap:,.0f} MB", end, (0, 7), textcoords="offset points", ha="right", color=ALARM)
-    label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
-    axes.set_xticks(range(len(outcomes)), [name_of(outcome) for outcome in outcomes])
-    axes.set_xlim(-0.6, len(outcomes) - 0.4)
-    axes.margins(y=0.16)
-    axes.set_ylabel("MB that training holds, besides activations")
-    clean(axes, f"{act.shape.numel / 1e6:.0f}M parameters under one memory cap")
+    ticked(axes, [name_under_cap(outcome) for outcome in outcomes], "MB to hold, besides activations")
+    draw_cap(axes, act.cap, 1.1 * len(outcomes) - 0.3)
 
 
-def draw_losses(axes: Axes, gaps: Axes, lanes: list[race.Lane]) -> None:
-    """The curves of all lanes, and below them how far each is from the first."""
-    steps = range(1, len(lanes[0].losses) + 1)
-    for lane, style in zip(lanes, LANE_STYLES, strict=False):
-        lossy = ", lossy" if lane.contender.lossy else ""
-        name = f"{lane.contender.label}{lossy}: {lane.loss:.3f}, state {lane.state_nbytes / 1e6:,.0f} MB"
-        axes.plot(steps, lane.losses, label=name, **style)
-        if lane is not lanes[0]:
-            gap = [ours - theirs for ours, theirs in zip(lane.losses, lanes[0].losses, strict=True)]
-            gaps.plot(steps, gap, **style)
-    axes.legend(frameon=False, loc="upper right")
-    axes.set_ylabel("training loss (nats per byte)")
-    axes.tick_params(labelbottom=False)
-    clean(axes, f"{lanes[0].numel / 1e6:.1f}M parameters, same weights, same batches")
-    gaps.spines[["top", "right"]].set_visible(False)
-    gaps.grid(axis="y", color=GRID)
-    gaps.set_axisbelow(True)
-    gaps.yaxis.set_major_formatter(lambda value, _: f"{value:+.0e}" if value else "0")
-    gaps.xaxis.set_major_locator(MaxNLocator(integer=True))
-    gaps.set_ylabel("minus torch")
-    gaps.set_xlabel("step")
+def named(lane: race.Lane) -> str:
+    return f"{lane.name}, lossy" if lane.contender.lossy else lane.name
 
 
-def draw_ranks(axes: Axes, curves: Axes, outcome: together.Outcome) -> None:
-    """What one process, the plan and each rank hold, and below it their losses."""
-    gathered = {"gathered": max(one.gathered for one in outcome.ranks)}
-    bars = [
-        ("torch,\none process", outcome.plain.roles, outcome.plain.pages),
-        ("planned\nfor a rank", outcome.plan.roles, 0),
-        *((f"rank {rank},\nmeasured", one.roles | gathered, one.pages) for rank, one in enumerate(outcome.ranks)),
-    ]
-    least = 2 * LEAST_NAMED * max(sum(roles.values()) for _, roles, _ in bars)
-    for x, (_, roles, pages) in enumerate(bars):
-        ordered = {role: roles[role] for role in ROLE_COLOURS if role in roles}
-        top = stack(axes, x, 0.0, ordered, least, on_disk=False)
-        if pages:
-            axes.hlines(
-                pages / 1e6,
-                x - 0.4,
-                x + 0.4,
-                color=ALARM,
-                linewidth=1.8,
-                label="" if x else "pages after a step, from outside",
-            )
-        axes.annotate(
-            f"{top:,.0f} MB",
-            (x, max(top, pages / 1e6)),
-            (0, 5),
-            textcoords="offset points",
-            ha="center",
-            fontweight="bold",
-        )
-    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars])
-    axes.legend(frameon=False, loc="upper right")
-    axes.margins(y=0.16)
-    axes.set_ylabel("MB, besides activations")
-    act = outcome.act
-    clean(axes, f"{act.shape.numel / 1e6:.0f}M parameters on {act.world} processes, stage {act.stage}")
-    steps = range(1, len(outcome.ranks[0].losses) + 1)
-    for told, style, name in (
-        (outcome.plain, LANE_STYLES[0], "torch, one process"),
-        (outcome.ranks[0], LANE_STYLES[1], f"zk.shard, {act.world} processes"),
-    ):
-        curves.plot(steps, told.losses[: len(steps)], label=name, **style)
-    _over_steps(curves)
-
-
-def _over_steps(curves: Axes) -> None:
-    """What curves of losses have in common."""
-    curves.spines[["top", "right"]].set_visible(False)
-    curves.grid(axis="y", color=GRID)
-    curves.legend(frameon=False, loc="upper right")
-    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
-    curves.set_ylabel("training loss")
-    curves.set_xlabel("step")
-
-
-def draw_larger(axes: Axes, curves: Axes, outcome: larger.Outcome) -> None:
-    """What both trainings took of memory, and the cap; below it their losses."""
-    both = ((larger.RESIDENT, outcome.resident), (larger.RESTING, outcome.resting))
-    for x, (told, colour) in enumerate(((outcome.resident, "#b9bec8"), (outcome.resting, "#2f5d8a"))):
-        axes.bar(x, told.taken / 1e6, BAR_WIDTH, color=colour)
-    axes.axhline(outcome.act.cap / 1e6, color=ALARM, linewidth=1.8, label=f"cap {megabytes(outcome.act.cap)}")
-    axes.set_xticks(range(len(both)), [name.replace(", ", ",\n") for name, _ in both])
-    axes.legend(frameon=False, loc="upper right")
-    axes.set_ylabel("MB that training took")
-    clean(axes, f"{outcome.act.shape.numel / 1e6:.0f}M parameters, at rest in memory and on disk")
-    steps = range(1, len(outcome.resting.losses) + 1)
-    for (name, told), style in zip(both, LANE_STYLES, strict=False):
-        curves.plot(steps, told.losses[: len(steps)], label=name, **style)
-    _over_steps(curves)
-
-
-def draw(
-    path: Path,
-    capped: list[tuple[Act, list[memory.Outcome]]],
-    lanes: list[race.Lane],
-    ranks: together.Outcome | None = None,
-    rested: larger.Outcome | None = None,
-) -> bool:
-    """Writes the picture of the acts that ran: a panel for each cap, one for the losses, one for the ranks, one for
-    what trained from disk. False where there is none.
+def millions(numel: int) -> str:
     """
-    capped = [(act, outcomes) for act, outcomes in capped if outcomes]
-    ranks = None if ranks is None or ranks.failure else ranks
-    rested = None if rested is None or rested.failure else rested
-    panels = len(capped) + bool(lanes) + bool(ranks) + bool(rested)
-    if not panels:
+    >>> millions(101_000_000), millions(430_000)
+    ('101M', '0.4M')
+    """
+    return f"{numel / 1e6:.0f}M" if numel >= 1e6 else f"{numel / 1e6:.1f}M"
+
+
+def colour_of(lane: race.Lane) -> str:
+    return THEIRS if lane.contender.is_torch else LOSSY if lane.contender.lossy else OURS
+
+
+def spread(heights: list[float], gap: float) -> list[float]:
+    """The same heights, in the same order, at least `gap` apart.
+
+    >>> spread([1.0, 5.0, 1.0], 0.5)
+    [0.75, 5.0, 1.25]
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    groups: list[list[int]] = []
+    middles: list[float] = []
+    for i in order:
+        groups.append([i])
+        middles.append(heights[i])
+        while len(groups) > 1 and middles[-1] - middles[-2] < gap * (len(groups[-1]) + len(groups[-2])) / 2:
+            above = groups.pop()
+            middles.pop()
+            groups[-1] += above
+            middles[-1] = statistics.fmean(heights[k] for k in groups[-1])
+    placed = list(heights)
+    for group, middle in zip(groups, middles, strict=True):
+        for position, i in enumerate(group):
+            placed[i] = middle + gap * (position - (len(group) - 1) / 2)
+    return placed
+
+
+def draw_losses(axes: Axes, lanes: list[race.Lane]) -> None:
+    """A curve for each lane, torch's broad below the others, named at its end."""
+    steps = range(1, len(lanes[0].losses) + 1)
+    for lane in sorted(lanes, key=lambda one: not one.contender.is_torch):
+        theirs = lane.contender.is_torch
+        dashes: Any = (0, (2.5, 1.8)) if lane.contender.lossy else "-"
+        axes.plot(
+            steps, lane.losses, color=colour_of(lane), linewidth=6 if theirs else 2, linestyle=dashes, marker="." if
+            len(steps) == 1 else None,
+        )  # fmt: skip
+    low, high = axes.get_ylim()
+    ends = spread([lane.loss for lane in lanes], 0.085 * (high - low))
+    for lane, height in zip(lanes, ends, strict=True):
+        inked = PALE if lane.contender.is_torch else colour_of(lane)
+        axes.annotate(
+            f"{lane.loss:.4f}  {named(lane)}", (1.02, height), xycoords=("axes fraction", "data"), color=inked,
+            va="center", fontsize=11.5, annotation_clip=False,
+        )  # fmt: skip
+    axes.set_ylim(low, high)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss (nats per byte)")
+    plain(axes, "y")
+
+
+def draw_times(axes: Axes, lanes: list[race.Lane]) -> None:
+    """What the optimizer takes of a step, with its ratio and the bytes of its state."""
+    times = [statistics.median(race.settled(lane.optimizer_seconds)) * 1e3 for lane in lanes]
+    for y, (lane, ms) in enumerate(zip(lanes, times, strict=True)):
+        axes.barh(y, ms, BAR_WIDTH, color=colour_of(lane))
+        theirs = race.peer(lane, lanes)
+        ahead = "" if lane is theirs else f"   {race.ratio(theirs.optimizer_seconds, lane.optimizer_seconds):.2f}x"
+        text = f"{ms:.1f} ms{ahead}\nstate {lane.state_nbytes / 1e6:,.0f} MB"
+        boxed(axes, text, (ms, y), (5, 0), va="center", fontsize=11.5, fontweight="bold" if ahead else "normal")
+    axes.set_yticks(range(len(lanes)), [named(lane).replace(", ", ",\n", 1) for lane in lanes])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.35 * max(times))
+    axes.set_xlabel("ms a step for norm, clipping and update")
+    plain(axes, "x")
+
+
+def draw_ranks(axes: Axes, outcome: together.Outcome) -> None:
+    """What one process, the plan and each rank hold."""
+    bars = [
+        ("torch,\none process", outcome.plain.roles),
+        ("planned\nfor a rank", outcome.plan.roles),
+        *(
+            (f"rank {rank},\nmeasured", one.roles | {"gathered": one.gathered})
+            for rank, one in enumerate(outcome.ranks)
+        ),
+    ]
+    least = LEAST_NAMED * max(sum(roles.values()) for _, roles in bars)
+    for x, (_, roles) in enumerate(bars):
+        top = stack(axes, x, 0.0, roles, least)
+        boxed(axes, f"{top:,.0f} MB", (x, top), (0, 5), ha="center", fontweight="bold")
+    ticked(axes, [name for name, _ in bars], "MB held, besides activations")
+
+
+def draw_larger(axes: Axes, outcome: larger.Outcome) -> None:
+    """What both trainings took of memory, and the cap."""
+    both = ((larger.RESIDENT, outcome.resident, THEIRS), (larger.RESTING, outcome.resting, OURS))
+    for x, (_, told, colour) in enumerate(both):
+        axes.bar(x, told.taken / 1e6, BAR_WIDTH, color=colour)
+        text = f"{told.taken / 1e6:,.0f} MB\n{told.of_settled('seconds'):.2f} s a step"
+        boxed(axes, text, (x, told.taken / 1e6), (0, 6), ha="center", fontweight="bold", fontsize=12)
+    ticked(axes, [name for name, _, _ in both], "MB that training took")
+    draw_cap(axes, outcome.act.cap, 1.1 * len(both) - 0.3)
+
+
+def panels(found: results.Results) -> list[Panel]:
+    """Those of the acts that came to something."""
+    made: list[Panel] = []
+    for act, outcomes in found.capped:
+        if outcomes:
+            ran = f"GPT of {millions(act.shape.numel)} parameters, one memory cap for all"
+            made.append((results.capped_finding(act, outcomes), ran, partial(draw_memory, act=act, outcomes=outcomes)))
+    if found.lanes:
+        lanes = found.lanes
+        ran = f"GPT of {millions(lanes[0].numel)} parameters, same batches"
+        made.append(
+            (
+                results.loss_finding(lanes),
+                f"{ran}; mean of the last {lanes[0].smoothed} steps",
+                partial(draw_losses, lanes=lanes),
+            )
+        )
+        made.append(
+            (
+                results.time_finding(lanes),
+                f"GPT of {millions(lanes[0].numel)} parameters; ratio to torch",
+                partial(draw_times, lanes=lanes),
+            )
+        )
+    ranks, rested = found.ranks, found.rested
+    if ranks and ranks.told:
+        act, alone = ranks.act, ranks.plain.step_seconds
+        slower = results.compared(alone / ranks.ranks[0].step_seconds, "less time", "more time", "the same time")
+        ran = f"{millions(act.shape.numel)} parameters, ZeRO stage {act.stage}; a step takes {slower}"
+        made.append((results.ranks_finding(ranks), ran, partial(draw_ranks, outcome=ranks)))
+    if rested and rested.told:
+        ran = f"GPT of {millions(rested.act.shape.numel)} parameters; parameters and state at rest"
+        made.append((results.rested_finding(rested), ran, partial(draw_larger, outcome=rested)))
+    return made
+
+
+def titled(figure: SubFigure, finding: str, ran: str) -> Axes:
+    axes = figure.subplots()
+    figure.suptitle(
+        "\n".join(textwrap.wrap(finding[0].upper() + finding[1:], TITLE_COLUMNS)), x=0.02, ha="left", fontsize=15,
+        fontweight="bold",
+    )  # fmt: skip
+    axes.set_title("\n".join(textwrap.wrap(ran, TITLE_COLUMNS + 16)), loc="left", fontsize=12, color=PALE, pad=12)
+    return axes
+
+
+def draw(path: Path, found: results.Results) -> bool:
+    """Writes the picture, two panels a row; False where there is nothing to show."""
+    made = panels(found)
+    if not made:
         return False
+    columns = min(2, len(made))
+    rows = -(-len(made) // columns)
+    width, height = PANEL_INCHES
     with plt.rc_context(FONT | TICKS):
-        figure = plt.figure(figsize=(8.0 * panels, 7.2), layout="constrained", dpi=120)
-        columns = iter(figure.subfigures(1, panels, squeeze=False, wspace=0.04)[0])
-        for act, outcomes in capped:
-            draw_memory(next(columns).subplots(), act, outcomes)
-        if lanes:
-            losses, gaps = next(columns).subplots(2, 1, sharex=True, height_ratios=(4, 1))
-            draw_losses(losses, gaps, lanes)
-        if ranks:
-            held, curves = next(columns).subplots(2, 1, height_ratios=(3, 2))
-            draw_ranks(held, curves, ranks)
-        if rested:
-            held, curves = next(columns).subplots(2, 1, height_ratios=(3, 2))
-            draw_larger(held, curves, rested)
+        figure = plt.figure(figsize=(width * columns, height * rows), layout="constrained", dpi=110)
+        places = figure.subfigures(rows, columns, squeeze=False, wspace=0.03, hspace=0.04).flat
+        place: SubFigure
+        for place, (finding, ran, paint) in zip(places, made, strict=False):
+            paint(titled(place, finding, ran))
         figure.savefig(path)
         plt.close(figure)
     return True

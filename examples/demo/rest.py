@@ -73,7 +73,7 @@ class Resting:
             moved = {way: nbytes - before[way] for way, nbytes in disk_nbytes().items()}
             if tell:
                 emit("step", loss=loss.item(), seconds=time.perf_counter() - start, **moved)
-            if time.perf_counter() - began > act.seconds:
+            if act.is_over(number, time.perf_counter() - began):
                 return
 
 

@@ -1,12 +1,10 @@
-"""What the demo prints: tables through rich on a terminal, aligned columns elsewhere."""
+"""What the demo prints: sentences and aligned columns, both in the width of a terminal, and as they are in a file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from ..progress import Rounds
 
@@ -36,6 +34,31 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(header), "  ".join("-" * width for width in widths), *map(line, rows)]
 
 
+def fitting(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """The same in at most `width` columns: what does not fit beside the first stands below, each time behind it.
+
+    >>> print("\\n".join(fitting(["role", "torch", "zk"], [["state", "8 MB", "2 MB"]], 13)))
+    role   torch
+    -----  -----
+    state   8 MB
+    <BLANKLINE>
+    role     zk
+    -----  ----
+    state  2 MB
+    """
+    pages: list[list[str]] = []
+    first = 1
+    while first < len(header):
+        for last in range(len(header), first, -1):
+            head, *below = ([cells[0], *cells[first:last]] for cells in (header, *rows))
+            page = aligned(head, below)
+            if max(map(len, page)) <= width:
+                break
+        pages.append(page)
+        first = last
+    return [line for number, page in enumerate(pages) for line in ([""] * bool(number) + page)]
+
+
 class View:
     """Where the demo's output goes."""
 
@@ -43,21 +66,16 @@ class View:
         self.console = console or Console(highlight=False)
 
     def say(self, text: str = "", style: str | None = None) -> None:
-        self.console.print(text, style=style if self.console.is_terminal else None, markup=False, soft_wrap=True)
+        soft_wrap = not self.console.is_terminal  # lines of a file are as long as they are
+        self.console.print(text, style=style if self.console.is_terminal else None, markup=False, soft_wrap=soft_wrap)
 
     def title(self, text: str) -> None:
         self.say(f"\n{text}\n", style="bold")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        if not self.console.is_terminal:
-            self.say("\n".join(aligned(header, rows)))
-            return
-        table = Table(box=SIMPLE_HEAD)
-        for i, name in enumerate(header):
-            table.add_column(name, justify="right" if i else "left", no_wrap=not i)
-        for row in rows:
-            table.add_row(*row)
-        self.console.print(table)
+        lines = fitting(header, rows, self.console.width) if self.console.is_terminal else aligned(header, rows)
+        for line in lines:
+            self.console.print(line, markup=False, soft_wrap=True)
 
     def rounds(self) -> Rounds:
         """Progress of long work."""

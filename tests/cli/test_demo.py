@@ -18,8 +18,9 @@ from rich.console import Console
 
 from zerokern.examples import demo
 from zerokern.examples.contenders import CONTENDERS, ON_DISK, state_nbytes
-from zerokern.examples.demo import child, memory, place, plot, processes, race
-from zerokern.examples.demo.act import Act
+from zerokern.examples.demo import child, larger, memory, place, plot, processes, race, together
+from zerokern.examples.demo.act import LEAST_STEPS, Act
+from zerokern.examples.demo.results import Results
 from zerokern.examples.demo.view import View
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.text import Batches, read_text, source_files
@@ -272,11 +273,57 @@ def test_exact_follows_torch() -> None:
 
 
 def test_a_race_out_of_time_stops_all_at_the_same_step() -> None:
+    """And has taken the steps without which nothing can be told."""
     act = Act(TINY, ("torch", "exact-fp32"), rows=1, steps=50, lr=1e-3, seconds=0.0)
     view, stream = heard()
     lanes = race.perform(act, view)
-    assert [len(lane.losses) for lane in lanes] == [1, 1]
-    assert "stopped at step 1: 0 s are over" in stream.getvalue()
+    assert [len(lane.losses) for lane in lanes] == [LEAST_STEPS, LEAST_STEPS]
+    assert f"stopped at step {LEAST_STEPS}: 0 s are over" in stream.getvalue()
+    assert "nan" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_few_steps_give_numbers(steps: int, tmp_path: Path) -> None:
+    view, stream = heard()
+    lanes = race.perform(Act(TINY, ("torch", "exact-fp32"), rows=1, steps=steps, lr=1e-3, seconds=0.0), view)
+    assert [len(lane.losses) for lane in lanes] == [steps, steps]
+    assert "nan" not in stream.getvalue()
+    assert "stopped" not in stream.getvalue()
+    assert plot.draw(tmp_path / "few.png", Results(lanes=lanes))
+
+
+def test_no_act_stops_before_its_least() -> None:
+    acts = [act for one in (larger, memory, race, together) for act in (one.FULL, one.QUICK)]
+    for act in (*acts, memory.LOWER, memory.QUICK_LOWER):
+        assert act.steps >= LEAST_STEPS
+        assert not act.is_over(LEAST_STEPS - 1, 1e9) and act.is_over(LEAST_STEPS, 1e9)
+
+
+def test_torch_beside_masters_is_torch_in_fp32_rounded() -> None:
+    """Its masters take the steps of fused AdamW with the same gradients, and the parameters are their roundings."""
+    torch.manual_seed(0)
+    narrow = [torch.nn.Parameter(torch.randn(size).bfloat16()) for size in (1000, 7)]
+    wide = [torch.nn.Parameter(p.detach().float()) for p in narrow]
+    theirs, plain = CONTENDERS["torch-bf16"], CONTENDERS["torch"]
+    optimizers = theirs.optimizer(narrow, 1e-2), plain.optimizer(wide, 1e-2)
+    for lr in (1e-2, 3e-2, 1e-3):
+        for small, large in zip(narrow, wide, strict=True):
+            small.grad = torch.randn_like(small)
+            large.grad = small.grad.float()
+        for contender, optimizer in zip((theirs, plain), optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = lr
+            contender.step(optimizer)
+    for small, large in zip(narrow, wide, strict=True):
+        assert torch.equal(optimizers[0].state[small]["master"], large)
+        assert torch.equal(small, large.bfloat16())
+
+
+def test_exact_follows_torch_beside_masters() -> None:
+    act = Act(TINY, ("torch-bf16", "exact"), rows=4, steps=25, lr=1e-3, seconds=600.0)
+    view, _ = heard()
+    theirs, ours = race.perform(act, view)
+    assert abs(race.loss_gap(ours, [theirs, ours])) < 0.01
+    assert theirs.state_nbytes / ours.state_nbytes == pytest.approx(16 / 10, rel=1e-3)
 
 
 def picture_size(path: Path) -> tuple[int, int]:
@@ -288,13 +335,18 @@ def picture_size(path: Path) -> tuple[int, int]:
 
 def test_picture_has_a_panel_for_each_act(tmp_path: Path) -> None:
     outcomes = [memory.Outcome("torch", out_of_memory="no"), memory.Outcome("int8-split8", losses=[5.0, 3.0], peak=1)]
-    lane = race.build("torch", TINY, lr=1e-3, seed=0)
-    lane.losses = [5.0, 4.0]
+    lane, ours = (race.build(name, TINY, lr=1e-3, seed=0) for name in ("torch", "int8-fp32"))
+    for one in (lane, ours):
+        one.losses, one.optimizer_seconds = [5.0, 4.0], [0.1, 0.1]
+        one.optimizer.step()
+    ours.losses = [5.0, 5.0]
     lower = [memory.Outcome(f"exact{memory.DISK}", losses=[5.0, 3.0], peak=1)]
-    plot.draw(tmp_path / "all.png", [(memory.QUICK, outcomes), (memory.QUICK_LOWER, lower)], [lane])
-    plot.draw(tmp_path / "one.png", [(memory.QUICK, outcomes), (memory.QUICK_LOWER, [])], [])
-    (width, height), (third, same) = picture_size(tmp_path / "all.png"), picture_size(tmp_path / "one.png")
-    assert height == same and width == 3 * third
+    all_of_it = Results([(memory.QUICK, outcomes), (memory.QUICK_LOWER, lower)], [lane, ours])
+    assert plot.draw(tmp_path / "all.png", all_of_it)
+    assert plot.draw(tmp_path / "one.png", Results([(memory.QUICK, outcomes), (memory.QUICK_LOWER, [])]))
+    (width, height), (half, row) = picture_size(tmp_path / "all.png"), picture_size(tmp_path / "one.png")
+    assert height == 2 * row and width == 2 * half
+    assert not plot.draw(tmp_path / "none.png", Results()) and not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.slow
@@ -304,9 +356,13 @@ def test_the_quick_demo_runs(tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     said = ("OUT OF MEMORY (step 1, optimizer)", "zk.AdamW int8: trained", "exact on disk: trained", "Act 2")
-    for words in (*said, "Act 3", "planned for a rank", "Act 4", "the same bits", "demo.png written"):
+    for words in (*said, "Act 3", "planned for a rank", "Act 4", "the same bits"):
         assert words in ran.stdout
-    assert picture_size(tmp_path / "demo.png") == (4800, 864)
+    assert "nan" not in ran.stdout
+    *_, blank, found, picture, following = ran.stdout.splitlines()
+    assert [blank, picture] == ["", f"Picture: {tmp_path / 'demo.png'}"]
+    assert found.startswith("Found:   In 300 MB zk.AdamW int8 trains") and following.startswith("Next:    ")
+    assert picture_size(tmp_path / "demo.png") == (1452, 1551)
 
 
 def test_an_act_survives_the_command_line() -> None:

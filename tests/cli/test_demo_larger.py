@@ -12,6 +12,7 @@ from rich.console import Console
 
 from zerokern.examples.demo import larger, plot
 from zerokern.examples.demo.act import Act
+from zerokern.examples.demo.results import Results
 from zerokern.examples.demo.view import View
 from zerokern.examples.model import Shape
 
@@ -31,7 +32,7 @@ def test_the_same_losses_under_a_cap(tmp_path: Path) -> None:
     assert outcome.resting.losses == outcome.resident.losses
     assert outcome.resting.taken < ACT.cap
     assert "the same bits" in said and "cap of 160 MB" in said
-    assert plot.draw(tmp_path / "larger.png", [], [], rested=outcome)
+    assert plot.draw(tmp_path / "larger.png", Results(rested=outcome))
     # what rests on the disk was written in the step, and nothing of the other was
     assert min(outcome.resting.written) > 0.99 * larger.at_rest(ACT)
     assert outcome.resident.of_settled("written") == 0

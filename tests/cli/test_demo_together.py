@@ -18,6 +18,7 @@ from rich.console import Console
 
 from zerokern.examples.demo import plot, together
 from zerokern.examples.demo.act import Act
+from zerokern.examples.demo.results import Results
 from zerokern.examples.demo.view import View
 from zerokern.examples.model import Shape
 
@@ -68,10 +69,10 @@ def test_the_tables_say_it(performed: tuple[together.Outcome, str]) -> None:
 
 @pytest.mark.slow
 def test_the_picture_has_a_panel_for_it(performed: tuple[together.Outcome, str], tmp_path: Path) -> None:
-    assert plot.draw(tmp_path / "ranks.png", [], [], performed[0])
+    assert plot.draw(tmp_path / "ranks.png", Results(ranks=performed[0]))
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
     outcome = together.Outcome(ACT, performed[0].plan, together.Told(), [], failure="no rank came")
-    assert not plot.draw(tmp_path / "none.png", [], [], outcome)
+    assert not plot.draw(tmp_path / "none.png", Results(ranks=outcome))
     assert not (tmp_path / "none.png").exists()
 
 
@@ -109,6 +110,7 @@ import sys
 from zerokern.cli import main
 from zerokern.examples.demo import together
 from zerokern.examples.demo.act import Act
+from zerokern.examples.demo.results import Results
 from zerokern.examples.model import Shape
 act = Act(Shape(1, 128, 32), (), world=2, stage=3, rows=2, steps=10**6, lr=1e-3, seconds=600.0)
 together.perform = lambda _, view: together.train_on_ranks(act, act.steps, view)
