@@ -1,5 +1,5 @@
 // The verbs on 4 lanes (NEON, which every aarch64 has; little-endian, as Linux runs it).
-// The verbs of adam/lifted.inl.h are left out: these processors compute with denormals at their usual speed.
+// The verbs of adam/lifted.inl.h are left out: whether these processors are slow with denormals was not measured.
 #pragma once
 
 #include <arm_neon.h>
