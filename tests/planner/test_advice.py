@@ -86,6 +86,29 @@ def test_where_nothing_exact_fits() -> None:
     assert "Nor does a lossy one" in zk.plan("100T", device_memory="1GB", **nowhere).advice()
 
 
+def test_activations_that_do_not_fit_go_elsewhere_or_are_cut() -> None:
+    memory = {"device_memory": "40GB", "host_memory": "2TB"}
+    asked = {"model": preset("llama-3-8b", batch=32, seq=8192), "world": 8, **memory}
+    assert zk.plan(**asked, stage=3).missing
+    told = zk.plan(**asked).advice().splitlines()
+    assert told[0] == "No exact configuration fits."
+    called = (
+        r'`zk\.shard\(model, stage=3, keep="cpu", micro=(\d+)\)` and `zk\.AdamW\(.*, tier="cpu", schedule="overlap"\)`$'
+    )
+    found = re.search(rf"^Exact, with fewer activations on the device: stage 3, .* -> {called}", told[1])
+    assert found, told
+    chosen = {"stage": 3, "keep": "cpu", "tier": "cpu", "schedule": "overlap"}
+    assert not zk.plan(**asked, **chosen, micro=int(found[1])).missing
+    assert zk.plan(**asked, **chosen, micro=int(found[1]) // 2).missing
+
+
+def test_lora_is_named_where_frozen_parameters_fit() -> None:
+    nowhere = {"host_memory": "1GB", "disk": "1GB"}
+    told = zk.plan("8B", device_memory="24GB", **nowhere).advice()
+    assert told.endswith("LoRA instead: the frozen parameters take 16.0 of 24.0 GB on one rank, its own state is small")
+    assert "LoRA" not in zk.plan("8B", device_memory="12GB", **nowhere).advice()
+
+
 def test_it_is_told_what_is_missing() -> None:
     assert "device_memory" in zk.plan("1B").advice()
 

@@ -33,6 +33,9 @@ def advice(plan: Plan) -> str:
     if exact is not None:
         return f"Cheapest exact configuration that fits: {_told(exact)}"
     lines = ["No exact configuration fits."]
+    shorter = _less_alive(plan)
+    if shorter is not None:
+        lines.append(f"Exact, with fewer activations on the device: {_told(shorter)}")
     small = next((one for one in _candidates(plan, lossy=True) if not one.missing), None)
     if small is not None:
         lines.append(f"Lossy, and fits: {_told(small)}")
@@ -42,9 +45,11 @@ def advice(plan: Plan) -> str:
     if len(lines) == 1:
         lines.append(
             f"Nor does a lossy one, on up to {_MOST_RANKS:,} ranks: a unit alone is too large for the device, or "
-            "the host's memory and disk are too small. zk.tile cuts a Linear, micro= cuts "
-            "activations, LoRA trains a small part"
+            "the host's memory and disk are too small. zk.tile cuts a Linear"
         )
+    frozen = _frozen(plan)
+    if frozen is not None:
+        lines.append(frozen)
     return "\n".join(lines)
 
 
@@ -71,6 +76,39 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
         for stage in (3,) if param_tier != "device" else (0, 1, 2, 3) if plan.ranks > 1 else (0,):
             settings = replace(plan.settings, spills=False)
             yield replace(plan, recipe=here.on(settings.device, stage), stage=stage, settings=settings).spilling()
+
+
+def _less_alive(plan: Plan) -> Plan | None:
+    """The fewest slices of a batch, by powers of two, and the nearest place for the inputs of units, with which
+    something exact fits."""
+    shape = plan.subject.transformer
+    if shape is None or not shape.has_activations:
+        return None
+    micro = plan.settings.micro
+    while micro <= max(1, shape.batch or 1):
+        for keep in ("device", "nvme") if plan.settings.device == "cpu" else ("device", "cpu", "nvme"):
+            recipe = replace(plan.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
+            here = replace(plan, recipe=recipe, settings=replace(plan.settings, micro=micro))
+            found = next((one for one in _candidates(here, lossy=False) if not one.missing), None)
+            if found is not None:
+                return found
+        micro *= 2
+    return None
+
+
+def _frozen(plan: Plan) -> str | None:
+    """What LoRA needs first: parameters that are not trained have neither gradients nor state."""
+    room = min(plan.device_memory.values())
+    for one in (plan.at(stage) for stage in ((0, 3) if plan.ranks > 1 else (0,)) if stage in plan.stages):
+        beside = one.total - one.states
+        nbytes = one.roles["parameters"] + max(0, beside)
+        if not one.recipe.rests and nbytes < room:
+            where = f"at stage {one.stage}" if plan.ranks > 1 else "on one rank"
+            what = "the frozen parameters" + (" and activations" if beside > 0 else "")
+            return (
+                f"LoRA instead: {what} take {gigabytes(nbytes)} of {gigabytes(room)} GB {where}, its own state is small"
+            )
+    return None
 
 
 def _more_ranks(plan: Plan) -> Plan | None:
@@ -105,12 +143,14 @@ def _told(plan: Plan) -> str:
 def _code(plan: Plan) -> str:
     recipe = plan.recipe
     places = {"device": "", "cpu": ', tier="cpu"', "nvme": ", tier=zk.Nvme(path)"}
-    shard = f"zk.shard(model, stage={plan.stage}{places[recipe.param_tier]})"
+    recomputed = {"cpu": ', keep="cpu"', "nvme": ", keep=zk.Nvme(path)"}.get(recipe.keep or "", "")
+    recomputed += f", micro={plan.settings.micro}" if plan.settings.micro > 1 else ""
+    shard = f"zk.shard(model, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
     options = places[recipe.tier] + (', schedule="overlap"' if recipe.tier != "device" else "")
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
     step = f"{recipe.face}(model.parameters(){options})"
-    needs_shard = plan.ranks > 1 or recipe.rests
+    needs_shard = plan.ranks > 1 or recipe.rests or recomputed
     if not needs_shard:
         return f"`{step}`"
     return f"`{shard}`" + (f" and `{step}`" if options else "")
