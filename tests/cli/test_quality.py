@@ -49,7 +49,7 @@ def test_a_seed_counts_once_all_its_formats_are_there() -> None:
 
 @pytest.mark.parametrize("text", ["exact,int4", "exact,exact", ""])
 def test_unknown_formats_are_named(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="must be torch, exact-fp32"):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be torch, torch-bf16, exact-fp32"):
         quality.parse_formats(text)
 
 

@@ -145,17 +145,17 @@ def test_more_than_there_is_is_refused_before_anything_is_taken() -> None:
     assert f"state{3 << 50:>30,}".replace(" ", "") in text.replace(" ", "")
     said = in_child(f"""{HOST}
 def mapped():
-    return next(line for line in open("/proc/self/status") if line.startswith("VmPeak"))
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmPeak"))
 before = mapped()
 try:
     host([((1 << 50,), torch.int8)])
 except BudgetError as error:
-    print(mapped() == before)
-resource.setrlimit(resource.RLIMIT_AS, (int(before.split()[1]) * 1024 + {64 * MIB}, -1))
+    print(mapped() - before < {MIB})
+resource.setrlimit(resource.RLIMIT_AS, (before + {64 * MIB}, -1))
 try:
     host([(({128 * MIB},), torch.int8)])
-except BudgetError as error:
-    print(mapped() == before, "RLIMIT_AS" in str(error))
+except BudgetError as error:  # the message itself takes pages now and then
+    print(mapped() - before < {4 * MIB}, "RLIMIT_AS" in str(error))
 """)
     assert said == "True\nTrue True\n"
 
