@@ -31,7 +31,7 @@ offline := --no-build-isolation --no-deps --no-index
 build = $(python) -m pip install $(offline) .
 define fetch
 $(PYTHON) -m venv $(VENV)
-$(python) -m pip install --no-compile -c constraints.txt scikit-build-core cmake ninja
+$(python) -m pip install --no-compile -c constraints.txt scikit-build-core cmake ninja setuptools wheel
 $(python) -m pip install --no-compile -c constraints.txt --no-build-isolation '.$(EXTRAS:%=[%])'
 endef
 
