@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .contest import Contest, Missing, Provider, WrongResult
 from .roof import roofs
-from .timers import Contestant, Estimate, interleave, interrupted, median_estimate, paired_ratio
+from .timers import Contestant, Estimate, interleave, median_estimate, paired_ratio
 
 Say = Callable[[str], None]
 
@@ -96,7 +96,7 @@ def run(contest: Contest, threads: int, effort: Effort, say: Say, advance: Calla
         missing=missing,
         roof=roof,
         roof_gb_s={name: statistics.median(values) for name, values in rates.items()},
-        interrupted=interrupted(times, effort.pairs),
+        interrupted=times.interrupted,
     )
 
 
@@ -124,7 +124,7 @@ def _best(
     trial = interleave(
         [_contestant(name, *entry) for name, entry in entries.items()], effort.trials, at_least_s=effort.at_least_s
     )
-    if interrupted(trial, effort.trials):
+    if trial.interrupted:
         raise KeyboardInterrupt  # what was found until here is no result
     fastest = min(trial, key=lambda name: statistics.median(trial[name]))
     say(f"{peer}: competes with {fastest}")

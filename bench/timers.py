@@ -26,6 +26,13 @@ IDLE_CPU_SHARE = 0.15
 SETTLE_LIMIT_S = 0.25
 
 
+class Turns(dict[str, list[T]]):
+    """What everyone measured, by name; index i of all lists belongs to round i. `interrupted` says after how many
+    rounds Ctrl-C came, be it behind the last; it is empty where none came."""
+
+    interrupted = ""
+
+
 @dataclass(frozen=True)
 class Contestant:
     """What takes turns: `prepare` (its thread count) is not timed, `run` is."""
@@ -82,15 +89,15 @@ def interleave(
     *,
     at_least_s: float = 0.004,
     after_round: Callable[[int], None] = lambda done: None,
-) -> dict[str, list[float]]:
-    """Nanoseconds of every contestant in every round; index i of all lists belongs to round i.
+) -> Turns[float]:
+    """Nanoseconds of every contestant in every round.
 
     Ctrl-C ends it with the rounds that are whole, if there are some.
     """
     repeats = {c.name: repeats_for(c, at_least_s) for c in contestants}
     if len(repeats) != len(contestants):
         raise ValueError(f"contestants={[c.name for c in contestants]}; allowed: each name once")
-    times: dict[str, list[float]] = {c.name: [] for c in contestants}
+    times: Turns[float] = Turns({c.name: [] for c in contestants})
     order = random.Random(0)
     gc.collect()
     gc_was_on = gc.isenabled()
@@ -101,33 +108,26 @@ def interleave(
                 times[contestant.name].append(run_ns(contestant, repeats[contestant.name]))
             after_round(done)
     except KeyboardInterrupt:
-        return whole_rounds(times)
+        return whole_rounds(times, rounds)
     finally:
         if gc_was_on:
             gc.enable()
     return times
 
 
-def whole_rounds(of_each: dict[str, list[T]]) -> dict[str, list[T]]:
+def whole_rounds(of_each: Mapping[str, list[T]], rounds: int) -> Turns[T]:
     """What was measured until Ctrl-C, without the round that it broke off; where none is whole, it goes on its way.
 
-    >>> whole_rounds({"a": [1, 2], "b": [3]})
-    {'a': [1], 'b': [3]}
+    >>> whole = whole_rounds({"a": [1, 2], "b": [3]}, 5)
+    >>> whole, whole.interrupted
+    ({'a': [1], 'b': [3]}, 'after 1 of 5 rounds')
     """
     done = min(map(len, of_each.values()), default=0)
     if not done:
         raise KeyboardInterrupt
-    return {name: found[:done] for name, found in of_each.items()}
-
-
-def interrupted(of_each: Mapping[str, Sequence[object]], rounds: int) -> str:
-    """After how many rounds Ctrl-C came; empty where it did not.
-
-    >>> interrupted({"a": [1, 2]}, 5), interrupted({"a": [1, 2]}, 2)
-    ('after 2 of 5 rounds', '')
-    """
-    done = len(next(iter(of_each.values())))
-    return f"after {done} of {rounds} rounds" if done < rounds else ""
+    whole: Turns[T] = Turns({name: found[:done] for name, found in of_each.items()})
+    whole.interrupted = f"after {done} of {rounds} rounds"
+    return whole
 
 
 def median_estimate(values: Iterable[float]) -> Estimate:

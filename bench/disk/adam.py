@@ -22,7 +22,6 @@ from zerokern.memory import Slot, flow
 from ..contest import WrongResult
 from ..shapes import Shape
 from ..step import Format
-from ..timers import interrupted
 from .contest import Mover, Outcome, Pass, Row, Say, fastest_of, measured, rounds, row
 from .pattern import GIB
 
@@ -137,7 +136,7 @@ def measure(folder: Path, shape: Shape, pairs: int, say: Say, advance: Callable[
             say(f"{one.layout.name}: the same bits as with state in memory; {one.nbytes / GIB:.2f} GiB move per step")
         movers = [mover for one in made for mover in one.movers()]
         passes = rounds(movers, pairs, lambda done: advance(name, done, pairs))
-        return dataclasses.replace(summary(name, made, movers, passes), interrupted=interrupted(passes, pairs))
+        return dataclasses.replace(summary(name, made, movers, passes), interrupted=passes.interrupted)
 
 
 def summary(name: str, made: Sequence[TieredStep], movers: Sequence[Mover], passes: dict[str, list[Pass]]) -> Outcome:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..contest import Missing, WrongResult
-from ..timers import Estimate, interrupted, median_estimate, paired_ratio, settle, whole_rounds
+from ..timers import Estimate, Turns, median_estimate, paired_ratio, settle, whole_rounds
 from . import usage
 from .pattern import GIB, Pattern
 from .workfile import Workfile
@@ -150,12 +150,12 @@ def run(
     rows = [row(mover, passes[mover.name], passes[roof], theirs, counted) for mover in ours]
     rows += [row(mover, theirs[mover.name], passes[roof], None, counted) for mover in rivals]
     gb_s = statistics.median(one.gb_s for one in passes[roof])
-    return Outcome(task.pattern.name, rows, missing, roof, gb_s, interrupted(passes, pairs))
+    return Outcome(task.pattern.name, rows, missing, roof, gb_s, passes.interrupted)
 
 
-def rounds(movers: Sequence[Mover], pairs: int, after_round: Callable[[int], None]) -> dict[str, list[Pass]]:
-    """Every mover's passes; index i of all lists belongs to round i. Ctrl-C ends it with the rounds that are whole."""
-    passes: dict[str, list[Pass]] = {mover.name: [] for mover in movers}
+def rounds(movers: Sequence[Mover], pairs: int, after_round: Callable[[int], None]) -> Turns[Pass]:
+    """Every mover's passes. Ctrl-C ends it with the rounds that are whole."""
+    passes: Turns[Pass] = Turns({mover.name: [] for mover in movers})
     if len(passes) != len(movers):
         raise ValueError(f"movers={[mover.name for mover in movers]}; allowed: each name once")
     order = random.Random(0)
@@ -166,7 +166,7 @@ def rounds(movers: Sequence[Mover], pairs: int, after_round: Callable[[int], Non
                 passes[mover.name].append(mover.run())
             after_round(done)
     except KeyboardInterrupt:
-        return whole_rounds(passes)
+        return whole_rounds(passes, pairs)
     return passes
 
 

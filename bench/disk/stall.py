@@ -54,4 +54,4 @@ def measure(
     best = passes[fastest_of(passes)]
     rows = [row(movers[0], passes[movers[0].name], best, rivals)]
     rows += [row(mover, passes[mover.name], best, None) for mover in movers[1:]]
-    return Outcome(NAME, rows, {}, "", 0.0)
+    return Outcome(NAME, rows, {}, "", 0.0, passes.interrupted)

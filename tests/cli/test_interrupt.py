@@ -36,7 +36,7 @@ def test_whole_rounds_are_kept() -> None:
         [ends_in(2 + 3), other], 60, at_least_s=0.0
     )  # the first two calls look how long one takes
     assert [len(found) for found in times.values()] == [2, 2]
-    assert timers.interrupted(times, 60) == "after 2 of 60 rounds"
+    assert times.interrupted == "after 2 of 60 rounds"
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
@@ -68,7 +68,22 @@ def test_rounds_of_disks_too() -> None:
         if done == 2:
             raise KeyboardInterrupt
 
-    assert disk_contest.rounds([mover], 9, after_round) == {"one": [1, 2]}
+    found = disk_contest.rounds([mover], 9, after_round)
+    assert found == {"one": [1, 2]} and found.interrupted == "after 2 of 9 rounds"
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_behind_the_last_round_it_is_an_interrupt_too(rounds: int) -> None:
+    def after_round(done: int) -> None:
+        if done == rounds:
+            raise KeyboardInterrupt
+
+    one = timers.Contestant("one", int)
+    found = timers.interleave([one], rounds, at_least_s=0.0, after_round=after_round)
+    assert found.interrupted == f"after {rounds} of {rounds} rounds"
+    mover = disk_contest.Mover("one", "", int, lambda: None)
+    assert disk_contest.rounds([mover], rounds, after_round).interrupted == found.interrupted
+    assert not timers.interleave([one], rounds, at_least_s=0.0).interrupted
 
 
 class Running:
