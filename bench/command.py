@@ -90,7 +90,7 @@ class _List(argparse.Action):
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; returns 1 when a result of ours is wrong, and then no time is told.
 
-    After Ctrl-C whole rounds count: they are printed and written, but not drawn, and it returns 130.
+    After Ctrl-C whole contests and rounds count: they are printed and written, but not drawn, and it returns 130.
     """
     from rich.console import Console
 
@@ -200,15 +200,17 @@ def _measure_disk(args: argparse.Namespace, console: Console, command: str) -> t
     with Rounds(console) as rounds:
         if args.op == "io":
             request, more = io.DiskRequest(args.path, _peers(args), args.smoke, args.pairs or 0), {}
-            outcomes = io.measure(request, rounds.say, rounds.at)
+            outcomes, interrupted = io.measure(request, rounds.say, rounds.at)
         elif args.op == "save":
             asked = save.SaveRequest(args.path, wanted, _peers(args), pairs, not args.smoke)
-            outcomes = save.measure(asked, rounds.say, rounds.at)
+            outcomes, interrupted = save.measure(asked, rounds.say, rounds.at)
         else:
             outcomes = [adam.measure(args.path, wanted, pairs, rounds.say, rounds.at)]
+            interrupted = outcomes[0].interrupted
     for outcome in outcomes:
         for line in (f"\n{outcome.name}\n", *report.outcome_lines(outcome)):
             console.print(line, markup=False)
+    more |= {"interrupted": interrupted} if interrupted else {}
     return report.document(outcomes, args.op, command, args.path, **more), plot
 
 

@@ -79,12 +79,13 @@ def birth(op: str, command: str) -> dict[str, object]:
 
 def context(measurement: Measurement, command: str) -> dict[str, object]:
     """What a result file says beside its rows."""
-    shape = measurement.request.shape
+    shape, interrupted = measurement.request.shape, measurement.interrupted
     return {
         **birth(measurement.request.op, command),
         "shape": {"name": shape.name, "numel": shape.numel, "tensors": len(shape.numels)},
         "threads": measurement.threads,
         "cycles_per_16_in_l2": measurement.cycles_in_l2,
+        **({"interrupted": interrupted} if interrupted else {}),
     }
 
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from .contest import Request
+from .contest import Contest, Request
 from .in_cache import cycles_per_16
 from .ops import KERNELS
 from .run import Effort, Outcome, Say, run
+from .timers import whole_contests
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What an op's benchmark found."""
+    """What an op's benchmark found; after what Ctrl-C came, if it did."""
 
     request: Request
     threads: int
     outcomes: list[Outcome]
     cycles_in_l2: dict[str, float] = field(default_factory=dict)
+    interrupted: str = ""
 
 
 def measure(
@@ -29,12 +32,18 @@ def measure(
     if request.op not in KERNELS:
         raise ValueError(f"op={request.op!r}; allowed: {', '.join(KERNELS)}")
     op = importlib.import_module(f"{__package__}.ops.{request.op}")
-    outcomes = []
-    for contest in op.contests(request):
+
+    def one(contest: Contest) -> Outcome:
         say(f"{contest.name}:")
-        outcomes.append(run(contest, threads, effort, say, lambda done, of, name=contest.name: advance(name, done, of)))
-        if outcomes[-1].interrupted:
-            return Measurement(request, threads, outcomes)
+        return run(contest, threads, effort, say, partial(advance, contest.name))
+
+    contests = [partial(one, contest) for contest in op.contests(request)]
+    outcomes, interrupted = whole_contests(contests)
     algorithm = getattr(op, "ALGORITHM", None)
-    cycles = cycles_per_16(algorithm) if algorithm is not None else {}
-    return Measurement(request, threads, outcomes, cycles)
+    if interrupted or algorithm is None:
+        return Measurement(request, threads, outcomes, interrupted=interrupted)
+    try:
+        return Measurement(request, threads, outcomes, cycles_per_16(algorithm))
+    except KeyboardInterrupt:
+        interrupted = f"after {len(outcomes)} of {len(contests)} contests"
+        return Measurement(request, threads, outcomes, interrupted=interrupted)

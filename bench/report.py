@@ -75,13 +75,7 @@ def document(outcomes: Sequence[Outcome], context: dict[str, Any]) -> dict[str, 
     """The JSON of a run; `context` is what it was measured on and how."""
     rows = [{"contest": outcome.name, **_row_json(row)} for outcome in outcomes for row in outcome.rows]
     contests = [_contest_json(outcome) for outcome in outcomes]
-    return {"schema": SCHEMA, **context, **interruption(outcomes), "contests": contests, "rows": rows}
-
-
-def interruption(outcomes: Sequence[Any]) -> dict[str, str]:
-    """What the JSON of a run says that Ctrl-C has ended."""
-    found = [outcome.interrupted for outcome in outcomes if outcome.interrupted]
-    return {"interrupted": found[-1]} if found else {}
+    return {"schema": SCHEMA, **context, "contests": contests, "rows": rows}
 
 
 def _contest_json(outcome: Outcome) -> dict[str, Any]:

@@ -130,6 +130,28 @@ def whole_rounds(of_each: Mapping[str, list[T]], rounds: int) -> Turns[T]:
     return whole
 
 
+def whole_contests(contests: Sequence[Callable[[], T]]) -> tuple[list[T], str]:
+    """What they found, one after the other, until Ctrl-C; and after how many it came. Where none is over, it goes on
+    its way; one that says itself that it was interrupted is the last.
+
+    >>> def ctrl_c():
+    ...     raise KeyboardInterrupt
+    >>> whole_contests([int, float, ctrl_c, int])
+    ([0, 0.0], 'after 2 of 4 contests')
+    """
+    found: list[T] = []
+    try:
+        for contest in contests:
+            found.append(contest())
+            if when := getattr(found[-1], "interrupted", ""):
+                return found, when
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        return found, f"after {len(found)} of {len(contests)} contests"
+    return found, ""
+
+
 def median_estimate(values: Iterable[float]) -> Estimate:
     """The median with a 95 % interval from order statistics: no assumption about the distribution.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..machine import birth
-from ..report import SCHEMA, columns, duration, interruption, ratio_text
+from ..report import SCHEMA, columns, duration, ratio_text
 from ..timers import Estimate
 from .contest import Outcome, Row
 
@@ -49,7 +49,7 @@ def document(outcomes: Sequence[Outcome], op: str, command: str, folder: Path, *
     """The JSON of a run in that folder."""
     rows = [{"contest": outcome.name, **_row_json(row)} for outcome in outcomes for row in outcome.rows]
     contests = [_contest_json(outcome) for outcome in outcomes]
-    context = {**birth(op, command), "disk": disk(folder), **more, **interruption(outcomes)}
+    context = {**birth(op, command), "disk": disk(folder), **more}
     return {"schema": SCHEMA, **context, "contests": contests, "rows": rows}
 
 

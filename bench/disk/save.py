@@ -23,6 +23,7 @@ from ..contest import WrongResult
 from ..peers import candidates
 from ..peers.torch_file import drop_cache
 from ..shapes import Shape
+from ..timers import whole_contests
 from .contest import Mover, Outcome, Say, Task, measured, run
 from .pattern import MIB, Pattern, size_text
 from .workfile import SPARE_NBYTES, Workfile
@@ -125,27 +126,29 @@ def ours(task: SaveTask) -> list[Mover]:
     ]
 
 
-def measure(request: SaveRequest, say: Say, advance: Callable[[str, int, int], None]) -> list[Outcome]:
-    """Saving, loading, and how long training waits for a save in the background."""
+def measure(request: SaveRequest, say: Say, advance: Callable[[str, int, int], None]) -> tuple[list[Outcome], str]:
+    """Saving, loading, and how long training waits for a save in the background; and after what Ctrl-C came, if it
+    did."""
     from .stall import measure as stall
 
     training = Training(request.shape)
     nbytes = training.nbytes
     say(f"{request.shape.numel:,} parameters, {size_text(nbytes)} of state")
-    outcomes = []
     # ours keeps the checkpoint before until the new one is whole, and so may a peer
     with Workfile(request.folder, nbytes, spare=5 * nbytes + SPARE_NBYTES) as file:
         folder = file.folder / "checkpoints"
         folder.mkdir()
-        for name, kind in (("save", "write"), ("load", "read")):
+
+        def moved(name: str, kind: str) -> Outcome:
             pattern = Pattern(name, kind, max(nbytes - nbytes % WHOLE, MIB))
             trial = max(MIB, nbytes // TRIALS_PER_PASS)
             task = SaveTask(pattern, file, trial, request.tune, say, training, folder)
             peers = {peer: candidates(peer, "io" if peer == "fio" else "save", task) for peer in request.peers}
-            outcomes.append(run(task, ours(task), peers, request.pairs, partial(advance, name)))
-            if outcomes[-1].interrupted:
-                return outcomes
-        shutil.rmtree(folder)
-        folder.mkdir()
-        outcomes.append(stall(training, folder, request.pairs, partial(advance, "stall"), "dcp" in request.peers))
-    return outcomes
+            return run(task, ours(task), peers, request.pairs, partial(advance, name))
+
+        def stood_still() -> Outcome:
+            shutil.rmtree(folder)
+            folder.mkdir()
+            return stall(training, folder, request.pairs, partial(advance, "stall"), "dcp" in request.peers)
+
+        return whole_contests([partial(moved, "save", "write"), partial(moved, "load", "read"), stood_still])

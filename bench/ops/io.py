@@ -17,6 +17,7 @@ from ..disk.ours import RING_NBYTES, EngineMover, StoreMover
 from ..disk.pattern import MIB, Pattern, patterns
 from ..disk.workfile import SPARE_NBYTES, Workfile
 from ..peers import candidates
+from ..timers import whole_contests
 
 PAIRS, SMOKE_PAIRS = 15, 3
 TRIALS_PER_PASS = 8
@@ -36,21 +37,17 @@ class DiskRequest:
         return self.pairs or (SMOKE_PAIRS if self.smoke else PAIRS)
 
 
-def measure(request: DiskRequest, say: Say, advance: Callable[[str, int, int], None]) -> list[Outcome]:
-    """`advance(pattern, done, of)` is called after every round."""
+def measure(request: DiskRequest, say: Say, advance: Callable[[str, int, int], None]) -> tuple[list[Outcome], str]:
+    """The outcomes, and after what Ctrl-C came, if it did; `advance(pattern, done, of)` is called after every round."""
     probe = zk.io.probe(request.folder)
     say(f"zerokern takes what its probe found: {probe.line()}")
     wanted = patterns(smoke=request.smoke)
     largest = max(pattern.nbytes for pattern in wanted)
     # the Store has files of its own, torch.save too
     with Workfile(request.folder, largest, spare=2 * largest + SPARE_NBYTES) as file:
-        outcomes: list[Outcome] = []
-        for pattern in wanted:
-            outcomes.append(_contest(request, file, probe, pattern, say, advance))
-            if outcomes[-1].interrupted:
-                return outcomes
-        outcomes.append(tickets.outcome(file.folder / "store", probe, request.rounds))
-    return outcomes
+        contests = [functools.partial(_contest, request, file, probe, pattern, say, advance) for pattern in wanted]
+        of_tickets = functools.partial(tickets.outcome, file.folder / "store", probe, request.rounds)
+        return whole_contests([*contests, of_tickets])
 
 
 def _contest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments
@@ -82,20 +83,17 @@ def contests(
     """The outcome of each job, printed as soon as it is there; and what their JSON says if Ctrl-C comes after some."""
     from zerokern.examples.progress import Rounds
 
+    from ..timers import whole_contests
     from .turns import SMOKE as few
 
-    outcomes: list[Any] = []
-    jobs = list(jobs)
-    for job in jobs:
+    def one(job: Any) -> Any:
         effort = few if args.smoke else usual_effort(job.numel)
         effort = dataclasses.replace(effort, rounds=args.pairs) if args.pairs else effort
-        try:
-            with Rounds(console) as rounds:
-                outcomes.append(measure(job, effort, rounds.say, rounds.at))
-        except KeyboardInterrupt:
-            if not outcomes:
-                raise
-            return outcomes, {"interrupted": f"after {len(outcomes)} of {len(jobs)} contests"}
-        for line in (f"\n{report.headline(outcomes[-1])}\n", *report.outcome_lines(outcomes[-1]), ""):
+        with Rounds(console) as rounds:
+            outcome = measure(job, effort, rounds.say, rounds.at)
+        for line in (f"\n{report.headline(outcome)}\n", *report.outcome_lines(outcome), ""):
             console.print(line, markup=False)
-    return outcomes, {}
+        return outcome
+
+    outcomes, interrupted = whole_contests([functools.partial(one, job) for job in jobs])
+    return outcomes, {"interrupted": interrupted} if interrupted else {}

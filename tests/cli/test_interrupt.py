@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at `zerokern bench`: whole rounds are kept, and no process is left behind."""
+"""Ctrl-C and SIGTERM at `zerokern bench`: whole contests and rounds are kept, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from zerokern.cli.main import main
+
 timers = import_module("zerokern.bench.timers")
 bench_run = import_module("zerokern.bench.run")
+bench_measure = import_module("zerokern.bench.measure")
 disk_contest = import_module("zerokern.bench.disk.contest")
 BENCH = "from zerokern.cli.main import main; import sys; sys.exit(main(['bench', *sys.argv[1:]]))"
 
@@ -84,6 +89,66 @@ def test_behind_the_last_round_it_is_an_interrupt_too(rounds: int) -> None:
     mover = disk_contest.Mover("one", "", int, lambda: None)
     assert disk_contest.rounds([mover], rounds, after_round).interrupted == found.interrupted
     assert not timers.interleave([one], rounds, at_least_s=0.0).interrupted
+
+
+def ctrl_c(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def contests(*checks: Any) -> list[Any]:
+    """One for each check, which is the first that is done in it."""
+    contest = import_module("zerokern.bench.contest")
+    names = "first", "second", "third"
+    providers = [contest.Provider("x", int, check, 8.0, lambda threads: None) for check in checks]
+    return [contest.Contest(name, 1, [one], {}) for name, one in zip(names, providers, strict=False)]
+
+
+@pytest.mark.parametrize("over", [1, 2])
+def test_contests_that_were_over_are_written(
+    over: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cast = import_module("zerokern.bench.ops.cast")
+    made = contests(*[int] * over, *[ctrl_c] * (3 - over))
+    monkeypatch.setattr(cast, "contests", lambda request: made)
+    result = tmp_path / "result.json"
+    assert main(["bench", "cast", "--smoke", "--numel", "4K", "--json", str(result)]) == 130
+    content, when = json.loads(result.read_text()), f"after {over} of 3 contests"
+    assert content["interrupted"] == when and len(content["contests"]) == over
+    assert f"zerokern bench: interrupted {when}" in capsys.readouterr().err
+
+
+def test_in_the_first_contest_it_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = contests(ctrl_c, int)
+    monkeypatch.setattr(import_module("zerokern.bench.ops.cast"), "contests", lambda request: made)
+    result = tmp_path / "result.json"
+    assert main(["bench", "cast", "--smoke", "--numel", "4K", "--json", str(result)]) == 130
+    assert not result.exists()
+
+
+def test_while_cycles_are_counted_all_contests_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = contests(int, int)
+    monkeypatch.setattr(import_module("zerokern.bench.ops.adam"), "contests", lambda request: made)
+    monkeypatch.setattr(bench_measure, "cycles_per_16", ctrl_c)
+    request = import_module("zerokern.bench.contest").Request("adam", None, ())
+    found = bench_measure.measure(request, 1, bench_run.SMOKE, lambda text: None, lambda *_: None)
+    assert len(found.outcomes) == 2 and found.interrupted == "after 2 of 2 contests"
+
+
+def test_contests_of_disks_that_were_over_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    io, save, stall = (import_module(f"zerokern.bench.{name}") for name in ("ops.io", "disk.save", "disk.stall"))
+    outcome = disk_contest.Outcome("one", [], {}, "", 0.0)
+    monkeypatch.setattr(io.zk.io, "probe", lambda folder: SimpleNamespace(line=str))
+    monkeypatch.setattr(io, "_contest", lambda *_: outcome)
+    monkeypatch.setattr(io.tickets, "outcome", ctrl_c)
+    found, when = io.measure(io.DiskRequest(tmp_path, (), smoke=True), lambda text: None, lambda *_: None)
+    assert found and when == f"after {len(found)} of {len(found) + 1} contests"
+
+    monkeypatch.setattr(save, "run", lambda *_: outcome)
+    monkeypatch.setattr(stall, "measure", ctrl_c)
+    shape = import_module("zerokern.bench.shapes").shape("flat", 5000)
+    asked = save.SaveRequest(tmp_path, shape, (), 1, False)
+    found, when = save.measure(asked, lambda text: None, lambda *_: None)
+    assert found == [outcome] * 2 and when == "after 2 of 3 contests"
 
 
 class Running:
