@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zerokern.core.errors import got
-from zerokern.core.units import parse_nbytes
+from zerokern.core.units import in_units, parse_nbytes
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
 def numbers(
-    name: str, allowed: str, *, units: Mapping[str, int] | None = None, least: int = 1, most: float = math.inf
+    name: str, allowed: str, *, units: Mapping[str, int] | None = None, most: float = math.inf
 ) -> Callable[[str], tuple[int, ...]]:
     """A list of whole numbers; with `units` each may have a fraction and a unit.
 
@@ -26,7 +26,7 @@ def numbers(
 
     def parse(text: str) -> tuple[int, ...]:
         found = [_number(word.strip().upper(), units) for word in text.split(",")]
-        if not all(least <= one <= most for one in found):
+        if not all(1 <= one <= most for one in found):
             raise ArgumentTypeError(got(name, text, allowed))
         return tuple(dict.fromkeys(int(one) for one in found))
 
@@ -51,10 +51,10 @@ def number(name: str, allowed: str, *, units: Mapping[str, int] | None = None) -
 
 
 def _number(word: str, units: Mapping[str, int] | None) -> float:
-    """NaN where the word is no number, which is above and below nothing."""
-    match = re.fullmatch(r"(\d+)()" if units is None else r"(\d*\.?\d+)\s*([A-Z]*)", word)
+    """NaN, which is above and below nothing, where the word is no number or one that 64 bits do not hold."""
+    match = re.fullmatch(r"(\d+)()" if units is None else r"(\d*\.?\d+)\s*([A-Z]*)", word, re.ASCII)
     known = {"": 1} if units is None else units
-    return round(float(match[1]) * known[match[2]]) if match and match[2] in known else math.nan
+    return in_units(match[1], known[match[2]]) or math.nan if match and match[2] in known else math.nan
 
 
 count = number("count", "a whole number from 1 on")

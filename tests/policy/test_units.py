@@ -61,6 +61,8 @@ def test_another_reader_is_found(source: str) -> None:
         ("1.5 tb", 1500 * 10**9),
         ("512mib", 512 << 20),
         ("3kB", 3000),
+        (".5GB", 500 * 10**6),
+        ("9007199254.740993 MB", 9007199254740993),
     ],
 )
 def test_bytes_mean_the_same_everywhere(text: str, nbytes: int) -> None:
@@ -68,7 +70,14 @@ def test_bytes_mean_the_same_everywhere(text: str, nbytes: int) -> None:
     assert list(parse_device_memory(text).values()) == [nbytes]
 
 
-@pytest.mark.parametrize("text", ["", "G", "-1G", "1e9", "nan", "inf", "8i", "8GiBs", "8 G B", "1,5G", "0x10", "1e400"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "G", "-1G", "1e9", "nan", "inf", "8i", "8iB", "8GiBs", "8 G B", "1,5G", "0x10", "1e400"),
+        *("8\N{KELVIN SIGN}", f"{9 * 10**18}GB"),
+        *(pytest.param("9" * digits, id=f"{digits} digits") for digits in (400, 5000)),
+    ],
+)
 def test_what_is_no_number_is_refused_everywhere(text: str) -> None:
     with pytest.raises(ValueError, match=r"x=.*must be"):
         parse_nbytes("x", text)
@@ -82,4 +91,25 @@ def test_what_is_no_number_is_refused_everywhere(text: str) -> None:
 
 def test_elements_are_binary_and_parameters_of_models_decimal() -> None:
     assert arguments.number("numel", "elements", units=BINARY)("64M") == 64 << 20
-    assert (parse_numel("125M"), parse_numel("7.5B")) == (125 * 10**6, 7_500 * 10**6)
+    assert (parse_numel("125M"), parse_numel("7.5B"), parse_numel(".5B")) == (125 * 10**6, 7_500 * 10**6, 5 * 10**8)
+
+
+def test_every_digit_counts() -> None:
+    text, number = "9007199254740993", 2**53 + 1  # which no float is
+    assert parse_nbytes("x", text) == arguments.number("x", "elements")(text) == parse_numel(text) == number
+    assert arguments.number("x", "elements", units=BINARY)(text) == number
+    assert parse_nbytes("x", ".5G") == arguments.number("x", "elements", units=BINARY)(".5G") == 1 << 29
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_more_than_64_bits_hold_is_refused(digits: int) -> None:
+    for parse in (arguments.count, arguments.number("x", "parameters", units={"": 1, "M": 10**6})):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+            parse("9" * digits)
+    with pytest.raises(ValueError, match="must be a whole number of parameters"):
+        parse_numel("9" * digits)
+    for value in (10**400, 1 << 63):
+        with pytest.raises(ValueError, match="must be"):
+            parse_nbytes("x", value)
+        with pytest.raises(ValueError, match="must be"):
+            parse_numel(value)

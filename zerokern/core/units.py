@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Literal, get_args
 
 from zerokern.core.errors import got
 
 __all__ = [
-    "BINARY", "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "RING_NBYTES", "STATE_FORMATS",
-    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "parse_nbytes",
+    "BINARY", "BLOCK", "BUFFERS", "MASTERS", "MASTER_FORMATS", "MOST", "RING_NBYTES", "STATE_FORMATS",
+    "MasterFormat", "Reduce", "Schedule", "Stage", "StateFormat", "Tier", "in_units", "parse_nbytes",
 ]  # fmt: skip
 
 Stage = Literal[0, 1, 2, 3]
@@ -36,7 +37,8 @@ RING_NBYTES = 64 << 20
 """of host memory that state on a disk streams through, unless told otherwise"""
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 """a letter behind a number of elements or tokens, and behind one of bytes where no B follows"""
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", re.IGNORECASE)
+_BYTES = re.compile(r"(\d*\.?\d+)\s*(?:([KMGT])(I?B)?|B)?", re.IGNORECASE | re.ASCII)
+MOST, _LONGEST = (1 << 63) - 1, 100  # what native calls can count, and digits
 
 
 def parse_nbytes(argument: str, value: object) -> int:
@@ -48,13 +50,23 @@ def parse_nbytes(argument: str, value: object) -> int:
     allowed = "a positive number of bytes, or text such as '8G' or '512MiB' (powers of 1024) or '8GB' (powers of 1000)"
     if isinstance(value, str):
         found = _BYTES.fullmatch(value.strip())
-        letter, ending = (found[2].upper(), (found[3] or "").upper()) if found else ("", "")
+        letter, ending = ((found[2] or "").upper(), (found[3] or "").upper()) if found else ("", "")
         unit = 1000 ** list(BINARY).index(letter) if ending == "B" else BINARY[letter]
-        nbytes = round(float(found[1]) * unit) if found else 0
+        nbytes = in_units(found[1], unit) if found else 0
     elif isinstance(value, int) and not isinstance(value, bool):
         nbytes = value
     else:
         raise TypeError(got(argument, value, allowed))
-    if nbytes < 1:
+    if not 1 <= nbytes <= MOST:
         raise ValueError(got(argument, value, allowed))
     return nbytes
+
+
+def in_units(digits: str, unit: int) -> int:
+    """So many of a unit, to the nearest whole number, by exact arithmetic; 0 where 64 bits do not hold it.
+
+    >>> in_units("9007199254740993", 1), in_units(".5", 10**9), in_units("9" * 400, 1)
+    (9007199254740993, 500000000, 0)
+    """
+    found = round(Fraction(digits) * unit) if len(digits) <= _LONGEST else 0
+    return found if found <= MOST else 0

@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from zerokern.core.errors import got
-from zerokern.core.units import parse_nbytes
+from zerokern.core.units import MOST, in_units, parse_nbytes
 
 __all__ = ["DEVICES", "Memory", "count", "gigabytes", "parse_device_memory", "parse_numel", "table_of"]
 
 _THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
-_NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*([KMBGT]?)", re.IGNORECASE)
+_NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([KMBGT]?)", re.IGNORECASE | re.ASCII)
 _ALLOWED_MEMORY = "bytes as a whole number, text with its unit (80GB is 80·10^9, 80GiB is 80·2^30), or one of "
 
 DEVICES = {  # bytes of memory as the data sheets name them
@@ -43,12 +43,12 @@ def parse_numel(value: int | str) -> int:
     if isinstance(value, str):
         found = _NUMEL.fullmatch(value.strip())
         digits = found[1].replace(",", "").replace("_", "") if found else "0"
-        numel = round(float(digits) * 10 ** _THOUSANDS[found[2].upper()]) if found else 0
+        numel = in_units(digits, 10 ** _THOUSANDS[found[2].upper()]) if found else 0
     elif isinstance(value, int) and not isinstance(value, bool):
         numel = value
     else:
         raise TypeError(got("numel", value, allowed))
-    if numel < 1:
+    if not 1 <= numel <= MOST:
         raise ValueError(got("numel", value, allowed))
     return numel
 
