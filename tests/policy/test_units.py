@@ -94,6 +94,12 @@ def test_elements_are_binary_and_parameters_of_models_decimal() -> None:
     assert (parse_numel("125M"), parse_numel("7.5B"), parse_numel(".5B")) == (125 * 10**6, 7_500 * 10**6, 5 * 10**8)
 
 
+def test_digits_alone_are_bytes() -> None:
+    text, nbytes = "137438953472", 128 << 30
+    assert parse_nbytes("x", text) == arguments.nbytes("x")(text) == parse_memory("x", text) == nbytes
+    assert parse_device_memory(text) == parse_device_memory(nbytes)
+
+
 def test_every_digit_counts() -> None:
     text, number = "9007199254740993", 2**53 + 1  # which no float is
     assert parse_nbytes("x", text) == arguments.number("x", "elements")(text) == parse_numel(text) == number

@@ -14,6 +14,8 @@ __all__ = ["DEVICES", "Memory", "count", "gigabytes", "parse_device_memory", "pa
 
 _THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([KMBGT]?)", re.IGNORECASE | re.ASCII)
+# of a GPU "80G" is read both ways, and "80B" is a slip
+_NAMED = re.compile(r"\d+|.*[KMGT]I?B", re.IGNORECASE | re.ASCII)
 _ALLOWED_MEMORY = "bytes as a whole number, text with its unit (80GB is 80·10^9, 80GiB is 80·2^30), or one of "
 
 DEVICES = {  # bytes of memory as the data sheets name them
@@ -60,6 +62,8 @@ def parse_device_memory(value: Memory) -> dict[str, int]:
     {'h100 (80 GB)': 80000000000, '32GB': 32000000000}
     >>> parse_device_memory({"mine": "24GiB"})
     {'mine': 25769803776}
+    >>> parse_device_memory("80000000000") == parse_device_memory(80000000000) == {"80.0 GB": 80000000000}
+    True
     """
     if value is None:
         return {}
@@ -97,11 +101,10 @@ def _nbytes(argument: str, value: object, allowed: str) -> tuple[str, int]:
         nbytes = parse_nbytes(argument, value)
     except (TypeError, ValueError):
         raise ValueError(got(argument, value, allowed)) from None
-    if isinstance(value, str):
-        if not value.strip().upper().endswith("B"):  # of a GPU "80G" is read as 80 GB by some, as 80 GiB by others
-            raise ValueError(got(argument, value, allowed))
-        return value.strip(), nbytes
-    return f"{gigabytes(nbytes)} GB", nbytes
+    text = str(value).strip()
+    if not _NAMED.fullmatch(text):
+        raise ValueError(got(argument, value, allowed))
+    return f"{gigabytes(nbytes)} GB" if text.isdecimal() else text, nbytes
 
 
 def gigabytes(nbytes: float) -> str:
