@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokern import arguments
+from zerokern.planner.amounts import parse_numel
 
 from ..zero.command import chosen, contests
 
@@ -21,15 +22,24 @@ DEFAULTS: dict[str, Any] = {"ranks": (2,), "model": ("25M",), "dtype": ("bf16",)
 SMOKE: dict[str, Any] = {"ranks": (1,), "model": ("tiny",), "dtype": ("bf16",), "batch": 2, "micro": (1, 2)}
 MOST_MICRO = 1024
 USUAL_CAP = 900_000_000
-THOUSANDS = {"": 1, "M": 10**6, "B": 10**9}
+
+
+def parse_largest(text: str) -> int:
+    """
+    >>> parse_largest("6B")
+    6000000000
+    """
+    try:
+        return parse_numel(text, "largest")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only `zerokern bench infinity` has; it shares those of `zero`."""
     numbers = arguments.numbers("micro", f"numbers from 1 to {MOST_MICRO}, such as 1,4,8", most=MOST_MICRO)
     parser.add_argument("--micro", type=numbers, metavar="N,N", help="infinity: micro-batches in a step (1,4,8)")
-    numel = arguments.number("largest", "a number of parameters, such as 6B", units=THOUSANDS)
-    parser.add_argument("--largest", type=numel, metavar="NUMEL", help="infinity: one model, all on disk: 6B")
+    parser.add_argument("--largest", type=parse_largest, metavar="NUMEL", help="infinity: one model, all on disk: 6B")
     cap = arguments.nbytes("cap")
     parser.add_argument("--cap", type=cap, help="infinity --largest: memory beyond an empty process (900MB)")
 

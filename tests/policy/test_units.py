@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+from collections.abc import Iterable
 
 import pytest
 
@@ -12,28 +13,30 @@ from zerokern import arguments
 from zerokern.core.units import BINARY, parse_nbytes
 from zerokern.planner.amounts import parse_device_memory, parse_memory, parse_numel
 
-from .tree import Finding, assert_clean, files, read
+from .tree import Finding, assert_clean, dotted, files, read
 
 READERS = {  # who knows a unit by its letter
     "zerokern/core/units.py",  # bytes, elements, tokens
     "zerokern/planner/amounts.py",  # parameters of models
 }
 LETTERS = re.compile(r"K.?M.?G|\[KMG")
-AS_TABLE = {"K", "M", "G"}
+TABLES = {"K", "M", "G"}, {"KB", "MB", "GB"}, {"M", "B"}  # the last counts parameters
+
+
+def texts(nodes: Iterable[ast.expr | None]) -> list[str]:
+    return [one.value for one in nodes if isinstance(one, ast.Constant) and isinstance(one.value, str)]
 
 
 def readers(source: str, path: str) -> list[Finding]:
     """Patterns and tables that tell units apart."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "compile":
-            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            told = any(LETTERS.search(text) for text in texts)
+        if isinstance(node, ast.Call) and dotted(node.func).startswith("re."):
+            given = texts([*node.args, *(one.value for one in node.keywords)])
+            told = any(LETTERS.search(text) for text in given)
         elif isinstance(node, ast.Dict):
-            keys = {
-                key.value.upper() for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
-            }
-            told = keys >= AS_TABLE or keys >= {"KB", "MB", "GB"}
+            keys = {key.upper() for key in texts(node.keys)}
+            told = any(keys >= table for table in TABLES)
         else:
             continue
         if told:
@@ -47,7 +50,15 @@ def test_units_are_read_in_one_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ['re.compile(r"(\\d+)([KMGT]?)")', '{"K": 10, "M": 20, "G": 30}', '{"kb": 1, "mb": 2, "gb": 3}']
+    "source",
+    [
+        're.compile(r"(\\d+)([KMGT]?)")',
+        're.fullmatch(r"(\\d+)([KMGT]?)", text)',
+        're.search(pattern="K|M|G", string=text)',
+        '{"K": 10, "M": 20, "G": 30}',
+        '{"kb": 1, "mb": 2, "gb": 3}',
+        '{"": 1, "M": 10**6, "B": 10**9}',
+    ],
 )
 def test_another_reader_is_found(source: str) -> None:
     assert [finding.line for finding in readers(source, "a.py")] == [1]

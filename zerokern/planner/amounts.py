@@ -35,7 +35,7 @@ DEVICES = {  # bytes of memory as the data sheets name them
 Memory = int | str | Sequence[int | str] | Mapping[str, int | str] | None
 
 
-def parse_numel(value: int | str) -> int:
+def parse_numel(value: int | str, argument: str = "numel") -> int:
     """A number of parameters; K, M, B (or G) and T are powers of 1000.
 
     >>> parse_numel("7.5B"), parse_numel("1T"), parse_numel(1234)
@@ -49,9 +49,9 @@ def parse_numel(value: int | str) -> int:
     elif isinstance(value, int) and not isinstance(value, bool):
         numel = value
     else:
-        raise TypeError(got("numel", value, allowed))
+        raise TypeError(got(argument, value, allowed))
     if not 1 <= numel <= MOST:
-        raise ValueError(got("numel", value, allowed))
+        raise ValueError(got(argument, value, allowed))
     return numel
 
 
