@@ -102,6 +102,17 @@ def test_activations_that_do_not_fit_go_elsewhere_or_are_cut() -> None:
     assert zk.plan(**asked, **chosen, micro=int(found[1]) // 2).missing
 
 
+@pytest.mark.parametrize("batch", [3, 5, 6, 7])
+def test_a_batch_is_cut_down_to_one_sequence(batch: int) -> None:
+    chosen = {"stage": 3, "keep": "cpu", "tier": "cpu", "schedule": "overlap", "micro": batch}
+    shape, around = preset("llama-3-8b", batch=batch, seq=8192), {"world": 8, "host_memory": "2TB"}
+    needed = zk.plan(shape, **around, **chosen).total
+    told = zk.plan(shape, **around, device_memory=needed).advice()
+    assert f'`zk.shard(model, stage=3, keep="cpu", micro={batch})` and `zk.AdamW(' in told
+    if batch == 7:
+        assert "micro=7" in zk.plan(shape, **around, device_memory="15GB").advice()
+
+
 def test_lora_is_named_where_frozen_parameters_fit() -> None:
     nowhere = {"host_memory": "1GB", "disk": "1GB"}
     told = zk.plan("8B", device_memory="24GB", **nowhere).advice()

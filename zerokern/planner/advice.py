@@ -79,21 +79,32 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
 
 
 def _less_alive(plan: Plan) -> Plan | None:
-    """The fewest slices of a batch, by powers of two, and the nearest place for the inputs of units, with which
-    something exact fits."""
+    """The fewest slices of a batch, by powers of two or one for each sequence, and the nearest place for the inputs of
+    units, with which something exact fits."""
     shape = plan.subject.transformer
     if shape is None or not shape.has_activations:
         return None
-    micro = plan.settings.micro
-    while micro <= max(1, shape.batch or 1):
+    for micro in _slices(plan.settings.micro, shape.batch or 1):
         for keep in ("device", "nvme") if plan.settings.device == "cpu" else ("device", "cpu", "nvme"):
             recipe = replace(plan.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
             here = replace(plan, recipe=recipe, settings=replace(plan.settings, micro=micro))
             found = next((one for one in _candidates(here, lossy=False) if not one.missing), None)
             if found is not None:
                 return found
-        micro *= 2
     return None
+
+
+def _slices(least: int, batch: int) -> Iterator[int]:
+    """
+    >>> list(_slices(1, 7)), list(_slices(1, 8)), list(_slices(3, 2))
+    ([1, 2, 4, 7], [1, 2, 4, 8], [])
+    """
+    micro = least
+    while micro < batch:
+        yield micro
+        micro *= 2
+    if least <= batch:
+        yield batch
 
 
 def _frozen(plan: Plan) -> str | None:
