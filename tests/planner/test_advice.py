@@ -113,6 +113,16 @@ def test_a_batch_is_cut_down_to_one_sequence(batch: int) -> None:
         assert "micro=7" in zk.plan(shape, **around, device_memory="15GB").advice()
 
 
+@pytest.mark.parametrize("world, memory, stage", [(1, "200GB", 0), (8, "40GB", 2)])
+def test_recomputation_that_was_asked_for_is_in_the_code(world: int, memory: str, stage: int) -> None:
+    asked = {"model": preset("llama-3-8b", batch=2, seq=2048), "world": world, "device_memory": memory}
+    told = zk.plan(**asked, keep="device").advice()
+    assert f"fits: {f'stage {stage}' if world > 1 else 'one rank'}," in told
+    assert f'-> `zk.shard(model, stage={stage}, keep="device")`' in told
+    assert f"-> `zk.shard(model, stage={stage}, micro=2)`" in zk.plan(**asked, micro=2, keep="device").advice()
+    assert "keep=" not in zk.plan(**asked).advice()
+
+
 def test_lora_is_named_where_frozen_parameters_fit() -> None:
     nowhere = {"host_memory": "1GB", "disk": "1GB"}
     told = zk.plan("8B", device_memory="24GB", **nowhere).advice()

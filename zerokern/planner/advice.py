@@ -154,8 +154,10 @@ def _told(plan: Plan) -> str:
 def _code(plan: Plan) -> str:
     recipe = plan.recipe
     places = {"device": "", "cpu": ', tier="cpu"', "nvme": ", tier=zk.Nvme(path)"}
-    recomputed = {"cpu": ', keep="cpu"', "nvme": ", keep=zk.Nvme(path)"}.get(recipe.keep or "", "")
-    recomputed += f", micro={plan.settings.micro}" if plan.settings.micro > 1 else ""
+    keeps = {"device": ', keep="device"', "cpu": ', keep="cpu"', "nvme": ", keep=zk.Nvme(path)"}
+    recomputed = keeps.get(recipe.keep or "", "")
+    if plan.settings.micro > 1:  # slices alone imply the device
+        recomputed = f"{recomputed.replace(keeps['device'], '')}, micro={plan.settings.micro}"
     shard = f"zk.shard(model, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
     options = places[recipe.tier] + (', schedule="overlap"' if recipe.tier != "device" else "")
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
