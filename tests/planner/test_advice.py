@@ -83,7 +83,9 @@ def test_where_nothing_exact_fits() -> None:
     assert told[0] == "No exact configuration fits."
     assert told[1].startswith("Lossy, and fits: ") and 'state_format="int8", master_format="split8"' in told[1]
     assert told[2].startswith("Exact, with 2 ranks: ")
-    assert "Nor does a lossy one" in zk.plan("100T", device_memory="1GB", **nowhere).advice()
+    assert "Nor does a lossy one, on up to 4,096 ranks" in zk.plan("100T", device_memory="1GB", **nowhere).advice()
+    told = zk.plan("100T", world=10**9, device_memory="1KB", **nowhere).advice()
+    assert "on up to 1,000,000,000 ranks" in told
 
 
 def test_activations_that_do_not_fit_go_elsewhere_or_are_cut() -> None:
@@ -126,8 +128,11 @@ def test_recomputation_that_was_asked_for_is_in_the_code(world: int, memory: str
 def test_lora_is_named_where_frozen_parameters_fit() -> None:
     nowhere = {"host_memory": "1GB", "disk": "1GB"}
     told = zk.plan("8B", device_memory="24GB", **nowhere).advice()
-    assert told.endswith("LoRA instead: the frozen parameters take 16.0 of 24.0 GB on one rank, its own state is small")
+    says = "the frozen parameters take 16.0 of 24.0 GB on one rank before activations, its own state is small"
+    assert told.endswith(f"LoRA instead: {says}")
     assert "LoRA" not in zk.plan("8B", device_memory="12GB", **nowhere).advice()
+    told = zk.plan(preset("llama-3-8b", batch=1, seq=128), device_memory="24GB", **nowhere).advice()
+    assert "LoRA instead: the frozen parameters and activations take" in told and "before activations" not in told
 
 
 def test_it_is_told_what_is_missing() -> None:

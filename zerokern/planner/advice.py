@@ -43,8 +43,9 @@ def advice(plan: Plan) -> str:
     if wider is not None:
         lines.append(f"Exact, with {wider.world:,} ranks: {_told(wider)}")
     if len(lines) == 1:
+        most = max(_MOST_RANKS, plan.world)
         lines.append(
-            f"Nor does a lossy one, on up to {_MOST_RANKS:,} ranks: a unit alone is too large for the device, or "
+            f"Nor does a lossy one, on up to {most:,} ranks: a unit alone is too large for the device, or "
             "the host's memory and disk are too small. zk.tile cuts a Linear"
         )
     frozen = _frozen(plan)
@@ -81,10 +82,9 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
 def _less_alive(plan: Plan) -> Plan | None:
     """The fewest slices of a batch, by powers of two or one for each sequence, and the nearest place for the inputs of
     units, with which something exact fits."""
-    shape = plan.subject.transformer
-    if shape is None or not shape.has_activations:
+    if not _counts_activations(plan):
         return None
-    for micro in _slices(plan.settings.micro, shape.batch or 1):
+    for micro in _slices(plan.settings.micro, plan.subject.transformer.batch or 1):
         for keep in ("device", "nvme") if plan.settings.device == "cpu" else ("device", "cpu", "nvme"):
             recipe = replace(plan.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
             here = replace(plan, recipe=recipe, settings=replace(plan.settings, micro=micro))
@@ -115,10 +115,9 @@ def _frozen(plan: Plan) -> str | None:
         nbytes = one.roles["parameters"] + max(0, beside)
         if not one.recipe.rests and nbytes < room:
             where = f"at stage {one.stage}" if plan.ranks > 1 else "on one rank"
-            what = "the frozen parameters" + (" and activations" if beside > 0 else "")
-            return (
-                f"LoRA instead: {what} take {gigabytes(nbytes)} of {gigabytes(room)} GB {where}, its own state is small"
-            )
+            what = "the frozen parameters" + (" and activations" if _counts_activations(plan) else "")
+            taken = f"{gigabytes(nbytes)} of {gigabytes(room)} GB {where}{_uncounted(one)}"
+            return f"LoRA instead: {what} take {taken}, its own state is small"
     return None
 
 
@@ -133,16 +132,25 @@ def _more_ranks(plan: Plan) -> Plan | None:
     return None
 
 
+def _counts_activations(plan: Plan) -> bool:
+    shape = plan.subject.transformer
+    return shape is not None and shape.has_activations
+
+
+def _uncounted(plan: Plan) -> str:
+    """What else a device holds of which the plan knows nothing."""
+    found = [] if _counts_activations(plan) else ["activations"]
+    found += ["the units that compute"] if shards_parameters(plan.stage) and not plan.subject.members else []
+    return f" before {' and '.join(found)}" if found else ""
+
+
 def _told(plan: Plan) -> str:
     name, most = min(plan.device_memory.items(), key=lambda one: one[1])
-    shape = plan.subject.transformer
-    uncounted = [] if shape is not None and shape.has_activations else ["activations"]
-    uncounted += ["the units that compute"] if shards_parameters(plan.stage) and not plan.subject.members else []
     where = [
         f"{gigabytes(plan.total)} of {gigabytes(most)} GB"
         + ("" if name[:1].isdigit() else f" ({name.partition(' ')[0]})")
     ]
-    where[0] += f" before {' and '.join(uncounted)}" if uncounted else ""
+    where[0] += _uncounted(plan)
     for tier, called in (("cpu", "host memory"), ("nvme", "disk")):
         nbytes = plan.tiers.get(tier, 0)
         if nbytes and tier != plan.settings.device:
