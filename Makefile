@@ -50,7 +50,7 @@ ifneq ($(VENV),none)
 	@echo "ready: . $(VENV)/bin/activate"
 endif
 
-demo: $(installed) ## train where torch runs out of memory, compare, shard, train from disk; under 4 minutes
+demo: $(installed) ## train where torch runs out of memory, compare, shard, train from disk; under 4 minutes on two idle cores
 	zerokern demo
 
 # the minutes stand here; tests/policy/test_minutes.py compares what is said elsewhere

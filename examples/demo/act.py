@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 
 from zerokern.core.units import Stage
@@ -22,7 +23,7 @@ class Act:
     rows: int
     steps: int
     lr: float
-    seconds: float
+    seconds: float = math.inf
     cap: int = 0
     ring_nbytes: int = 32 << 20  # of host memory, where state rests on disk
     world: int = 1

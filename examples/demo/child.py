@@ -127,11 +127,8 @@ class Run:
 
     def train(self, widen: bool) -> None:
         model, optimizer = self.build(widen)
-        start = time.perf_counter()
         for number in range(1, self.act.steps + 1):
             self.step(model, optimizer, number)
-            if self.act.is_over(number, time.perf_counter() - start):
-                return
 
     def held_nbytes(self) -> dict[str, int]:
         """Bytes of each role that exist now."""

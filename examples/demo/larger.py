@@ -20,11 +20,11 @@ RESIDENT, RESTING = "all in memory, no cap", "all on disk, capped"
 
 # In memory it needs 14 bytes per parameter; gradients alone wait there, 2 bytes, beside the rings and a few units.
 FULL = Act(
-    Shape(8, 1024, 64), (), rows=4, steps=20, lr=2e-4, seconds=25.0, cap=500_000_000, ring_nbytes=32 << 20, stage=3,
+    Shape(8, 1024, 64), (), rows=4, steps=20, lr=2e-4, cap=500_000_000, ring_nbytes=32 << 20, stage=3,
     warmup=8,
 )  # fmt: skip
 QUICK = Act(
-    Shape(8, 512, 64), (), rows=2, steps=20, lr=3e-4, seconds=8.0, cap=240_000_000, ring_nbytes=8 << 20, stage=3,
+    Shape(8, 512, 64), (), rows=2, steps=20, lr=3e-4, cap=240_000_000, ring_nbytes=8 << 20, stage=3,
     warmup=8,
 )  # fmt: skip
 

@@ -22,12 +22,12 @@ DISK_MARGIN = 1.2
 
 # The first cap is 15 bytes per parameter: torch's AdamW needs 16. The second is 6, and the least in memory needs 7.
 FULL = Act(
-    Shape(8, 1024, 64), ("torch", "torch-bf16", "exact", "int8-split8"), rows=4, steps=20, lr=2e-4, seconds=20.0,
+    Shape(8, 1024, 64), ("torch", "torch-bf16", "exact", "int8-split8"), rows=4, steps=20, lr=2e-4,
     cap=1_500_000_000, warmup=8,
 )  # fmt: skip
 LOWER = replace(FULL, contenders=("int8-split8", f"exact{DISK}"), cap=600_000_000)
 QUICK = replace(
-    FULL, shape=Shape(8, 512, 64), contenders=("torch", "int8-split8"), rows=2, lr=1e-3, seconds=5.0,
+    FULL, shape=Shape(8, 512, 64), contenders=("torch", "int8-split8"), rows=2, lr=1e-3,
     cap=300_000_000, ring_nbytes=4 << 20,
 )  # fmt: skip
 QUICK_LOWER = replace(QUICK, contenders=("int8-split8", f"exact{DISK}"), cap=170_000_000)

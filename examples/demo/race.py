@@ -22,7 +22,7 @@ HELD_OUT_BATCHES = 8
 LANES = ("torch", "exact-fp32", "torch-bf16", "exact", "int8-split16")
 
 FULL = Act(Shape(6, 384, 64), LANES, rows=6, steps=80, lr=5e-4, seconds=60.0)
-QUICK = Act(Shape(2, 128, 64), LANES, rows=4, steps=20, lr=1e-3, seconds=6.0)
+QUICK = Act(Shape(2, 128, 64), LANES, rows=4, steps=20, lr=1e-3, seconds=6.0)  # the limit is for --steps
 
 
 @dataclass

@@ -61,7 +61,6 @@ class Resting:
         act = self.act
         batches = Batches(read_text(), act.rows, act.shape.context, seed=0)
         model, optimizer = self.build()
-        began = time.perf_counter()
         for number in range(1, steps + 1):
             for group in optimizer.param_groups:
                 group["lr"] = act.lr_at(number)
@@ -73,8 +72,6 @@ class Resting:
             moved = {way: nbytes - before[way] for way, nbytes in disk_nbytes().items()}
             if tell:
                 emit("step", loss=loss.item(), seconds=time.perf_counter() - start, **moved)
-            if act.is_over(number, time.perf_counter() - began):
-                return
 
 
 def main(text: str, folder: str) -> None:

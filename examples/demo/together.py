@@ -25,7 +25,7 @@ NAMES = {"gathered": "units gathered", "buffers": "bucket buffers", "scratch": "
 
 
 FULL = Act(Shape(8, 512, 64), (), rows=4, steps=30, lr=3e-4, seconds=12.0, world=2, stage=3)
-QUICK = Act(Shape(4, 256, 64), (), rows=4, steps=20, lr=5e-4, seconds=5.0, world=2, stage=3)
+QUICK = Act(Shape(4, 256, 64), (), rows=4, steps=20, lr=5e-4, world=2, stage=3)
 
 
 def plan(act: Act) -> zk.Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import re
 import struct
 import subprocess
@@ -296,7 +297,15 @@ def test_no_act_stops_before_its_least() -> None:
     acts = [act for one in (larger, memory, race, together) for act in (one.FULL, one.QUICK)]
     for act in (*acts, memory.LOWER, memory.QUICK_LOWER):
         assert act.steps >= LEAST_STEPS
-        assert not act.is_over(LEAST_STEPS - 1, 1e9) and act.is_over(LEAST_STEPS, 1e9)
+        assert not act.is_over(LEAST_STEPS - 1, 1e9)
+
+
+def test_a_limit_of_time_can_act() -> None:
+    """Where there is one, there are steps that it can leave out; --steps adds them to the race."""
+    acts = [act for one in (larger, memory, together) for act in (one.FULL, one.QUICK)]
+    for act in (*acts, memory.LOWER, memory.QUICK_LOWER, race.FULL, replace(race.QUICK, steps=80)):
+        assert (act.seconds < math.inf) == (act.steps > LEAST_STEPS)
+        assert act.is_over(LEAST_STEPS, 1e9) == (act.seconds < math.inf)
 
 
 def test_torch_beside_masters_is_torch_in_fp32_rounded() -> None:
