@@ -10,13 +10,18 @@ import pytest
 
 from .tree import ROOT
 
+OURS = "build/no-such-environment"
+OFFLINE = "--no-build-isolation --no-deps --no-index"
+FETCHED = "--no-compile -c constraints.txt"
+TOOLS = f"{FETCHED} scikit-build-core cmake ninja setuptools wheel"
 
-def installed(*words: str) -> list[str]:
-    """What pip would be asked to install, the build tools aside."""
-    command = ["make", "--dry-run", "--no-print-directory", "VENV=build/no-such-environment", *words]
+
+def asked(*words: str, environment: str = OURS) -> list[str]:
+    """What pip would be asked, as it is written behind `python -m pip`; what is there already counts as old."""
+    command = ["make", "--dry-run", "--no-print-directory", "--what-if=pyproject.toml", f"VENV={environment}", *words]
     alone = {"PATH": os.environ["PATH"]}  # not what the `make` that runs this test was told
     said = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True).stdout
-    return re.findall(r"pip install .*--no-build-isolation '(.*)'$", said, re.MULTILINE)
+    return re.findall(r"^\S+ -m pip (.*)$", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +34,10 @@ def installed(*words: str) -> list[str]:
     ],
 )
 def test_a_target_installs_what_it_needs(words: list[str], what: str) -> None:
-    assert installed(*words) == [what]
+    assert asked(*words) == [f"install {TOOLS}", f"install {FETCHED} --no-build-isolation '{what}'"]
 
 
-def test_the_present_environment_is_left_as_it_is() -> None:
-    assert installed("demo", "VENV=none") == []
+@pytest.mark.parametrize("target", ["demo", "setup", "test"])
+def test_the_present_environment_is_left_as_it_is(target: str) -> None:
+    """Nothing is fetched: the package alone is built and installed, without what it depends on."""
+    assert asked(target, environment="none") == [f"install {OFFLINE} ."]
