@@ -160,7 +160,13 @@ def get_include() -> str:
     >>> sorted(header.name for header in pathlib.Path(zk.get_include()).glob("*.h"))
     ['zerokern_cpu.h', 'zerokern_io.h']
     """
-    return str(Path(__file__).resolve().parent / "include")
+    folder = Path(__file__).resolve().parent / "include"
+    if not folder.is_dir():
+        raise BackendError(
+            f"the C headers were looked for in {folder} and are not there; run `pip install .` in the source tree "
+            "(importing from the source tree itself finds none)"
+        )
+    return str(folder)
 
 
 def get_library() -> str:

@@ -44,6 +44,14 @@ def test_a_missing_library_is_an_error_that_teaches(tmp_path: Path) -> None:
     assert "BackendError: the native library none.so was looked for in" in ran.stderr
 
 
+@pytest.mark.parametrize("asked, says", [("get_include", "the C headers were"), ("get_library", "the native library")])
+def test_a_source_tree_has_neither(asked: str, says: str) -> None:
+    program = f"import zerokern as zk; zk.{asked}()"
+    environment = {name: value for name, value in os.environ.items() if name != "ZEROKERN_LIBRARY"}
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert f"BackendError: {says}" in ran.stderr and "run `pip install .` in the source tree" in ran.stderr
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make wheel` builds, but from its own source distribution: that must build too."""
