@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -97,3 +98,44 @@ def test_help_is_no_wider_than_the_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     status, out, _ = said(capsys, *command.split(), "--help")
     assert status == 0 and max(map(len, out.splitlines())) <= width
+
+
+CLEANS_SLOWLY = """
+import time
+from zerokern.cli import main as cli
+
+def run(argv):
+    try:
+        print("running", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaning", flush=True)
+        time.sleep(60)
+
+cli._run = run
+cli.main([])
+"""
+
+
+def test_a_second_sigterm_kills() -> None:
+    with subprocess.Popen([sys.executable, "-c", CLEANS_SLOWLY], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for word in ("running", "cleaning"):
+            assert process.stdout.readline().strip() == word
+            process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(20) == -signal.SIGTERM
+        finally:
+            process.kill()
+
+
+def test_a_handler_that_python_did_not_set_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = []
+
+    def set_handler(number: int, handler: object) -> None:
+        assert handler is not None, "signal.signal refuses it"
+        handlers.append(handler)
+
+    monkeypatch.setattr(signal, "signal", set_handler)
+    assert main([]) == 0
+    assert handlers[-1] is signal.SIG_DFL

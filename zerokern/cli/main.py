@@ -63,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds as an exception does, so that ranks end and folders are removed."""
+    """SIGTERM unwinds as an exception does, so that ranks end and folders are removed; a second one kills."""
 
     def leave(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
         sys.exit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -75,7 +76,7 @@ def _ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _run(argv: Sequence[str] | None) -> int:
