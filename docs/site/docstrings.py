@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 import griffe
@@ -14,6 +15,9 @@ def shown(text: str) -> str:
     """Markdown of a docstring."""
     parts = []
     for part in text.split("\n\n"):
+        if part.startswith("Args:\n"):
+            parts.append("**Arguments**")
+            part = textwrap.dedent(part.removeprefix("Args:\n"))
         if part.startswith(">>>"):
             parts.append(f"```pycon\n{part}\n```")
         elif len(ITEM.findall(part)) > 1 or re.match(ITEM, part):

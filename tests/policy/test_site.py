@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
+from types import SimpleNamespace
 
-from .tree import files, read
+import pytest
+
+from .tree import ROOT, files, read
 
 TAGLINE = "ZeRO training on fused kernels: every byte of training state moves once."
 PLACES = ("README.md", "docs/index.md", "mkdocs.yml", "pyproject.toml", "zerokern/__init__.py", "zerokern/cli/main.py")
@@ -22,6 +27,14 @@ def test_every_page_is_in_the_site() -> None:
 
 def test_every_page_has_an_example() -> None:
     assert [page for page in sorted(pages()) if "```" not in read(f"docs/{page}")] == []
+
+
+def test_arguments_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object))
+    shown = runpy.run_path(str(ROOT / "docs/site/docstrings.py"))["shown"]
+    page = shown("What it does.\n\nArgs:\n    one: what it\n        is.\n    two, three: both.\n\n>>> one")
+    listed = "**Arguments**\n\n- **one**: what it\n    is.\n- **two, three**: both."
+    assert page == f"What it does.\n\n{listed}\n\n```pycon\n>>> one\n```"
 
 
 def test_one_sentence_says_what_this_is() -> None:
