@@ -70,11 +70,8 @@ def shard(
             mesh["dp"], block.experts: sparse["efsdp"]}`: the parameters of `block.experts`, DTensors along
             `sparse["ep"]`, are divided among ranks of their own. The model's own entry may be left out. Such a module
             must compute on every rank, even one that gets no tokens.
-        reduce: gradients become the "mean" over the ranks, or their "sum" for losses that are divided by the tokens of
-            all ranks.
-        units: what stage 3 gathers together: modules, or a function that decides for each module. By default the
-            children of `ModuleList`s; everything else belongs to the root.
-        bucket_bytes: the most that one collective moves, unless a single parameter is larger.
+        mp_policy: FSDP2's `MixedPrecisionPolicy`. `param_dtype` becomes the dtype of the parameters; the optimizer gets
+            the fp32 values that they had, exactly.
         tier: where shards rest at stage 3. `zk.Nvme(path)`: in a folder below `path`; a unit is read before it
             computes, and host memory holds only the units at work and gradients. "cpu", for a model on a GPU: shards
             and reduced gradients lie in pinned host memory, so `param.device` is the CPU. Each unit is copied to the
@@ -86,8 +83,11 @@ def shard(
         replicated: a mesh dimension whose ranks have the same inputs, as in tensor parallelism. Each rank keeps its
             part of the inputs. `micro` above 1, or `replicated` alone, implies `keep="device"`. Of nested units the
             outermost counts; the root never does.
-        mp_policy: FSDP2's `MixedPrecisionPolicy`. `param_dtype` becomes the dtype of the parameters; the optimizer gets
-            the fp32 values that they had, exactly.
+        units: what stage 3 gathers together: modules, or a function that decides for each module. By default the
+            children of `ModuleList`s; everything else belongs to the root.
+        bucket_bytes: the most that one collective moves, unless a single parameter is larger.
+        reduce: gradients become the "mean" over the ranks, or their "sum" for losses that are divided by the tokens of
+            all ranks.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(4, 2), stage=3)

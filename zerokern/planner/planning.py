@@ -315,22 +315,31 @@ def plan(
 ) -> Plan:
     """What each rank of a training run holds and sends, at every stage, before anything of it is allocated.
 
-    model: a module, on the meta device as well; a number of parameters (`7_500_000_000`, `"7.5B"`), of which units and
-        tensors are not known; or a `zerokern.planner.Transformer`, which knows its activations too.
-    world: ranks. The other keywords are those of `zk.shard` and of the optimizers.
-    mesh: in place of `world`, a DeviceMesh, or sizes by name for ranks that nobody has at hand: `{"pp": 2, "replicate":
-        2, "dp": 8, "cp": 2, "tp": 4}`. A module is what one stage of pp has, and divided along tp already
-        (`parallelize_module`); of a number or a shape the part is planned that a rank of tp x pp has. `Plan.sent` is
-        what goes along each dimension. With pp, `accumulate` micro-batches are reduced once.
-    param_dtype, reduce_dtype: in place of `mp_policy`, also as text. A bare number is of bf16 parameters by default.
-    accumulate: micro-batches in a step, each of them reduced; with `no_sync`, all but the last under `zk.no_sync`.
-    device: "cuda" or "cpu", whose collectives need memory of their own; default: the model's, else "cuda".
-    param_tier: where parameters rest at stage 3: `zk.shard(tier=)`, as `tier` is that of the optimizer.
-    keep, micro: as in `zk.shard`; with `accumulate`, each micro-batch fetches parameters at rest anew.
-    device_memory: what to compare with: "80GB", "h100,32GiB", a mapping of names to bytes.
-    host_memory, disk: what a host has, for `ranks_per_host` ranks together (default: all ranks, at most 8). Gradients
-        of parameters at rest wait on the disk where they do not fit in host memory. `Plan.require()` refuses what does
-        not fit.
+    Args:
+        model: a module, on the meta device as well; a number of parameters (`7_500_000_000`, `"7.5B"`), of which units
+            and tensors are not known; or a `zerokern.planner.Transformer`, which knows its activations too.
+        stage: whose step and notes are shown; the table has all of them.
+        world: ranks.
+        mesh: in place of `world`, a DeviceMesh, or sizes by name for ranks that nobody has at hand: `{"pp": 2,
+            "replicate": 2, "dp": 8, "cp": 2, "tp": 4}`. A module is what one stage of pp has, and divided along tp
+            already (`parallelize_module`); of a number or a shape the part is planned that a rank of tp x pp has.
+            `Plan.sent` is what goes along each dimension. With pp, `accumulate` micro-batches are reduced once.
+        optimizer: "adamw", "adam", "lion", "adagrad", "sgd", "sgd-momentum"; None plans none.
+        mp_policy: as in `zk.shard`.
+        param_dtype, reduce_dtype: in its place, also as text. A bare number is of bf16 parameters by default.
+        state_format, master_format: as in `zk.AdamW`.
+        tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`.
+        param_tier: where parameters rest at stage 3: `zk.shard(tier=)`.
+        keep, micro: as in `zk.shard`; with `accumulate`, each micro-batch fetches parameters at rest anew.
+        schedule: when the optimizer updates, as in `zk.AdamW`.
+        units, bucket_bytes: as in `zk.shard`.
+        accumulate: micro-batches in a step, each of them reduced.
+        no_sync: all of these but the last are under `zk.no_sync`.
+        device: "cuda" or "cpu", whose collectives need memory of their own; default: the model's, else "cuda".
+        device_memory: what to compare with: "80GB", "h100,32GiB", a mapping of names to bytes.
+        host_memory, disk: what a host has. Gradients of parameters at rest wait on the disk where they do not fit in
+            host memory. `Plan.require()` refuses what does not fit.
+        ranks_per_host: how many share that; default: all ranks, at most 8.
 
     >>> import zerokern as zk
     >>> print(zk.plan(torch.nn.Linear(1024, 1024), stage=1, world=4))  # doctest: +ELLIPSIS

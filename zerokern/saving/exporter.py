@@ -53,13 +53,17 @@ def export(
     room for both.
 
     Args:
+        path: a folder; it is made if it is not there.
+        model: a module, sharded or not; for a pipeline the stages of this rank (`zk.PipelineStage`), which are written
+            as one model.
         dtype: converts floating-point tensors; by default they keep their dtype.
         opt: the model's optimizer. If `dtype` is wider than the parameters, its exact fp32 masters are written.
+        max_shard_nbytes: the most bytes of tensors in one file, or text such as "5GB"; a larger tensor has its own.
         rename: a function from a name in the model to the name in the file. Tied weights are written once, under their
             first name.
-        model: for a pipeline the stages of this rank (`zk.PipelineStage`); they are written as one model.
-        group: the ranks that call it; by default all.
+        metadata: text by name for the header of each file, beside `{"format": "pt"}`.
         progress: None shows it if the work takes long, True always, False never; or a function of (bytes done, in all).
+        group: the ranks that call it; by default all.
 
     >>> import tempfile, torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(3, 2), stage=3)

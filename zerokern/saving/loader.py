@@ -52,7 +52,9 @@ def load(
     and DeepSpeed (universal) have written is read too. Nothing is unpickled but tensors, by torch's restricted reader.
 
     Args:
+        path: the folder of one checkpoint, or what torch or DeepSpeed have written there.
         model: a module; of a pipeline its stages here, one or several, each with the names that the whole model has.
+        opt: its optimizer, or several; without it the optimizer's state is not read.
         extra: objects with `load_state_dict` (schedulers, GradScaler, samplers) by the names they were saved under.
         lossy: whether state may be rounded into a narrower format (`state_format`, `master_format`); otherwise that is
             refused.

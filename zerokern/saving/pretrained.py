@@ -60,11 +60,13 @@ def load_pretrained(
     values in the files, also where parameters are bf16 or fp16.
 
     Args:
+        model: a module, sharded or not; for a pipeline the stages of this rank (`zk.PipelineStage`), under the names of
+            the whole model.
         folder_or_file: a safetensors file, or a folder in the layout of Hugging Face.
-        strict: False returns the names that only one side has instead of raising.
         rename: a function from a name in the model to the name in the files. A tied weight is found under any name.
+        strict: False returns the names that only one side has instead of raising.
+        progress: None shows it if the work takes long, True always, False never; or a function of (bytes done, in all).
         group: the ranks that call it; by default all.
-        model: for a pipeline the stages of this rank (`zk.PipelineStage`), under the names of the whole model.
 
     >>> import tempfile, torch, zerokern as zk
     >>> model = zk.build(lambda: torch.nn.Linear(3, 2), stage=3)

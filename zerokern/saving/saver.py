@@ -47,8 +47,10 @@ def save(
     It can be loaded by any number of ranks, at any stage and tier (`zk.load`), and by torch's `dcp.load`.
 
     Args:
+        path: a folder for this checkpoint alone.
         model: a module; of a pipeline its stages here, one or several (`zk.PipelineStage`), which are saved as one
             model: each with the names that the whole one has, and with the same optimizers and param_groups.
+        opt: its optimizer, or several.
         extra: numbers, strings, containers, tensors, and objects with `state_dict` (schedulers, GradScaler, samplers).
             What is not the same on all ranks is kept by rank.
         wait: False returns as soon as what this rank writes has been copied into host memory, and the rest goes on

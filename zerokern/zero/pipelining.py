@@ -41,11 +41,13 @@ class PipelineStage(TorchStage):
     added to, not divided again.
 
     Args:
+        submodule: this stage's part of the model.
+        stage_index, num_stages, device: as in torch's class, which gets all that is not named here.
+        whole: whether stage 3 keeps parameters gathered from a step's first forward to its last backward. By default it
+            does, unless they rest in another tier; False gathers them for each micro-batch.
         tied: parameters that other stages hold copies of, such as a word embedding that is also the output head, by
             their name in the whole model: `tied={"words.weight": part.head.weight}`. Every stage with a copy must list
             it and start from the same values. Their gradients are summed once, at the end of a step.
-        whole: whether stage 3 keeps parameters gathered from a step's first forward to its last backward. By default it
-            does, unless they rest in another tier; False gathers them for each micro-batch.
 
     `zk.clip_grad_norm_(..., group=)` and the optimizers' `group=` make one norm and one decision to step for all
     stages. `zk.save` and `zk.load` store the part of each stage under the names of the whole model.

@@ -45,6 +45,7 @@ def recompute(
     Like `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)`, with the same keywords and three more.
 
     Args:
+        fn: a module or a function, which gets `args` and `kwargs`.
         keep: where the inputs wait for backward. "device": where they are. "cpu": they move from a GPU to pinned host
             memory, and return one call ahead of their use, while the GPU computes. `zk.Nvme(path)`: they move to a
             disk. Parameters, tensors below 1 MiB and the inputs of the latest call stay where they are. Inside another
