@@ -83,9 +83,13 @@ def tensor(
     dtypes: Sequence[torch.dtype] | None = None,
     numel: int | None = None,
     *,
+    why: str = "as its parameter has",
     contiguous: bool = True,
 ) -> Tensor:
-    """A dense tensor of one of the dtypes and of that many elements, on the CPU or a CUDA device."""
+    """A dense tensor of one of the dtypes and of that many elements, on the CPU or a CUDA device.
+
+    `why`: of that number of elements, in the words of an error.
+    """
     allowed = _FLOATS if dtypes is None else " or ".join(str(d) for d in dtypes)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; allowed: a tensor of {allowed}")
@@ -103,9 +107,7 @@ def tensor(
             "allowed: contiguous tensors (call .contiguous())"
         )
     if numel is not None and value.numel() != numel:
-        raise ValueError(
-            f"{name} has {value.numel()} elements (shape {tuple(value.shape)}); allowed: {numel}, as its parameter has"
-        )
+        raise ValueError(f"{name} has {value.numel()} elements (shape {tuple(value.shape)}); allowed: {numel}, {why}")
     return value
 
 

@@ -52,7 +52,7 @@ def decode_int8(codes: Tensor, scale: Tensor, kind: str = "exp_avg", *, impl: st
     tensor([2., 0.])
     """
     checks.tensor("codes", codes, (torch.int8 if _kind(kind) == "exp_avg" else torch.uint8,))
-    checks.tensor("scale", scale, (torch.float32,), formats.blocks(codes.numel()))
+    checks.tensor("scale", scale, (torch.float32,), formats.blocks(codes.numel()), why=formats.PER_BLOCK)
     with implementation(impl, checks.one_device([("codes", codes), ("scale", scale)])) as family:
         if family == REFERENCE:
             return reference_codecs.decode_int8(codes, scale, kind)
@@ -86,7 +86,7 @@ def join(hi: Tensor, remainder: Tensor, *, impl: str | None = None) -> Tensor:
     tensor([0.1000])
     """
     checks.tensor("hi", hi, (torch.bfloat16,))
-    checks.tensor("remainder", remainder, (torch.int16, torch.int8), hi.numel())
+    checks.tensor("remainder", remainder, (torch.int16, torch.int8), hi.numel(), why="as hi has")
     with implementation(impl, checks.one_device([("hi", hi), ("remainder", remainder)])) as family:
         if family == REFERENCE:
             return reference_codecs.join(hi, remainder)

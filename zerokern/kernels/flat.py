@@ -135,12 +135,12 @@ class Flattener:
         self._list.check_bucket(bucket)
         self._list.check_same(tensors, bucket.device)
         if isinstance(scale, Tensor):
-            checks.tensor("scale", scale, (torch.float32,), 1)
+            checks.tensor("scale", scale, (torch.float32,), 1, why="the factor of all")
             checks.one_device([("bucket", bucket), ("scale", scale)])
         else:
             checks.number("scale", scale)
         if stats is not None:
-            checks.tensor("stats", stats, (torch.float64,), 2)
+            checks.tensor("stats", stats, (torch.float64,), 2, why="the sum of squares and the flag")
             checks.one_device([("bucket", bucket), ("stats", stats)])
         where = (into, bucket.data_ptr(), [t.data_ptr() for t in tensors])
         if where != self._checked:

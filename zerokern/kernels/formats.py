@@ -11,6 +11,7 @@ __all__ = [
     "BLOCK",
     "DTYPES",
     "MASTER_FORMATS",
+    "PER_BLOCK",
     "STATES",
     "STATE_FORMATS",
     "blocks",
@@ -33,6 +34,8 @@ CODECS = {
     ("split", "split8"): 7,
     ("join", "split8"): 8,
 }
+
+PER_BLOCK = f"one for each started block of {BLOCK}"
 
 
 def blocks(numel: int) -> int:

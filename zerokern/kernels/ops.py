@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zerokern.core.errors import got
 from zerokern.kernels import checks, cpu, reference, reference_device
+from zerokern.kernels.casts import accumulate, cast
 from zerokern.kernels.codecs import decode_int8, encode_int8, join, split
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 from zerokern.kernels.triton import backend
@@ -293,51 +294,6 @@ def _sumsq_on_device(sources: list[Tensor], device: torch.device) -> Tensor:
     out = torch.zeros(1, dtype=torch.float64, device=device)
     device_sumsq.sumsq(sources, out)
     return out.view(())
-
-
-def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = None) -> None:
-    """dst = scale * src, rounded to dst's dtype to nearest even. dst is not read; it may be src itself.
-
-    >>> x, y = torch.tensor([1.0, 2.0]), torch.empty(2, dtype=torch.bfloat16)
-    >>> cast(x, y, scale=0.5); y
-    tensor([0.5000, 1.0000], dtype=torch.bfloat16)
-    """
-    accumulate(dst, [src], add=False, scale=scale, impl=impl)
-
-
-def accumulate(dst: Tensor, srcs: Tensors, *, add: bool = True, scale: float = 1.0, impl: str | None = None) -> None:
-    """dst = cast(dst + scale * s0 + scale * s1 ...), in fp32 from left to right.
-
-    ``add=False`` leaves dst out and does not read it.
-
-    >>> total = torch.ones(2)
-    >>> accumulate(total, [torch.ones(2, dtype=torch.bfloat16)] * 2); total
-    tensor([3., 3.])
-    """
-    checks.tensor("dst", dst)
-    sources = [
-        checks.tensor(f"srcs[{i}]", t, numel=dst.numel()) for i, t in enumerate(checks.as_list("srcs", srcs) or [])
-    ]
-    if not sources:
-        raise ValueError("srcs is empty; allowed: at least one tensor")
-    if len({t.dtype for t in sources}) > 1:
-        raise TypeError(
-            f"srcs have dtypes {sorted({str(t.dtype) for t in sources})}; allowed: one dtype for all of them"
-        )
-    checks.flag("add", add)
-    factor = checks.number("scale", scale)
-    in_place = [t for t in sources if t.data_ptr() == dst.data_ptr() and t.dtype == dst.dtype]
-    others = [(f"srcs[{i}]", t) for i, t in enumerate(sources) if not any(t is u for u in in_place)]
-    checks.no_overlap([("dst", dst)], others)
-    with implementation(impl, checks.one_device([("dst", dst), *others])) as family:
-        if family == REFERENCE:
-            reference.accumulate(dst, sources, add=add, scale=factor)
-        elif family == TRITON:
-            from zerokern.kernels.triton import accumulate as device_accumulate
-
-            device_accumulate.accumulate(dst, sources, add, factor)
-        else:
-            cpu.accumulate(dst, sources, add, factor)
 
 
 def stream(

@@ -87,7 +87,7 @@ class _Row:
                 raise ValueError(
                     f"exp_avg{at} is int8 and {name}{at} is missing; allowed: int8 states with their scales"
                 )
-            checks.tensor(f"{name}{at}", self.tensors[name], (torch.float32,), formats.blocks(n))
+            checks.tensor(f"{name}{at}", self.tensors[name], (torch.float32,), formats.blocks(n), why=formats.PER_BLOCK)
         return state
 
     def _group(self) -> tuple[Any, ...]:
