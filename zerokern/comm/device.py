@@ -14,7 +14,7 @@ from torch import Tensor
 from zerokern.comm import collectives
 from zerokern.comm.common import Common, CommonGroup, detail
 from zerokern.comm.group import Handle, own
-from zerokern.kernels import accumulate
+from zerokern.kernels.casts import add_up
 from zerokern.memory.staging import passed
 
 __all__ = ["DeviceGroup"]
@@ -61,7 +61,7 @@ class DeviceGroup(CommonGroup):
             op, scale = "mean", 1.0
         elif bucket.dtype == torch.float16 and abs(scale) < 1 and bucket.numel():
             # the library sums in fp16, whose largest number a sum of scaled losses reaches long before their mean does
-            accumulate(bucket, [bucket], add=False, scale=scale)
+            add_up(bucket, [bucket], add=False, scale=scale)
             scale = 1.0
         if straight:
             total = out
@@ -72,7 +72,7 @@ class DeviceGroup(CommonGroup):
 
         def finish() -> None:
             if out.numel() and not (straight and scale == 1.0):
-                accumulate(out, [total], add=add, scale=scale)
+                add_up(out, [total], add=add, scale=scale)
 
         return self._launch(
             "reduce_scatter",

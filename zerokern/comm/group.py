@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels import accumulate
+from zerokern.kernels.casts import add_up
 
 __all__ = ["Group", "Handle", "Traffic"]
 
@@ -290,7 +290,7 @@ class Group:
 
     def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
         if out.numel() and not (_same(out, bucket) and scale == 1.0):
-            return Handle(lambda: accumulate(out, [bucket], add=add, scale=scale))
+            return Handle(lambda: add_up(out, [bucket], add=add, scale=scale))
         return Handle()
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:

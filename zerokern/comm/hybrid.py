@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.comm.group import Group, Handle, own
-from zerokern.kernels import accumulate
+from zerokern.kernels.casts import add_up
 from zerokern.memory.staging import CudaDriver, passed
 
 __all__ = ["Everyone", "HybridGroup"]
@@ -148,7 +148,7 @@ class HybridGroup(Group):
 
         def finish() -> None:
             if piece is not out and out.numel():
-                accumulate(out, [piece], add=add)
+                add_up(out, [piece], add=add)
 
         if self._driver is None:
             return _Rounds(first, begin, finish)

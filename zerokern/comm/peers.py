@@ -18,7 +18,7 @@ from zerokern.comm import collectives
 from zerokern.comm.common import Common, CommonGroup, detail
 from zerokern.comm.group import FLOATS, Handle, own
 from zerokern.comm.whereabouts import UPDATE, Waiting
-from zerokern.kernels import accumulate
+from zerokern.kernels.casts import add_up
 
 __all__ = ["PeerGroup"]
 
@@ -84,7 +84,7 @@ class PeerGroup(CommonGroup):
 
         def finish() -> None:
             if span:
-                accumulate(out, sources, add=add, scale=scale)
+                add_up(out, sources, add=add, scale=scale)
 
         return self._handle(waiting, works, finish, bucket, scratch, out)
 
@@ -183,7 +183,7 @@ def _combine(target: Tensor, sources: dict[int, Tensor], op: str) -> None:
     if not target.numel():
         return
     if op == "sum" and target.dtype in FLOATS:
-        accumulate(target, ordered, add=False)
+        add_up(target, ordered, add=False)
         return
     total = ordered[0].clone()
     for one in ordered[1:]:

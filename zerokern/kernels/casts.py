@@ -8,8 +8,9 @@ from torch import Tensor
 
 from zerokern.kernels import checks, cpu, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
+from zerokern.kernels.versions import say_written
 
-__all__ = ["accumulate", "cast"]
+__all__ = ["accumulate", "add_up", "cast"]
 
 
 def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = None) -> None:
@@ -19,7 +20,8 @@ def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = Non
     >>> cast(x, y, scale=0.5); y
     tensor([0.5000, 1.0000], dtype=torch.bfloat16)
     """
-    _add_up(dst, [("src", src)], False, scale, impl)
+    _sum(dst, [("src", src)], False, scale, impl)
+    say_written([dst])
 
 
 def accumulate(
@@ -33,12 +35,25 @@ def accumulate(
     >>> accumulate(total, [torch.ones(2, dtype=torch.bfloat16)] * 2); total
     tensor([3., 3.])
     """
+    add_up(dst, srcs, add=add, scale=scale, impl=impl)
+    say_written([dst])
+
+
+def add_up(
+    dst: Tensor, srcs: Tensor | Sequence[Tensor], *, add: bool = True, scale: float = 1.0, impl: str | None = None
+) -> None:
+    """`accumulate`, of which autograd hears nothing: for buckets, whose versions are raised where a step ends.
+
+    >>> total = torch.ones(2)
+    >>> add_up(total, torch.ones(2)); total, total._version
+    (tensor([2., 2.]), 0)
+    """
     each = checks.as_list("srcs", srcs) or []
     named = [("srcs", t) if isinstance(srcs, Tensor) else (f"srcs[{i}]", t) for i, t in enumerate(each)]
-    _add_up(dst, named, checks.flag("add", add), scale, impl)
+    _sum(dst, named, checks.flag("add", add), scale, impl)
 
 
-def _add_up(dst: Tensor, named: list[tuple[str, Tensor]], add: bool, scale: float, impl: str | None) -> None:
+def _sum(dst: Tensor, named: list[tuple[str, Tensor]], add: bool, scale: float, impl: str | None) -> None:
     checks.tensor("dst", dst)
     sources = [checks.tensor(name, t, numel=dst.numel(), why="as dst has") for name, t in named]
     if not sources:

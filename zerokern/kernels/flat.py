@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerokern.kernels import checks, cpu, ops, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
+from zerokern.kernels.versions import say_written
 
 __all__ = ["Flattener", "flatten", "unflatten", "warm"]
 
@@ -41,6 +42,7 @@ def flatten(
     checks.tensor("bucket", bucket)
     flattener = Flattener(tensors, bucket.dtype, offsets=offsets, impl=impl)
     flattener.flatten(tensors, bucket, scale=scale, stats=stats)
+    say_written([bucket] if stats is None else [bucket, stats])
 
 
 def unflatten(
@@ -62,13 +64,15 @@ def unflatten(
     checks.tensor("bucket", bucket)
     flattener = Flattener(tensors, bucket.dtype, offsets=offsets, impl=impl)
     flattener.unflatten(bucket, tensors, scale=scale, stats=stats)
+    say_written(tensors if stats is None else [*tensors, stats])
 
 
 class Flattener:
     """`flatten` and `unflatten` of lists of tensors that are like these: of their shapes, strides, dtypes and device.
 
     The tables of the launches are made once; a run uploads addresses where they are others than in the last run, and
-    nothing else. It keeps none of the tensors alive.
+    nothing else. It keeps none of the tensors alive. Autograd hears nothing of what it writes, unlike from `flatten`:
+    its caller does `torch.autograd.graph.increment_version`, where something may have been saved for a backward pass.
 
     >>> like = [torch.empty(2), torch.empty(3, dtype=torch.bfloat16)]
     >>> flattener = Flattener(like, torch.float32)

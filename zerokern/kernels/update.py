@@ -13,6 +13,7 @@ from zerokern.core.errors import got
 from zerokern.kernels import checks, formats, reference
 from zerokern.kernels.cpu import UpdateTable
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
+from zerokern.kernels.versions import say_written
 
 __all__ = ["Tensors", "update"]
 
@@ -159,6 +160,7 @@ def update(
             _run_reference(algorithm, rows, settings, factor)
         else:
             _run_table(_table_of(family, device), algorithm, rows, settings, factor)
+    say_written(tensor for _, tensor in named)
 
 
 def _table_of(family: str, device: torch.device) -> Callable[[int, int], Any]:
