@@ -20,7 +20,7 @@ from zerokern.comm.hybrid import HybridGroup
 from zerokern.comm.peers import PeerGroup
 from zerokern.comm.whereabouts import Presence
 from zerokern.core import env
-from zerokern.core.errors import got
+from zerokern.core.errors import got, say_once
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +32,10 @@ _PRESENCE = Presence()
 _COMMON: weakref.WeakKeyDictionary[Any, dict[str, Common]] = weakref.WeakKeyDictionary()
 _HYBRID: weakref.WeakValueDictionary[tuple[int, int], HybridGroup] = weakref.WeakValueDictionary()
 
+_EACH_ALONE = (
+    "torchrun started %d ranks, but there is no process group: call torch.distributed.init_process_group() first. "
+    "Without it each of them trains a model of its own"
+)
 _TWO = "(replicate, shard), as FSDP2 has it: what is divided along the second has copies along the first"
 # dimensions that divide a model's work and not the batch, as torchtitan and Accelerate call them
 _OF_THE_MODEL = {"tp": "tensor", "pp": "pipeline"}
@@ -43,7 +47,11 @@ def world_size() -> int:
     >>> world_size()
     1
     """
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _has_world() else 1
+
+
+def _has_world() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def group_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
@@ -70,6 +78,8 @@ def dividing_on(mesh: Any = None, device: torch.device | str = "cpu") -> Group:
     >>> dividing_on()
     Group('alone', rank 0 of 1, cpu)
     """
+    if mesh is None and not _has_world() and (ranks := env.launched_ranks()) > 1:
+        say_once("zerokern.comm", _EACH_ALONE % ranks)
     if getattr(mesh, "ndim", 1) == 1 or isinstance(mesh, Tensor):
         return group_on(mesh, device)
     _check_two(mesh)
@@ -220,7 +230,7 @@ def _meet(pg: Any, group: Group, common: Common) -> None:
 
 def _process_group(mesh: Any, device: torch.device) -> Any:
     if mesh is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return dist.group.WORLD if _has_world() else None
     if not dist.is_available():
         raise ValueError(got("mesh", mesh, "None", "This build of torch has no torch.distributed"))
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,6 +15,7 @@ __all__ = [
     "cpu_numbers",
     "default_threads",
     "given_cpus",
+    "launched_ranks",
     "local_ranks",
     "process_cpus",
     "read",
@@ -60,6 +61,7 @@ ENV: dict[str, EnvVar] = {
             "read, not set: with 1 several GPUs are refused, for their gathers and reductions could block each other",
         ),
         EnvVar("LOCAL_WORLD_SIZE", "1", "set by torchrun: ranks that share this machine"),
+        EnvVar("WORLD_SIZE", "1", "set by torchrun: all ranks; read to warn where they have no process group"),
     )
 }
 
@@ -196,6 +198,16 @@ def local_ranks() -> int:
     True
     """
     return _positive("LOCAL_WORLD_SIZE", 1)
+
+
+def launched_ranks() -> int:
+    """Ranks that torchrun says it has started in all; 1 where nobody says it, or says what is no number.
+
+    >>> launched_ranks() >= 1
+    True
+    """
+    text = read("WORLD_SIZE") or "1"
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def default_threads() -> int:
