@@ -199,3 +199,38 @@ def test_torchs_default_device_and_dtype_do_not_reach_the_state(state_format: st
         torch.set_default_dtype(torch.float32)
     train(ours, params, 1, start=1)
     assert same_bits(contents(ours, params), contents(reference, twins))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("state_fmt", "state_format"),
+        ("masterformat", "master_format"),
+        ("weight_deacy", "weight_decay"),
+        ("beta", "betas"),
+    ],
+)
+def test_a_key_that_is_nearly_an_option_is_refused(key: str, meant: str) -> None:
+    params = make_params()
+    with pytest.raises(ValueError, match=rf"^param_group\['{key}'\]='int8': must be spelt '{meant}'"):
+        AdamW([{"params": params, key: "int8"}])
+    optimizer = AdamW(params[:1])
+    with pytest.raises(ValueError, match=meant):
+        optimizer.add_param_group({"params": params[1:], key: 0.5})
+    assert len(optimizer.param_groups) == 1
+
+
+FOREIGN = (
+    "name layer layer_name initial_lr max_lr min_lr lr_scale lr_mult wd_mult decay_mult weight_decay_scale "
+    "initial_weight_decay max_momentum base_momentum is_expert_parallel use_muon group_name fused"
+).split()
+
+
+@pytest.mark.parametrize("maker", [AdamW, SGD])
+def test_keys_that_frameworks_add_are_kept(maker: type[AdamW | SGD]) -> None:
+    (group,) = maker([{"params": make_params(), **dict.fromkeys(FOREIGN, False)}]).param_groups
+    assert set(FOREIGN) <= set(group)
+    named = [(f"p{i}", param) for i, param in enumerate(make_params())]
+    optimizer = maker([{"params": named}])
+    again = maker([dict(group) for group in optimizer.param_groups])
+    assert again.param_groups[0]["param_names"] == optimizer.param_groups[0]["param_names"]

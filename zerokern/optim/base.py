@@ -127,7 +127,7 @@ class FusedOptimizer(Reporting, torch.optim.Optimizer):
         if isinstance(param_group, dict) and "params" in param_group:
             if not isinstance(param_group["params"], (Tensor, set)):
                 param_group["params"] = list(param_group["params"])
-                checks.group(param_group, _NOT_OF_GROUPS)
+                checks.group(param_group, _NOT_OF_GROUPS, self.defaults)
             self._algorithm.checked({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self.holdings.watch_data(self.param_groups[-1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,17 @@ def hints(group: dict[str, Any]) -> None:
             raise ValueError(got(name, group[name], "None or False", reason))
 
 
-def group(given: Mapping[str, Any], of_the_optimizer: Collection[str]) -> None:
-    """Refuse a group with options that only the optimizer has, and parameters that are listed twice."""
+def group(given: Mapping[str, Any], of_the_optimizer: Collection[str], of_groups: Collection[str]) -> None:
+    """Refuse a group with options that only the optimizer has, or misspelt, and parameters that are listed twice."""
     for name in of_the_optimizer:
         if name != "params" and name in given:
             do = f"It is one for all groups: AdamW(groups, {name}=...)"
             raise ValueError(got(f"param_group[{name!r}]", given[name], "left out of groups", do))
+    for name in given:
+        meant = None if name in of_groups else misspelt(name, of_groups)
+        if meant is not None:
+            do = "Keys of your own may have any name that is not so close to an option"
+            raise ValueError(got(f"param_group[{name!r}]", given[name], f"spelt {meant!r}", do))
     tensors = [param[1] if isinstance(param, tuple) else param for param in given["params"]]
     seen: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
@@ -108,6 +114,18 @@ def group(given: Mapping[str, Any], of_the_optimizer: Collection[str]) -> None:
         if first != index:
             what = f"the same parameter at {first} and {index}"
             raise ValueError(got("params", what, "each parameter once", "A tied parameter is passed once"))
+
+
+def misspelt(name: str, options: Collection[str]) -> str | None:
+    """The option that a name is nearly; None for keys that frameworks add, such as "initial_lr" and "max_momentum".
+
+    >>> misspelt("state_fmt", ["lr", "state_format"]), misspelt("max_momentum", ["momentum"])
+    ('state_format', None)
+    """
+    for option in get_close_matches(name, options, n=1, cutoff=0.75):
+        made_of_it = f"_{option}_" in f"_{name}_"
+        return None if made_of_it else option
+    return None
 
 
 def parameter(name: str, param: Tensor, other: str, home: torch.device) -> None:
