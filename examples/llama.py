@@ -47,4 +47,6 @@ def main(folder: str, steps: int = 3) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} FOLDER\n\n{__doc__}")
     main(sys.argv[1])

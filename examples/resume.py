@@ -45,4 +45,6 @@ def main(verb: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    if len(sys.argv) != 3 or sys.argv[1] not in ("save", "load"):
+        sys.exit(f"usage: {sys.argv[0]} save|load FOLDER\n\n{__doc__}")
+    main(*sys.argv[1:])

@@ -39,4 +39,6 @@ def main(folder: str, steps: int = 5) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} FOLDER\n\n{__doc__}")
     main(sys.argv[1])

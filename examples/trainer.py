@@ -41,4 +41,6 @@ def main(folder: str, steps: int = 4) -> list[float]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} FOLDER\n\n{__doc__}")
     print("losses", *main(sys.argv[1]))

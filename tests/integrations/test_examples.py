@@ -97,6 +97,14 @@ def test_one_rank_saves_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [int(step) for step, _ in steps] == list(range(8)) and float(steps[-1][1]) < float(steps[0][1])
 
 
+@pytest.mark.parametrize(
+    "words", [["resume.py"], ["resume.py", "out"], ["llama.py"], ["trainer.py"], ["tensorboard.py"]]
+)
+def test_an_example_without_its_folder_says_how_it_is_used(words: list[str]) -> None:
+    ran = subprocess.run([sys.executable, str(EXAMPLES / words[0]), *words[1:]], capture_output=True, text=True)
+    assert ran.returncode == 1 and ran.stderr.startswith("usage: ") and "Traceback" not in ran.stderr
+
+
 @pytest.mark.slow
 def test_two_ranks_save_and_three_go_on(tmp_path: Path) -> None:
     saved = started("resume.py", "save", str(tmp_path / "step"), ranks=2)
