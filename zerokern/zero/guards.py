@@ -183,7 +183,8 @@ class Guard:
             raise ShardError(
                 f"the memory of {moved!r} was exchanged after zk.shard (by .data, set_, .to(), .half() or resize_, or "
                 "by a parametrization that computes its original); allowed: writing into it (copy_, load_state_dict). "
-                "Move, convert and parametrize a model before it is sharded"
+                "Move, convert and parametrize a model before it is sharded. Under Hugging Face use "
+                "zerokern.integrations.transformers.Trainer or TrainerMixin: plain Trainer moves its model"
             )
         versions = list(map(_version_of, self._params))
         whose = list(map(home_of, self._params))
