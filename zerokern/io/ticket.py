@@ -33,7 +33,7 @@ NBYTES = sizeof(native.IoRequest)
 STATE, ERROR = (getattr(native.IoRequest, name).offset // 4 for name in ("state", "error"))
 DONE, IDLE, READ = native.IO_DONE, native.IO_IDLE, native.IO_READ
 
-FULL = "Free space, or give the store a budget: it is allocated when the store opens"
+FULL = "or give the store a budget, which is allocated when the store opens"
 
 
 def again(says: str, error: IoError) -> IoError:
@@ -164,7 +164,7 @@ class Ticket:
         path = self._transfers.paths.get(self.file, "")
         offset = self.offset if offset is None else offset
         nbytes = self.nbytes if nbytes is None else nbytes
-        why = says or because(number) + (f". {FULL}" if number in (errno.ENOSPC, errno.EDQUOT) else "")
+        why = says or because(number) + (f", {FULL}" if number in (errno.ENOSPC, errno.EDQUOT) else "")
         what = "get" if self.op == READ else "put"
         return IoError(
             f"{what} of {self.key!r} ({self.nbytes} bytes) failed in {path} at offset {offset}, {nbytes} bytes: {why}",
