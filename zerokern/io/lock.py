@@ -98,8 +98,9 @@ class Use(NamedTuple):
     folder: str = "the folder"
     user: str = "a store"
     advice: str = (
-        ". A folder belongs to one store at a time: close that one, or give each its own folder (one per rank: "
-        "f'{path}/rank{rank}')"
+        ". A folder belongs to one store at a time: close that one (store.close(), or del of the optimizer or model "
+        "that has it), or give each its own folder. Ranks may share one zk.Nvme path, and so may a model and its "
+        "optimizer; every other optimizer needs its own folder"
     )
     mine: str = ""
 
