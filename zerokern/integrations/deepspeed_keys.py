@@ -176,11 +176,12 @@ YOURS = {
 
 REFUSED = {
     **_rows("refused", "", """
-        gradient_allreduce_op: gradients are averaged; multiply the loss by the number of ranks for their sum
-        sequence_parallel_size: one dimension of ranks is sharded; give zk.shard(mesh=) the data-parallel one
-        activation_checkpointing.partition_activations: use torch.utils.checkpoint in the model
-        activation_checkpointing.cpu_checkpointing: use torch.utils.checkpoint in the model
-        activation_checkpointing.contiguous_memory_optimization: use torch.utils.checkpoint in the model
+        gradient_allreduce_op: remove it and write zk.shard(reduce="sum") for a sum; the mean is the default
+        sequence_parallel_size: flatten it into the dimension that is sharded, mesh=mesh["dp", "cp"]._flatten(); \
+docs/composition.md
+        activation_checkpointing.partition_activations: write zk.shard(replicated=mesh["tp"]); keep= is then "device"
+        activation_checkpointing.cpu_checkpointing: write zk.shard(keep="cpu")
+        activation_checkpointing.contiguous_memory_optimization: remove it; kept inputs lie in memory of their own
         checkpoint.use_node_local_storage: a checkpoint is one folder that all ranks reach
         aio.use_gds: the disk is read into host memory
         optimizer.params.max_grad_norm: write gradient_clipping instead, as DeepSpeed demands
@@ -191,14 +192,16 @@ REFUSED = {
         offload_optimizer.ratio: state is on one tier as a whole
         offload_optimizer.super_offload: write schedule="overlap", the same bits beside the backward pass
         zenflow: write schedule=zk.Delayed(after=N), which delays every update by one step and drops none
-        zero_hpz_partition_size: parameters are divided among all ranks, once
+        zero_hpz_partition_size: write a mesh of two dimensions, zk.shard(mesh=mesh["replicate", "shard"]): divided \
+within a node, copied between nodes (HSDP)
         zero_quantized_weights zero_quantized_nontrainable_weights: parameters are gathered in their own dtype
         zero_quantized_gradients: gradients are reduced in mp_policy.reduce_dtype
         legacy_stage1: DeepSpeed has removed it
         mics_shard_size mics_hierarchical_params_gather zeropp_loco_param: DeepSpeed has removed it
     """),
     **_sections("refused", """
-        tensor_parallel expert_parallel pipeline: zk.shard divides one dimension of ranks; give it that one as mesh=
+        tensor_parallel expert_parallel pipeline: that is done by torch, beside zk.shard(mesh=mesh["dp"]); \
+docs/composition.md shows each
         hybrid_engine weight_quantization: for inference; export the model with zk.export
         compile: torch.compile each unit of the model yourself
         data_efficiency: DeepSpeed's data sampling and routing change what is trained on
