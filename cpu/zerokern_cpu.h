@@ -39,7 +39,30 @@ typedef enum zk_error {
 } zk_error;
 
 typedef enum zk_dtype { ZK_NONE = 0, ZK_F32 = 1, ZK_BF16 = 2, ZK_F16 = 3, ZK_INT8 = 4 } zk_dtype;
+
+/* With g = scale * grad (-grad with ZK_MAXIMIZE) and p the master, both fp32, t = step, wd = weight_decay:
+ *
+ *   ADAM     g += wd * p, unless ZK_DECOUPLED;  m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g * g
+ *            p -= lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps);  with ZK_DECOUPLED p -= lr * wd * p too
+ *   LION     c = beta1 * m + (1 - beta1) * g;  m = beta2 * m + (1 - beta2) * g;  p -= lr * (sign(c) + wd * p)
+ *   ADAGRAD  g += wd * p;  s += g * g;  p -= lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
+ *   SGD      g += wd * p;  b = momentum * b + (1 - dampening) * g, with ZK_FIRST b = g
+ *            p -= lr * g without state, lr * (g + momentum * b) with ZK_NESTEROV, else lr * b
+ *
+ * These are the meanings. The order of operations, which is also that of the bits, stands in
+ * zerokern/kernels/reference.py. States begin with zeros: values, codes and scales alike. */
 typedef enum zk_algorithm { ZK_ADAM = 1, ZK_LION = 2, ZK_ADAGRAD = 3, ZK_SGD = 4 } zk_algorithm;
+
+/* Where the fp32 value of a parameter is. bits(x) are those of an fp32 number, as an unsigned integer. A NaN becomes
+ * 0xFFC00000 before it is split.
+ *
+ *   SPLIT16  bits(value) = (hi << 16) + remainder, modulo 2^32; hi are the bits of the bf16 parameter, the remainder is
+ *            a signed int16. Every bit is kept. hi = (bits(value) + 0x8000) >> 16: the value rounded to nearest, ties
+ *            away from zero (a cast to bf16 takes ties to even). To begin from a bf16 parameter: a remainder of zeros.
+ *   SPLIT8   bits(value) = (hi << 16) + (remainder << 8), a signed int8: 24 bits are kept. The value is rounded to them
+ *            first, r = bits(value) + 0x7F + (bits(value) >> 8 & 1), which is to nearest, ties to even; then
+ *            hi = (r + 0x8000) >> 16, and the remainder is byte 1 of r.
+ *   NONE     the parameter alone; what is rounded away is lost in each step. */
 typedef enum zk_master {
     ZK_MASTER_FP32 = 1,
     ZK_MASTER_SPLIT16 = 2,
@@ -91,7 +114,11 @@ typedef struct zk_segment {
 
 /* One optimizer step over all segments, every byte touched once. `scale` (null = 1) multiplies the gradients and is
  * read when the call runs. All arguments are checked before anything is written; *bad is then the segment (or -1 -
- * group) at fault, INT64_MAX where neither is. */
+ * group) at fault, INT64_MAX where neither is. `bad` may be null.
+ *
+ * `scale` is not checked: a NaN there makes every state and parameter NaN, so look at the norm first. To clip as torch
+ * does: norm = sqrt of the sum of zk_sumsq's sums, scale = min(1, max_norm / (norm + 1e-6)), computed in double. Where
+ * the norm is not finite, skip the step. With a scaled loss, multiply both norm and scale by the inverse. */
 ZK_API int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, int64_t ngroups,
                      const float *scale, int64_t *bad);
 
