@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,10 @@ def test_a_step_that_was_skipped_is_counted() -> None:
     next(model.parameters()).grad = torch.full((SIZE, SIZE), float("nan"))
     opt.step()
     assert opt.statistics()["skipped_steps"] == 1 and opt.statistics()["steps"] == 2
+
+
+def test_the_page_has_a_row_for_each_key() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/offload.md").read_text(encoding="utf-8")
+    table = page.split("<!-- statistics:begin -->")[1].split("<!-- statistics:end -->")[0]
+    _, opt = trained(None, max_grad_norm=1.0)
+    assert re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE) == list(opt.statistics())
