@@ -1,0 +1,57 @@
+"""The page on the API has one line for each public name, also where nobody renders it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import ModuleType
+
+import zerokern as zk
+
+from .tree import read
+
+BEGIN, END = "<!-- names:begin -->\n", "<!-- names:end -->"
+MODULES = {"zk": zk, "zk.io": zk.io, "zk.kernels": zk.kernels}
+
+
+def first_sentence(doc: str) -> str:
+    """Of a docstring, as the cell of a table."""
+    paragraph = " ".join(doc.strip().split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
+    found = re.match(r".*?[\w`)'\"]\.(?= |$)", paragraph)
+    return (found[0] if found else paragraph).rstrip(".")
+
+
+def rows(prefix: str, module: ModuleType) -> list[str]:
+    said = {name: inspect.getdoc(getattr(module, name)) or "" for name in module.__all__}
+    said["__version__"] = "The version of the package."
+    return [f"| `{prefix}.{name}` | {first_sentence(said[name])} |" for name in module.__all__]
+
+
+def table() -> str:
+    """All names, module by module."""
+    parts = [
+        ["| name | what it is |", "| --- | --- |", *rows(prefix, module), ""] for prefix, module in MODULES.items()
+    ]
+    return "\n".join(line for part in parts for line in part)
+
+
+def test_each_public_name_has_its_line() -> None:
+    """Replace what stands between the markers by what this says: python -m tests.policy.test_api_page."""
+    assert read("docs/api.md").split(BEGIN)[1].split(END)[0] == table()
+
+
+def test_each_is_also_told_in_full() -> None:
+    page = read("docs/api.md")
+    full = {line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
+    errors = {name for name in zk.__all__ if name.endswith("Error")}
+    known = full | errors | {"__version__", "io", "kernels"}
+    assert [name for module in MODULES.values() for name in module.__all__ if name not in known] == []
+
+
+def test_a_sentence_ends_where_it_ends() -> None:
+    assert first_sentence("Takes `a.b`. And more.\n\nRest.") == "Takes `a.b`"
+    assert first_sentence("As ``torch.nn``\nhas it") == "As `torch.nn` has it"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
