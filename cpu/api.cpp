@@ -180,7 +180,7 @@ void update_task(void *context) {
 struct SumsqWork {
     const void *const *sources;
     const int64_t *numels;
-    int64_t n, width;
+    int64_t n, width, grain;  // elements that a thread takes at a time: whole chunks
     uint32_t dtype;
     double *partials;
     std::mutex lock;
@@ -200,23 +200,23 @@ void sumsq_task(void *context) {
         int count = 0;
         {
             std::lock_guard<std::mutex> guard(w.lock);
-            for (int64_t taken = 0; taken < ZK_SUMSQ_CHUNK && count < BATCH && w.source < w.n;) {
+            for (int64_t taken = 0; taken < w.grain && count < BATCH && w.source < w.n;) {
                 const int64_t left = w.numels[w.source] - w.offset;
                 if (left <= 0) {
                     ++w.source;
                     w.offset = 0;
                     continue;
                 }
-                const int64_t numel = left < ZK_SUMSQ_CHUNK ? left : ZK_SUMSQ_CHUNK;
-                pieces[count++] = {static_cast<const char *>(w.sources[w.source]) + w.offset * w.width, numel,
-                                   w.chunk++};
+                const int64_t numel = left < w.grain ? left : w.grain;
+                pieces[count++] = {static_cast<const char *>(w.sources[w.source]) + w.offset * w.width, numel, w.chunk};
+                w.chunk += chunks_of(numel);
                 w.offset += numel;
                 taken += numel;
             }
         }
         if (count == 0) return;
         for (int i = 0; i < count; ++i)
-            w.partials[pieces[i].chunk] = zk::active().sumsq(pieces[i].from, w.dtype, pieces[i].numel);
+            zk::active().sumsq(pieces[i].from, w.dtype, pieces[i].numel, w.partials + pieces[i].chunk);
     }
 }
 
@@ -323,8 +323,11 @@ int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n, uint3
         total += numels[i];
     }
     const zk::IeeeArithmetic ieee;
-    SumsqWork work{sources, numels, n, dtype == ZK_F32 ? 4 : 2, dtype, partials, {}};
-    zk::pool_run(sumsq_task, &work, workers_for(total));
+    const int workers = workers_for(total);
+    // Four chunks side by side are faster, and four for each of many turns are shared as fairly as one.
+    const int64_t grain = total >= int64_t{16} * workers * ZK_SUMSQ_CHUNK ? 4 * ZK_SUMSQ_CHUNK : ZK_SUMSQ_CHUNK;
+    SumsqWork work{sources, numels, n, dtype == ZK_F32 ? 4 : 2, grain, dtype, partials, {}};
+    zk::pool_run(sumsq_task, &work, workers);
     const double *partial = partials;
     for (int64_t i = 0; i < n; ++i) {
         sums[i] = 0.0;

@@ -29,7 +29,8 @@ using UpdateFn = void (*)(const zk_segment &, const Scalars &, int64_t begin, in
 struct IsaTable {
     const char *name;
     UpdateFn (*update)(const zk_group &, int target);
-    double (*sumsq)(const void *source, uint32_t dtype, int64_t numel);
+    // One sum for each started chunk of ZK_SUMSQ_CHUNK elements.
+    void (*sumsq)(const void *source, uint32_t dtype, int64_t numel, double *sums);
     void (*accumulate)(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t n, uint32_t source_dtype,
                        int64_t begin, int64_t end, bool add, float scale, bool stream);
     void (*convert)(uint32_t codec, float *x, void *codes, void *aux, int64_t begin, int64_t end);
@@ -37,9 +38,9 @@ struct IsaTable {
                    int nwrite, int64_t begin, int64_t end);
 };
 
-#define ZK_ISA(ns, name, needs)  \
-    namespace ns {               \
-    extern const IsaTable table; \
+#define ZK_ISA(ns, name, needs, maker) \
+    namespace ns {                     \
+    extern const IsaTable table;       \
     }
 #include "isa.def"
 #undef ZK_ISA
