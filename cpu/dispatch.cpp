@@ -11,11 +11,11 @@ namespace {
 
 struct Entry {
     const IsaTable *table;
-    const char *name, *needs;
+    const char *name, *needs, *maker;
 };
 
 constexpr Entry ENTRIES[] = {
-#define ZK_ISA(ns, name, needs) {&ns::table, name, needs},
+#define ZK_ISA(ns, name, needs, maker) {&ns::table, name, needs, maker},
 #include "isa.def"
 #undef ZK_ISA
 };
@@ -35,7 +35,8 @@ bool has_feature(const char *name) {
                                 {"avx512bw", __builtin_cpu_supports("avx512bw") != 0},
                                 {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
                                 {"avx512vl", __builtin_cpu_supports("avx512vl") != 0},
-                                {"avx512vbmi", __builtin_cpu_supports("avx512vbmi") != 0}};
+                                {"avx512vbmi", __builtin_cpu_supports("avx512vbmi") != 0},
+                                {"avx512vnni", __builtin_cpu_supports("avx512vnni") != 0}};
     for (const Feature &feature : features)
         if (std::strcmp(feature.name, name) == 0) return feature.present;
 #endif
@@ -58,9 +59,18 @@ bool usable(int index) {
     return true;
 }
 
+// A schedule of instructions can be better on one maker's cores and unmeasured on another's.
+bool of_this_maker(int index) {
+    const char *maker = ENTRIES[index].maker;
+#if defined(__x86_64__)
+    if (std::strcmp(maker, "intel") == 0) return __builtin_cpu_is("intel") != 0;
+#endif
+    return *maker == '\0';
+}
+
 int best() {
     int index = COUNT - 1;
-    while (index > 0 && !usable(index)) --index;
+    while (index > 0 && !(usable(index) && of_this_maker(index))) --index;
     return index;
 }
 

@@ -22,7 +22,7 @@ struct AdamRule {
     // exp_avg moves by weight1 from the nearer of its two ends, as torch.lerp does: from the gradient where beta1 <
     // 0.5.
     F weight1, w2, beta2;
-    bool from_grad, square_rules, coupled, liftable;
+    bool from_grad, square_rules, coupled, liftable, usual;
     F gain1, gain2;  // int8: see below
     float beta1, root_beta2;
 
@@ -39,6 +39,7 @@ struct AdamRule {
           square_rules(k.w2 >= 0.5f),
           coupled(k.coupled),
           liftable(!from_grad && !square_rules && !coupled && k.root_floor > 0x1p-100f),
+          usual(!from_grad && !square_rules && !coupled && k.scale < 0x1p20f && k.scale > -0x1p20f),
           gain1(set1(k.coupled ? k.w1 : k.w1 * k.scale)),
           gain2(set1(k.coupled ? k.root_w2 : k.root_w2 * k.scale)),
           beta1(k.beta1),
@@ -130,4 +131,7 @@ struct AdamRule {
 
 #if defined(ZK_LIFT)
 #include "adam/lifted.inl.h"
+#endif
+#if defined(ZK_STAGGERED)
+#include "adam/staggered.inl.h"
 #endif

@@ -141,6 +141,14 @@ inline void prefetch_span(const void *base, int64_t byte, int64_t nbytes, int64_
     for (int64_t b = 0; b < nbytes; b += 64) prefetch(p + b);
 }
 
+#if defined(ZK_STAGGERED)
+// A rule's own order of operations over many tiles, with the same bits: adam/staggered.inl.h.
+template <class Rule, int G, int T, int S, int O>
+struct Staggered {
+    static constexpr bool EXISTS = false;
+};
+#endif
+
 template <class Rule, int G, int T, int S, int O>
 struct Update {
     static constexpr bool CODED = S == ZK_INT8;
@@ -304,6 +312,10 @@ struct Update {
     // the reduction between the two has a long latency.
     static int64_t whole_tiles(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t begin, int64_t end) {
         int64_t i = begin;
+#if defined(ZK_STAGGERED)
+        if constexpr (Staggered<Rule, G, T, S, O>::EXISTS)
+            if (rule.usual) return Staggered<Rule, G, T, S, O>::tiles(s, k, rule, begin, end);
+#endif
         if constexpr (CODED) {
             Pending pending[2];
             bool odd = false;

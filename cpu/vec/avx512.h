@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "table.h"
 #include "vec/bits.h"
 
 namespace zk {
@@ -283,4 +284,7 @@ inline void store_bf16_lanes(double *lanes, const D (&sums)[4]) {
 #include "vec/vbmi.h"
 #else
 #include "vec/avx512_bytes.h"
+#endif
+#if defined(ZK_STAGGERED)
+#include "vec/vnni.h"
 #endif

@@ -111,8 +111,11 @@ def test_forcing_by_environment_is_in_force_and_a_missing_set_raises() -> None:
     assert "BackendError" in result.stderr and "'neon9'" in result.stderr and "scalar" in result.stderr
 
 
-def test_best_is_last_and_active() -> None:
-    assert native.isa_active() == native.isa_usable()[-1]
+def test_the_last_one_that_suits_this_maker_is_active() -> None:
+    """avx512vnni orders its instructions for Intel's divider; on other cores it runs where it is forced."""
+    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    suiting = [name for name in native.isa_usable() if intel or name != "avx512vnni"]
+    assert native.isa_active() == suiting[-1]
     assert native.isa_names()[0] == "scalar"
     assert set(native.isa_usable()) <= set(native.isa_names())
 

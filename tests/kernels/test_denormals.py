@@ -55,10 +55,13 @@ def hypers(algorithm: str) -> list[dict[str, Any]]:
 
 
 class Draw:
-    """Values of every kind, in runs as rows of an embedding are and one by one as dead inputs are."""
+    """Values of every kind, in runs as rows of an embedding are and one by one as dead inputs are.
 
-    def __init__(self, numel: int, seed: int) -> None:
-        self.numel, self.generator = numel, torch.Generator().manual_seed(seed)
+    ``one_in`` of them is special where that is above 0, and no run: most blocks are usual from end to end.
+    """
+
+    def __init__(self, numel: int, seed: int, one_in: int = 0) -> None:
+        self.numel, self.generator, self.one_in = numel, torch.Generator().manual_seed(seed), one_in
 
     def integers(self, low: int, high: int, numel: int = 0) -> Tensor:
         return torch.randint(low, high, (numel or self.numel,), generator=self.generator, dtype=torch.int32)
@@ -72,6 +75,8 @@ class Draw:
         alone = torch.tensor([0, 0, 0, 1, 1, 2, 3, 4, 4, 4])[self.integers(0, 10)]
         run = torch.tensor([0, 1, 4, 4])[self.integers(0, 4, self.numel // 64 + 1)].repeat_interleave(64)[: self.numel]
         chosen = torch.where(self.integers(0, 40) == 0, alone, run)
+        if self.one_in:
+            chosen = torch.where(self.integers(0, self.one_in) == 0, self.integers(0, 4), 4)
         drawn = kinds.gather(0, chosen.long().unsqueeze(0))[0]
         if not signed:
             return torch.where(self.integers(0, 1000) == 0, drawn, drawn.abs())
@@ -81,16 +86,18 @@ class Draw:
         """Mostly zero, for whole runs or alone."""
         used = self.integers(0, 3, self.numel // 64 + 1).repeat_interleave(64)[: self.numel] == 0
         other = self.integers(0, 50) == 0
+        if self.one_in:
+            return self.values(1e-3)
         return torch.where(used ^ other, self.values(1e-3), torch.where(self.integers(0, 2) == 0, 0.0, -0.0))
 
     def params(self) -> Tensor:
         """Usual but for a few."""
         usual = torch.randn(self.numel, generator=self.generator) * 0.02
-        return torch.where(self.integers(0, 200) == 0, self.values(1.0), usual)
+        return torch.where(self.integers(0, self.one_in or 200) == 0, self.values(1.0), usual)
 
 
-def special_row(algorithm: str, case: Case, numel: int, seed: int) -> Row:
-    draw, row = Draw(numel, seed), Row({})
+def special_row(algorithm: str, case: Case, numel: int, seed: int, one_in: int = 0) -> Row:
+    draw, row = Draw(numel, seed, one_in), Row({})
     param = draw.params()
     if case.target in ("split16", "split8"):
         hi, low = reference.split(param, case.target)
@@ -108,7 +115,7 @@ def special_row(algorithm: str, case: Case, numel: int, seed: int) -> Row:
         squared = name in ("exp_avg_sq", "state_sum")
         if case.state == "int8":
             place(row, name, draw.integers(0 if squared else -127, 256 if squared else 128).to(CODES[squared]))
-            place(row, f"{name}_scale", Draw(-(-numel // BLOCK), seed).values(1e-3).abs())
+            place(row, f"{name}_scale", Draw(-(-numel // BLOCK), seed, one_in and 50).values(1e-3).abs())
         else:
             value = draw.values(1e-6 if squared else 1e-3, signed=not squared)
             place(row, name, value.to(torch.bfloat16 if case.state == "bf16" else torch.float32))
@@ -138,15 +145,29 @@ def test_a_million_special_inputs_have_the_bits_of_the_reference(name: str) -> N
             assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_usual_blocks_beside_rare_ones_have_the_bits_of_the_reference(name: str) -> None:
+    """Most blocks take the fast path; one with a special value goes another way in the middle of it."""
+    algorithm, case = FORMATS[name]
+    for number, hyper in enumerate(hypers(algorithm)):
+        before = special_row(algorithm, case, 100_005, 50 + number, one_in=3000)
+        expected = [before.clone()]
+        run_reference(algorithm, expected, hyper)
+        for isa in native.isa_usable():
+            rows = [before.clone()]
+            run_op(algorithm, rows, hyper, f"cpu.{isa}")
+            assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_hundred_million_special_inputs_have_the_bits_of_the_scalar_set(name: str) -> None:
     """Which has those of the reference for a million, above."""
     algorithm, case = FORMATS[name]
     own = hypers(algorithm)
-    drawn = special_row(algorithm, case, (1 << 21) + 3, 1000)
+    drawn = [special_row(algorithm, case, (1 << 21) + 3, 1000 + one_in, one_in) for one_in in (0, 3000)]
     for number in range(48):
-        before = turned(drawn, number)
+        before = turned(drawn[number % 2], number)
         hyper = own[number % len(own)]
         expected = [before.clone()]
         run_op(algorithm, expected, hyper, "cpu.scalar")

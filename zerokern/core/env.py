@@ -37,7 +37,9 @@ ENV: dict[str, EnvVar] = {
     var.name: var
     for var in (
         EnvVar(
-            "ZEROKERN_CPU_ISA", "best usable", "forces scalar, avx2, avx512 or avx512vbmi; raises where it is missing"
+            "ZEROKERN_CPU_ISA",
+            "best usable",
+            "forces scalar, avx2, avx512, avx512vbmi or avx512vnni; raises where it is missing",
         ),
         EnvVar("ZEROKERN_THREADS", "usable CPUs / LOCAL_WORLD_SIZE", "threads of the native pool"),
         EnvVar("ZEROKERN_CPUS", "all usable ones", "CPUs that the native pool's threads keep to, as in 2-7,10"),

@@ -2,8 +2,8 @@
 
 Every op takes one tensor or a list of tensors and makes one native call for all of them; tensors on a CUDA device take
 one launch, on the current stream, and nothing waits for it. ``impl`` forces an implementation (``"reference"``,
-``"cpu.scalar"``, ``"cpu.avx2"``, ``"cpu.avx512"``, ``"cpu.avx512vbmi"``, ``"triton"``); None takes the best for where
-the tensors are.
+``"cpu.scalar"``, ``"cpu.avx2"``, ``"cpu.avx512"``, ``"cpu.avx512vbmi"``, ``"cpu.avx512vnni"``, ``"triton"``); None
+takes the best for where the tensors are.
 """
 
 from __future__ import annotations

@@ -1,0 +1,230 @@
+// Adam on cores with a slow divider: Intel's take 22 cycles for the root and the quotient of 16 elements, about what
+// all else takes, so neither may ever wait. The root of a pair of vectors is begun together with the quotient of the
+// pair before and the parameters of the pair before that, all along the span, not only within a tile.
+//
+// A tile is asked beforehand whether its values are usual: gradients and averages finite and not huge, averages not
+// denormal nor 0. Then nothing below can become infinite or a NaN but the parameter, and every operation is that of
+// AdamRule::apply. Other tiles go its way, once what is under way has been finished.
+#pragma once
+
+#include "adam/adam.inl.h"
+
+namespace zk {
+namespace ZK_NS {
+namespace {
+
+// What is loaded and stored, by pairs; `usual` for the gradient alone.
+template <int G, int T, int O, Order ORDER>
+struct PairStreams {
+    const zk_segment &s;
+    const Pairs<ORDER> pairs;
+    const bool stream_out;
+
+    ZK_INLINE Two grads(int64_t i) const {
+        if constexpr (G == ZK_BF16) return pairs.widen(load_512(at<uint16_t>(s.grad, i)));
+        return {load(at<float>(s.grad, i)), load(at<float>(s.grad, i + W))};
+    }
+    ZK_INLINE Two values(int64_t i) const {
+        if constexpr (T == TO_SPLIT16) return pairs.load_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i));
+        if constexpr (T == TO_SPLIT8) return pairs.load_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i));
+        return {load(at<float>(s.master, i)), load(at<float>(s.master, i + W))};
+    }
+    ZK_INLINE void store_values(int64_t i, const Two &p) const {
+        if constexpr (T == TO_FP32) {
+            store(at<float>(s.master, i), p.a);
+            store(at<float>(s.master, i + W), p.b);
+            if constexpr (O == ZK_BF16) {
+                const I out = pairs.bf16_of(pairs.canonical(p.a), pairs.canonical(p.b));
+                I *const to = reinterpret_cast<I *>(at<uint16_t>(s.out, i));
+                stream_out ? _mm512_stream_si512(to, out) : store_512(to, out);
+            }
+        } else if constexpr (T == TO_SPLIT16) {
+            pairs.store_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), pairs.canonical(p.a),
+                                pairs.canonical(p.b));
+        } else {
+            pairs.store_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), pairs.canonical(p.a),
+                               pairs.canonical(p.b));
+        }
+    }
+
+    // Without their signs the largest bits of a tile's gradients, times two: below 2^40.
+    ZK_INLINE bool usual_grads(int64_t base) const {
+        I most = _mm512_setzero_si512();
+        for (int64_t i = base; i < base + TILE; i += G == ZK_BF16 ? 2 * W : W) {
+            if constexpr (G == ZK_BF16) {
+                most = _mm512_max_epu16(most, twice_words(load_512(at<uint16_t>(s.grad, i))));
+            } else {
+                most = _mm512_max_epu32(most, twice(load_512(at<float>(s.grad, i))));
+            }
+        }
+        constexpr uint32_t MOST = (127 + 40) << 24;
+        if constexpr (G == ZK_BF16)
+            return _mm512_cmpgt_epu16_mask(most, _mm512_set1_epi16(static_cast<int16_t>(MOST >> 16))) == 0;
+        return _mm512_cmpgt_epu32_mask(most, _mm512_set1_epi32(static_cast<int>(MOST))) == 0;
+    }
+
+    // A shift would wait for port 0, where roots and quotients begin.
+    static ZK_INLINE I twice(I x) {
+        asm("" : "+v"(x));
+        x = _mm512_add_epi32(x, x);
+        asm("" : "+v"(x));
+        return x;
+    }
+    static ZK_INLINE I twice_words(I x) {
+        asm("" : "+v"(x));
+        return _mm512_add_epi16(x, x);
+    }
+};
+
+template <int G, int T, int S, int O>
+struct Staggered<AdamRule, G, T, S, O> {
+    static constexpr bool EXISTS = (G == ZK_F32 || G == ZK_BF16) && T >= TO_FP32 && T <= TO_SPLIT8 &&
+                                   (S == ZK_F32 || S == ZK_BF16) && (O == ZK_NONE || O == ZK_BF16);
+    static constexpr Order ORDER = G == ZK_BF16 && T != TO_FP32 && S == ZK_BF16 ? Order::alternate : Order::natural;
+    using Streams = PairStreams<G, T, O, ORDER>;
+    using Plain = Update<AdamRule, G, T, S, O>;
+    static constexpr int64_t PAIR = 2 * W;
+
+    // Pairs on their way: the roots and averages of the last one, the quotients of the one before.
+    struct Flow {
+        Two root, m, quotient;
+    };
+
+    const zk_segment &s;
+    const Scalars &k;
+    const AdamRule &r;
+    const Streams streams;
+
+    Staggered(const zk_segment &segment, const Scalars &scalars, const AdamRule &rule)
+        : s(segment), k(scalars), r(rule), streams{segment, {}, scalars.stream_out} {}
+
+    // Of the averages: exp_avg from 2^-126 to 2^60 in magnitude, exp_avg_sq from 2^-126 to 2^120. What is below
+    // becomes huge by the subtraction.
+    ZK_INLINE bool usual(int64_t base) const {
+        constexpr uint32_t MOST_M = (126 + 60) << 24, MOST_V = (126 + 120) << 23;
+        I m = _mm512_setzero_si512(), v = _mm512_setzero_si512();
+        bool averages;
+        if constexpr (S == ZK_BF16) {
+            for (int64_t i = base; i < base + TILE; i += PAIR) {
+                const I twice = Streams::twice_words(load_512(at<uint16_t>(s.exp_avg, i)));
+                m = _mm512_max_epu16(m, _mm512_sub_epi16(twice, _mm512_set1_epi16(0x0100)));
+                v = _mm512_max_epu16(
+                    v, _mm512_sub_epi16(load_512(at<uint16_t>(s.exp_avg_sq, i)), _mm512_set1_epi16(0x0080)));
+            }
+            averages = (_mm512_cmpgt_epu16_mask(m, _mm512_set1_epi16(static_cast<int16_t>(MOST_M >> 16))) |
+                        _mm512_cmpgt_epu16_mask(v, _mm512_set1_epi16(static_cast<int16_t>(MOST_V >> 16)))) == 0;
+        } else {
+            for (int64_t i = base; i < base + TILE; i += W) {
+                const I twice = Streams::twice(load_512(at<float>(s.exp_avg, i)));
+                m = _mm512_max_epu32(m, _mm512_sub_epi32(twice, _mm512_set1_epi32(0x01000000)));
+                v = _mm512_max_epu32(
+                    v, _mm512_sub_epi32(load_512(at<float>(s.exp_avg_sq, i)), _mm512_set1_epi32(0x00800000)));
+            }
+            averages = (_mm512_cmpgt_epu32_mask(m, _mm512_set1_epi32(static_cast<int>(MOST_M))) |
+                        _mm512_cmpgt_epu32_mask(v, _mm512_set1_epi32(static_cast<int>(MOST_V)))) == 0;
+        }
+        return averages & streams.usual_grads(base);
+    }
+
+    ZK_INLINE Two states(const void *x, int64_t i) const {
+        if constexpr (S == ZK_BF16) return streams.pairs.widen(load_512(at<uint16_t>(x, i)));
+        return {load(at<float>(x, i)), load(at<float>(x, i + W))};
+    }
+    ZK_INLINE void store_states(void *x, int64_t i, const Two &v) const {
+        if constexpr (S == ZK_BF16) {
+            store_512(at<uint16_t>(x, i), streams.pairs.bf16_of(ints(v.a), ints(v.b)));
+        } else {
+            store(at<float>(x, i), v.a);
+            store(at<float>(x, i + W), v.b);
+        }
+    }
+
+    ZK_INLINE void averages(F g, F &m, F &v) const {
+        g = mul(g, r.scale);
+        v = fma(r.w2, fms(g, g, v), v);
+        m = fma(r.weight1, sub(g, m), m);
+    }
+    static ZK_INLINE F root_of(F v) {
+        ZK_PACED(v);
+        F root = sqrt(v);
+        ZK_PACED(root);
+        return root;
+    }
+    ZK_INLINE F quotient_of(F m, F root) const {
+        F quotient = div(m, fma(root, r.root_slope, r.root_floor));
+        ZK_PACED(quotient);
+        return quotient;
+    }
+    ZK_INLINE void finish(int64_t i, const Two &quotient) const {
+        Two p = streams.values(i);
+        p.a = sub(p.a, fma(r.lr_wd, p.a, quotient.a));
+        p.b = sub(p.b, fma(r.lr_wd, p.b, quotient.b));
+        streams.store_values(i, p);
+    }
+
+    // Averages and roots of the pair at i, quotients of the one before, parameters of the one before that; `before`
+    // says how many there are.
+    template <int BEFORE>
+    ZK_INLINE void pair(int64_t i, Flow &flow) const {
+        const Two g = streams.grads(i);
+        Two m = states(s.exp_avg, i), v = states(s.exp_avg_sq, i), root, quotient;
+        averages(g.a, m.a, v.a);
+        root.a = root_of(v.a);
+        if constexpr (BEFORE >= 1) quotient.a = quotient_of(flow.m.a, flow.root.a);
+        averages(g.b, m.b, v.b);
+        store_states(s.exp_avg, i, m);
+        store_states(s.exp_avg_sq, i, v);
+        root.b = root_of(v.b);
+        if constexpr (BEFORE >= 2) finish(i - 2 * PAIR, flow.quotient);
+        if constexpr (BEFORE >= 1) quotient.b = quotient_of(flow.m.b, flow.root.b);
+        flow.root = root;
+        flow.m = m;
+        if constexpr (BEFORE >= 1) flow.quotient = quotient;
+    }
+    ZK_INLINE void drain(int64_t end, Flow &flow) const {
+        finish(end - 2 * PAIR, flow.quotient);
+        flow.quotient.a = quotient_of(flow.m.a, flow.root.a);
+        flow.quotient.b = quotient_of(flow.m.b, flow.root.b);
+        finish(end - PAIR, flow.quotient);
+    }
+
+    // Usual tiles from i on, at least one; returns where they end.
+    ZK_INLINE int64_t usual_tiles(int64_t i, int64_t end) const {
+        Flow flow;
+        Plain::prefetch_tile(s, k, i);
+        pair<0>(i, flow);
+        pair<1>(i + PAIR, flow);
+        pair<2>(i + 2 * PAIR, flow);
+        pair<2>(i + 3 * PAIR, flow);
+        for (i += TILE; i + TILE <= end && usual(i); i += TILE) {
+            Plain::prefetch_tile(s, k, i);
+            pair<2>(i, flow);
+            pair<2>(i + PAIR, flow);
+            pair<2>(i + 2 * PAIR, flow);
+            pair<2>(i + 3 * PAIR, flow);
+        }
+        drain(i, flow);
+        return i;
+    }
+
+    static int64_t tiles(const zk_segment &s, const Scalars &k, const AdamRule &rule, int64_t i, int64_t end) {
+        static_assert(TILE == 4 * PAIR);
+        const Staggered all(s, k, rule);
+        while (i + TILE <= end) {
+            if (all.usual(i)) {
+                i = all.usual_tiles(i, end);
+            } else {
+                Plain::prefetch_tile(s, k, i);
+                Plain::plain_tile(s, k, rule, i);
+                i += TILE;
+            }
+        }
+        return i;
+    }
+};
+
+}  // namespace
+}  // namespace ZK_NS
+}  // namespace zk
+
+#include "adam/staggered_int8.inl.h"
