@@ -87,6 +87,9 @@ struct AdamRule {
     bool apply_usual(F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) const;
     bool apply_rare(F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) const;
     bool apply_lifted(const F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) const;
+    static constexpr bool LIFTS_BLOCKS = true;
+    void lifted_averages(const LiftedScales &c, F (&m)[Q], F (&root)[Q]) const;
+    bool lifted_step(F (&p)[Q], const F (&root)[Q]) const;
 #endif
 
     // int8 is bound by instructions, not by memory. The block scales and the loss scale are folded into factors,

@@ -78,6 +78,37 @@ ZK_INLINE bool AdamRule::apply_rare(F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&v)[Q]) 
     return liftable && apply_lifted(g, p, m, v);
 }
 
+// A block of int8 averages in units (update/lifted_block.inl.h). Squares are in units too where the roots are small,
+// and the root of n units is sqrt(2 n) 2^-75.
+ZK_INLINE void AdamRule::lifted_averages(const LiftedScales &c, F (&m)[Q], F (&root)[Q]) const {
+    const F decay1 = unit_product(set1(beta1), c.average_units), decay2 = mul(c.root_decay, set1(root_beta2));
+    for (int j = 0; j < Q; ++j) m[j] = unit_product(m[j], decay1);
+    for (int j = 0; j < Q; ++j) root[j] = mul(root[j], decay2);
+    if (c.root_lift == 1.0f) {
+        for (int j = 0; j < Q; ++j) root[j] = sqrt(mul(root[j], root[j]));
+        return;
+    }
+    for (int j = 0; j < Q; ++j) {
+        const F half = mul(root[j], set1(0.5f)), square = mul(half, root[j]);
+        const F whole = sub(fma(half, root[j], set1(0x1p23f)), set1(0x1p23f));
+        root[j] = choose(below(square, set1(0x1p23f)), whole, square);
+    }
+    for (int j = 0; j < Q; ++j) root[j] = mul(sqrt(mul(root[j], set1(2.0f))), set1(0x1p-75f));
+}
+
+// What is subtracted is below 2^-78 where the quotient's divisor is no smaller than 2^-40, and so moves no p that is
+// not tiny.
+ZK_INLINE bool AdamRule::lifted_step(F (&p)[Q], const F (&root)[Q]) const {
+    M unsure = 0;
+    for (int j = 0; j < Q; ++j) {
+        unsure = either(unsure, below(fma(root[j], root_slope, root_floor), set1(0x1p-30f)));
+        p[j] = fnma(lr_wd, p[j], p[j]);
+        unsure = either(unsure, below(abs(p[j]), set1(0x1p-50f)));
+        unsure = either(unsure, equal_or_nan(p[j], set1(INFINITY)));
+    }
+    return !any(unsure);
+}
+
 }  // namespace
 }  // namespace ZK_NS
 }  // namespace zk

@@ -2,8 +2,8 @@
 // all else takes, so neither may ever wait. The root of a pair of vectors is begun together with the quotient of the
 // pair before and the parameters of the pair before that, all along the span, not only within a tile.
 //
-// A tile is asked beforehand whether its values are usual: gradients and averages finite and not huge, averages not
-// denormal nor 0. Then nothing below can become infinite or a NaN but the parameter, and every operation is that of
+// A tile is asked beforehand whether its values are usual: gradients and averages finite, gradients not huge, averages
+// not denormal. Then nothing below can become infinite or a NaN but the parameter, and every operation is that of
 // AdamRule::apply. Other tiles go its way, once what is under way has been finished.
 #pragma once
 
@@ -98,8 +98,8 @@ struct Staggered<AdamRule, G, T, S, O> {
     Staggered(const zk_segment &segment, const Scalars &scalars, const AdamRule &rule)
         : s(segment), k(scalars), r(rule), streams{segment, {}, scalars.stream_out} {}
 
-    // Of the averages: exp_avg from 2^-126 to 2^60 in magnitude, exp_avg_sq from 2^-126 to 2^120. What is below
-    // becomes huge by the subtraction.
+    // The quick look: exp_avg from 2^-126 to 2^60 in magnitude, exp_avg_sq from 2^-126 to 2^120. What is below becomes
+    // huge by the subtraction.
     ZK_INLINE bool usual(int64_t base) const {
         constexpr uint32_t MOST_M = (126 + 60) << 24, MOST_V = (126 + 120) << 23;
         I m = _mm512_setzero_si512(), v = _mm512_setzero_si512();
@@ -124,6 +124,21 @@ struct Staggered<AdamRule, G, T, S, O> {
                         _mm512_cmpgt_epu32_mask(v, _mm512_set1_epi32(static_cast<int>(MOST_V)))) == 0;
         }
         return averages & streams.usual_grads(base);
+    }
+
+    // Zeros are usual too, as in rows of an embedding that were never used, but are told from denormals by a second
+    // look.
+    static constexpr int STRANGE = 0xB9;  // to vfpclassps: NaNs, infinities, denormals
+    __attribute__((noinline)) bool usual_with_zeros(int64_t base) const {
+        M strange = 0;
+        for (int64_t i = base; i < base + TILE; i += PAIR) {
+            const Two m = states(s.exp_avg, i), v = states(s.exp_avg_sq, i);
+            strange =
+                either(strange, either(_mm512_fpclass_ps_mask(m.a, STRANGE), _mm512_fpclass_ps_mask(m.b, STRANGE)));
+            strange =
+                either(strange, either(_mm512_fpclass_ps_mask(v.a, STRANGE), _mm512_fpclass_ps_mask(v.b, STRANGE)));
+        }
+        return strange == 0 && streams.usual_grads(base);
     }
 
     ZK_INLINE Two states(const void *x, int64_t i) const {
@@ -196,7 +211,7 @@ struct Staggered<AdamRule, G, T, S, O> {
         pair<1>(i + PAIR, flow);
         pair<2>(i + 2 * PAIR, flow);
         pair<2>(i + 3 * PAIR, flow);
-        for (i += TILE; i + TILE <= end && usual(i); i += TILE) {
+        for (i += TILE; i + TILE <= end && (usual(i) || usual_with_zeros(i)); i += TILE) {
             Plain::prefetch_tile(s, k, i);
             pair<2>(i, flow);
             pair<2>(i + PAIR, flow);
@@ -211,7 +226,7 @@ struct Staggered<AdamRule, G, T, S, O> {
         static_assert(TILE == 4 * PAIR);
         const Staggered all(s, k, rule);
         while (i + TILE <= end) {
-            if (all.usual(i)) {
+            if (all.usual(i) || all.usual_with_zeros(i)) {
                 i = all.usual_tiles(i, end);
             } else {
                 Plain::prefetch_tile(s, k, i);

@@ -7,6 +7,7 @@
 #include "sgd/sgd.inl.h"
 #include "stream/stream.inl.h"
 #include "sumsq/sumsq.inl.h"
+#include "update/lifted_block.inl.h"
 
 namespace zk {
 namespace ZK_NS {

@@ -30,9 +30,44 @@ struct LionRule {
     template <int S>
     ZK_INLINE void apply(F (&g)[Q], F (&p)[Q], F (&m)[Q], F (&)[Q]) const {
         F sign[Q];
+#if defined(ZK_LIFT)
+        if constexpr (S == ZK_BF16) {
+            if (__builtin_expect(any_below_normal_magnitude(m), 0)) {
+                for (int j = 0; j < Q; ++j) sign[j] = advance_lifted(g[j], m[j]);
+                return step(p, sign);
+            }
+        }
+#endif
         for (int j = 0; j < Q; ++j) sign[j] = advance<S>(g[j], m[j]);
         step(p, sign);
     }
+
+#if defined(ZK_LIFT)
+    // The same of averages in units, whose gradient is 0.
+    ZK_INLINE F advance_units(F &units) const {
+        const F old = units;
+        units = sub(old, unit_product(w2, old));
+        return sign_of(sub(old, unit_product(w1, old)));
+    }
+    // Denormal lanes whose gradient is 0 go by units, and 0 stands for them among the others.
+    ZK_INLINE F advance_lifted(F g, F &m) const {
+        const M low = both(is_denormal(m), equal(g, set1(0.0f)));
+        F shown = choose(low, set1(0.0f), m), units = units_of(m);
+        const F sign = advance<ZK_BF16>(g, shown), low_sign = advance_units(units);
+        m = choose(low, denormal_of(units), shown);
+        return choose(low, low_sign, sign);
+    }
+    // A block of int8 averages in units.
+    static constexpr bool LIFTS_BLOCKS = true;
+    ZK_INLINE void lifted_averages(const LiftedScales &c, F (&m)[Q], F (&sign)[Q]) const {
+        for (int j = 0; j < Q; ++j) m[j] = unit_product(m[j], c.average_units);
+        for (int j = 0; j < Q; ++j) sign[j] = advance_units(m[j]);
+    }
+    ZK_INLINE bool lifted_step(F (&p)[Q], const F (&sign)[Q]) const {
+        step(p, sign);
+        return true;
+    }
+#endif
 
     // m becomes m'; returns the sign of the direction.
     template <int S>

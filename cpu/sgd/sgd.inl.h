@@ -14,7 +14,7 @@ struct SgdRule {
     static constexpr int STATES = 1;
     F wd, lr, momentum, undamped;
     D wdd, lrd, momentumd, undampedd;
-    bool coupled, first, nesterov;
+    bool coupled, first, nesterov, liftable;
 
     explicit SgdRule(const Scalars &k)
         : wd(set1(k.wd)),
@@ -27,20 +27,48 @@ struct SgdRule {
           undampedd(dset1(k.undampedd)),
           coupled(k.coupled),
           first(k.first),
-          nesterov(k.nesterov) {}
+          nesterov(k.nesterov),
+          liftable(!k.first && k.momentum >= 0.0f && k.momentum <= 1.0f && k.lr >= 0.0f && k.lr <= 1.0f) {}
 
     template <int S>
     ZK_INLINE void apply(F (&g)[Q], F (&p)[Q], F (&buffer)[Q], F (&)[Q]) const {
+#if defined(ZK_LIFT)
+        if constexpr (S == ZK_BF16) {
+            if (__builtin_expect(any_below_normal_magnitude(buffer), 0) && liftable) {
+                for (int j = 0; j < Q; ++j) one_lifted(g[j], p[j], buffer[j]);
+                return;
+            }
+        }
+#endif
         for (int j = 0; j < Q; ++j) one<S>(g[j], p[j], buffer[j]);
+    }
+
+#if defined(ZK_LIFT)
+    // Denormal lanes whose gradient is 0 go by units, and 0 stands for them among the others. Such a step does not move
+    // a p that is not tiny.
+    ZK_INLINE void one_lifted(F g, F &p, F &buffer) const {
+        if (coupled) g = add(g, mul(wd, p));
+        const M low = both(both(is_denormal(buffer), equal(g, set1(0.0f))), at_least(abs(p), set1(0x1p-50f)));
+        F shown = choose(low, set1(0.0f), buffer), moved = p;
+        const F units = add(unit_product(momentum, units_of(buffer)), mul(undamped, g));
+        one_uncoupled(g, moved, shown);
+        buffer = choose(low, denormal_of(units), shown);
+        p = choose(low, p, moved);
+    }
+#endif
+
+    // bf16 buffers, weight decay in the gradient already.
+    ZK_INLINE void one_uncoupled(F g, F &p, F &buffer) const {
+        buffer = first ? g : add(mul(momentum, buffer), mul(undamped, g));
+        const F direction = nesterov ? add(g, mul(momentum, buffer)) : buffer;
+        p = sub(p, mul(lr, direction));
     }
 
     template <int S>
     ZK_INLINE void one(F g, F &p, F &buffer) const {
         if constexpr (S == ZK_BF16) {
             if (coupled) g = add(g, mul(wd, p));
-            buffer = first ? g : add(mul(momentum, buffer), mul(undamped, g));
-            const F direction = nesterov ? add(g, mul(momentum, buffer)) : buffer;
-            p = sub(p, mul(lr, direction));
+            one_uncoupled(g, p, buffer);
         } else {
             D gd = widen(g), direction = gd;
             if (coupled) gd = direction = dadd(gd, dmul(wdd, widen(p)));

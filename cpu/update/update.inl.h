@@ -1,145 +1,32 @@
 // One step over a span, whatever the rule and the formats: load, apply, store, a tile of ZK_BLOCK elements at a time,
 // every byte once.
-//
-// Formats are template parameters where they are worth a kernel of their own and ANY where they are not; both run this
-// code.
 #pragma once
 
-#include <cstring>
-
-#include "codec/codec.inl.h"
-#include "table.h"
+#include "update/formats.inl.h"
+#include "update/units.inl.h"
 
 namespace zk {
 namespace ZK_NS {
 namespace {
 
-constexpr int ANY = -1;
 constexpr int64_t TILE = ZK_BLOCK;
-constexpr int64_t STEP = W * Q;        // elements taken together
 constexpr int VECTORS = ZK_BLOCK / W;  // vectors of a tile
 constexpr int64_t AHEAD = 1024;        // bytes that the prefetches run ahead in the streams of 32-bit elements
-
-template <class T>
-T *at(void *p, int64_t i) {
-    return static_cast<T *>(p) + i;
-}
-template <class T>
-const T *at(const void *p, int64_t i) {
-    return static_cast<const T *>(p) + i;
-}
-
-template <int G>
-ZK_INLINE void load_grad(const zk_segment &s, const Scalars &k, int64_t i, F (&g)[Q]) {
-    const int kind = G == ANY ? static_cast<int>(k.grad) : G;
-    if (kind == ZK_BF16) {
-        load_bf16(at<uint16_t>(s.grad, i), g);
-    } else if (kind == ZK_F16) {
-        load_f16(at<uint16_t>(s.grad, i), g);
-    } else {
-        for (int j = 0; j < Q; ++j) g[j] = load(at<float>(s.grad, i + j * W));
-    }
-}
-
-template <int T>
-ZK_INLINE void load_value(const zk_segment &s, const Scalars &k, int64_t i, F (&p)[Q]) {
-    const int kind = T == ANY ? static_cast<int>(k.target) : T;
-    switch (kind) {
-        case TO_FP32:
-            for (int j = 0; j < Q; ++j) p[j] = load(at<float>(s.master, i + j * W));
-            break;
-        case TO_SPLIT16:
-            load_split16(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p);
-            break;
-        case TO_SPLIT8:
-            load_split8(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p);
-            break;
-        case TO_BF16:
-            load_bf16(at<uint16_t>(s.param, i), p);
-            break;
-        default:
-            load_f16(at<uint16_t>(s.param, i), p);
-            break;
-    }
-}
-
-// Rounds stochastically a value at a time: the draws cost more than the conversion, and nobody waits for them.
-inline void store_stochastic(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q], bool half) {
-    alignas(64) float x[W * Q];
-    for (int j = 0; j < Q; ++j) store(x + j * W, p[j]);
-    const uint64_t mixed = stochastic_key(k.seed_mix, s.key, k.step);
-    uint16_t *to = at<uint16_t>(s.param, i);
-    for (int e = 0; e < W * Q; ++e) {
-        const uint32_t random = stochastic_bits(mixed, static_cast<uint64_t>(s.first + i + e));
-        to[e] = half ? half_stochastic(x[e], random) : bf16_stochastic(x[e], random);
-    }
-}
-
-// NANS: where there may be one. Its upper half alone must be a NaN too, which costs an instruction for each vector.
-template <int T, bool NANS>
-ZK_INLINE void store_value(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
-    const int kind = T == ANY ? static_cast<int>(k.target) : T;
-    switch (kind) {
-        case TO_FP32:
-            for (int j = 0; j < Q; ++j) store(at<float>(s.master, i + j * W), p[j]);
-            break;
-        case TO_SPLIT16:
-            store_split16<NANS>(at<uint16_t>(s.param, i), at<int16_t>(s.remainder, i), p);
-            break;
-        case TO_SPLIT8:
-            store_split8<NANS>(at<uint16_t>(s.param, i), at<int8_t>(s.remainder, i), p);
-            break;
-        default:
-            if (k.stochastic) {
-                store_stochastic(s, k, i, p, kind == TO_F16);
-            } else if (kind == TO_BF16) {
-                store_bf16<NANS>(at<uint16_t>(s.param, i), p);
-            } else {
-                store_f16(at<uint16_t>(s.param, i), p);
-            }
-    }
-}
-
-// The published copy: the parameter itself where it has that dtype, so that both agree, else the value rounded to it.
-template <int T, int O, bool NANS>
-ZK_INLINE void store_out(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
-    const int kind = O == ANY ? static_cast<int>(k.out) : O;
-    if (kind == ZK_NONE) return;
-    const int target = T == ANY ? static_cast<int>(k.target) : T;
-    uint16_t *to = at<uint16_t>(s.out, i);
-    const int param = target == TO_F16 ? ZK_F16 : target == TO_FP32 ? ZK_NONE : ZK_BF16;
-    if (kind == param) {
-        std::memcpy(to, at<uint16_t>(s.param, i), sizeof(uint16_t) * STEP);
-    } else if (kind == ZK_BF16) {
-        k.stream_out ? stream_bf16<NANS>(to, p) : store_bf16<NANS>(to, p);
-    } else {
-        k.stream_out ? stream_f16(to, p) : store_f16(to, p);
-    }
-}
-
-template <int S>
-ZK_INLINE void load_state(const void *state, int64_t i, F (&x)[Q]) {
-    if constexpr (S == ZK_BF16) {
-        load_bf16(at<uint16_t>(state, i), x);
-    } else if constexpr (S == ZK_F32) {
-        for (int j = 0; j < Q; ++j) x[j] = load(at<float>(state, i + j * W));
-    }
-}
-
-template <int S, bool NANS>
-ZK_INLINE void store_state(void *state, int64_t i, const F (&x)[Q]) {
-    if constexpr (S == ZK_BF16) {
-        store_bf16<NANS>(at<uint16_t>(state, i), x);
-    } else if constexpr (S == ZK_F32) {
-        for (int j = 0; j < Q; ++j) store(at<float>(state, i + j * W), x[j]);
-    }
-}
 
 // One prefetch per 64 bytes of each stream; the hardware's own prefetchers stop at 4 KiB pages, these do not.
 inline void prefetch_span(const void *base, int64_t byte, int64_t nbytes, int64_t ahead) {
     const char *p = static_cast<const char *>(base) + byte + ahead;
     for (int64_t b = 0; b < nbytes; b += 64) prefetch(p + b);
 }
+
+#if defined(ZK_LIFT)
+template <class Update>
+struct LiftedBlock;  // update/lifted_block.inl.h
+struct LiftedScales {
+    F average_units, root_decay;  // the root's decay times root_lift
+    float root_lift;
+};
+#endif
 
 #if defined(ZK_STAGGERED)
 // A rule's own order of operations over many tiles, with the same bits: adam/staggered.inl.h.
@@ -149,18 +36,28 @@ struct Staggered {
 };
 #endif
 
-template <class Rule, int G, int T, int S, int O>
+template <class RULE, int G, int T, int S, int O>
 struct Update {
+    using Rule = RULE;
     static constexpr bool CODED = S == ZK_INT8;
     static constexpr int STATE_BYTES = S == ZK_F32 ? 4 : S == ZK_BF16 ? 2 : S == ZK_INT8 ? 1 : 0;
 
+    static int grad_bytes(const Scalars &k) { return (G == ANY ? static_cast<int>(k.grad) : G) == ZK_F32 ? 4 : 2; }
+
+    static ZK_INLINE void load_params(const zk_segment &s, const Scalars &k, int64_t i, F (&p)[Q]) {
+        load_value<T>(s, k, i, p);
+    }
+    static ZK_INLINE void store_params(const zk_segment &s, const Scalars &k, int64_t i, const F (&p)[Q]) {
+        store_value<T, true>(s, k, i, p);
+        store_out<T, O, true>(s, k, i, p);
+    }
+
     static void prefetch_tile(const zk_segment &s, const Scalars &k, int64_t i) {
         const int target = T == ANY ? static_cast<int>(k.target) : T;
-        const int grad_bytes = (G == ANY ? static_cast<int>(k.grad) : G) == ZK_F32 ? 4 : 2;
         const auto ahead = [&](const void *p, int width) {
             prefetch_span(p, i * width, TILE * width, AHEAD / 4 * width);
         };
-        ahead(s.grad, grad_bytes);
+        ahead(s.grad, grad_bytes(k));
         if (target == TO_FP32) {
             ahead(s.master, 4);
         } else {
@@ -245,6 +142,7 @@ struct Update {
     struct Pending {
         F averages[VECTORS], roots[VECTORS];
         float average_scale, root_scale;
+        bool in_units;  // the averages and their scale
     };
 
     // First the averages of the whole block, then its parameters: the square roots of one half are done when the other
@@ -253,6 +151,10 @@ struct Update {
                                        Pending &to) {
         constexpr int GROUPS = VECTORS / Q;
         const int64_t block = base / ZK_BLOCK;
+#if defined(ZK_LIFT)
+        if (LiftedBlock<Update>::fits(s, k, rule, base) && LiftedBlock<Update>::update(s, k, rule, base, to)) return;
+#endif
+        to.in_units = false;
         const typename Rule::Block constants =
             rule.block(s.exp_avg_scale[block], Rule::STATES >= 2 ? s.exp_avg_sq_scale[block] : 0.0f);
         F a[GROUPS][Q], root[GROUPS][Q], most_average = set1(0.0f), most_root = set1(0.0f);
@@ -284,8 +186,7 @@ struct Update {
                     most_root = max_bits(most_root, root[v][j]);
                 }
             }
-            store_value<T, true>(s, k, i, p);
-            store_out<T, O, true>(s, k, i, p);
+            store_params(s, k, i, p);
         }
         to.average_scale = reduce_max(most_average);
         if constexpr (Rule::STATES >= 2) to.root_scale = reduce_max(most_root);
@@ -293,7 +194,11 @@ struct Update {
 
     static ZK_INLINE void encode_block(const zk_segment &s, int64_t base, const Pending &from) {
         const int64_t block = base / ZK_BLOCK;
-        s.exp_avg_scale[block] = encode_averages(at<int8_t>(s.exp_avg, base), from.averages, from.average_scale);
+        const float scale = encode_averages(at<int8_t>(s.exp_avg, base), from.averages, from.average_scale);
+        s.exp_avg_scale[block] = scale;
+#if defined(ZK_LIFT)
+        if (from.in_units) s.exp_avg_scale[block] = scale_of_units(scale);
+#endif
         if constexpr (Rule::STATES >= 2)
             s.exp_avg_sq_scale[block] = encode_roots(at<uint8_t>(s.exp_avg_sq, base), from.roots, from.root_scale);
     }
@@ -346,7 +251,6 @@ struct Update {
         alignas(64) unsigned char room[7][TILE * 4];
         std::memset(room, 0, sizeof room);
         const int target = T == ANY ? static_cast<int>(k.target) : T;
-        const int grad_bytes = (G == ANY ? static_cast<int>(k.grad) : G) == ZK_F32 ? 4 : 2;
         const int out_bytes = (O == ANY ? static_cast<int>(k.out) : O) == ZK_NONE ? 0 : 2;
         const int64_t block = base / ZK_BLOCK;
         struct Role {
@@ -354,7 +258,7 @@ struct Update {
             int width;
             bool read;
         };
-        const Role roles[7] = {{const_cast<void *>(s.grad), grad_bytes, true},
+        const Role roles[7] = {{const_cast<void *>(s.grad), grad_bytes(k), true},
                                {s.param, target == TO_FP32 ? 0 : 2, true},
                                {s.remainder,
                                 target == TO_SPLIT16  ? 2

@@ -102,6 +102,10 @@ inline bool any_below_normal(const F (&a)[Q]) {
         _mm512_min_epu32(_mm512_min_epu32(ints(a[0]), ints(a[1])), _mm512_min_epu32(ints(a[2]), ints(a[3])));
     return _mm512_cmp_epu32_mask(least, _mm512_set1_epi32(0x00800000), _MM_CMPINT_LT) != 0;
 }
+inline bool any_below_normal_magnitude(const F (&a)[Q]) {
+    const F magnitudes[Q] = {abs(a[0]), abs(a[1]), abs(a[2]), abs(a[3])};
+    return any_below_normal(magnitudes);
+}
 // Of any a, and b that is not negative.
 inline bool any_below_normal(const F (&a)[Q], const F (&b)[Q]) {
     I least = ints(abs(a[0]));

@@ -203,3 +203,42 @@ def test_averages_decay_to_their_last_units_as_in_the_reference(name: str, eps: 
         run_op(algorithm, [row], hyper)
     assert_same([row], [expected])
     assert 0 < float(row["exp_avg"].float().abs().max()) < 2.0**-126
+
+
+@pytest.mark.parametrize("scale", [3e-33, 1e-37, 2e-41, 3 * 2.0**-149])
+@pytest.mark.parametrize("name", ["int8.split16", "int8.split8", "lion.int8", "lion.bf16", "sgd.bf16"])
+def test_rows_that_are_no_longer_used_decay_as_in_the_reference(name: str, scale: float) -> None:
+    """From small averages through denormal ones to those that stay, beside blocks that still have gradients."""
+    algorithm, case = FORMATS[name]
+    numel, draw, start = 12 * BLOCK + 5, Draw(12 * BLOCK + 5, 3), Row({})
+    hi, low = reference.split(torch.randn(numel, generator=draw.generator), case.target)
+    place(start, "param", hi)
+    place(start, "remainder", low)
+    grad = torch.zeros(numel)
+    grad[3 * BLOCK : 4 * BLOCK] = torch.randn(BLOCK, generator=draw.generator)
+    grad[7 * BLOCK + 1] = 2.0**-20
+    grad[9 * BLOCK : 10 * BLOCK] = -0.0
+    place(start, "grad", grad.bfloat16())
+    blocks = -(-numel // BLOCK)
+    for state in STATES[algorithm]:
+        squared = state == "exp_avg_sq"
+        if case.state == "int8":
+            place(start, state, draw.integers(0 if squared else -127, 256 if squared else 128).to(CODES[squared]))
+            of = (
+                torch.tensor([scale**0.5, 1.0, 1e-22, 0.0])[torch.arange(blocks) % 4]
+                if squared
+                else torch.tensor(scale)
+            )
+            place(start, f"{state}_scale", of.expand(blocks).contiguous())
+        else:
+            place(start, state, (torch.randn(numel, generator=draw.generator) * scale).bfloat16())
+    own = {"sgd": {"momentum": 0.9}, "lion": {"beta1": 0.9, "beta2": 0.8}, "adam": {"beta1": 0.9, "beta2": 0.8}}[
+        algorithm
+    ]
+    for isa in native.isa_usable():
+        row, expected = start.clone(), start.clone()
+        for step in range(1, 40):
+            hyper = {"lr": 1e-3, "weight_decay": 0.0, "step": step, **own}
+            run_reference(algorithm, [expected], hyper)
+            run_op(algorithm, [row], hyper, f"cpu.{isa}")
+            assert_equal(algorithm, case, [row], [expected], f"cpu.{isa}")
