@@ -77,6 +77,13 @@ def test_the_cheapest_is_named(asked: dict[str, Any], says: str) -> None:
     assert re.search(says, zk.plan("8B", **asked).advice())
 
 
+@pytest.mark.parametrize("schedule", ["overlap", zk.Delayed()])
+def test_a_schedule_of_the_host_does_not_bar_state_on_the_device(schedule: Any) -> None:
+    asked = {"tier": "cpu", "schedule": schedule}
+    for memory in ("200GB", "24GB"):
+        assert zk.plan("8B", device_memory=memory, **asked).advice() == zk.plan("8B", device_memory=memory).advice()
+
+
 def test_where_nothing_exact_fits() -> None:
     nowhere = {"host_memory": "1GB", "disk": "1GB"}
     told = zk.plan("1B", device_memory="8GB", **nowhere).advice().splitlines()

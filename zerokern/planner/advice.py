@@ -56,7 +56,8 @@ def advice(plan: Plan) -> str:
 
 def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
     """By what they cost: state and parameters beside the compute first, then in host memory, then on a disk; of each
-    the stage that communicates least, and divides least."""
+    the stage that communicates least, and divides least. The schedule is the best of those that publish in their own
+    step: another that was asked for may be none for state on the device."""
     recipe = replace(plan.recipe, state_format="fp32", master_format=None)
     if lossy:
         smaller = [one for one in plan.recipe.alternatives(plan.subject.main_dtype) if one.is_lossy()]
@@ -73,6 +74,7 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
             param_tier=param_tier,
             ring_nbytes=RING_NBYTES * (tier == "nvme"),
             param_ring_nbytes=RING_NBYTES * (param_tier == "nvme"),
+            schedule="sync" if tier == "device" else "overlap",
         )
         for stage in (3,) if param_tier != "device" else (0, 1, 2, 3) if plan.ranks > 1 else (0,):
             settings = replace(plan.settings, spills=False)
@@ -167,7 +169,7 @@ def _code(plan: Plan) -> str:
     if plan.settings.micro > 1:  # slices alone imply the device
         recomputed = f"{recomputed.replace(keeps['device'], '')}, micro={plan.settings.micro}"
     shard = f"zk.shard(model, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
-    options = places[recipe.tier] + (', schedule="overlap"' if recipe.tier != "device" else "")
+    options = places[recipe.tier] + (f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else "")
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
     step = f"{recipe.face}(model.parameters(){options})"

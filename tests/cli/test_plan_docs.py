@@ -1,0 +1,34 @@
+"""Every `zerokern plan` that a page shows is a command that works."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from zerokern.cli.main import main
+from zerokern.planner.shapes import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+COMMANDS = [
+    (page.name, command.strip())
+    for page in PAGES
+    for command in re.findall(r"(?:^\$ |^|`)zerokern (plan --[^`\n]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    if "package.module" not in command
+]
+
+
+def test_pages_show_commands() -> None:
+    assert {name for name, _ in COMMANDS} >= {"choose.md", "offload.md", "zero.md"}
+
+
+@pytest.mark.parametrize("page, command", COMMANDS)
+def test_a_command_of_a_page_works(page: str, command: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["llama-3-8b"]))
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().err == ""
