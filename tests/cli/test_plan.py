@@ -95,13 +95,17 @@ def test_a_model_is_built_without_memory(models: str) -> None:
 
 def test_a_transformer_has_activations(capsys) -> None:
     shape = ["--layers", "128", "--hidden", "25600", "--heads", "256", "--batch", "2", "--seq", "1024"]
-    out = said(capsys, *shape, "--world", "1024", "--stage", "3", "--device-memory", "h100,v100")
+    run = ("--world", "1024", "--stage", "3", "--device-memory", "h100,v100")
+    out = said(capsys, *shape, *run)
     assert (
         "### Transformer of 128 layers, hidden 25,600, without embeddings: 1T parameters, batch 2 x 1,024 on a rank, "
         "on 1,024 ranks" in out
     )
+    assert "| activation checkpoints " not in out
+    assert 'Activations: with keep="device"' in out
+    out = said(capsys, *shape, *run, "--keep", "device")
     assert "| activation checkpoints " in out
-    assert "Without activation checkpoints all activations are" in out
+    assert "Activations: without keep=, all of them" in out
 
 
 def test_json_is_for_programs(capsys) -> None:

@@ -13,6 +13,7 @@ import zerokern as zk
 from zerokern.cli.main import main
 from zerokern.cli.plan import plain
 from zerokern.planner import from_config, preset
+from zerokern.planner.amounts import gigabytes
 from zerokern.planner.shapes import PRESETS
 
 # as their publishers state them
@@ -129,7 +130,31 @@ def test_recomputation_that_was_asked_for_is_in_the_code(world: int, memory: str
     assert f"fits: {f'stage {stage}' if world > 1 else 'one rank'}," in told
     assert f'-> `zk.shard(model, stage={stage}, keep="device")`' in told
     assert f"-> `zk.shard(model, stage={stage}, micro=2)`" in zk.plan(**asked, micro=2, keep="device").advice()
-    assert "keep=" not in zk.plan(**asked).advice()
+
+
+def planned(told: str, asked: dict[str, Any]) -> zk.Plan:
+    """The plan of the code that the first line of an advice names."""
+    (code,) = re.findall(r"-> (.*)", told.splitlines()[0])
+    changed: dict[str, Any] = {}
+    for keyword, name in (("tier", "param_tier"), ("keep", "keep"), ("micro", "micro"), ("stage", "stage")):
+        found = re.search(rf'zk\.shard\([^`]*\b{keyword}="?(\w+)', code)
+        changed |= {name: int(found[1]) if found[1].isdecimal() else found[1]} if found else {}
+    for keyword in ("tier", "schedule"):
+        found = re.search(rf'parameters\(\)[^`]*\b{keyword}="?(\w+)', code)
+        changed |= {keyword: found[1]} if found else {}
+    return zk.plan(**asked, **changed)
+
+
+@pytest.mark.parametrize("seq, whole", [(128, True), (4096, False)])
+@pytest.mark.parametrize("world, memory", [(8, "80GB"), (1, "200GB"), (1, "24GB"), (8, "24GB")])
+def test_the_code_is_what_was_counted(seq: int, whole: bool, world: int, memory: str) -> None:
+    """Without keep= all activations are there: they are counted so, and units computed again where they do not fit."""
+    shape = preset("llama-3-8b", batch=1, seq=seq)
+    asked = {"model": shape, "world": world, "device_memory": memory}
+    told = zk.plan(**asked).advice()
+    meant = planned(told, asked)
+    assert not meant.missing
+    assert f"{gigabytes(meant.total)} of " in told and ("keep=" not in told) == (whole or memory == "200GB")
 
 
 def test_lora_is_named_where_frozen_parameters_fit() -> None:

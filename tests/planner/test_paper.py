@@ -96,8 +96,9 @@ def test_a_trillion_parameters_in_three_dimensions() -> None:
 def test_traffic_of_model_parallelism() -> None:
     """12 elements for each of batch x seq x hidden and block, with activation checkpoints: six all-reduces."""
     shape = Transformer(8, 4096, heads=32, batch=2, seq=1024)
-    sent = plan(shape, stage=1, mesh={"dp": 2, "tp": 16}).sent["tp"]
+    sent = plan(shape, stage=1, mesh={"dp": 2, "tp": 16}, keep="device").sent["tp"]
     assert sent is not None and sent / 2 == 12 * (2 * 1024 * 4096) * 8 * 15 // 16
+    assert plan(shape, stage=1, mesh={"dp": 2, "tp": 16}).sent["tp"] == sent * 2 // 3
 
 
 @pytest.mark.parametrize("numel, nodes", [("20B", 1), ("650B", 32)])

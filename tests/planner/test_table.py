@@ -61,9 +61,12 @@ class TestText:
 
     def test_activations_of_a_transformer_count(self) -> None:
         shape = Transformer(8, 1024, heads=16, batch=2, seq=512)
-        with_, without = zk.plan(shape, world=2), zk.plan(Transformer(8, 1024), world=2)
-        assert with_.total - without.total == shape.checkpoints + shape.working_activations
-        assert "activation checkpoints" in str(with_) and "Not counted: activations" in str(without)
+        whole, again = (zk.plan(shape, world=2, keep=keep) for keep in (None, "device"))
+        without = zk.plan(Transformer(8, 1024), world=2)
+        assert whole.total - without.total == shape.activations
+        assert again.total - without.total == shape.checkpoints + shape.working_activations
+        assert "activation checkpoints" in str(again) and "activation checkpoints" not in str(whole)
+        assert "Not counted: activations" in str(without)
 
     def test_numbers_of_ranks_below_each_other(self) -> None:
         plans = [zk.plan("7.5B", world=world, param_dtype="fp16", device_memory="32GB") for world in (1, 4, 1024)]

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument(
         "--param-tier", default="device", metavar="TIER", help="where parameters rest at stage 3 (device)"
     )
-    run_.add_argument("--keep", metavar="TIER", help="where inputs of recomputed units are kept: device, cpu, nvme")
+    run_.add_argument("--keep", metavar="TIER", help="recompute units; their inputs are kept here: device, cpu, nvme")
     run_.add_argument("--micro", type=arguments.count, default=1, metavar="N", help="slices of each batch (1)")
     run_.add_argument("--schedule", choices=("sync", "overlap", "delayed"), default="sync", help="of the update (sync)")
     run_.add_argument("--bucket-bytes", type=arguments.count, default=32 << 20, metavar="N", help="as in zk.shard")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from zerokern.core.units import RING_NBYTES
@@ -56,7 +57,7 @@ def advice(plan: Plan) -> str:
 
 def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
     """By what they cost: state and parameters beside the compute first, then in host memory, then on a disk; of each
-    the stage that communicates least, and divides least. The schedule is the best of those that publish in their own
+    without recomputation before with it, and the stage that communicates least, and divides least. The schedule is the best of those that publish in their own
     step: another that was asked for may be none for state on the device."""
     recipe = replace(plan.recipe, state_format="fp32", master_format=None)
     if lossy:
@@ -65,13 +66,15 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
         if not smaller:
             return
         recipe = min(smaller, key=lambda one: one.state_nbytes(plan.subject.main_dtype))
-    for param_tier, tier in _PLACES:
+    keeps = (None, "device") if recipe.keep is None and _counts_activations(plan) else (recipe.keep,)
+    for (param_tier, tier), keep in product(_PLACES, keeps):
         if plan.settings.device == "cpu" and "cpu" in (param_tier, tier):
             continue  # the device is the host
         here = replace(
             recipe,
             tier=tier,
             param_tier=param_tier,
+            keep=keep,
             ring_nbytes=RING_NBYTES * (tier == "nvme"),
             param_ring_nbytes=RING_NBYTES * (param_tier == "nvme"),
             schedule="sync" if tier == "device" else "overlap",

@@ -23,7 +23,6 @@ _MEANS = {
     "tp": "tp",
 }
 _OF_EXPERTS = ("ep", "efsdp", "edp", "dp_shard_mod_ep", "dp_shard_in_ep")
-_PASSES = 3  # forward, forward again from the layer's checkpoint, backward
 _EACH = 2  # all-reduces of a layer in each: behind its attention, and behind its MLP
 
 
@@ -77,7 +76,8 @@ def sent_along(
     if settings.world > 1:
         found["dp"] = along_dp
     if settings.tp > 1:
-        count = _PASSES * _EACH * (0 if shape is None else shape.layers) * settings.accumulate
+        passes = 2 if recipe.keep is None else 3  # forward, again where it is recomputed, backward
+        count = passes * _EACH * (0 if shape is None else shape.layers) * settings.accumulate
         found["tp"] = None if passed is None else count * _all_reduced(passed, settings.tp)
     return found
 
@@ -115,7 +115,7 @@ def uncounted(subject: Outline, recipe: Recipe, stage: int, settings: Arrangemen
         said.append("The module is what one stage of pp has; plan the largest of them.")
     if settings.tp > 1 and known:
         said.append(
-            "Along tp: two all-reduces of a layer's output in forward, in forward again and in backward, as "
+            "Along tp: two all-reduces of a layer's output in forward, in backward, and where it is computed again, as "
             "Megatron-LM divides it. Activations are counted whole; tp divides some of them."
         )
     if settings.pp > 1 and known:

@@ -330,7 +330,7 @@ def plan(
         state_format, master_format: as in `zk.AdamW`.
         tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`.
         param_tier: where parameters rest at stage 3: `zk.shard(tier=)`.
-        keep, micro: as in `zk.shard`; with `accumulate`, each micro-batch fetches parameters at rest anew.
+        keep, micro: as in `zk.shard`: without them the activations of a shape are counted whole; with `accumulate`, each micro-batch fetches parameters at rest anew.
         schedule: when the optimizer updates, as in `zk.AdamW`.
         units, bucket_bytes: as in `zk.shard`.
         accumulate: micro-batches in a step, each of them reduced.
@@ -357,7 +357,7 @@ def plan(
         tier=tier,
         schedule=schedule,
         param_tier=param_tier,
-        keep=keep,
+        keep="device" if keep is None and micro != 1 else keep,
     )
     memory = parse_device_memory(device_memory)
     settings = Arrangement(world, device or "cuda", bucket_bytes, accumulate, no_sync, micro)

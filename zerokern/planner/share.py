@@ -155,14 +155,17 @@ def scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
 
 
 def _inputs(subject: Outline, recipe: Recipe, settings: Arrangement) -> Iterator[Holding]:
-    """What activation checkpoints keep; off the device all but the last one's, and room for one that comes back."""
+    """All activations; or what checkpoints keep, off the device all but the last one's and room for one that comes."""
     shape = subject.transformer
     if shape is None or not shape.has_activations:
         return
+    if recipe.keep is None:
+        yield Holding("activations", "", "device", shape.activations)
+        return
     away = 0
-    if recipe.keep not in (None, "device"):
+    if recipe.keep != "device":
         away = shape.checkpoints - shape.checkpoint
-        yield Holding("checkpoints", "", str(recipe.keep), away)
+        yield Holding("checkpoints", "", recipe.keep, away)
     yield Holding("checkpoints", "", "device", min(shape.checkpoints - away + shape.checkpoint, shape.checkpoints))
     slices = -(-(shape.batch or 1) // settings.micro)
     yield Holding("activations", "", "device", shape.working_activations * slices // (shape.batch or 1))

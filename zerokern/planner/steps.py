@@ -40,9 +40,8 @@ class StepShape:
     def __init__(self, plan: Plan, count: int) -> None:
         self.plan = plan
         self.accumulate = plan.settings.accumulate
-        rests, shape = plan.recipe.rests, plan.subject.transformer
-        recomputes = plan.recipe.keep is not None or (shape is not None and shape.has_activations)
-        self.flops = 8 if recomputes else 6
+        rests = plan.recipe.rests
+        self.flops = 6 if plan.recipe.keep is None else 8
         self.passes = self.accumulate if rests else 1
         count = max(4, count // self.passes)
         self.tells = rests or plan.recipe.tier == "nvme"

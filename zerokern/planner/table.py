@@ -27,7 +27,7 @@ NAMES = {
     "host gradients": "gradients to update with",
     "shadow": "parameters to publish",
     "checkpoints": "activation checkpoints",
-    "activations": "activations, working",
+    "activations": "activations",
 }
 TIERS = {"device": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
 STAGE_HEADS = [f"stage {stage}" for stage in STAGES]
@@ -105,8 +105,11 @@ def notes(plan: Plan) -> list[str]:
         takers += ", and on GPUs the buffers of NCCL's two communicators (gathers, reductions)"
     shape = subject.transformer
     if shape is not None and shape.has_activations:
-        everything = gigabytes(shape.activations)
-        said.append(f"Without activation checkpoints all activations are {everything} GB on each rank.")
+        if plan.recipe.keep is None:
+            fewer = gigabytes(shape.checkpoints + shape.working_activations)
+            said.append(f'Activations: with keep="device", which computes units again, {fewer} GB on each rank.')
+        else:
+            said.append(f"Activations: without keep=, all of them, {gigabytes(shape.activations)} GB on each rank.")
         said.append(f"Not counted: {takers}.")
     else:
         said.append(f"Not counted: activations, and {takers}.")

@@ -105,7 +105,7 @@ def _notes(plan: Plan) -> Iterator[str]:
             "A number alone has no layers: two units that are whole on the device (?) come on top. Plan a model or the "
             "shape of a transformer to know them."
         )
-    yield from [note for note in table.notes(plan) if note.startswith(("Not counted", "Without activation", "Assumed"))]
+    yield from [note for note in table.notes(plan) if note.startswith(("Not counted", "Activations: ", "Assumed"))]
 
 
 def placement(plan: Plan) -> str:
