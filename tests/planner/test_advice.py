@@ -63,14 +63,14 @@ def test_a_config_has_the_count_of_the_module(kind: str, tied: bool, tmp_path: P
 @pytest.mark.parametrize(
     "asked, says",
     [
-        ({"world": 1, "device_memory": "200GB"}, r"one rank, 112 of 200 GB .*`zk\.AdamW\(model\.parameters\(\)\)`$"),
-        ({"world": 8, "device_memory": "200GB"}, r"that fits: stage 0, .*`zk\.shard\(model, stage=0\)`$"),
-        ({"world": 8, "device_memory": "80GB"}, r"that fits: stage 1, .*`zk\.shard\(model, stage=1\)`$"),
-        ({"world": 8, "device_memory": "40GB"}, r"that fits: stage 2, .*`zk\.shard\(model, stage=2\)`$"),
-        ({"world": 8, "device_memory": "20GB"}, r"that fits: stage 3, .*`zk\.shard\(model, stage=3\)`$"),
-        ({"world": 1, "device_memory": "40GB"}, r'rank, 32.* 112 GB of host .*tier="cpu", schedule="overlap"\)`$'),
+        ({"world": 1, "device_memory": "200GB"}, r"one rank, bf16 parameters, 112 of 200 GB .*`zk\.AdamW\(model\.parameters\(\)\)`$"),
+        ({"world": 8, "device_memory": "200GB"}, r"that fits: stage 0 on 8 ranks, bf16 .*`zk\.shard\(model, stage=0\)` and `zk\.AdamW\(model\.parameters\(\)\)`$"),
+        ({"world": 8, "device_memory": "80GB"}, r"that fits: stage 1 on 8 ranks, bf16 .*`zk\.shard\(model, stage=1\)` and `zk\.AdamW\(model\.parameters\(\)\)`$"),
+        ({"world": 8, "device_memory": "40GB"}, r"that fits: stage 2 on 8 ranks, bf16 .*`zk\.shard\(model, stage=2\)` and `zk\.AdamW\(model\.parameters\(\)\)`$"),
+        ({"world": 8, "device_memory": "20GB"}, r"that fits: stage 3 on 8 ranks, bf16 .*`zk\.shard\(model, stage=3\)` and `zk\.AdamW\(model\.parameters\(\)\)`$"),
+        ({"world": 1, "device_memory": "40GB"}, r'one rank, .* 32.* 112 GB of host .*tier="cpu", schedule="overlap"\)`$'),
         ({"world": 1, "device_memory": "40GB", "host_memory": "64GB"}, r"GB of disk .*tier=zk\.Nvme\(path\), schedule"),
-        ({"world": 1, "device_memory": "16GB"}, r'stage 3, .*`zk\.shard\(model, stage=3, tier="cpu"\)` and '),
+        ({"world": 1, "device_memory": "16GB"}, r'stage 3 on one rank, .*`zk\.shard\(model, stage=3, tier="cpu"\)` and '),
         ({"world": 8, "device_memory": "h100"}, r"80\.0 GB \(h100\)"),
     ],
 )  # fmt: skip
@@ -90,7 +90,7 @@ def test_where_nothing_exact_fits() -> None:
     told = zk.plan("1B", device_memory="8GB", **nowhere).advice().splitlines()
     assert told[0] == "No exact configuration fits."
     assert told[1].startswith("Lossy, and fits: ") and 'state_format="int8", master_format="split8"' in told[1]
-    assert told[2].startswith("Exact, with 2 ranks: ")
+    assert told[2].startswith("Exact, with more ranks: stage 3 on 2 ranks, ")
     assert "Nor does a lossy one, on up to 4,096 ranks" in zk.plan("100T", device_memory="1GB", **nowhere).advice()
     told = zk.plan("100T", world=10**9, device_memory="1KB", **nowhere).advice()
     assert "on up to 1,000,000,000 ranks" in told
@@ -105,7 +105,7 @@ def test_activations_that_do_not_fit_go_elsewhere_or_are_cut() -> None:
     called = (
         r'`zk\.shard\(model, stage=3, keep="cpu", micro=(\d+)\)` and `zk\.AdamW\(.*, tier="cpu", schedule="overlap"\)`$'
     )
-    found = re.search(rf"^Exact, with fewer activations on the device: stage 3, .* -> {called}", told[1])
+    found = re.search(rf"^Exact, with fewer activations on the device: stage 3 on 8 ranks, .* -> {called}", told[1])
     assert found, told
     chosen = {"stage": 3, "keep": "cpu", "tier": "cpu", "schedule": "overlap"}
     assert not zk.plan(**asked, **chosen, micro=int(found[1])).missing
@@ -118,7 +118,7 @@ def test_a_batch_is_cut_down_to_one_sequence(batch: int) -> None:
     shape, around = preset("llama-3-8b", batch=batch, seq=8192), {"world": 8, "host_memory": "2TB"}
     needed = zk.plan(shape, **around, **chosen).total
     told = zk.plan(shape, **around, device_memory=needed).advice()
-    assert f'`zk.shard(model, stage=3, keep="cpu", micro={batch})` and `zk.AdamW(' in told
+    assert f'zk.build(make_model, stage=3, keep="cpu", micro={batch})` and `zk.AdamW(' in told
     if batch == 7:
         assert "micro=7" in zk.plan(shape, **around, device_memory="15GB").advice()
 
@@ -127,9 +127,9 @@ def test_a_batch_is_cut_down_to_one_sequence(batch: int) -> None:
 def test_recomputation_that_was_asked_for_is_in_the_code(world: int, memory: str, stage: int) -> None:
     asked = {"model": preset("llama-3-8b", batch=2, seq=2048), "world": world, "device_memory": memory}
     told = zk.plan(**asked, keep="device").advice()
-    assert f"fits: {f'stage {stage}' if world > 1 else 'one rank'}," in told
-    assert f'-> `zk.shard(model, stage={stage}, keep="device")`' in told
-    assert f"-> `zk.shard(model, stage={stage}, micro=2)`" in zk.plan(**asked, micro=2, keep="device").advice()
+    assert f"fits: {f'stage {stage} on 8 ranks' if world > 1 else 'one rank'}, " in told
+    assert f'-> `zk.shard(model, stage={stage}, keep="device")` and `zk.AdamW(model.parameters())`' in told
+    assert f"-> `zk.shard(model, stage={stage}, micro=2)` and" in zk.plan(**asked, micro=2, keep="device").advice()
 
 
 def planned(told: str, asked: dict[str, Any]) -> zk.Plan:
@@ -157,6 +157,26 @@ def test_the_code_is_what_was_counted(seq: int, whole: bool, world: int, memory:
     assert f"{gigabytes(meant.total)} of " in told and ("keep=" not in told) == (whole or memory == "200GB")
 
 
+def test_a_model_that_cannot_be_whole_is_built() -> None:
+    """70B parameters are 140 GB in bf16: more than the device has, and on a CPU more than the host."""
+    built = "-> `model = zk.build(make_model, stage=3)` and `zk.AdamW(model.parameters())`"
+    assert built in zk.plan("70B", world=16, device_memory="80GB").advice()
+    assert built not in zk.plan("70B", world=16, device_memory="150GB").advice()
+    at_rest = zk.plan("8B", device_memory="12GB").advice()
+    assert '`model = zk.build(make_model, stage=3, tier="cpu")` and `zk.AdamW(model.parameters(), tier="cpu",' in at_rest
+    host = zk.plan("8B", world=8, device="cpu", device_memory="80GB", host_memory="80GB", disk="1TB").advice()
+    assert "`model = zk.build(make_model, stage=3)` and `zk.AdamW(model.parameters(), tier=zk.Nvme(path)," in host
+
+
+def test_the_optimizer_is_the_one_that_was_planned() -> None:
+    def told(name: str | None, world: int = 1) -> str:
+        return zk.plan("1B", optimizer=name, world=world, param_dtype="fp32", device_memory="80GB").advice()
+
+    assert "fp32 parameters, " in told("lion") and told("lion").endswith("-> `zk.Lion(model.parameters())`")
+    assert told("sgd-momentum").endswith("-> `zk.SGD(model.parameters(), momentum=0.9)`")
+    assert told(None).endswith("-> `model`, as it is") and told(None, 2).endswith("-> `zk.shard(model, stage=0)`")
+
+
 def test_lora_is_named_where_frozen_parameters_fit() -> None:
     nowhere = {"host_memory": "1GB", "disk": "1GB"}
     told = zk.plan("8B", device_memory="24GB", **nowhere).advice()
@@ -175,7 +195,7 @@ def test_what_it_names_fits() -> None:
     """Whatever the memory, the plan of what is written there fits."""
     for memory in range(4, 200, 7):
         plan = zk.plan("8B", world=4, device_memory=f"{memory}GB")
-        found = re.search(r"fits: stage (\d), [^>]*-> `zk\.shard\(model, stage=\d\)`$", plan.advice())
+        found = re.search(r"fits: stage (\d) on [^>]*-> `zk\.shard\(model, stage=\d\)` and `zk\.AdamW\(model\.parameters\(\)\)`$", plan.advice())
         if found:
             assert not plan.at(int(found[1])).missing
             assert all(plan.at(stage).missing for stage in range(int(found[1])))

@@ -9,6 +9,7 @@ from typing import Any
 
 from zerokern.core.units import RING_NBYTES
 from zerokern.planner.amounts import gigabytes
+from zerokern.planner.recipe import short
 from zerokern.zero.partition import shards_parameters
 
 __all__ = ["advice"]
@@ -42,7 +43,7 @@ def advice(plan: Plan) -> str:
         lines.append(f"Lossy, and fits: {_told(small)}")
     wider = _more_ranks(plan)
     if wider is not None:
-        lines.append(f"Exact, with {wider.world:,} ranks: {_told(wider)}")
+        lines.append(f"Exact, with more ranks: {_told(wider)}")
     if len(lines) == 1:
         most = max(_MOST_RANKS, plan.world)
         lines.append(
@@ -155,13 +156,14 @@ def _told(plan: Plan) -> str:
         f"{gigabytes(plan.total)} of {gigabytes(most)} GB"
         + ("" if name[:1].isdigit() else f" ({name.partition(' ')[0]})")
     ]
-    where[0] += _uncounted(plan)
+    where[0] = f"{short(plan.subject.main_dtype)} parameters, {where[0]}{_uncounted(plan)}"
     for tier, called in (("cpu", "host memory"), ("nvme", "disk")):
         nbytes = plan.tiers.get(tier, 0)
         if nbytes and tier != plan.settings.device:
             where.append(f"{gigabytes(nbytes)} GB of {called} for each rank")
-    stage = f"stage {plan.stage}" if plan.ranks > 1 or plan.recipe.rests else "one rank"
-    return f"{stage}, {', '.join(where)} -> {_code(plan)}"
+    ranks = f"{plan.ranks:,} ranks" if plan.ranks > 1 else "one rank"
+    stage = f"stage {plan.stage} on " if plan.ranks > 1 or plan.recipe.rests else ""
+    return f"{stage}{ranks}, {', '.join(where)} -> {_code(plan)}"
 
 
 def _code(plan: Plan) -> str:
@@ -171,12 +173,20 @@ def _code(plan: Plan) -> str:
     recomputed = keeps.get(recipe.keep or "", "")
     if plan.settings.micro > 1:  # slices alone imply the device
         recomputed = f"{recomputed.replace(keeps['device'], '')}, micro={plan.settings.micro}"
-    shard = f"zk.shard(model, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
+    model = "zk.shard(model" if _can_be_whole(plan) else "model = zk.build(make_model"
+    shard = f"{model}, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
     options = places[recipe.tier] + (f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else "")
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
-    step = f"{recipe.face}(model.parameters(){options})"
-    needs_shard = plan.ranks > 1 or recipe.rests or recomputed
-    if not needs_shard:
-        return f"`{step}`"
-    return f"`{shard}`" + (f" and `{step}`" if options else "")
+    options += ", momentum=0.9" if recipe.optimizer == "sgd-momentum" else ""
+    lines = [f"`{shard}`"] if plan.ranks > 1 or recipe.rests or recomputed else []
+    lines += [f"`{recipe.face}(model.parameters(){options})`"] if recipe.optimizer != "none" else []
+    return " and ".join(lines) or "`model`, as it is"
+
+
+def _can_be_whole(plan: Plan) -> bool:
+    """Whether the model can be there before it is divided: on the device, or in the memory of the host that is one."""
+    buckets = plan.subject.buckets(plan.stage, plan.world, plan.settings.bucket_bytes)
+    rooms = [*plan.device_memory.values()]
+    rooms += [plan.budget["cpu"]] if plan.settings.device == "cpu" and "cpu" in plan.budget else []
+    return sum(kind.numel * kind.itemsize for kind in buckets.kinds) <= min(rooms)
