@@ -37,6 +37,7 @@ def test_a_preset_has_the_published_count(name: str) -> None:
     shape = preset(name)
     assert shape.numel == PUBLISHED[name]
     assert zk.plan(shape, stage=3).numel == shape.numel
+    assert str(zk.plan(name, world=8)) == str(zk.plan(shape, world=8))
 
 
 @pytest.mark.parametrize(

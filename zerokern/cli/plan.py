@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zerokern import arguments
 from zerokern.core.errors import ZerokernError, got
 from zerokern.core.units import BINARY
+from zerokern.planner.amounts import parse_numel
 from zerokern.planner.shapes import PRESETS, from_config, preset
 from zerokern.schedule import Delayed, shipped
 
@@ -231,7 +232,7 @@ def _subject(args: argparse.Namespace) -> Any:
     if args.model:
         return load_model(args.model)
     if args.numel:
-        return args.numel
+        return parse_numel(args.numel)
     missing = [f"--{name}" for name in ("layers", "hidden") if name not in shape]
     if missing:
         raise ValueError(f"{' and '.join(missing)} is missing: a transformer has --layers and --hidden")

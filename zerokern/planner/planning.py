@@ -19,6 +19,7 @@ from zerokern.planner.outline import Outline, subject_of
 from zerokern.planner.program import Volume, between_ranks, traffic_of
 from zerokern.planner.recipe import Arrangement, Recipe
 from zerokern.planner.rest import Move, moves_of
+from zerokern.planner.shapes import named
 from zerokern.planner.share import Share, pinned_nbytes, share_of
 from zerokern.schedule import Delayed, Machine, Program, machine_of
 from zerokern.zero.partition import STAGES, check_stage
@@ -317,7 +318,8 @@ def plan(
 
     Args:
         model: a module, on the meta device as well; a number of parameters (`7_500_000_000`, `"7.5B"`), of which units
-            and tensors are not known; or a `zerokern.planner.Transformer`, which knows its activations too.
+            and tensors are not known; a published model by name (`"llama-3-8b"`); or a `zerokern.planner.Transformer`,
+            such as `preset("llama-3-8b", batch=1, seq=4096)` there, which knows its activations too.
         stage: whose step and notes are shown; the table has all of them.
         world: ranks.
         mesh: in place of `world`, a DeviceMesh, or sizes by name for ranks that nobody has at hand: `{"pp": 2,
@@ -366,7 +368,7 @@ def plan(
             raise ValueError(got("world", world, "no world beside mesh, which says how many ranks there are"))
         sizes: dict[str, Any] = sizes_of(mesh)
         settings = replace(settings, **sizes)
-    subject = subject_of(model, recipe, units, settings.tp, settings.pp)
+    subject = subject_of(named(model), recipe, units, settings.tp, settings.pp)
     settings = replace(settings, tp=subject.tp, device=device or subject.device)
     if settings.pp > 1 and accumulate > 1:
         settings = replace(settings, no_sync=True)  # as zk.PipelineStage has it

@@ -12,7 +12,7 @@ from typing import Any
 from zerokern.core.errors import got
 from zerokern.planner.outline import Transformer
 
-__all__ = ["PRESETS", "Decoder", "from_config", "preset"]
+__all__ = ["PRESETS", "Decoder", "from_config", "named", "preset"]
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,18 @@ def preset(name: str, *, batch: int | None = None, seq: int | None = None, ci: i
     """
     if name not in PRESETS:
         near = "".join(f"The nearest is {one!r}. " for one in get_close_matches(name.lower(), PRESETS, n=1))
-        do = f"{near}Any other model is planned by --config config.json or MODULE:FUNCTION"
-        raise ValueError(got("model", name, f"{', '.join(PRESETS)}, or MODULE:FUNCTION", do))
+        do = f"{near}Any other is planned as a module, or by its config.json: --config, zerokern.planner.from_config"
+        raise ValueError(got("model", name, f"{', '.join(PRESETS)}, or MODULE:FUNCTION on the command line", do))
     return _decoder(name, name, PRESETS[name], batch, seq, ci)
+
+
+def named(model: Any) -> Any:
+    """A published model where a name stands for it; a number of parameters begins with a digit.
+
+    >>> named("gpt2").layers, named("7.5B")
+    (12, '7.5B')
+    """
+    return preset(model.strip()) if isinstance(model, str) and model.strip()[:1].isalpha() else model
 
 
 def from_config(path: str | Path, *, batch: int | None = None, seq: int | None = None, ci: int = 1) -> Decoder:
