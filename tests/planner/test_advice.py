@@ -83,13 +83,14 @@ def test_the_cheapest_is_named(asked: dict[str, Any], says: str) -> None:
 def test_a_schedule_of_the_host_does_not_bar_state_on_the_device(schedule: Any) -> None:
     asked = {"tier": "cpu", "schedule": schedule}
     for memory in ("200GB", "24GB"):
-        assert zk.plan("8B", device_memory=memory, **asked).advice() == zk.plan("8B", device_memory=memory).advice()
+        told = [zk.plan("8B", device_memory=memory, **more).advice() for more in (asked, {})]
+        assert told[0].partition("->")[2] == told[1].partition("->")[2] != ""
 
 
 def test_where_nothing_exact_fits() -> None:
     nowhere = {"host_memory": "1GB", "disk": "1GB"}
     told = zk.plan("1B", device_memory="8GB", **nowhere).advice().splitlines()
-    assert told[0] == "No exact configuration fits."
+    assert told[0] == "No exact configuration fits on one rank."
     assert told[1].startswith("Lossy, and fits: ") and 'state_format="int8", master_format="split8"' in told[1]
     assert told[2].startswith("Exact, with more ranks: stage 3 on 2 ranks, ")
     assert "Nor does a lossy one, on up to 4,096 ranks" in zk.plan("100T", device_memory="1GB", **nowhere).advice()
@@ -102,7 +103,7 @@ def test_activations_that_do_not_fit_go_elsewhere_or_are_cut() -> None:
     asked = {"model": preset("llama-3-8b", batch=32, seq=8192), "world": 8, **memory}
     assert zk.plan(**asked, stage=3).missing
     told = zk.plan(**asked).advice().splitlines()
-    assert told[0] == "No exact configuration fits."
+    assert told[0] == "No exact configuration fits on 8 ranks."
     called = (
         r'`zk\.shard\(model, stage=3, keep="cpu", micro=(\d+)\)` and `zk\.AdamW\(.*, tier="cpu", schedule="overlap"\)`$'
     )
@@ -131,6 +132,40 @@ def test_recomputation_that_was_asked_for_is_in_the_code(world: int, memory: str
     assert f"fits: {f'stage {stage} on 8 ranks' if world > 1 else 'one rank'}, " in told
     assert f'-> `zk.shard(model, stage={stage}, keep="device")` and `zk.AdamW(model.parameters())`' in told
     assert f"-> `zk.shard(model, stage={stage}, micro=2)` and" in zk.plan(**asked, micro=2, keep="device").advice()
+
+
+def test_each_number_of_ranks_and_each_memory_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--numel", "8B", "--world", "1,8", "--device-memory", "80GB,24GB"]) == 0
+    told = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    begins = [re.sub(r"(\d+GB): .*: (stage \d on |)(.*? ranks?), .*", r"\1, \3", line) for line in told]
+    assert begins == ["80GB, one rank", "24GB, one rank", "80GB, 8 ranks", "24GB, 8 ranks"]
+
+
+def test_memory_of_a_host_that_nobody_said_is_named() -> None:
+    assert "rank (taken to be there: no --host-memory)" in zk.plan("8B", device_memory="24GB").advice()
+    told = zk.plan("8B", device_memory="24GB", host_memory="64GB").advice()
+    assert "rank (taken to be there: no --disk)" in told and "--host-memory" not in told
+    assert "taken to be there" not in zk.plan("8B", device_memory="24GB", host_memory="640GB").advice()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--model", "llama-3-8b", "--world", "8", "--device-memory", "80GB", "--batch", "1", "--seq", "4096"],
+        ["--numel", "8B", "--device-memory", "24GB", "--schedule", "delayed", "--tier", "nvme"],
+        ["--numel", "8B", "--device-memory", "24GB", "--host-memory", "1GB", "--disk", "40GB"],
+        ["--numel", "8B", "--device-memory", "200GB", "--state-format", "int8", "--master-format", "split8"],
+        ["--model", "llama-3-8b", "--world", "8", "--device-memory", "40GB", "--batch", "32", "--seq", "8192"],
+    ],
+)  # fmt: skip
+def test_the_page_of_what_is_advised(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The options that the advice names print what it counted, and then there is nothing left to name."""
+    assert main(["plan", *asked]) == 0
+    said = capsys.readouterr().out.split("\n\n")[0]
+    total, options = re.findall(r"([\d.,]+) of [^>]*\(its page: ([^)]*)\) ->", said)[0]
+    assert main(["plan", *asked, *options.split()]) == 0
+    advice, page = capsys.readouterr().out.split("\n\n", 1)
+    assert total in page and ("its page" not in advice.splitlines()[0] or "--state-format" in options)
 
 
 def planned(told: str, asked: dict[str, Any]) -> zk.Plan:

@@ -125,11 +125,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shown(plans: list[Plan], *, program: bool) -> str:
-    """Advice; the table of the last plan, before it one of all numbers of ranks, behind it its step."""
+    """Advice for each number of ranks; the table of the last plan, before it one of all numbers of ranks, behind it its step."""
     from zerokern.planner import table
     from zerokern.planner.program import line_of
 
-    parts = [plans[-1].advice()] if plans[-1].device_memory else []
+    parts = ["\n".join(plan.advice() for plan in plans)] if plans[-1].device_memory else []
     if len(plans) > 1:
         parts.append(table.of_worlds(plans))
     parts.append(str(plans[-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,19 +32,21 @@ def advice(plan: Plan) -> str:
     """What `Plan.advice` says."""
     if not plan.device_memory:
         return "Say how much memory a device has (device_memory, --device-memory 80GB) to be told what fits."
-    exact = next((one for one in _candidates(plan, lossy=False) if not one.missing), None)
+    if len(plan.device_memory) > 1:
+        each = ((name, replace(plan, device_memory={name: most})) for name, most in plan.device_memory.items())
+        return "\n".join(f"{name}: {advice(one)}" for name, one in each)
+    exact = _first(plan)
     if exact is not None:
-        return f"Cheapest exact configuration that fits: {_told(exact)}"
-    lines = ["No exact configuration fits."]
-    shorter = _less_alive(plan)
-    if shorter is not None:
-        lines.append(f"Exact, with fewer activations on the device: {_told(shorter)}")
-    small = next((one for one in _candidates(plan, lossy=True) if not one.missing), None)
-    if small is not None:
-        lines.append(f"Lossy, and fits: {_told(small)}")
-    wider = _more_ranks(plan)
-    if wider is not None:
-        lines.append(f"Exact, with more ranks: {_told(wider)}")
+        return f"Cheapest exact configuration that fits: {_told(exact, plan)}"
+    lines = [f"No exact configuration fits on {_ranks(plan)}."]
+    for heading, find in (
+        ("Exact, with fewer activations on the device", _less_alive),
+        ("Lossy, and fits", partial(_first, lossy=True)),
+        ("Exact, with more ranks", _more_ranks),
+    ):
+        found = find(plan)
+        if found is not None:
+            lines.append(f"{heading}: {_told(found, plan)}")
     if len(lines) == 1:
         most = max(_MOST_RANKS, plan.world)
         lines.append(
@@ -56,10 +59,15 @@ def advice(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _first(plan: Plan, *, lossy: bool = False) -> Plan | None:
+    """The cheapest that fits."""
+    return next((one for one in _candidates(plan, lossy=lossy) if not one.missing), None)
+
+
 def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
     """By what they cost: state and parameters beside the compute first, then in host memory, then on a disk; of each
-    without recomputation before with it, and the stage that communicates least, and divides least. The schedule is the best of those that publish in their own
-    step: another that was asked for may be none for state on the device."""
+    without recomputation before with it, and the stage that communicates least, and divides least. The schedule is the
+    best of those that publish in their own step: another that was asked for may be none for state on the device."""
     recipe = replace(plan.recipe, state_format="fp32", master_format=None)
     if lossy:
         smaller = [one for one in plan.recipe.alternatives(plan.subject.main_dtype) if one.is_lossy()]
@@ -94,7 +102,7 @@ def _less_alive(plan: Plan) -> Plan | None:
         for keep in ("device", "nvme") if plan.settings.device == "cpu" else ("device", "cpu", "nvme"):
             recipe = replace(plan.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
             here = replace(plan, recipe=recipe, settings=replace(plan.settings, micro=micro))
-            found = next((one for one in _candidates(here, lossy=False) if not one.missing), None)
+            found = _first(here)
             if found is not None:
                 return found
     return None
@@ -132,7 +140,7 @@ def _more_ranks(plan: Plan) -> Plan | None:
     world = plan.world
     while (world := 2 * world) <= _MOST_RANKS:
         wider = replace(plan, settings=replace(plan.settings, world=world))
-        found = next((one for one in _candidates(wider, lossy=False) if not one.missing), None)
+        found = _first(wider)
         if found is not None:
             return found
     return None
@@ -150,20 +158,43 @@ def _uncounted(plan: Plan) -> str:
     return f" before {' and '.join(found)}" if found else ""
 
 
-def _told(plan: Plan) -> str:
-    name, most = min(plan.device_memory.items(), key=lambda one: one[1])
+def _ranks(plan: Plan) -> str:
+    return f"{plan.ranks:,} ranks" if plan.ranks > 1 else "one rank"
+
+
+def _told(plan: Plan, asked: Plan) -> str:
+    ((name, most),) = plan.device_memory.items()
     where = [
         f"{gigabytes(plan.total)} of {gigabytes(most)} GB"
         + ("" if name[:1].isdigit() else f" ({name.partition(' ')[0]})")
     ]
     where[0] = f"{short(plan.subject.main_dtype)} parameters, {where[0]}{_uncounted(plan)}"
-    for tier, called in (("cpu", "host memory"), ("nvme", "disk")):
+    for tier, called, option in (("cpu", "host memory", "--host-memory"), ("nvme", "disk", "--disk")):
         nbytes = plan.tiers.get(tier, 0)
         if nbytes and tier != plan.settings.device:
-            where.append(f"{gigabytes(nbytes)} GB of {called} for each rank")
-    ranks = f"{plan.ranks:,} ranks" if plan.ranks > 1 else "one rank"
+            assumed = "" if tier in plan.budget else f" (taken to be there: no {option})"
+            where.append(f"{gigabytes(nbytes)} GB of {called} for each rank{assumed}")
     stage = f"stage {plan.stage} on " if plan.ranks > 1 or plan.recipe.rests else ""
-    return f"{stage}{ranks}, {', '.join(where)} -> {_code(plan)}"
+    options = _options(plan, asked)
+    page = f" (its page: {options})" if options else ""
+    return f"{stage}{_ranks(plan)}, {', '.join(where)}{page} -> {_code(plan)}"
+
+
+def _options(plan: Plan, asked: Plan) -> str:
+    """What prints this one's page in place of the one that was asked for, which shows all stages of its own recipe."""
+    one, other, dtype = plan.recipe, asked.recipe, plan.subject.main_dtype
+    pairs: list[tuple[str, object, object]] = [
+        (name, getattr(one, name), getattr(other, name))
+        for name in ("tier", "param_tier", "keep", "schedule", "state_format")
+    ]
+    if one.optimizer != "none":
+        pairs.append(("master_format", one.master_of(dtype), other.master_of(dtype)))
+    pairs += [("micro", plan.settings.micro, asked.settings.micro), ("world", plan.world, asked.world)]
+    if plan.ranks != plan.world:
+        pairs.pop()  # --mesh has them, which says more than this
+    changed = [(name, value) for name, value, before in pairs if value != before]
+    stage = [("stage", plan.stage)] if changed else []
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in stage + changed)
 
 
 def _code(plan: Plan) -> str:
