@@ -193,6 +193,14 @@ def test_the_code_is_what_was_counted(seq: int, whole: bool, world: int, memory:
     assert f"{gigabytes(meant.total)} of " in told and ("keep=" not in told) == (whole or memory == "200GB")
 
 
+def test_activations_of_one_sequence_are_not_called_a_unit() -> None:
+    told = zk.plan(preset("llama-3-8b", batch=1, seq=131_072), device_memory="24GB").advice()
+    assert "one sequence alone are 1,108 GB" in told and "Context parallelism" in told and "zk.tile" not in told
+    nowhere = {"host_memory": "1GB", "disk": "1GB"}
+    told = zk.plan(preset("llama-3-8b", batch=1, seq=128), device_memory="1MB", **nowhere).advice()
+    assert "zk.tile" in told and "Context parallelism" not in told
+
+
 def test_a_model_that_cannot_be_whole_is_built() -> None:
     """70B parameters are 140 GB in bf16: more than the device has, and on a CPU more than the host."""
     built = "-> `model = zk.build(make_model, stage=3)` and `zk.AdamW(model.parameters())`"

@@ -49,14 +49,28 @@ def advice(plan: Plan) -> str:
             lines.append(f"{heading}: {_told(found, plan)}")
     if len(lines) == 1:
         most = max(_MOST_RANKS, plan.world)
-        lines.append(
-            f"Nor does a lossy one, on up to {most:,} ranks: a unit alone is too large for the device, or "
-            "the host's memory and disk are too small. zk.tile cuts a Linear"
-        )
+        lines.append(f"Nor does a lossy one, on up to {most:,} ranks: {_reason(plan)}")
     frozen = _frozen(plan)
     if frozen is not None:
         lines.append(frozen)
     return "\n".join(lines)
+
+
+def _reason(plan: Plan) -> str:
+    """Why nothing fits: activations of one sequence, where all fits without them."""
+    silent = replace(plan, subject=replace(plan.subject, transformer=None))
+    if not _counts_activations(plan) or not (_first(silent) or _first(silent, lossy=True) or _more_ranks(silent)):
+        return (
+            "a unit alone is too large for the device, or the host's memory and disk are too small. zk.tile cuts a "
+            "Linear"
+        )
+    shape = plan.subject.transformer
+    return (
+        f"the activations of a unit and one sequence alone are {gigabytes(shape.working_activations / shape.batch)} GB, "
+        "with attention's scores, which flash attention does not hold. keep= moves the inputs of units and no more, "
+        "micro= cannot cut one sequence. Context parallelism divides it: docs/composition.md, and plan a rank's part "
+        "of seq"
+    )
 
 
 def _first(plan: Plan, *, lossy: bool = False) -> Plan | None:

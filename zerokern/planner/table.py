@@ -107,7 +107,8 @@ def notes(plan: Plan) -> list[str]:
     if shape is not None and shape.has_activations:
         if plan.recipe.keep is None:
             fewer = gigabytes(shape.checkpoints + shape.working_activations)
-            said.append(f'Activations: with keep="device", which computes units again, {fewer} GB on each rank.')
+            again = f'with keep="device", which computes units again, {fewer} GB on each rank'
+            said.append(f"Activations: {again}; with attention's scores, which flash attention does not hold.")
         else:
             said.append(f"Activations: without keep=, all of them, {gigabytes(shape.activations)} GB on each rank.")
         said.append(f"Not counted: {takers}.")
