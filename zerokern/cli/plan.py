@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shown(plans: list[Plan], *, program: bool) -> str:
-    """Advice for each number of ranks; the table of the last plan, before it one of all numbers of ranks, behind it its step."""
+    """Advice for each plan; the table of the last, before it one of all numbers of ranks, behind it its step."""
     from zerokern.planner import table
     from zerokern.planner.program import line_of
 

@@ -65,8 +65,9 @@ def _reason(plan: Plan) -> str:
             "Linear"
         )
     shape = plan.subject.transformer
+    nbytes = shape.working_activations / shape.batch
     return (
-        f"the activations of a unit and one sequence alone are {gigabytes(shape.working_activations / shape.batch)} GB, "
+        f"the activations of a unit and one sequence alone are {gigabytes(nbytes)} GB, "
         "with attention's scores, which flash attention does not hold. keep= moves the inputs of units and no more, "
         "micro= cannot cut one sequence. Context parallelism divides it: docs/composition.md, and plan a rank's part "
         "of seq"

@@ -332,7 +332,7 @@ def plan(
         state_format, master_format: as in `zk.AdamW`.
         tier: where optimizer state rests, as in `zk.AdamW`; "nvme" stands for `zk.Nvme(path)`.
         param_tier: where parameters rest at stage 3: `zk.shard(tier=)`.
-        keep, micro: as in `zk.shard`: without them the activations of a shape are counted whole; with `accumulate`, each micro-batch fetches parameters at rest anew.
+        keep, micro: as in `zk.shard`; without them activations are whole. Each of `accumulate` fetches what rests anew.
         schedule: when the optimizer updates, as in `zk.AdamW`.
         units, bucket_bytes: as in `zk.shard`.
         accumulate: micro-batches in a step, each of them reduced.
