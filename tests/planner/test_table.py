@@ -31,6 +31,7 @@ class TestText:
         assert rows["fits 24GB"][:2] == ["no, 500 %", "no, 131 %"]
         assert rows["volume of a step"] == ["2.00 Ψ", "2.00 Ψ", "2.00 Ψ", "3.00 Ψ"]
         assert rows["units gathered"] == ["-", "-", "-", "?"], "a number does not say what is gathered"
+        assert "| unknown for a bare number; give --model |" in text
         assert len({line.count("|") for line in text.splitlines() if line.startswith("| on each")}) == 1
 
     def test_table_is_aligned_markdown(self) -> None:

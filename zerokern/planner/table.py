@@ -32,6 +32,7 @@ NAMES = {
 TIERS = {"device": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
 STAGE_HEADS = [f"stage {stage}" for stage in STAGES]
 NOTHING, UNKNOWN = "-", "?"
+BARE = "unknown for a bare number; give --model"
 
 
 def of_plan(plan: Plan) -> str:
@@ -124,7 +125,7 @@ def _stages(plan: Plan) -> str:
     if not several:  # bytes of a device and of a host are no sum that anybody has to fit anywhere
         rows.append(["**model states**", "", *(gigabytes(share.states) for share in shares)])
     if not plan.subject.units and plan.world > 1 and plan.settings.pp == 1:
-        rows.append([NAMES["gathered"], "", *[NOTHING] * 3, UNKNOWN])
+        rows.append([NAMES["gathered"], BARE, *[NOTHING] * 3, UNKNOWN])
     rows += _held(shares, WORKING, several)
     rows.append(["**total on the device**", "", *(f"**{gigabytes(share.total)}**" for share in shares)])
     for tier in ("cpu", "nvme"):

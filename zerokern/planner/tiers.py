@@ -46,7 +46,7 @@ def _held(plan: Plan) -> str:
         held = {one.tier: one.nbytes for one in plan.share.held if (one.role, one.format) == (role, form)}
         rows.append([table.NAMES.get(role, role), form, *(_gb(held.get(tier, 0)) for tier in here)])
     if not plan.subject.units:
-        rows.append([table.NAMES["gathered"], "", table.UNKNOWN, *[table.NOTHING] * (len(here) - 1)])
+        rows.append([table.NAMES["gathered"], table.BARE, table.UNKNOWN, *[table.NOTHING] * (len(here) - 1)])
     rows.append(["**total**", "", *(f"**{gigabytes(plan.tiers.get(tier, 0))}**" for tier in here)])
     for name, most in plan.device_memory.items():
         rows.append([f"fits {name}", "", table.fit(plan.total, most), *[""] * (len(here) - 1)])
