@@ -101,7 +101,8 @@ ZK_INLINE void AdamRule::lifted_averages(const LiftedScales &c, F (&m)[Q], F (&r
 ZK_INLINE bool AdamRule::lifted_step(F (&p)[Q], const F (&root)[Q]) const {
     M unsure = 0;
     for (int j = 0; j < Q; ++j) {
-        unsure = either(unsure, below(fma(root[j], root_slope, root_floor), set1(0x1p-30f)));
+        const M divisible = at_least(fma(root[j], root_slope, root_floor), set1(0x1p-30f));
+        unsure = either(unsure, static_cast<M>(~divisible));
         p[j] = fnma(lr_wd, p[j], p[j]);
         unsure = either(unsure, below(abs(p[j]), set1(0x1p-50f)));
         unsure = either(unsure, equal_or_nan(p[j], set1(INFINITY)));

@@ -79,7 +79,7 @@ struct PairStreams {
 template <int G, int T, int S, int O>
 struct Staggered<AdamRule, G, T, S, O> {
     static constexpr bool EXISTS = (G == ZK_F32 || G == ZK_BF16) && T >= TO_FP32 && T <= TO_SPLIT8 &&
-                                   (S == ZK_F32 || S == ZK_BF16) && (O == ZK_NONE || O == ZK_BF16);
+                                   (S == ZK_F32 || S == ZK_BF16) && (O == ZK_NONE || (O == ZK_BF16 && T == TO_FP32));
     static constexpr Order ORDER = G == ZK_BF16 && T != TO_FP32 && S == ZK_BF16 ? Order::alternate : Order::natural;
     using Streams = PairStreams<G, T, O, ORDER>;
     using Plain = Update<AdamRule, G, T, S, O>;
@@ -128,15 +128,16 @@ struct Staggered<AdamRule, G, T, S, O> {
 
     // Zeros are usual too, as in rows of an embedding that were never used, but are told from denormals by a second
     // look.
-    static constexpr int STRANGE = 0xB9;  // to vfpclassps: NaNs, infinities, denormals
+    // Below a square that is huge and negative the gap to it is infinite, which AdamRule::apply mends.
+    static constexpr int STRANGE = 0xB9, NEGATIVE = 0x40;  // to vfpclassps: NaNs, infinities, denormals
     __attribute__((noinline)) bool usual_with_zeros(int64_t base) const {
         M strange = 0;
         for (int64_t i = base; i < base + TILE; i += PAIR) {
             const Two m = states(s.exp_avg, i), v = states(s.exp_avg_sq, i);
             strange =
                 either(strange, either(_mm512_fpclass_ps_mask(m.a, STRANGE), _mm512_fpclass_ps_mask(m.b, STRANGE)));
-            strange =
-                either(strange, either(_mm512_fpclass_ps_mask(v.a, STRANGE), _mm512_fpclass_ps_mask(v.b, STRANGE)));
+            strange = either(strange, either(_mm512_fpclass_ps_mask(v.a, STRANGE | NEGATIVE),
+                                             _mm512_fpclass_ps_mask(v.b, STRANGE | NEGATIVE)));
         }
         return strange == 0 && streams.usual_grads(base);
     }

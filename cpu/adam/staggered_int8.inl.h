@@ -51,8 +51,8 @@ constexpr CodeTables<O> CODE_TABLES = make_code_tables<O>();
 
 template <int G, int T, int O>
 struct Staggered<AdamRule, G, T, ZK_INT8, O> {
-    static constexpr bool EXISTS =
-        (G == ZK_F32 || G == ZK_BF16) && T >= TO_FP32 && T <= TO_SPLIT8 && (O == ZK_NONE || O == ZK_BF16);
+    static constexpr bool EXISTS = (G == ZK_F32 || G == ZK_BF16) && T >= TO_FP32 && T <= TO_SPLIT8 &&
+                                   (O == ZK_NONE || (O == ZK_BF16 && T == TO_FP32));
     static constexpr Order ORDER = G == ZK_BF16 && T != TO_FP32 ? Order::alternate : Order::natural;
     using Streams = PairStreams<G, T, O, ORDER>;
     using Plain = Update<AdamRule, G, T, ZK_INT8, O>;
@@ -64,7 +64,8 @@ struct Staggered<AdamRule, G, T, ZK_INT8, O> {
         float average_scale, root_scale, inverse;
         bool some_root_is_0;
     };
-    // The largest magnitudes by bits, so that a NaN stays.
+    // The largest magnitudes; of squares by bits, so that a NaN stays. An average is one only where its square is none
+    // that is finite.
     struct Extremes {
         I average = _mm512_setzero_si512(), square = _mm512_setzero_si512();
         __mmask64 zeros = 0;  // where a code of a root is 0, or all are: the root may be

@@ -111,7 +111,8 @@ Call valid_call(Random &random) {
 }
 
 int run(Call &call, Random &random, int64_t &bad) {
-    const float scale = random.one_in(2) ? 1.0f : 0.37f;
+    constexpr float rare[] = {0.0f, 0x1p20f, -0x1p20f, 0x1.fffffep19f, INFINITY, -INFINITY, NAN};
+    const float scale = random.one_in(8) ? random.pick(rare) : random.one_in(2) ? 1.0f : 0.37f;
     // One after the other: compilers differ in the order of arguments.
     const float *const given = random.one_in(4) ? nullptr : &scale;
     int64_t *const at_fault = random.one_in(8) ? nullptr : &bad;

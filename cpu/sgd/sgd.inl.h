@@ -28,7 +28,8 @@ struct SgdRule {
           coupled(k.coupled),
           first(k.first),
           nesterov(k.nesterov),
-          liftable(!k.first && k.momentum >= 0.0f && k.momentum <= 1.0f && k.lr >= 0.0f && k.lr <= 1.0f) {}
+          liftable(!k.first && k.momentum >= 0.0f && k.momentum <= 1.0f && k.lr >= 0.0f && k.lr <= 1.0f &&
+                   k.undamped - k.undamped == 0.0f) {}
 
     template <int S>
     ZK_INLINE void apply(F (&g)[Q], F (&p)[Q], F (&buffer)[Q], F (&)[Q]) const {

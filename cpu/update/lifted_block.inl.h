@@ -17,7 +17,8 @@ struct LiftedBlock {
     static ZK_INLINE bool fits(const zk_segment &s, const Scalars &k, const Rule &rule, int64_t base) {
         const float scale = s.exp_avg_scale[base / ZK_BLOCK];
         if (__builtin_expect(!(bits_of(scale) - 1 < bits_of(SMALL)), 1)) return false;  // 0 and what has a sign too
-        if (!Rule::LIFTS_BLOCKS || rule.coupled) return false;
+        if (!Rule::LIFTS_BLOCKS || rule.coupled || !(k.scale - k.scale == 0.0f))
+            return false;  // NaN and infinite times 0
         const int grad_bytes = UPDATE::grad_bytes(k);
         const char *const from = static_cast<const char *>(s.grad) + base * grad_bytes;
         I any = _mm512_setzero_si512();

@@ -242,3 +242,48 @@ def test_rows_that_are_no_longer_used_decay_as_in_the_reference(name: str, scale
             run_reference(algorithm, [expected], hyper)
             run_op(algorithm, [row], hyper, f"cpu.{isa}")
             assert_equal(algorithm, case, [row], [expected], f"cpu.{isa}")
+
+
+HUGE = torch.finfo(torch.float32).max
+EXTREMES = {
+    "a square that is huge and negative": ("exact.split16", {"lr": 1e-3, "step": 10, "scale": 2.0**15}),
+    "the same in bf16": ("bf16.split16", {"lr": 1e-3, "step": 10, "scale": 1048575.9375}),
+    "a quotient of 0 and 0": ("int8.split16", {"lr": 1e39, "beta1": 1 - 1e-9, "step": 1}),
+    "a dampening beyond fp32": ("sgd.bf16", {"lr": 0.1, "momentum": 0.9, "dampening": 1e39}),
+}
+
+
+@pytest.mark.parametrize("what", EXTREMES)
+def test_what_cannot_be_divided_or_subtracted_is_a_nan_in_every_set(what: str) -> None:
+    """Found by a reader of the fast paths, each of which had a finite number there."""
+    name, hyper = EXTREMES[what]
+    algorithm, case = FORMATS[name]
+    start, numel = Row({}), 2 * BLOCK
+    hi, low = reference.split(torch.ones(numel), case.target)
+    place(start, "param", hi)
+    place(start, "remainder", low)
+    grad = torch.zeros(numel, dtype=torch.bfloat16)
+    if case.state == "int8":
+        place(start, "exp_avg", torch.full((numel,), 5, dtype=torch.int8))
+        place(start, "exp_avg_sq", torch.full((numel,), 200, dtype=torch.uint8))
+        place(start, "exp_avg_scale", torch.full((2,), 1e-38))
+        place(start, "exp_avg_sq_scale", torch.full((2,), 2.0**100))
+    elif algorithm == "sgd":
+        place(start, "momentum_buffer", torch.full((numel,), 1e-40).bfloat16())
+    else:
+        dtype = torch.float32 if case.state == "fp32" else torch.bfloat16
+        squares = torch.full((numel,), 1e-6)
+        squares[5] = (
+            torch.tensor(0xFF7F - (1 << 16), dtype=torch.int16).view(torch.bfloat16) if dtype.itemsize == 2 else -HUGE
+        )
+        place(start, "exp_avg", torch.full((numel,), 1e-3).to(dtype))
+        place(start, "exp_avg_sq", squares.to(dtype))
+        grad[5] = 2.0**40 if dtype.itemsize == 2 else 2.0**38
+    place(start, "grad", grad)
+    expected = start.clone()
+    run_op(algorithm, [expected], hyper, "cpu.scalar")
+    assert expected["param"].isnan().any()
+    for isa in native.isa_usable()[1:]:
+        row = start.clone()
+        run_op(algorithm, [row], hyper, f"cpu.{isa}")
+        assert_same([row], [expected])

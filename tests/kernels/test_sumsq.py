@@ -46,9 +46,11 @@ def test_dtypes_may_be_mixed_in_one_list(native_impl: str) -> None:
     assert ops.sumsq(tensors, impl=native_impl) == reference.sumsq(tensors)
 
 
-def test_threads_and_alignment_do_not_show(native_impl: str) -> None:
-    tensor = values(40 * CHUNK + 5)
-    shifted = torch.empty(tensor.numel() + 1)[1:].copy_(tensor)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_and_alignment_do_not_show(native_impl: str, dtype: torch.dtype) -> None:
+    """With so many chunks a thread takes four at a time, side by side."""
+    tensor = values(66 * CHUNK + 5, dtype)
+    shifted = torch.empty(tensor.numel() + 1, dtype=dtype)[1:].copy_(tensor)
     results = set()
     for threads in (1, 2, 3):
         native.set_threads(threads)

@@ -139,6 +139,8 @@ def _slices(least: int, batch: int) -> Iterator[int]:
 def _frozen(plan: Plan) -> str | None:
     """What LoRA needs first: parameters that are not trained have neither gradients nor state."""
     room = min(plan.device_memory.values())
+    if _counts_activations(plan) and plan.recipe.keep is None:
+        plan = replace(plan, recipe=replace(plan.recipe, keep="device"))
     for one in (plan.at(stage) for stage in ((0, 3) if plan.ranks > 1 else (0,)) if stage in plan.stages):
         beside = one.total - one.states
         nbytes = one.roles["parameters"] + max(0, beside)
