@@ -30,16 +30,17 @@ SLOW = pytest.mark.slow
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.fixturenames
-    if "impl" in names:
-        metafunc.parametrize("impl", [name for name in available() if name != "reference"])
-    if "native_impl" in names:  # tests of many steps, too long for the interpreter
-        metafunc.parametrize("native_impl", [f"cpu.{name}" for name in native.isa_usable()])
     if "every" in names:
         metafunc.parametrize("every", [pytest.param(False, id="some"), pytest.param(True, id="every", marks=SLOW)])
     taken = [name for name in ("case", "sizes") if name in names]
     if taken:
         rows = list(rows_of(taken, metafunc.module, metafunc.config.slow_rows))
         metafunc.parametrize(taken, rows, indirect=["sizes"] if "sizes" in taken else False)
+    # last, so that the implementations of a case follow each other and the reference computes it once
+    if "impl" in names:
+        metafunc.parametrize("impl", [name for name in available() if name != "reference"])
+    if "native_impl" in names:  # tests of many steps, too long for the interpreter
+        metafunc.parametrize("native_impl", [f"cpu.{name}" for name in native.isa_usable()])
 
 
 def rows_of(taken: Sequence[str], module: ModuleType, slow_rows: bool) -> Iterator[Any]:

@@ -6,6 +6,7 @@ buffer whose margins must survive; `assert_same` compares with the reference bit
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -89,6 +90,13 @@ class Row:
 
     def clone(self) -> Row:
         return Row({name: tensor.clone() for name, tensor in self.tensors.items()})
+
+    def placed(self, misaligned: bool) -> Row:
+        """A copy with margins of its own."""
+        row = Row({})
+        for name, tensor in self.tensors.items():
+            place(row, name, tensor, misaligned)
+        return row
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -310,13 +318,22 @@ def assert_published(rows: Sequence[Row]) -> None:
             assert same_bits(row["out"], row["param"].to(row["out"].dtype))
 
 
-def check_update(algorithm: str, case: Case, sizes: Sequence[int], impl: str, misaligned: bool = False) -> None:
-    """The op's result for all sizes in one call against the reference's."""
+@functools.lru_cache(maxsize=2)
+def expected_update(
+    algorithm: str, case: Case, sizes: tuple[int, ...], misaligned: bool
+) -> tuple[list[Row], list[Row], dict[str, object]]:
+    """Rows before and after the reference's step, and its hyperparameters; one case, then all implementations."""
     before = make_rows(algorithm, case, sizes, seed=len(sizes), misaligned=misaligned)
-    rows = make_rows(algorithm, case, sizes, seed=len(sizes), misaligned=misaligned)
     hyper = hyperparameters(algorithm, case)
     expected = [row.clone() for row in before]
     run_reference(algorithm, expected, hyper)
+    return before, expected, hyper
+
+
+def check_update(algorithm: str, case: Case, sizes: Sequence[int], impl: str, misaligned: bool = False) -> None:
+    """The op's result for all sizes in one call against the reference's."""
+    before, expected, hyper = expected_update(algorithm, case, tuple(sizes), misaligned)
+    rows = [row.placed(misaligned) for row in before]
     run_op(algorithm, rows, hyper, impl)
     approximate = algorithm == "adam" and case.state == "int8" and impl.startswith("cpu.avx512")
     assert_same(rows, expected, skip=("param", "master", "remainder", "out") if approximate else ())
