@@ -132,25 +132,13 @@ def assert_equal(algorithm: str, case: Case, rows: list[Row], expected: list[Row
     assert_same(rows, expected, skip=("param", "remainder") if approximate else ())
 
 
+@pytest.mark.parametrize("numel, one_in", [(200_005, 0), (100_005, 3000)], ids=["special", "usual beside rare"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_million_special_inputs_have_the_bits_of_the_reference(name: str) -> None:
+def test_a_million_inputs_have_the_bits_of_the_reference(name: str, numel: int, one_in: int) -> None:
+    """With few special values most blocks take the fast path, and one with such a value another in the middle of it."""
     algorithm, case = FORMATS[name]
     for number, hyper in enumerate(hypers(algorithm)):
-        before = special_row(algorithm, case, 200_005, number)
-        expected = [before.clone()]
-        run_reference(algorithm, expected, hyper)
-        for isa in native.isa_usable():
-            rows = [before.clone()]
-            run_op(algorithm, rows, hyper, f"cpu.{isa}")
-            assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_usual_blocks_beside_rare_ones_have_the_bits_of_the_reference(name: str) -> None:
-    """Most blocks take the fast path; one with a special value goes another way in the middle of it."""
-    algorithm, case = FORMATS[name]
-    for number, hyper in enumerate(hypers(algorithm)):
-        before = special_row(algorithm, case, 100_005, 50 + number, one_in=3000)
+        before = special_row(algorithm, case, numel, number + (50 if one_in else 0), one_in)
         expected = [before.clone()]
         run_reference(algorithm, expected, hyper)
         for isa in native.isa_usable():
