@@ -16,6 +16,7 @@ from zerokern.core.errors import StateError
 from zerokern.memory.copies import Copies
 from zerokern.memory.staging import CudaDriver
 from zerokern.planner import plan
+from zerokern.planner.amounts import parse_numel
 from zerokern.planner.forecast import step_program
 from zerokern.schedule import Delayed, Program, machine_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
@@ -216,11 +217,11 @@ def simulated(
 
     `param_tier`: at stage 3, parameters and state rest there, and come for each forward and backward.
     """
-    machine = machine_of(hardware)
+    machine, params = machine_of(hardware), parse_numel(numel)  # plan(text) would take the name of a model too
     if param_tier is None:
-        program = step_program(plan(numel, stage=2, world=ranks, tier="cpu"), schedule, tokens)
+        program = step_program(plan(params, stage=2, world=ranks, tier="cpu"), schedule, tokens)
     else:
-        resting = plan(numel, stage=3, world=ranks, tier=param_tier, param_tier=param_tier)
+        resting = plan(params, stage=3, world=ranks, tier=param_tier, param_tier=param_tier)
         program = step_program(resting, schedule, tokens, RESTING_SPANS)
     timeline = simulate(program, machine.shared_by(ranks), STEADY_STEPS + steps + 1)
     where = f"{machine.title or machine.name}{f', {ranks} ranks' if ranks > 1 else ''}"
