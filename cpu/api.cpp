@@ -1,24 +1,20 @@
-// The entry points: check everything, cut the work, hand it to the pool. Nothing is written before all checks have
-// passed.
+// An update's entry point: check everything, round constants once, cut the work, hand it to the pool. Nothing is
+// written before all checks have passed.
 
-#include <atomic>
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
 #include <mutex>
 
-#include "pool.h"
 #include "stochastic.h"
-#include "table.h"
+#include "work.h"
 
 namespace {
 
-constexpr int64_t GRAIN =
-    1 << 16;  // elements a thread takes at a time: long runs for the prefetchers, fair shares at the end
-constexpr int64_t INLINE = 1 << 15;     // elements below which waking threads costs more than it brings
-constexpr int64_t STREAMED = 16 << 20;  // bytes of written-only output from which it goes past the caches
-
-int workers_for(int64_t numel) { return numel < INLINE ? 1 : zk::pool_threads(); }
+using zk::GRAIN;
+using zk::is_float;
+using zk::STREAMED;
+using zk::workers_for;
 
 bool finite(double x) { return std::isfinite(x); }
 bool fraction(double x) { return x >= 0.0 && x < 1.0; }
@@ -37,8 +33,6 @@ int target_of(const zk_group &g) {
             return -1;
     }
 }
-
-bool is_float(uint32_t dtype) { return dtype == ZK_F32 || dtype == ZK_BF16 || dtype == ZK_F16; }
 
 int check_group(const zk_group &g) {
     if (!is_float(g.grad) || target_of(g) < 0 || !zk::active().update(g, target_of(g))) return ZK_E_FORMAT;
@@ -177,94 +171,6 @@ void update_task(void *context) {
     }
 }
 
-struct SumsqWork {
-    const void *const *sources;
-    const int64_t *numels;
-    int64_t n, width, grain;  // elements that a thread takes at a time: whole chunks
-    uint32_t dtype;
-    double *partials;
-    std::mutex lock;
-    int64_t source = 0, offset = 0, chunk = 0;
-};
-
-int64_t chunks_of(int64_t numel) { return numel / ZK_SUMSQ_CHUNK + (numel % ZK_SUMSQ_CHUNK != 0); }
-
-void sumsq_task(void *context) {
-    constexpr int BATCH = 64;
-    SumsqWork &w = *static_cast<SumsqWork *>(context);
-    struct Piece {
-        const char *from;
-        int64_t numel, chunk;
-    } pieces[BATCH];
-    for (;;) {
-        int count = 0;
-        {
-            std::lock_guard<std::mutex> guard(w.lock);
-            for (int64_t taken = 0; taken < w.grain && count < BATCH && w.source < w.n;) {
-                const int64_t left = w.numels[w.source] - w.offset;
-                if (left <= 0) {
-                    ++w.source;
-                    w.offset = 0;
-                    continue;
-                }
-                const int64_t numel = left < w.grain ? left : w.grain;
-                pieces[count++] = {static_cast<const char *>(w.sources[w.source]) + w.offset * w.width, numel, w.chunk};
-                w.chunk += chunks_of(numel);
-                w.offset += numel;
-                taken += numel;
-            }
-        }
-        if (count == 0) return;
-        for (int i = 0; i < count; ++i)
-            zk::active().sumsq(pieces[i].from, w.dtype, pieces[i].numel, w.partials + pieces[i].chunk);
-    }
-}
-
-// A span cut into GRAIN-sized pieces, whatever is done to each.
-struct SpanWork {
-    void (*piece)(const SpanWork &, int64_t begin, int64_t end);
-    int64_t total, grain;
-    const void *arguments;
-    std::atomic<int64_t> next{0};
-};
-
-void span_task(void *context) {
-    SpanWork &w = *static_cast<SpanWork *>(context);
-    for (;;) {
-        const int64_t begin = w.next.fetch_add(w.grain, std::memory_order_relaxed);
-        if (begin >= w.total) return;
-        w.piece(w, begin, begin + w.grain < w.total ? begin + w.grain : w.total);
-    }
-}
-
-struct AccumulateArguments {
-    void *dst;
-    uint32_t dst_dtype, source_dtype;
-    const void *const *sources;
-    int64_t nsources;
-    bool add, stream;
-    float scale;
-};
-
-struct ConvertArguments {
-    uint32_t codec;
-    float *x;
-    void *codes, *aux;
-};
-
-struct StreamArguments {
-    const void *const *reads;
-    void *const *updates;
-    void *const *writes;
-    int nread, nupdate, nwrite;
-};
-
-bool any_null(const void *const *pointers, int64_t n) {
-    for (int64_t i = 0; i < n; ++i)
-        if (!pointers[i]) return true;
-    return false;
-}
-
 }  // namespace
 
 extern "C" {
@@ -300,96 +206,6 @@ int zk_update(const zk_segment *segments, int64_t nseg, const zk_group *groups, 
     UpdateWork work{segments, nseg, plans, written >= STREAMED, {}};
     zk::pool_run(update_task, &work, workers_for(total));
     if (plans != few) std::free(plans);
-    return ZK_OK;
-}
-
-int64_t zk_sumsq_partials(const int64_t *numels, int64_t n) {
-    if (n > 0 && !numels) return ZK_E_NULL;
-    int64_t chunks = 0;
-    for (int64_t i = 0; i < n; ++i) chunks += numels[i] > 0 ? chunks_of(numels[i]) : 0;
-    return chunks;
-}
-
-int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n, uint32_t dtype, double *partials,
-             double *sums) {
-    if (n < 0) return ZK_E_COUNT;
-    if (!is_float(dtype)) return ZK_E_FORMAT;
-    if (n == 0) return ZK_OK;
-    if (!sources || !numels || !sums) return ZK_E_NULL;
-    int64_t total = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        if (numels[i] < 0) return ZK_E_COUNT;
-        if (numels[i] > 0 && (!sources[i] || !partials)) return ZK_E_NULL;
-        total += numels[i];
-    }
-    const zk::IeeeArithmetic ieee;
-    const int workers = workers_for(total);
-    // Four chunks side by side are faster, and four for each of many turns are shared as fairly as one.
-    const int64_t grain = total >= int64_t{16} * workers * ZK_SUMSQ_CHUNK ? 4 * ZK_SUMSQ_CHUNK : ZK_SUMSQ_CHUNK;
-    SumsqWork work{sources, numels, n, dtype == ZK_F32 ? 4 : 2, grain, dtype, partials, {}};
-    zk::pool_run(sumsq_task, &work, workers);
-    const double *partial = partials;
-    for (int64_t i = 0; i < n; ++i) {
-        sums[i] = 0.0;
-        for (int64_t c = chunks_of(numels[i]); c > 0; --c) sums[i] += *partial++;
-    }
-    return ZK_OK;
-}
-
-int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources, uint32_t source_dtype,
-                  int64_t numel, int add, float scale) {
-    if (!is_float(dst_dtype) || !is_float(source_dtype)) return ZK_E_FORMAT;
-    if (numel < 0 || nsources < 1) return ZK_E_COUNT;
-    if (numel == 0) return ZK_OK;
-    if (!dst || !sources || any_null(sources, nsources)) return ZK_E_NULL;
-    const int64_t width = dst_dtype == ZK_F32 ? 4 : 2;
-    bool in_place = false;  // a source that is dst keeps its line: streaming past the cache would evict it
-    for (int64_t i = 0; i < nsources; ++i) in_place = in_place || sources[i] == dst;
-    const bool stream = !add && !in_place && numel * width >= STREAMED && reinterpret_cast<uintptr_t>(dst) % 64 == 0;
-    const AccumulateArguments arguments{dst, dst_dtype, source_dtype, sources, nsources, add != 0, stream, scale};
-    SpanWork work{[](const SpanWork &w, int64_t begin, int64_t end) {
-                      const AccumulateArguments &a = *static_cast<const AccumulateArguments *>(w.arguments);
-                      zk::active().accumulate(a.dst, a.dst_dtype, a.sources, a.nsources, a.source_dtype, begin, end,
-                                              a.add, a.scale, a.stream);
-                  },
-                  numel, GRAIN, &arguments};
-    zk::pool_run(span_task, &work, workers_for(numel));
-    return ZK_OK;
-}
-
-int zk_convert(uint32_t codec, float *x, void *codes, void *aux, int64_t numel) {
-    if (codec < ZK_ENCODE_EXP_AVG || codec > ZK_JOIN8) return ZK_E_FORMAT;
-    if (numel < 0) return ZK_E_COUNT;
-    if (numel == 0) return ZK_OK;
-    if (!x || !codes || !aux) return ZK_E_NULL;
-    const ConvertArguments arguments{codec, x, codes, aux};
-    SpanWork work{[](const SpanWork &w, int64_t begin, int64_t end) {
-                      const ConvertArguments &a = *static_cast<const ConvertArguments *>(w.arguments);
-                      zk::active().convert(a.codec, a.x, a.codes, a.aux, begin, end);
-                  },
-                  numel, GRAIN, &arguments};
-    zk::pool_run(span_task, &work, workers_for(numel));
-    return ZK_OK;
-}
-
-int zk_stream(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes, int nwrite,
-              int64_t nbytes) {
-    constexpr int MOST = 8;
-    if (nread < 0 || nupdate < 0 || nwrite < 0 || nread > MOST || nupdate > MOST || nwrite > MOST || nbytes < 0 ||
-        nbytes % 64)
-        return ZK_E_COUNT;
-    if ((nread && (!reads || any_null(reads, nread))) || (nupdate && (!updates || any_null(updates, nupdate))) ||
-        (nwrite && (!writes || any_null(writes, nwrite))))
-        return ZK_E_NULL;
-    for (int i = 0; i < nwrite; ++i)
-        if (reinterpret_cast<uintptr_t>(writes[i]) % 64) return ZK_E_COUNT;
-    const StreamArguments arguments{reads, updates, writes, nread, nupdate, nwrite};
-    SpanWork work{[](const SpanWork &w, int64_t begin, int64_t end) {
-                      const StreamArguments &a = *static_cast<const StreamArguments *>(w.arguments);
-                      zk::active().stream(a.reads, a.nread, a.updates, a.nupdate, a.writes, a.nwrite, begin, end);
-                  },
-                  nbytes, GRAIN * 4, &arguments};
-    zk::pool_run(span_task, &work, workers_for(nbytes / 4));
     return ZK_OK;
 }
 

@@ -31,8 +31,9 @@ struct IsaTable {
     UpdateFn (*update)(const zk_group &, int target);
     // One sum for each started chunk of ZK_SUMSQ_CHUNK elements.
     void (*sumsq)(const void *source, uint32_t dtype, int64_t numel, double *sums);
+    // With `sums`, which may be null, they are of [begin, end) of the result, as by `sumsq`.
     void (*accumulate)(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t n, uint32_t source_dtype,
-                       int64_t begin, int64_t end, bool add, float scale, bool stream);
+                       int64_t begin, int64_t end, bool add, float scale, bool stream, double *sums);
     void (*convert)(uint32_t codec, float *x, void *codes, void *aux, int64_t begin, int64_t end);
     void (*stream)(const void *const *reads, int nread, void *const *updates, int nupdate, void *const *writes,
                    int nwrite, int64_t begin, int64_t end);

@@ -132,6 +132,12 @@ ZK_API int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n
  * it. */
 ZK_API int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources,
                          uint32_t source_dtype, int64_t numel, int add, float scale);
+/* zk_accumulate, and sums[i], as zk_sumsq gives it, of the numels[i] elements of the result from begins[i] on, without
+ * reading them again. Spans come in order and do not overlap; what lies between them is accumulated too.
+ * partials: scratch of zk_sumsq_partials(numels, nspans) doubles. */
+ZK_API int zk_accumulate_sumsq(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources,
+                               uint32_t source_dtype, int64_t numel, int add, float scale, const int64_t *begins,
+                               const int64_t *numels, int64_t nspans, double *partials, double *sums);
 
 /* The int8 codecs and the split masters on their own. x: fp32 values (exp_avg_sq_* code the square root of x). */
 typedef enum zk_codec {

@@ -1,7 +1,8 @@
 // dst = cast((dst) + scale * s0 + scale * s1 + ...): casts, gradient accumulation and the sum behind a reduce-scatter
-// are one loop.
+// are one loop. The squares of what is written are added up on the way, where somebody wants them.
 #pragma once
 
+#include "sumsq/sumsq.inl.h"
 #include "update/update.inl.h"
 
 namespace zk {
@@ -35,25 +36,57 @@ template <int T, int K>
 struct Accumulate {
     static constexpr int64_t TO_BYTES = T == ZK_F32 ? 4 : 2, FROM_BYTES = K == ZK_F32 ? 4 : 2;
 
-    static void step(void *dst, const void *const *sources, int64_t n, int64_t to, int64_t from, bool add_to, F scale,
-                     bool streamed) {
-        F sum[Q] = {}, x[Q];
-        if (add_to) load_as<T>(dst, to, sum);
+    ZK_INLINE static void sum_of(const void *dst, const void *const *sources, int64_t n, int64_t i, bool add_to,
+                                 F scale, F (&sum)[Q]) {
+        F x[Q];
+        if (add_to) load_as<T>(dst, i, sum);
         for (int64_t s = 0; s < n; ++s) {
-            prefetch(at<char>(sources[s], from * FROM_BYTES + 1024));
-            load_as<K>(sources[s], from, x);
+            prefetch(at<char>(sources[s], i * FROM_BYTES + 1024));
+            load_as<K>(sources[s], i, x);
             for (int j = 0; j < Q; ++j) x[j] = mul(x[j], scale);
             for (int j = 0; j < Q; ++j) sum[j] = s == 0 && !add_to ? x[j] : add(sum[j], x[j]);
         }
-        store_as<T>(dst, to, sum, streamed);
     }
 
     static void run(void *dst, const void *const *sources, int64_t n, int64_t begin, int64_t end, bool add_to,
                     float scale, bool streamed) {
         const F factor = set1(scale);
         int64_t i = begin;
-        for (; i + STEP <= end; i += STEP) step(dst, sources, n, i, i, add_to, factor, streamed);
+        for (; i + STEP <= end; i += STEP) {
+            F sum[Q] = {};
+            sum_of(dst, sources, n, i, add_to, factor, sum);
+            store_as<T>(dst, i, sum, streamed);
+        }
         for (; i < end; ++i) one(dst, sources, n, i, add_to, scale);
+        if (streamed) stream_fence();
+    }
+
+    // `begin` is where a chunk of a span begins. A small copy of what is written stays in the first cache for the
+    // squares, wherever the result goes.
+    static void run_squares(void *dst, const void *const *sources, int64_t n, int64_t begin, int64_t end, bool add_to,
+                            float scale, bool streamed, double *sums) {
+        using Lanes = SquareLanes<T>;
+        constexpr int64_t PART = 1024 / TO_BYTES;
+        alignas(64) char copy[1024];
+        const F factor = set1(scale);
+        for (int64_t i = begin; i < end; ++sums) {
+            const int64_t stop = end - i < ZK_SUMSQ_CHUNK ? end : i + ZK_SUMSQ_CHUNK;
+            Lanes lanes;
+            for (; i + PART <= stop; i += PART) {
+                for (int64_t j = 0; j < PART; j += STEP) {
+                    F sum[Q] = {};
+                    sum_of(dst, sources, n, i + j, add_to, factor, sum);
+                    store_as<T>(dst, i + j, sum, streamed);
+                    store_as<T>(copy, j, sum, false);
+                }
+                lanes.add(copy, PART);
+            }
+            const int64_t whole = (stop - i) / Lanes::LANES * Lanes::LANES;
+            run(dst, sources, n, i, stop, add_to, scale, false);
+            lanes.add(at<char>(dst, i * TO_BYTES), whole);
+            *sums = lanes.total(at<char>(dst, (i + whole) * TO_BYTES), stop - i - whole);
+            i = stop;
+        }
         if (streamed) stream_fence();
     }
 
@@ -74,21 +107,31 @@ struct Accumulate {
     }
 };
 
-using AccumulateFn = void (*)(void *, const void *const *, int64_t, int64_t, int64_t, bool, float, bool);
+template <int T, int K>
+void accumulate_as(void *dst, const void *const *sources, int64_t n, int64_t begin, int64_t end, bool add_to,
+                   float scale, bool streamed, double *sums) {
+    if (sums) {
+        Accumulate<T, K>::run_squares(dst, sources, n, begin, end, add_to, scale, streamed, sums);
+    } else {
+        Accumulate<T, K>::run(dst, sources, n, begin, end, add_to, scale, streamed);
+    }
+}
+
+using AccumulateFn = void (*)(void *, const void *const *, int64_t, int64_t, int64_t, bool, float, bool, double *);
 
 template <int T>
 AccumulateFn accumulate_from(uint32_t dtype) {
-    return dtype == ZK_BF16  ? Accumulate<T, ZK_BF16>::run
-           : dtype == ZK_F16 ? Accumulate<T, ZK_F16>::run
-                             : Accumulate<T, ZK_F32>::run;
+    return dtype == ZK_BF16  ? accumulate_as<T, ZK_BF16>
+           : dtype == ZK_F16 ? accumulate_as<T, ZK_F16>
+                             : accumulate_as<T, ZK_F32>;
 }
 
 void accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t n, uint32_t source_dtype,
-                int64_t begin, int64_t end, bool add_to, float scale, bool streamed) {
+                int64_t begin, int64_t end, bool add_to, float scale, bool streamed, double *sums) {
     const AccumulateFn fn = dst_dtype == ZK_BF16  ? accumulate_from<ZK_BF16>(source_dtype)
                             : dst_dtype == ZK_F16 ? accumulate_from<ZK_F16>(source_dtype)
                                                   : accumulate_from<ZK_F32>(source_dtype);
-    fn(dst, sources, n, begin, end, add_to, scale, streamed);
+    fn(dst, sources, n, begin, end, add_to, scale, streamed, sums);
 }
 
 }  // namespace

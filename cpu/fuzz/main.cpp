@@ -11,15 +11,11 @@ int main(int argc, char **argv) {
         const char *name;
         fuzz::Entry run;
         uint64_t share;  // one execution in so many: a transfer costs more than a call of arithmetic
-    } entries[] = {{"zk_update", fuzz::fuzz_update, 1},
-                   {"zk_sumsq", fuzz::fuzz_sumsq, 1},
-                   {"zk_accumulate", fuzz::fuzz_accumulate, 1},
-                   {"zk_convert", fuzz::fuzz_convert, 1},
-                   {"zk_stream", fuzz::fuzz_stream, 1},
-                   {"zk_gradients", fuzz::fuzz_gradients, 1},
-                   {"control", fuzz::fuzz_control, 1},
-                   {"zk_crc32c", fuzz::fuzz_crc32c, 1},
-                   {"zk_io", fuzz::fuzz_io, 50}};
+    } entries[] = {{"zk_update", fuzz::fuzz_update, 1},         {"zk_sumsq", fuzz::fuzz_sumsq, 1},
+                   {"zk_accumulate", fuzz::fuzz_accumulate, 1}, {"zk_accumulate_sumsq", fuzz::fuzz_accumulate_sumsq, 1},
+                   {"zk_convert", fuzz::fuzz_convert, 1},       {"zk_stream", fuzz::fuzz_stream, 1},
+                   {"zk_gradients", fuzz::fuzz_gradients, 1},   {"control", fuzz::fuzz_control, 1},
+                   {"zk_crc32c", fuzz::fuzz_crc32c, 1},         {"zk_io", fuzz::fuzz_io, 50}};
     std::printf("instruction sets:");
     for (const char *name : fuzz::usable_sets()) std::printf(" %s", name);
     std::printf("; seed %llu\n", static_cast<unsigned long long>(seed));
@@ -32,7 +28,7 @@ int main(int argc, char **argv) {
         const auto start = std::chrono::steady_clock::now();
         const fuzz::Counts counts = entry.run(random, own);
         const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        std::printf("%-14s %9llu executions: %9llu valid, %9llu refused, %6.1f s", entry.name,
+        std::printf("%-19s %9llu executions: %9llu valid, %9llu refused, %6.1f s", entry.name,
                     static_cast<unsigned long long>(own), static_cast<unsigned long long>(counts.accepted),
                     static_cast<unsigned long long>(counts.refused), seconds);
         if (counts.digest.nbytes())

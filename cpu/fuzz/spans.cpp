@@ -179,6 +179,65 @@ Counts fuzz_accumulate(Random &random, uint64_t executions) {
     });
 }
 
+Counts fuzz_accumulate_sumsq(Random &random, uint64_t executions) {
+    return repeat(random, executions, [&](uint64_t execution, Digest &digest) {
+        const uint32_t dst_dtype = random.pick(FLOATS), src_dtype = random.pick(FLOATS);
+        const int64_t numel = random.one_in(2000) ? 131070 + static_cast<int64_t>(random.below(5)) : some_numel(random);
+        const int64_t n = 1 + static_cast<int64_t>(random.below(3));
+        const int add = random.one_in(2);
+        const float scale = random.one_in(2) ? 1.0f : 0.37f;
+        const auto dst = filled(random, kind_of(dst_dtype), numel);
+        std::vector<std::unique_ptr<Buffer>> memory;
+        std::vector<const void *> sources;
+        for (int64_t i = 0; i < n; ++i) {
+            memory.push_back(filled(random, kind_of(src_dtype), numel));
+            sources.push_back(memory.back()->data());
+        }
+        std::vector<int64_t> begins, numels;
+        for (int64_t at = 0; at <= numel && !random.one_in(3);) {
+            begins.push_back(at + static_cast<int64_t>(random.below(static_cast<uint64_t>(numel - at + 1))));
+            numels.push_back(static_cast<int64_t>(random.below(static_cast<uint64_t>(numel - begins.back() + 1))));
+            at = begins.back() + numels.back();
+        }
+        const int64_t spans = static_cast<int64_t>(numels.size());
+        Buffer sums(Kind::fp64, spans, 0), partials(Kind::fp64, zk_sumsq_partials(numels.data(), spans), 0);
+        std::memset(sums.data(), 0x5A, static_cast<size_t>(sums.nbytes));
+        double *scratch = reinterpret_cast<double *>(partials.data()), *to = reinterpret_cast<double *>(sums.data());
+        const auto run = [&] {
+            return zk_accumulate_sumsq(dst->data(), dst_dtype, sources.data(), n, src_dtype, numel, add, scale,
+                                       begins.data(), numels.data(), spans, scratch, to);
+        };
+        if (!spans || !random.one_in(4)) {
+            expect_scalar_bits("zk_accumulate_sumsq", execution, digest, {{*dst}, {sums}}, run);
+            std::vector<const void *> results;
+            const int64_t width = dst_dtype == ZK_F32 ? 4 : 2;
+            for (const int64_t begin : begins) results.push_back(static_cast<char *>(dst->data()) + begin * width);
+            const Buffer fused(sums);
+            zk_sumsq(results.data(), numels.data(), spans, dst_dtype, scratch, to);
+            const int64_t at = first_difference(fused, sums, nullptr);
+            if (at >= 0) fail("zk_accumulate_sumsq", execution, "another sum than zk_sumsq's of span", at);
+            return true;
+        }
+        const size_t at = random.below(static_cast<uint64_t>(spans));
+        switch (random.below(4)) {
+            case 0:
+                begins[at] = -1 - static_cast<int64_t>(random.next() >> 2 >> random.below(62));
+                break;
+            case 1:
+                numels[at] = -1 - static_cast<int64_t>(random.next() >> 2 >> random.below(62));
+                break;
+            case 2:
+                numels[at] = numel - begins[at] + 1 + static_cast<int64_t>(random.next() >> 2 >> random.below(62));
+                break;
+            default:
+                begins[at] = numel + 1 + static_cast<int64_t>(random.next() >> 2 >> random.below(62));
+                break;
+        }
+        expect_refusal("zk_accumulate_sumsq", execution, *dst, run);
+        return false;
+    });
+}
+
 Counts fuzz_convert(Random &random, uint64_t executions) {
     return repeat(random, executions, [&](uint64_t execution, Digest &digest) {
         const uint32_t codec = ZK_ENCODE_EXP_AVG + static_cast<uint32_t>(random.below(8));

@@ -58,7 +58,7 @@ def test_another_abi_number_is_refused(tmp_path: Path) -> None:
     source.write_text("int zk_abi(void) { return 999; }\n")
     other = tmp_path / "libother.so"
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
-    with pytest.raises(BackendError, match=rf"has ABI 999, this package needs ABI {native.ABI}; reinstall"):
+    with pytest.raises(BackendError, match=rf"has ABI 999, and this package needs ABI {native.ABI}; reinstall"):
         native._open(other)
 
 

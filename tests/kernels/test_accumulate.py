@@ -9,7 +9,9 @@ import torch
 from kernel_cases import Row, assert_margins_intact, place, same_bits, spread_values
 
 from zerokern.core import native
+from zerokern.core.errors import KernelError
 from zerokern.kernels import ops, reference
+from zerokern.kernels.casts import Squares, add_up
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAIRS = list(itertools.product(DTYPES, DTYPES))
@@ -59,3 +61,55 @@ def test_threads_do_not_show(native_impl: str) -> None:
         ops.accumulate(total, srcs, impl=native_impl)
         results.append(total)
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+@pytest.mark.parametrize("add", [True, False], ids=["add", "set"])
+@pytest.mark.parametrize("target", DTYPES, ids=str)
+def test_squares_on_the_way(native_impl: str, target: torch.dtype, add: bool) -> None:
+    """Sum and squares have the bits of the two passes; what is between spans is summed too, and counted nowhere."""
+    generator = torch.Generator().manual_seed(0)
+    numel = 3 * reference.SUMSQ_CHUNK + 1000
+    spans = [(0, 0), (0, 5), (5, 70_001), (70_100, reference.SUMSQ_CHUNK), (140_000, 0), (140_001, numel - 140_002)]
+    for source in DTYPES:
+        row = Row({})
+        for name in ("s0", "s1"):
+            place(row, name, spread_values(numel, generator).to(source), False)
+        place(row, "dst", spread_values(numel, generator).to(target), False)
+        srcs, expected = [row["s0"], row["s1"]], row["dst"].clone()
+        slow, squares = Squares(spans), Squares(spans)
+        add_up(expected, srcs, add=add, scale=0.3, impl="reference", squares=slow)
+        add_up(row["dst"], srcs, add=add, scale=0.3, impl=native_impl, squares=squares)
+        assert same_bits(row["dst"], expected)
+        assert_margins_intact([row])
+        assert squares.sums == slow.sums
+        assert list(squares.sums or ()) == [ops.sumsq([expected[at : at + some]]) for at, some in spans]
+
+
+def test_squares_of_what_goes_past_the_caches(native_impl: str) -> None:
+    """Large results that are not read are streamed, those that are sources of themselves are not: the same numbers."""
+    numel = (16 << 20) // 2 + 777
+    srcs = [torch.full((numel,), 0.5, dtype=torch.bfloat16), torch.full((numel,), 1.0, dtype=torch.bfloat16)]
+    for dst in (torch.empty(numel, dtype=torch.bfloat16), srcs[0]):
+        squares = Squares([(0, numel - 7)])
+        add_up(dst, srcs, add=False, impl=native_impl, squares=squares)
+        assert dst.unique().tolist() == [1.5]
+        assert list(squares.sums or ()) == [(numel - 7) * 2.25]
+
+
+@pytest.mark.parametrize(
+    "spans", [[(0, 5), (4, 2)], [(0, 11)], [(-1, 2)], [(3, -1)], [(11, 0)], [(8, 2**63 - 1)]], ids=str
+)
+def test_spans_that_are_not_there(native_impl: str, spans: list[tuple[int, int]]) -> None:
+    dst = torch.full((10,), 7.0)
+    with pytest.raises(KernelError, match="zk_accumulate_sumsq"):
+        add_up(dst, torch.ones(10), impl=native_impl, squares=Squares(spans))
+    assert dst.unique().tolist() == [7.0]
+
+
+def test_squares_of_values_that_are_not_finite(native_impl: str) -> None:
+    for value in (float("nan"), float("inf")):
+        source = torch.zeros(300)
+        source[150] = value
+        squares = Squares([(0, 100), (100, 200)])
+        add_up(torch.zeros(300), source, add=False, impl=native_impl, squares=squares)
+        assert squares.sums is not None and squares.sums[0] == 0.0 and not squares.sums[1] < float("inf")

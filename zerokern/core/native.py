@@ -167,16 +167,17 @@ class IoStats(Structure):
 
 
 IO_URING, IO_THREADS = 1, 2
-IO_READ, IO_WRITE = 1, 2
-IO_PADDED = 1
+IO_READ, IO_WRITE, IO_PADDED = 1, 2, 1
 IO_IDLE, IO_PENDING, IO_WAITED, IO_DONE = range(4)
 
 _POINTERS = POINTER(c_void_p)
+_ACCUMULATION = [c_void_p, c_uint32, _POINTERS, c_int64, c_uint32, c_int64, c_int, c_float]
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "zk_update": (c_int, [c_void_p, c_int64, c_void_p, c_int64, POINTER(c_float), POINTER(c_int64)]),
     "zk_sumsq_partials": (c_int64, [c_void_p, c_int64]),
     "zk_sumsq": (c_int, [c_void_p, c_void_p, c_int64, c_uint32, c_void_p, c_void_p]),
-    "zk_accumulate": (c_int, [c_void_p, c_uint32, _POINTERS, c_int64, c_uint32, c_int64, c_int, c_float]),
+    "zk_accumulate": (c_int, _ACCUMULATION),
+    "zk_accumulate_sumsq": (c_int, [*_ACCUMULATION, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "zk_convert": (c_int, [c_uint32, c_void_p, c_void_p, c_void_p, c_int64]),
     "zk_stream": (c_int, [_POINTERS, c_int, _POINTERS, c_int, _POINTERS, c_int, c_int64]),
     "zk_isa_count": (c_int, []),
@@ -232,9 +233,7 @@ def _open(path: Path) -> ctypes.CDLL:
     except AttributeError as error:
         raise BackendError(f"{path} is no zerokern library: it has no zk_abi; reinstall zerokern") from error
     if found != ABI:
-        raise BackendError(
-            f"the native library {path} has ABI {found}, this package needs ABI {ABI}; reinstall zerokern"
-        )
+        raise BackendError(f"{path} has ABI {found}, and this package needs ABI {ABI}; reinstall zerokern")
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name, None)
         if function is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -10,7 +11,27 @@ from zerokern.kernels import checks, cpu, reference
 from zerokern.kernels.dispatch import REFERENCE, TRITON, implementation
 from zerokern.kernels.versions import say_written
 
-__all__ = ["accumulate", "add_up", "cast"]
+__all__ = ["Squares", "accumulate", "add_up", "cast"]
+
+
+class Squares:
+    """The sums of squares of spans of what somebody is about to write, asked for beforehand: nothing is read twice.
+
+    `sums`: in the order of the spans and with the bits of `sumsq`; None as long as nobody has measured them. A device
+    measures nothing.
+
+    >>> wanted, total = Squares([(0, 2), (2, 1)]), torch.zeros(3)
+    >>> add_up(total, torch.tensor([3.0, 4.0, 5.0]), squares=wanted); wanted.sums
+    array('d', [25.0, 25.0])
+    """
+
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        """`spans`: where each begins, and its elements; they come in order and do not overlap."""
+        self.begins, self.numels = array("q"), array("q")
+        for begin, numel in spans:
+            self.begins.append(begin)
+            self.numels.append(numel)
+        self.sums: array[float] | None = None
 
 
 def cast(src: Tensor, dst: Tensor, *, scale: float = 1.0, impl: str | None = None) -> None:
@@ -40,9 +61,17 @@ def accumulate(
 
 
 def add_up(
-    dst: Tensor, srcs: Tensor | Sequence[Tensor], *, add: bool = True, scale: float = 1.0, impl: str | None = None
+    dst: Tensor,
+    srcs: Tensor | Sequence[Tensor],
+    *,
+    add: bool = True,
+    scale: float = 1.0,
+    impl: str | None = None,
+    squares: Squares | None = None,
 ) -> None:
     """`accumulate`, of which autograd hears nothing: for buckets, whose versions are raised where a step ends.
+
+    `squares`: are measured on the way.
 
     >>> total = torch.ones(2)
     >>> add_up(total, torch.ones(2)); total, total._version
@@ -50,10 +79,17 @@ def add_up(
     """
     each = checks.as_list("srcs", srcs) or []
     named = [("srcs", t) if isinstance(srcs, Tensor) else (f"srcs[{i}]", t) for i, t in enumerate(each)]
-    _sum(dst, named, checks.flag("add", add), scale, impl)
+    _sum(dst, named, checks.flag("add", add), scale, impl, squares)
 
 
-def _sum(dst: Tensor, named: list[tuple[str, Tensor]], add: bool, scale: float, impl: str | None) -> None:
+def _sum(
+    dst: Tensor,
+    named: list[tuple[str, Tensor]],
+    add: bool,
+    scale: float,
+    impl: str | None,
+    squares: Squares | None = None,
+) -> None:
     checks.tensor("dst", dst)
     sources = [checks.tensor(name, t, numel=dst.numel(), why="as dst has") for name, t in named]
     if not sources:
@@ -69,9 +105,14 @@ def _sum(dst: Tensor, named: list[tuple[str, Tensor]], add: bool, scale: float, 
     with implementation(impl, checks.one_device([("dst", dst), *others])) as family:
         if family == REFERENCE:
             reference.accumulate(dst, sources, add=add, scale=factor)
+            if squares is not None:
+                spans = zip(squares.begins, squares.numels, strict=True)
+                squares.sums = array("d", [reference.sumsq([dst[at : at + numel]]) for at, numel in spans])
         elif family == TRITON:
             from zerokern.kernels.triton import accumulate as device_accumulate
 
             device_accumulate.accumulate(dst, sources, add, factor)
-        else:
+        elif squares is None:
             cpu.accumulate(dst, sources, add, factor)
+        else:
+            squares.sums = cpu.accumulate_sumsq(dst, sources, add, factor, squares.begins, squares.numels)

@@ -15,7 +15,7 @@ from zerokern.core import native
 from zerokern.core.errors import KernelError
 from zerokern.kernels import formats
 
-__all__ = ["StepTable", "UpdateTable", "accumulate", "convert", "stream", "sumsq_pointers"]
+__all__ = ["StepTable", "UpdateTable", "accumulate", "accumulate_sumsq", "convert", "stream", "sumsq_pointers"]
 
 _SEGMENT_NBYTES = ctypes.sizeof(native.NativeSegment)
 _SEGMENT_WORDS = _SEGMENT_NBYTES // 8
@@ -170,19 +170,30 @@ def fingerprint(tensor: Tensor) -> int:
 
 def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> None:
     """dst = cast((dst if add) + scale * s0 + scale * s1 ...)."""
-    native.check(
-        native.library().zk_accumulate(
-            dst.data_ptr(),
-            formats.DTYPES[dst.dtype],
-            _pointers(srcs),
-            len(srcs),
-            formats.DTYPES[srcs[0].dtype],
-            dst.numel(),
-            add,
-            scale,
-        ),
-        context="zk_accumulate",
-    )
+    native.check(native.library().zk_accumulate(*_accumulation(dst, srcs, add, scale)), context="zk_accumulate")
+
+
+def accumulate_sumsq(
+    dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float, begins: array[int], numels: array[int]
+) -> array[float]:
+    """As `accumulate`; returns the sums of squares of spans of the result, which is not read again for that.
+
+    >>> dst = torch.zeros(3)
+    >>> accumulate_sumsq(dst, [torch.ones(3)], False, 2.0, array("q", [1]), array("q", [2])), dst
+    (array('d', [8.0]), tensor([2., 2., 2.]))
+    """
+    count = len(numels)
+    sums = array("d", bytes(8 * count))
+    partials = (c_double * (dst.numel() // native.SUMSQ_CHUNK + count))()  # enough where spans do not overlap
+    spans = _address(begins), _address(numels), count, partials, _address(sums)
+    code = native.library().zk_accumulate_sumsq(*_accumulation(dst, srcs, add, scale), *spans)
+    native.check(code, context="zk_accumulate_sumsq")
+    return sums
+
+
+def _accumulation(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> tuple[Any, ...]:
+    to, sources = (dst.data_ptr(), formats.DTYPES[dst.dtype]), (_pointers(srcs), len(srcs))
+    return *to, *sources, formats.DTYPES[srcs[0].dtype], dst.numel(), add, scale
 
 
 def convert(codec: int, x: Tensor, codes: Tensor, aux: Tensor) -> None:
