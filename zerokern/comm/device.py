@@ -14,7 +14,7 @@ from torch import Tensor
 from zerokern.comm import collectives
 from zerokern.comm.common import Common, CommonGroup, detail
 from zerokern.comm.group import Handle, own
-from zerokern.kernels.casts import add_up
+from zerokern.kernels.casts import Squares, add_up
 from zerokern.memory.staging import passed
 
 __all__ = ["DeviceGroup"]
@@ -54,7 +54,9 @@ class DeviceGroup(CommonGroup):
         held = list(memory)  # until the current stream has been told to wait for what reads and writes it
         return Handle(complete, work.is_completed if finish is None else None, lambda: gate())
 
-    def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+    def _reduce_scatter(
+        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
+    ) -> Handle:
         straight = not add and out.dtype == bucket.dtype
         op = "sum"
         if scale == 1.0 / self.size and self.averages(bucket):

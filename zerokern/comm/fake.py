@@ -18,6 +18,7 @@ from zerokern.comm.agreement import Board, Disagreement, Interrupted
 from zerokern.comm.group import Group, Handle, own
 from zerokern.comm.whereabouts import Presence, Waiting
 from zerokern.core.errors import CommError, got
+from zerokern.kernels.casts import Squares, add_up
 
 __all__ = ["FakeWorld", "lonely"]
 
@@ -165,7 +166,9 @@ class FakeGroup(Group):
             self._world.fail(reason)
             self._raise(waiting, reason)
 
-    def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+    def _reduce_scatter(
+        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
+    ) -> Handle:
         waiting = self._give("reduce_scatter", _detail(bucket), bucket)
         if scratch is not None:
             scratch.fill_(float("nan"))
@@ -180,6 +183,8 @@ class FakeGroup(Group):
             if total is not None:
                 bucket.fill_(float("nan"))
                 out.copy_(total)
+            if squares is not None and out.numel():
+                add_up(out, [out], add=False, squares=squares)
 
         return Handle(complete, lambda: self._all_gave(waiting))
 
@@ -245,7 +250,9 @@ class Lonely(Group):
             operation=operation,
         )
 
-    def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+    def _reduce_scatter(
+        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
+    ) -> Handle:
         return self._refuse("reduce_scatter")
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import got
-from zerokern.kernels.casts import add_up
+from zerokern.kernels.casts import Squares, add_up
 
 __all__ = ["Group", "Handle", "Traffic"]
 
@@ -158,7 +158,14 @@ class Group:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
 
     def reduce_scatter(
-        self, bucket: Tensor, out: Tensor, *, scale: float = 1.0, add: bool = False, scratch: Tensor | None = None
+        self,
+        bucket: Tensor,
+        out: Tensor,
+        *,
+        scale: float = 1.0,
+        add: bool = False,
+        scratch: Tensor | None = None,
+        squares: Squares | None = None,
     ) -> Handle:
         """out = (out if add) + scale * b_0 + scale * b_1 ..., where b_j is this rank's span of rank j's bucket.
 
@@ -166,6 +173,7 @@ class Group:
         library sums in the bucket's dtype, in an order of its own. `out` may be this rank's own span of `bucket`.
         Nobody touches the bucket before wait(); afterwards it holds nothing to rely on, save `out` if that lies there.
         `scratch`: at least (size - 1) spans in the bucket's dtype, to be used by one collective at a time.
+        `squares`: of spans of `out`, measured by wait() where the sum is made here, and not by a transport.
         """
         bucket, out = self._flat("bucket", bucket, FLOATS), self._flat("out", out, FLOATS)
         span = self._span("bucket", bucket)
@@ -183,7 +191,7 @@ class Group:
         if scratch is not None:
             scratch = self._scratch(scratch, bucket, out, (self.size - 1) * span)
         self.traffic.add("reduce", (self.size - 1) * span * bucket.element_size())
-        return self._reduce_scatter(bucket, out, float(scale), add, scratch)
+        return self._reduce_scatter(bucket, out, float(scale), add, scratch, squares)
 
     def all_gather(self, full: Tensor, shard: Tensor | None = None) -> Handle:
         """Fills `full` with the shards of all ranks, in order; this rank's is `shard`, or in its place already."""
@@ -288,9 +296,11 @@ class Group:
     def agree(self, key: str) -> None:
         """Returns when all ranks want `key` as their next step; raises CommError on every rank where they do not."""
 
-    def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+    def _reduce_scatter(
+        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
+    ) -> Handle:
         if out.numel() and not (_same(out, bucket) and scale == 1.0):
-            return Handle(lambda: add_up(out, [bucket], add=add, scale=scale))
+            return Handle(lambda: add_up(out, [bucket], add=add, scale=scale, squares=squares))
         return Handle()
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:

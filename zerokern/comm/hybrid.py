@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.comm.group import Group, Handle, own
-from zerokern.kernels.casts import add_up
+from zerokern.kernels.casts import Squares, add_up
 from zerokern.memory.staging import CudaDriver, passed
 
 __all__ = ["Everyone", "HybridGroup"]
@@ -134,21 +134,23 @@ class HybridGroup(Group):
         span = numel // self.size
         return self.shard.scratch_numel(numel)[0], (self.replicas.size - 1) * -(-span // self.replicas.size)
 
-    def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+    def _reduce_scatter(
+        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
+    ) -> Handle:
         # what is added to must not be added up with that of the replicas: the sum is made in the bucket
         piece = own(bucket, self.rank, self.size) if add or out.dtype != bucket.dtype else out
         op, first_scale = "sum", scale
         if scale == 1.0 / self._everyone.size and self.shard.averages(bucket) and self.replicas.averages(bucket):
             op, first_scale = "mean", 1.0 / self.size
         head, tail = self._divided(scratch, bucket.numel())
-        first = self.shard._reduce_scatter(bucket, piece, first_scale, False, head)
+        first = self.shard._reduce_scatter(bucket, piece, first_scale, False, head, None)
 
         def begin() -> Handle:
             return self.replicas.all_reduce(piece, op, scratch=tail)
 
         def finish() -> None:
             if piece is not out and out.numel():
-                add_up(out, [piece], add=add)
+                add_up(out, [piece], add=add, squares=squares)
 
         if self._driver is None:
             return _Rounds(first, begin, finish)

@@ -18,7 +18,7 @@ from zerokern.comm import collectives
 from zerokern.comm.common import Common, CommonGroup, detail
 from zerokern.comm.group import FLOATS, Handle, own
 from zerokern.comm.whereabouts import UPDATE, Waiting
-from zerokern.kernels.casts import add_up
+from zerokern.kernels.casts import Squares, add_up
 
 __all__ = ["PeerGroup"]
 
@@ -73,7 +73,9 @@ class PeerGroup(CommonGroup):
             for work in works:
                 work.wait()
 
-    def _reduce_scatter(self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+    def _reduce_scatter(
+        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
+    ) -> Handle:
         span = out.numel()
         if scratch is None:
             scratch = torch.empty((self.size - 1) * span, dtype=bucket.dtype)
@@ -84,7 +86,7 @@ class PeerGroup(CommonGroup):
 
         def finish() -> None:
             if span:
-                add_up(out, sources, add=add, scale=scale)
+                add_up(out, sources, add=add, scale=scale, squares=squares)
 
         return self._handle(waiting, works, finish, bucket, scratch, out)
 

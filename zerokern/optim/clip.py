@@ -23,7 +23,7 @@ from zerokern.optim.survey import added
 from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import is_divided
-from zerokern.zero.spilling import Seen, sumsq_of_each
+from zerokern.zero.squares import Seen, sumsq_of_each
 
 __all__ = ["clip_grad_norm_"]
 

@@ -23,7 +23,7 @@ from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
 from zerokern.optim.gradients import Cells, reader_of
 from zerokern.zero.kinds import rest_of
-from zerokern.zero.spilling import Seen, sumsq_of_each
+from zerokern.zero.squares import Seen, sumsq_of_each
 
 Groups = Sequence[dict[str, Any]]
 LayoutOf = Callable[[dict[str, Any], torch.dtype], Layout]
@@ -41,6 +41,7 @@ _is_inference = torch.Tensor.is_inference
 _is_neg = torch.Tensor.is_neg
 _index_of = torch.Tensor.get_device
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_UNKNOWN = Seen(None, None)
 _CHUNK = 512  # parameters whose tensors stay in the second-level cache from one pass to the next
 
 
@@ -117,6 +118,7 @@ class Survey:
         chosen = [self.chosen(*term) for term in self.terms]
         self._sums = [(some, array("q", compress(self.numels, some))) for some in chosen]
         self.rests = any(rest_of(param) is not None for param in self.params)  # then so may gradients
+        self._of_pieces = bool(starts)  # whose gradients may have been measured where they were written
         self._seen = list(map(Seen.of, dense_grads))
 
     def pointers(self, groups: Groups) -> array[int] | None:
@@ -126,7 +128,7 @@ class Survey:
         if self.idle and not all(map(operator.is_, map(_grad_of, self.idle), repeat(None))):
             return None
         found = self._read() if self._reader is None else self._reader.read()
-        if self.rests and found is not None:  # now: what is asked later, on any thread, is of these
+        if (self.rests or self._of_pieces) and found is not None:  # now: later, on any thread, it is of these
             self._seen = [Seen.of(param.grad) for param in self.params if param.grad is not None]
         return found if found is None or self.device is None or self._are_there(found) else None
 
@@ -192,7 +194,8 @@ class Survey:
     def _measured(
         self, pointers: array[int], numels: array[int], dtype: torch.dtype, chosen: Sequence[bool]
     ) -> Sequence[float]:
-        if not self.rests:
+        seen = list(compress(self._seen, chosen))
+        if all(one == _UNKNOWN for one in seen):
             return sumsq_pointers(pointers, numels, dtype)
 
         def measure(rows: list[int]) -> Sequence[float]:
@@ -200,7 +203,7 @@ class Survey:
                 array("Q", map(pointers.__getitem__, rows)), array("q", map(numels.__getitem__, rows)), dtype
             )
 
-        return sumsq_of_each(list(compress(self._seen, chosen)), measure)
+        return sumsq_of_each(seen, measure)
 
 
 def _resolved(param: Tensor) -> Tensor | None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import Handle
-from zerokern.kernels import Flattener
 from zerokern.zero import checks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.fetching import fetched
+from zerokern.zero.flattening import Flattening
 from zerokern.zero.homes import Home, alias, strides
 from zerokern.zero.hooks import hooks_after_accumulation
 from zerokern.zero.kinds import local_of
@@ -26,6 +26,7 @@ from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.references import References, shares
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
+from zerokern.zero.squares import BucketSquares
 from zerokern.zero.summing import Summing
 
 __all__ = ["GradientBucket"]
@@ -75,7 +76,11 @@ class GradientBucket:
         self.listeners: list[Callable[[], None]] = []  # are told whenever a pass has reduced this bucket
         self._guards: list[Callable[[], None]] = []
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
-        self._flatteners: dict[tuple, Flattener] = {}
+        self._flattening = Flattening([tenant.place.offset for tenant in self.tenants], dtype)
+        divided = not self.replicated and not self.keeps  # whole ones are plain tensors, which anybody may write
+        params, here = [tenant.place.param for tenant in self.tenants], self.bucket.pieces(self.group.rank)
+        unreduced = self.stays and not self.summing.needed
+        self.squares = BucketSquares(params, here, arriving=divided and unreduced, reducing=divided and not self.stays)
 
     def begin(self) -> None:
         """A pass begins."""
@@ -111,7 +116,7 @@ class GradientBucket:
             return
         grad = checks.gradient(self.tenants[place].name, grad, self.tenants[place].placed)
         there = place in self._kept or (place in self.arrived and not self.keeps)
-        self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
+        self.squares.put(place, self._spans[place], grad, add=there)
         self._kept.add(place)
 
     def _put(self, place: int, grad: Tensor) -> None:
@@ -121,10 +126,8 @@ class GradientBucket:
             before = self.arrived.get(place)
             self.arrived[place] = grad.detach() if before is None else before + grad
         else:
-            if place in self._kept or place in self.arrived:
-                self._spans[place].add_(grad)
-            else:
-                self._spans[place].copy_(grad)
+            add = place in self._kept or place in self.arrived
+            self.squares.put(place, self._spans[place], grad, add=add)
             self.arrived[place] = None
 
     def _drop(self, place: int) -> None:
@@ -145,6 +148,7 @@ class GradientBucket:
             self.local.add(place)
             self.arrived_places += (place,)
         assert into is not None
+        self.squares.changed(place)
         into.as_strided(*self._spots[place]).add_(grad)
 
     def _zeros(self) -> Tensor:
@@ -184,6 +188,9 @@ class GradientBucket:
         """This rank's part of what is reduced of a parameter, as `.grad` shows it."""
         shown = self.shown[place]
         return shown.span if isinstance(shown, Sharded) else local_of(shown).view(-1)
+
+    def _reduced_spans(self) -> list[Tensor]:
+        return [self.reduced_span(place) for place in range(len(self.shown))]
 
     def _finders(self) -> list[Tensor]:
         """Where the user looks for gradients, by place."""
@@ -226,6 +233,7 @@ class GradientBucket:
         """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
         self._guard()
         self._guards.clear()
+        self.squares.forget(self._reduced_spans())
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
             found = map(_grad_of, self._finders())
@@ -258,10 +266,11 @@ class GradientBucket:
         self.beside.clear()
         self.closed = True
         waiting = {place: grad for place, grad in self.arrived.items() if grad is not None}
-        self._flatten({place: grad for place, grad in waiting.items() if place not in self._kept}, self.buffer)
+        self._flattening.run({at: grad for at, grad in waiting.items() if at not in self._kept}, self.buffer)
         for place in waiting.keys() & self._kept:
             self._spans[place].add_(waiting[place])
         for place in self._places - self.arrived.keys() - self._kept:
+            self.squares.changed(place)
             self._spans[place].zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
             self._show()
@@ -270,18 +279,6 @@ class GradientBucket:
         if not reduces:
             self.local |= set(self.arrived)
         return self.adds
-
-    def _flatten(self, grads: dict[int, Tensor], buffer: Tensor) -> None:
-        if not grads:
-            return
-        tensors = list(grads.values())
-        key = (tuple(grads), tuple((g.shape, g.stride(), g.dtype) for g in tensors))
-        flattener = self._flatteners.get(key)
-        if flattener is None:
-            self._flatteners.clear()
-            offsets = [self.tenants[place].place.offset for place in grads]
-            flattener = self._flatteners[key] = Flattener(tensors, self.dtype, offsets=offsets)
-        flattener.flatten(tensors, buffer)
 
     @property
     def in_place(self) -> bool:
@@ -294,14 +291,16 @@ class GradientBucket:
         self.local.clear()
         self._show()
         assert self.reduced is not None
-        return self.summing.begin(buffer, self.reduced, add=add, scratch=scratch)
+        return self.summing.begin(buffer, self.reduced, add=add, scratch=scratch, squares=self.squares.wanted())
 
     def reduce_late(self, scratch: Tensor | None) -> None:
         """Add what arrived late, on any rank, to what is reduced."""
         late = self._zeros() if self.late is None else self.late
         self._guard()
         assert self.reduced is not None
-        (self.summing.begin(late, self.reduced, add=True, scratch=scratch) or Handle()).wait()
+        self.squares.forget(self._reduced_spans())
+        squares = self.squares.wanted()
+        (self.summing.begin(late, self.reduced, add=True, scratch=scratch, squares=squares) or Handle()).wait()
         if self.stays:
             self.reduced.add_(late)
         self.tell()
@@ -344,6 +343,8 @@ class GradientBucket:
 
     def tell(self) -> None:
         """What is reduced is there: for the caller, or, on a device, for its current stream."""
+        if not self.exposed:
+            self.squares.note(self._reduced_spans())
         for listener in self.listeners:
             listener()
 

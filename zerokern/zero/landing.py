@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import Group, Handle
+from zerokern.kernels.casts import Squares
 from zerokern.memory import HostPlace, Wanted
 from zerokern.memory.copies import Copy
 
@@ -25,10 +26,13 @@ class IntoHost:
         """Memory that copies reach."""
         return self._host.lay_out([Wanted("gradients", torch.Size([numel]), dtype)])[0]
 
-    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, scale: float, add: bool, scratch: Tensor | None) -> Handle:
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, *, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
+    ) -> Handle:
         """As `Group.reduce_scatter`, with `out` in host memory: once the handle is waited for, the buffer is free.
 
-        What is added to goes to the device before, and is added there by what adds where nothing leaves.
+        What is added to goes to the device before, and is added there by what adds where nothing leaves. `squares`
+        are not measured: the sum is made on the device.
         """
         copies = self._host.copies
         assert copies is not None

@@ -5,26 +5,23 @@ A bucket's are there while a backward pass fills and reduces it, and while someb
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokern.comm import Group, during
 from zerokern.core.errors import say_once
-from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.memory.rest import Rest, Rests
 from zerokern.memory.room import amount, takes_half
 from zerokern.zero.awaited import without_waiting
-from zerokern.zero.fetching import in_turns, rests_of
 from zerokern.zero.gradients import GradientBucket
 
-__all__ = ["Seen", "SpilledBucket", "kind_of_bucket", "sumsq_of_each"]
+__all__ = ["SpilledBucket", "kind_of_bucket"]
 
 _grad_of = attrgetter("grad")
 
@@ -148,17 +145,10 @@ class SpilledBucket(GradientBucket):
 
     def tell(self) -> None:
         super().tell()
-        self._measure()
+        self.squares.measure(self._reduced_spans())
         if self._unreduced is not None:
             self._unreduced.forget()
         self._leave()
-
-    def _measure(self) -> None:
-        """Sums of squares, while what they are of is here: the norm need not read it again."""
-        spans = [self.reduced_span(place) for place in range(len(self.tenants))]
-        pointers, numels = array("Q", [one.data_ptr() for one in spans]), array("q", [one.numel() for one in spans])
-        for span, sumsq in zip(spans, sumsq_pointers(pointers, numels, self.dtype), strict=True):
-            span.zk_sumsq = span._version, sumsq  # type: ignore[attr-defined]
 
     def _take_late(self, place: int, grad: Tensor) -> None:
         with self._present(written=not self.launched):
@@ -184,39 +174,3 @@ class SpilledBucket(GradientBucket):
         super().reset()
         if self.buffer is None:
             self._unreduced = None
-
-
-class Seen(NamedTuple):
-    """A gradient as it was looked at: where it rests, and its sum of squares where nobody need read it for that."""
-
-    zk_rest: Rest | None
-    sumsq: float | None
-
-    @staticmethod
-    def of(grad: Tensor) -> Seen:
-        """What rests was measured when it last was here, which counts as long as nobody has written, or may have.
-
-        >>> Seen.of(torch.ones(2))
-        Seen(zk_rest=None, sumsq=None)
-        """
-        rest = getattr(grad, "zk_rest", None)
-        version, sumsq = getattr(grad, "zk_sumsq", (None, None))
-        known = rest is not None and version == grad._version and not getattr(grad, "zk_handed_out", False)
-        return Seen(rest, sumsq if known else None)
-
-
-def sumsq_of_each(grads: Sequence[Seen], measure: Callable[[list[int]], Iterable[float]]) -> list[float]:
-    """Sums of squares. `measure` is given places of gradients that are here, of which nothing is known.
-
-    >>> sumsq_of_each([Seen.of(torch.ones(2))], lambda places: [2.0 for _ in places])
-    [2.0]
-    """
-    found = {place: grad.sumsq for place, grad in enumerate(grads) if grad.sumsq is not None}
-    unknown = [place for place in range(len(grads)) if place not in found]
-    some = [grads[place] for place in unknown]
-    for turn in in_turns([some]):
-        for rest in rests_of([some[place] for place in turn]):
-            rest.wait()
-        places = [unknown[place] for place in turn]
-        found.update(zip(places, measure(places), strict=True))
-    return [found[place] for place in range(len(grads))]

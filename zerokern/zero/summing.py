@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import Group, Handle
+from zerokern.kernels.casts import Squares
 from zerokern.zero.landing import IntoHost
 
 __all__ = ["Summing"]
@@ -42,7 +43,9 @@ class Summing:
         for span in spans:
             span.mul_(self._losses / self._everyone.size)
 
-    def begin(self, buffer: Tensor, out: Tensor, *, add: bool, scratch: Tensor | None) -> Handle | None:
+    def begin(
+        self, buffer: Tensor, out: Tensor, *, add: bool, scratch: Tensor | None, squares: Squares | None = None
+    ) -> Handle | None:
         """The buffer is on its way, in place where it stays whole; None where there is nothing to wait for."""
         scale = 1.0 / self._losses
         if self._whole:
@@ -50,7 +53,7 @@ class Summing:
                 buffer.mul_(scale)
             return self._everyone.all_reduce(buffer, self._op, scratch=scratch) if self._others else None
         reduce = (self._landing or self._group).reduce_scatter
-        return reduce(buffer, out, scale=scale, add=add, scratch=scratch)
+        return reduce(buffer, out, scale=scale, add=add, scratch=scratch, squares=squares)
 
     def scratch_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         """What it receives into, where the transport does not add up itself: in its first round, and in its second."""

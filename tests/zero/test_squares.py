@@ -1,0 +1,245 @@
+"""The norm of gradients that were measured where they were written: nothing is read again, and no write is missed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import SHARDED, World, anywhere, built, on_hybrid_threads, on_ranks, ranked
+from zero_cases import make_adamw, mse
+
+import zerokern as zk
+from zerokern.kernels import ops
+from zerokern.optim import survey
+from zerokern.zero import squares
+
+
+class Wide(nn.Module):
+    """A parameter that is measured on the way on one rank too, in two chunks, and small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 300)
+        self.middle = nn.Linear(300, 300)
+        self.unused = nn.Linear(5, 5)
+        self.leave = nn.Linear(300, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.middle(self.enter(x)).tanh())
+
+
+def of_all(world: World, model: nn.Module) -> float:
+    """The norm, from what lies in memory."""
+    spans = [one.grad.span for one in model.parameters() if one.grad is not None]
+    copies = getattr(world.mesh, "replicas", None)
+    every = world.exchange(sum(ops.sumsq(one) for one in spans))
+    return math.sqrt(sum(every) / (1 if copies is None else copies.size))
+
+
+def scaled(grad: Tensor) -> None:
+    grad.mul_(3.0)
+
+
+def scaled_aside(grad: Tensor) -> None:
+    grad.detach().mul_(3.0)
+
+
+def scaled_as_data(grad: Tensor) -> None:
+    grad.data.mul_(3.0)
+
+
+def scaled_where_nobody_counts(grad: Any) -> None:
+    grad.local.data.mul_(3.0)
+
+
+def scaled_as_numpy(grad: Any) -> None:
+    grad.local.numpy()[...] *= 3.0
+
+
+def kept_and_scaled_later(grad: Any) -> None:
+    grad.detach().local.data.mul_(3.0)
+
+
+def scaled_by_a_list(grad: Tensor) -> None:
+    torch._foreach_mul_([grad], 3.0)
+
+
+def unscaled(grad: Tensor) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], torch.zeros(1), torch.tensor([3.0]))
+
+
+def filled(grad: Tensor) -> None:
+    grad.copy_(torch.full(grad.shape, 0.25))
+
+
+def zeroed(grad: Tensor) -> None:
+    grad.zero_()
+
+
+WRITES = {
+    one.__name__: one
+    for one in (
+        scaled, scaled_aside, scaled_as_data, scaled_where_nobody_counts, scaled_as_numpy, kept_and_scaled_later,
+        scaled_by_a_list, unscaled, filled, zeroed,
+    )
+}  # fmt: skip
+
+
+def written(world: World, stage: int, name: str) -> None:
+    """Between the backward and the step, in the middle of some steps that write nothing."""
+    model = world.shard(built(Wide), stage=stage)
+    optimizer = make_adamw(model.parameters(), max_grad_norm=math.inf)
+    for step in range(4):
+        mse(model, step, world).backward()
+        if step in (1, 2):
+            for param in (model.middle.weight, model.leave.bias):
+                WRITES[name](param.grad)
+        expected = of_all(world, model)
+        optimizer.step()
+        assert optimizer.grad_norm == pytest.approx(expected, rel=1e-14), step
+        optimizer.zero_grad(set_to_none=step != 1)
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", SHARDED)
+def test_who_writes_a_gradient_is_seen(stage: int, size: int, name: str) -> None:
+    anywhere(size, written, stage, name)
+
+
+PASSES: dict[str, Callable[[World, nn.Module, Any, int], float | None]] = {}
+
+
+def passes(function: Callable) -> Callable:
+    PASSES[function.__name__] = function
+    return function
+
+
+@passes
+def added_up(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    for micro in range(3):
+        mse(model, 3 * step + micro, world).backward()
+
+
+@passes
+def added_up_apart(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    with zk.no_sync(model):
+        mse(model, 3 * step, world).backward()
+    mse(model, 3 * step + 1, world).backward()
+
+
+@passes
+def a_part_has_nothing_more(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    mse(model, 3 * step, world).backward()
+    model.enter(torch.ones(2, 6)).square().mean().backward()
+
+
+@passes
+def clipped_before(world: World, model: nn.Module, optimizer: Any, step: int) -> float:
+    mse(model, step, world).backward()
+    return 0.01 / (float(zk.clip_grad_norm_(model, 0.01)) + 1e-6)
+
+
+@passes
+def frozen_now_and_then(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    model.middle.weight.requires_grad_(step % 2 == 0)
+    mse(model, step, world).backward()
+
+
+@passes
+def a_pass_breaks_off(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    mse(model, 3 * step, world).backward()
+
+    def fail(grad: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    x = torch.ones(2, 6, requires_grad=True)
+    out = model.leave(model.middle(model.enter(x))).sum()
+    x.register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        out.backward()
+    mse(model, 3 * step + 1, world).backward()
+
+
+@passes
+def the_gradient_of_another_step(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    mse(model, step, world).backward()
+    kept = model.middle.weight.grad
+    optimizer.zero_grad()
+    mse(model, step + 1, world).backward()
+    model.middle.weight.grad = kept
+
+
+@passes
+def a_weight_used_twice(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    x = model.enter(torch.full((2, 6), 0.1 * (1 + world.rank)))
+    model.leave(model.middle(model.middle(x).tanh())).square().mean().backward()
+
+
+def passed(world: World, stage: int, name: str) -> None:
+    model = world.shard(built(Wide), stage=stage)
+    optimizer = make_adamw(model.parameters(), max_grad_norm=math.inf)
+    for step in range(3):
+        factor = PASSES[name](world, model, optimizer, step) or 1.0
+        expected = of_all(world, model) * factor
+        optimizer.step()
+        assert optimizer.grad_norm == pytest.approx(expected, rel=1e-6 if factor != 1.0 else 1e-14), step
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", SHARDED)
+def test_whatever_a_step_is_made_of(stage: int, size: int, name: str) -> None:
+    anywhere(size, passed, stage, name)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_with_replicas(name: str) -> None:
+    on_hybrid_threads(2, 2, passed, 2, name)
+
+
+def counted(world: World, stage: int, clips: bool) -> tuple[int, int]:
+    """The elements that a step's norm reads on this rank, and those that the model has."""
+    read = [0]
+
+    def count(pointers: Any, numels: Any, dtype: torch.dtype) -> Any:
+        read[0] += sum(numels)
+        return measure(pointers, numels, dtype)
+
+    measure, survey.sumsq_pointers = survey.sumsq_pointers, count
+    try:
+        model = world.shard(built(Wide), stage=stage)
+        optimizer = make_adamw(model.parameters(), **({"max_grad_norm": 1.0} if clips else {}))
+        for step in range(3):
+            mse(model, step, world).backward()
+            read[0] = 0
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        survey.sumsq_pointers = measure
+    return read[0], sum(one.numel() for one in Wide().parameters())
+
+
+@ranked
+def counted_there(world: World, stage: int, clips: bool) -> None:
+    read, there = counted(world, stage, clips)
+    assert there > 90_000 and read == 0
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("stage", SHARDED)
+def test_what_ranks_have_reduced_is_not_read_for_the_norm(stage: int, clips: bool) -> None:
+    on_ranks(2, counted_there, stage, clips)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_on_one_rank_what_is_small_is_read(stage: int) -> None:
+    read, there = counted(World(0, 1), stage, clips=True)
+    large = Wide().middle.weight.numel()
+    unused = sum(one.numel() for one in Wide().unused.parameters())
+    assert large >= squares.LARGE and read == there - large - unused
