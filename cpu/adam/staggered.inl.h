@@ -7,7 +7,7 @@
 // AdamRule::apply. Other tiles go its way, once what is under way has been finished.
 #pragma once
 
-#include "adam/adam.inl.h"
+#include "adam/idle.inl.h"
 
 namespace zk {
 namespace ZK_NS {
@@ -61,6 +61,16 @@ struct PairStreams {
         if constexpr (G == ZK_BF16)
             return _mm512_cmpgt_epu16_mask(most, _mm512_set1_epi16(static_cast<int16_t>(MOST >> 16))) == 0;
         return _mm512_cmpgt_epu32_mask(most, _mm512_set1_epi32(static_cast<int>(MOST))) == 0;
+    }
+
+    // Of a pair's gradients, and whether they are 0 or -0.
+    ZK_INLINE I grad_bits(int64_t i) const {
+        if constexpr (G == ZK_BF16) return load_512(at<uint16_t>(s.grad, i));
+        return _mm512_or_si512(load_512(at<float>(s.grad, i)), load_512(at<float>(s.grad, i + W)));
+    }
+    static ZK_INLINE bool are_zero(I grads) {
+        if constexpr (G == ZK_BF16) return _mm512_test_epi16_mask(grads, _mm512_set1_epi16(0x7FFF)) == 0;
+        return _mm512_test_epi32_mask(grads, _mm512_set1_epi32(0x7FFFFFFF)) == 0;
     }
 
     // A shift would wait for port 0, where roots and quotients begin.
@@ -226,13 +236,20 @@ struct Staggered<AdamRule, G, T, S, O> {
     static int64_t tiles(const zk_segment &s, const Scalars &k, const AdamRule &rule, int64_t i, int64_t end) {
         static_assert(TILE == 4 * PAIR);
         const Staggered all(s, k, rule);
+        const IdleTiles<Staggered, S> unused{all, IdleRule(rule, k)};
+        int since = 0;  // what is rare comes in runs: of its tiles one in eight is looked at for zeros
         while (i + TILE <= end) {
-            if (all.usual(i) || all.usual_with_zeros(i)) {
+            if (all.usual(i)) {
+                i = all.usual_tiles(i, end);
+            } else if (const int64_t next = unused.tiles(i, end); next > i) {
+                i = next;
+            } else if (since % 8 == 0 && all.usual_with_zeros(i)) {
                 i = all.usual_tiles(i, end);
             } else {
                 Plain::prefetch_tile(s, k, i);
                 Plain::plain_tile(s, k, rule, i);
                 i += TILE;
+                ++since;
             }
         }
         return i;

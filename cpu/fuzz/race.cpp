@@ -73,6 +73,11 @@ void call(uint64_t rounds, uint64_t seed, const Step &expected, double expected_
         const void *source = step.grad.data();
         zk_accumulate(copy.data(), ZK_F32, &source, 1, ZK_F32, NUMEL, 0, 1.0f);
         if (copy != step.grad) fuzz::fail("zk_accumulate", i, "another result than a single thread's", 0);
+        int64_t begin = 0, whole = NUMEL;
+        double partials[NUMEL / ZK_SUMSQ_CHUNK + 1], sum = -1.0;
+        zk_accumulate_sumsq(copy.data(), ZK_F32, &source, 1, ZK_F32, NUMEL, 0, 1.0f, &begin, &whole, 1, partials, &sum);
+        if (sum != expected_sum || copy != step.grad)
+            fuzz::fail("zk_accumulate_sumsq", i, "another result than a single thread's", 0);
         ++done;
     }
 }

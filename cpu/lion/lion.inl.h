@@ -33,7 +33,11 @@ struct LionRule {
 #if defined(ZK_LIFT)
         if constexpr (S == ZK_BF16) {
             if (__builtin_expect(any_below_normal_magnitude(m), 0)) {
-                for (int j = 0; j < Q; ++j) sign[j] = advance_lifted(g[j], m[j]);
+                if (all_idle(m, g, ~SIGN_BIT)) {
+                    for (int j = 0; j < Q; ++j) sign[j] = advance_idle(m[j]);
+                } else {
+                    for (int j = 0; j < Q; ++j) sign[j] = advance_lifted(g[j], m[j]);
+                }
                 return step(p, sign);
             }
         }
@@ -48,6 +52,12 @@ struct LionRule {
         const F old = units;
         units = sub(old, unit_product(w2, old));
         return sign_of(sub(old, unit_product(w1, old)));
+    }
+    // Where all lanes are like that: -0 becomes 0, as it does in `advance`.
+    ZK_INLINE F advance_idle(F &m) const {
+        const F old = units_of(m);
+        m = denormal_of(sub(old, small_product(w2, old)));
+        return sign_of(sub(old, small_product(w1, old)));
     }
     // Denormal lanes whose gradient is 0 go by units, and 0 stands for them among the others.
     ZK_INLINE F advance_lifted(F g, F &m) const {

@@ -14,7 +14,7 @@ struct SgdRule {
     static constexpr int STATES = 1;
     F wd, lr, momentum, undamped;
     D wdd, lrd, momentumd, undampedd;
-    bool coupled, first, nesterov, liftable;
+    bool coupled, first, nesterov, liftable, idles;
 
     explicit SgdRule(const Scalars &k)
         : wd(set1(k.wd)),
@@ -29,13 +29,19 @@ struct SgdRule {
           first(k.first),
           nesterov(k.nesterov),
           liftable(!k.first && k.momentum >= 0.0f && k.momentum <= 1.0f && k.lr >= 0.0f && k.lr <= 1.0f &&
-                   k.undamped - k.undamped == 0.0f) {}
+                   k.undamped - k.undamped == 0.0f),
+          idles(k.undamped >= 0.0f) {}
 
     template <int S>
     ZK_INLINE void apply(F (&g)[Q], F (&p)[Q], F (&buffer)[Q], F (&)[Q]) const {
 #if defined(ZK_LIFT)
         if constexpr (S == ZK_BF16) {
             if (__builtin_expect(any_below_normal_magnitude(buffer), 0) && liftable) {
+                if (all_idle(buffer, g, ~0u) && stay(p)) {
+                    for (int j = 0; j < Q; ++j)
+                        buffer[j] = denormal_of(add(small_product(momentum, units_of(buffer[j])), set1(0.0f)));
+                    return;
+                }
                 for (int j = 0; j < Q; ++j) one_lifted(g[j], p[j], buffer[j]);
                 return;
             }
@@ -45,6 +51,12 @@ struct SgdRule {
     }
 
 #if defined(ZK_LIFT)
+    // Whether no p is moved by so little.
+    ZK_INLINE bool stay(const F (&p)[Q]) const {
+        M moved = 0;
+        for (int j = 0; j < Q; ++j) moved = either(moved, static_cast<M>(~at_least(abs(p[j]), set1(0x1p-50f))));
+        return !coupled && idles && !any(moved);
+    }
     // Denormal lanes whose gradient is 0 go by units, and 0 stands for them among the others. Such a step does not move
     // a p that is not tiny.
     ZK_INLINE void one_lifted(F g, F &p, F &buffer) const {

@@ -29,6 +29,11 @@ ZK_INLINE F unit_product(F factor, F units) {
     return choose(below(magnitude, set1(0x1p23f)), with_sign_of(whole, product), product);
 }
 
+// The same of fewer than 2^23 units.
+ZK_INLINE F small_product(F factor, F units) {
+    return with_sign_of(sub(fma(factor, abs(units), set1(0x1p23f)), set1(0x1p23f)), units);
+}
+
 // The scale of an int8 block in units, up to 2^-90, and back: denormal or not, by bits alone.
 inline float scale_units(float scale) {
     const uint32_t bits = bits_of(scale);

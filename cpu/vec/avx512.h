@@ -102,6 +102,14 @@ inline bool any_below_normal(const F (&a)[Q]) {
         _mm512_min_epu32(_mm512_min_epu32(ints(a[0]), ints(a[1])), _mm512_min_epu32(ints(a[2]), ints(a[3])));
     return _mm512_cmp_epu32_mask(least, _mm512_set1_epi32(0x00800000), _MM_CMPINT_LT) != 0;
 }
+// Whether all averages are denormal or 0, and no gradient has any of these bits.
+inline bool all_idle(const F (&average)[Q], const F (&gradient)[Q], uint32_t bits) {
+    I averages = ints(average[0]), gradients = ints(gradient[0]);
+    for (int j = 1; j < Q; ++j) averages = _mm512_or_si512(averages, ints(average[j]));
+    for (int j = 1; j < Q; ++j) gradients = _mm512_or_si512(gradients, ints(gradient[j]));
+    return (_mm512_test_epi32_mask(averages, _mm512_set1_epi32(0x7F800000)) |
+            _mm512_test_epi32_mask(gradients, _mm512_set1_epi32(static_cast<int>(bits)))) == 0;
+}
 inline bool any_below_normal_magnitude(const F (&a)[Q]) {
     const F magnitudes[Q] = {abs(a[0]), abs(a[1]), abs(a[2]), abs(a[3])};
     return any_below_normal(magnitudes);

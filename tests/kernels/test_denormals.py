@@ -165,6 +165,60 @@ def test_a_hundred_million_special_inputs_have_the_bits_of_the_scalar_set(name: 
             assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
 
 
+def idle_row(algorithm: str, case: Case, numel: int, seed: int, hyper: dict[str, Any]) -> Row:
+    """Blocks that nobody uses: no gradient, averages of a few units, squares of every size."""
+    draw, row = Draw(numel, seed), special_row(algorithm, case, numel, seed)
+    blocks = -(-numel // BLOCK)
+
+    def by_block(*kinds: Tensor) -> Tensor:
+        chosen = draw.integers(0, len(kinds), blocks).repeat_interleave(BLOCK)[:numel]
+        return torch.stack(kinds).gather(0, chosen.long().unsqueeze(0))[0]
+
+    few, all_units = (draw.integers(0, most).view(torch.float32) for most in (12, 1 << 23))
+    sign = torch.where(draw.integers(0, 2) == 0, 1.0, -1.0)
+    average = by_block(few, few, all_units, torch.zeros(numel)) * sign
+    if case.state == "bf16":
+        average = by_block(*((draw.integers(0, most) << 16).view(torch.float32) for most in (12, 12, 128))) * sign
+    param = torch.randn(numel, generator=draw.generator) * 0.02
+    rare = draw.integers(0, 3000) == 0
+    param = torch.where(rare, torch.tensor(SPECIAL)[draw.integers(0, len(SPECIAL))], param)
+    param = torch.where(draw.integers(0, 3000) == 0, param * 2.0**-45, param)
+    zero = torch.where(draw.integers(0, 4, blocks).repeat_interleave(BLOCK)[:numel] == 0, -0.0, 0.0)
+    new = {STATES[algorithm][0]: average, "grad": zero}
+    if algorithm == "adam":
+        beta1, beta2 = hyper.get("beta1", 0.9), hyper.get("beta2", 0.999)
+        floor = hyper.get("eps", 1e-8) * (1 - beta1 ** hyper["step"]) / hyper["lr"]
+        slope = (1 - beta1 ** hyper["step"]) / (hyper["lr"] * (1 - beta2 ** hyper["step"]) ** 0.5)
+        units = average.abs() * beta1 * 2.0**149
+        half = ((2 * units.round() - floor).clamp(min=0) / slope).square() / beta2  # where the quotient is half a unit
+        wide = torch.exp2(draw.integers(-149, 60).double())
+        tiny = draw.integers(0, 700).view(torch.float32).double()
+        new["exp_avg_sq"] = by_block(tiny, wide, half, half * 1.001).float()
+    if case.target in ("split16", "split8"):
+        new["param"], new["remainder"] = reference.split(param, case.target)
+    else:
+        new["master" if case.target == "fp32>bf16" else "param"] = param
+    for name, value in new.items():
+        row[name].copy_(value)
+    return row
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "int8" not in name])
+def test_blocks_that_nobody_uses_have_the_bits_of_the_reference(name: str) -> None:
+    algorithm, case = FORMATS[name]
+    usual: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "step": 3000}
+    own = [*hypers(algorithm), *({**usual, "lr": lr, "weight_decay": wd} for lr in (1e-5, 1e-2) for wd in (0.0, 1e-2))]
+    for number, hyper in enumerate(own):
+        hyper = hypers(algorithm)[0] | hyper
+        before = idle_row(algorithm, case, 60_005, number, hyper)
+        expected = [before.clone()]
+        run_reference(algorithm, expected, hyper)
+        for isa in native.isa_usable():
+            rows = [before.clone()]
+            run_op(algorithm, rows, hyper, f"cpu.{isa}")
+            assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
+
+
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
 @pytest.mark.parametrize("name", ["exact.fp32", "bf16.split16"])
 def test_averages_decay_to_their_last_units_as_in_the_reference(name: str, eps: float) -> None:
