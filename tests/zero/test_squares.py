@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import SHARDED, World, anywhere, built, on_hybrid_threads, on_ranks, ranked
+from worlds import SHARDED, World, anywhere, built, full, on_hybrid_threads, on_ranks, ranked
 from zero_cases import make_adamw, mse
 
 import zerokern as zk
@@ -178,6 +178,67 @@ def the_gradient_of_another_step(world: World, model: nn.Module, optimizer: Any,
 def a_weight_used_twice(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
     x = model.enter(torch.full((2, 6), 0.1 * (1 + world.rank)))
     model.leave(model.middle(model.middle(x).tanh())).square().mean().backward()
+
+
+def while_it_runs(world: World, model: nn.Module, step: int, write: Callable[[Tensor], object]) -> None:
+    """A second pass, in the middle of which what the first one left is written."""
+    mse(model, 3 * step, world).backward()
+    x = model.enter(torch.full((2, 6), 0.1 * (1 + world.rank)))
+    x.register_hook(lambda grad: (write(model.middle.weight.grad), None)[1])
+    model.leave(model.middle(x).tanh()).square().mean().backward()
+
+
+@passes
+def scaled_while_a_pass_runs(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    while_it_runs(world, model, step, lambda grad: grad.mul_(10.0))
+
+
+@passes
+def zeroed_while_a_pass_runs(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    while_it_runs(world, model, step, lambda grad: grad.zero_())
+
+
+@passes
+def written_by_another_parameters_hook(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    mse(model, 3 * step, world).backward()
+    weight = model.middle.weight
+    hook = model.enter.weight.register_hook(lambda grad: (weight.grad.mul_(0.5), None)[1])
+    mse(model, 3 * step + 1, world).backward()
+    hook.remove()
+
+
+@passes
+def of_no_memory(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    hook = model.middle.weight.register_hook(lambda grad: torch._efficientzerotensor(300, 300))
+    mse(model, step, world).backward()
+    hook.remove()
+
+
+@passes
+def set_in_inference_mode(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
+    mse(model, step, world).backward()
+    with torch.inference_mode():
+        model.middle.weight.grad = model.middle.weight.grad * 0.5
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_a_nan_that_is_written_while_a_pass_runs_skips_the_step(stage: int) -> None:
+    world = World(0, 1)
+    model = world.shard(built(Wide), stage=stage)
+    optimizer = make_adamw(model.parameters(), max_grad_norm=1.0)
+    while_it_runs(world, model, 0, lambda grad: grad.fill_(math.nan))
+    optimizer.step()
+    assert math.isnan(optimizer.grad_norm) and optimizer.skipped_steps == 1
+    assert all(bool(one.isfinite().all()) for one in full(model).values())
+
+
+def test_a_plain_gradient_of_inference_mode() -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = make_adamw([weight], max_grad_norm=1.0)
+    with torch.inference_mode():
+        weight.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.grad_norm == 2.0
 
 
 def passed(world: World, stage: int, name: str) -> None:

@@ -126,8 +126,8 @@ class GradientBucket:
             before = self.arrived.get(place)
             self.arrived[place] = grad.detach() if before is None else before + grad
         else:
-            add = place in self._kept or place in self.arrived
-            self.squares.put(place, self._spans[place], grad, add=add)
+            add, shown = place in self._kept or place in self.arrived, self.reduced_span(place) if self.shown else None
+            self.squares.put(place, self._spans[place], grad, add=add, shown=shown)
             self.arrived[place] = None
 
     def _drop(self, place: int) -> None:

@@ -45,6 +45,7 @@ class BucketSquares:
         self._arriving, self._reducing = arriving, reducing
         self._wanted: Squares | None = None
         self._sums: dict[int, float] = {}  # of what is written in this pass, by place
+        self._versions: dict[int, int | None] = {}  # of what was shown when it arrived
         places = {param: place for place, param in enumerate(params)}
         self._here = [(places.pop(piece.param), piece.offset, piece.numel) for piece in here]
         self._nothing = dict.fromkeys(places.values(), 0.0)
@@ -52,14 +53,16 @@ class BucketSquares:
     def forget(self, reduced: Iterable[Tensor]) -> None:
         """These, by place, are about to be written."""
         self._sums.clear()
+        self._versions.clear()
         if self._arriving or self._reducing:
             for span in reduced:
                 span.zk_sumsq = None  # type: ignore[attr-defined]
 
-    def put(self, place: int, span: Tensor, grad: Tensor, *, add: bool) -> None:
-        """A gradient that arrived into its span, or added to it."""
+    def put(self, place: int, span: Tensor, grad: Tensor, *, add: bool, shown: Tensor | None = None) -> None:
+        """A gradient that arrived into its span, or added to it; it may be `shown` already, to who writes there too."""
         if self._arriving and span.numel() >= LARGE and _is_plain(grad):
             whole = array("q", [0]), array("q", [span.numel()])
+            self._versions[place] = None if shown is None else _version_of(shown)
             self._sums[place] = accumulate_sumsq(span, [grad], add, 1.0, *whole)[0]
         else:
             self.changed(place)
@@ -80,6 +83,9 @@ class BucketSquares:
         wanted, self._wanted = self._wanted, None
         if wanted is not None and wanted.sums is not None:
             self._sums = dict(zip([place for place, *_ in self._here], wanted.sums, strict=True)) | self._nothing
+        for place, version in self._versions.items():
+            if version is not None and version != _version_of(reduced[place]):  # written since, as by a hook
+                self._sums.pop(place, None)
         for place, sumsq in self._sums.items():
             _note(reduced[place], sumsq)
 
@@ -93,12 +99,18 @@ class BucketSquares:
 
 
 def _note(span: Tensor, sumsq: float) -> None:
-    span.zk_sumsq = span._version, sumsq  # type: ignore[attr-defined]
+    version = _version_of(span)
+    span.zk_sumsq = None if version is None else (version, sumsq)  # type: ignore[attr-defined]
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """None: writes to it are not counted."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _is_plain(grad: Tensor) -> bool:
     strided = type(grad) is Tensor and grad.layout is torch.strided and grad.is_contiguous()
-    return strided and grad.dtype in _FLOATS and not grad.is_neg() and grad.is_cpu
+    return strided and grad.dtype in _FLOATS and grad.is_cpu and not (grad.is_neg() or grad._is_zerotensor())
 
 
 class Seen(NamedTuple):
@@ -115,7 +127,7 @@ class Seen(NamedTuple):
         Seen(zk_rest=None, sumsq=None)
         """
         version, sumsq = getattr(grad, "zk_sumsq", None) or (None, None)
-        known = version == grad._version and not getattr(grad, "zk_handed_out", False)
+        known = version is not None and version == _version_of(grad) and not getattr(grad, "zk_handed_out", False)
         return Seen(getattr(grad, "zk_rest", None), sumsq if known else None)
 
 
