@@ -45,7 +45,8 @@ def test_a_section_is_rehearsed(name: str, tmp_path: Path) -> None:
     outcome = {key: "not measured" if key in absent else "rehearsed" for key in wanted}
     assert {line["key"]: line["measured"] for line in found["asked"]} == outcome
     missing = {who: why for about in found["contests"] for who, why in about["missing"].items()}
-    assert {who: why for who, why in missing.items() if "is not installed" not in why} == {}
+    expected = "is not installed", "needs a GPU"  # here there may be the one, and there is none of the other
+    assert {who: why for who, why in missing.items() if not any(one in why for one in expected)} == {}
     assert not {"seconds", "tokens_per_s", "host_bytes_per_param"} & set(json.dumps(found).replace('"', " ").split())
 
 

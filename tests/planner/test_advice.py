@@ -162,10 +162,10 @@ def test_the_page_of_what_is_advised(asked: list[str], capsys: pytest.CaptureFix
     """The options that the advice names print what it counted, and then there is nothing left to name."""
     assert main(["plan", *asked]) == 0
     said = capsys.readouterr().out.split("\n\n")[0]
-    total, options = re.findall(r"([\d.,]+) of [^>]*\(its page: ([^)]*)\) ->", said)[0]
+    total, options = re.findall(r"([\d.,]+) of [^>]*\(its tables: ([^)]*)\) ->", said)[0]
     assert main(["plan", *asked, *options.split()]) == 0
     advice, page = capsys.readouterr().out.split("\n\n", 1)
-    assert total in page and ("its page" not in advice.splitlines()[0] or "--state-format" in options)
+    assert total in page and ("its tables" not in advice.splitlines()[0] or "--state-format" in options)
 
 
 def planned(told: str, asked: dict[str, Any]) -> zk.Plan:

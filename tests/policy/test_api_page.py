@@ -11,6 +11,7 @@ import zerokern as zk
 from .tree import read
 
 BEGIN, END = "<!-- names:begin -->\n", "<!-- names:end -->"
+MADE = {"Plan", "Probe", "Saving", "Ticket"}  # by the library, and not by who reads this
 MODULES = {"zk": zk, "zk.io": zk.io, "zk.kernels": zk.kernels}
 
 
@@ -21,10 +22,22 @@ def first_sentence(doc: str) -> str:
     return (found[0] if found else paragraph).rstrip(".")
 
 
+def call_of(prefix: str, name: str, one: object) -> str:
+    """The name with its arguments, where it is called by a user."""
+    called = callable(one) and not (isinstance(one, type) and issubclass(one, BaseException))
+    if not called or name in MADE:
+        return f"{prefix}.{name}"
+    plain = inspect.signature(one)  # type: ignore[arg-type]
+    bare = [each.replace(annotation=each.empty) for each in plain.parameters.values()]
+    arguments = plain.replace(parameters=bare, return_annotation=plain.empty)
+    return f"{prefix}.{name}{arguments}"
+
+
 def rows(prefix: str, module: ModuleType) -> list[str]:
     said = {name: inspect.getdoc(getattr(module, name)) or "" for name in module.__all__}
     said["__version__"] = "The version of the package."
-    return [f"| `{prefix}.{name}` | {first_sentence(said[name])} |" for name in module.__all__]
+    names = {name: call_of(prefix, name, getattr(module, name)) for name in module.__all__}
+    return [f"| `{names[name]}` | {first_sentence(said[name])} |" for name in module.__all__]
 
 
 def table() -> str:

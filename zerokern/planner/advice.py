@@ -185,7 +185,8 @@ def _told(plan: Plan, asked: Plan) -> str:
         f"{gigabytes(plan.total)} of {gigabytes(most)} GB"
         + ("" if name[:1].isdigit() else f" ({name.partition(' ')[0]})")
     ]
-    where[0] = f"{short(plan.subject.main_dtype)} parameters, {where[0]}{_uncounted(plan)}"
+    hint = " (no --batch and --seq)" if plan.subject.transformer and not _counts_activations(plan) else ""
+    where[0] = f"{short(plan.subject.main_dtype)} parameters, {where[0]}{_uncounted(plan)}{hint}"
     for tier, called, option in (("cpu", "host memory", "--host-memory"), ("nvme", "disk", "--disk")):
         nbytes = plan.tiers.get(tier, 0)
         if nbytes and tier != plan.settings.device:
@@ -193,7 +194,7 @@ def _told(plan: Plan, asked: Plan) -> str:
             where.append(f"{gigabytes(nbytes)} GB of {called} for each rank{assumed}")
     stage = f"stage {plan.stage} on " if plan.ranks > 1 or plan.recipe.rests else ""
     options = _options(plan, asked)
-    page = f" (its page: {options})" if options else ""
+    page = f" (its tables: {options})" if options else ""
     return f"{stage}{_ranks(plan)}, {', '.join(where)}{page} -> {_code(plan)}"
 
 

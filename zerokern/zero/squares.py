@@ -19,7 +19,7 @@ from zerokern.memory.rest import Rest
 from zerokern.zero.fetching import in_turns, rests_of
 from zerokern.zero.partition import Piece
 
-__all__ = ["BucketSquares", "Seen", "sumsq_of_each"]
+__all__ = ["BucketSquares", "Seen", "copied", "sumsq_of_each"]
 
 LARGE = 1 << 15  # elements from which measuring on the way costs less than it saves
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,6 +106,22 @@ def _note(span: Tensor, sumsq: float) -> None:
 def _version_of(tensor: Tensor) -> int | None:
     """None: writes to it are not counted."""
     return None if tensor.is_inference() else tensor._version
+
+
+def copied(grad: Tensor, to: Tensor) -> None:
+    """A gradient into memory that nobody else writes; of a large one the squares are known then.
+
+    >>> there = torch.empty(1 << 15)
+    >>> copied(torch.ones(1 << 15), there); Seen.of(there).sumsq
+    32768.0
+    """
+    if to.numel() >= LARGE and _is_plain(grad) and _is_plain(to):
+        sums = accumulate_sumsq(to, [grad], False, 1.0, array("q", [0]), array("q", [to.numel()]))
+        torch.autograd.graph.increment_version([to])
+        _note(to, sums[0])
+    else:
+        to.zk_sumsq = None  # type: ignore[attr-defined]
+        to.copy_(grad)
 
 
 def _is_plain(grad: Tensor) -> bool:
