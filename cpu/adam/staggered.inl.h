@@ -236,12 +236,12 @@ struct Staggered<AdamRule, G, T, S, O> {
     static int64_t tiles(const zk_segment &s, const Scalars &k, const AdamRule &rule, int64_t i, int64_t end) {
         static_assert(TILE == 4 * PAIR);
         const Staggered all(s, k, rule);
-        const IdleTiles<Staggered, S> unused{all, IdleRule(rule, k)};
+        const IdleTiles<Staggered, S> idle{all, IdleRule(rule, k)};
         int since = 0;  // what is rare comes in runs: of its tiles one in eight is looked at for zeros
         while (i + TILE <= end) {
             if (all.usual(i)) {
                 i = all.usual_tiles(i, end);
-            } else if (const int64_t next = unused.tiles(i, end); next > i) {
+            } else if (const int64_t next = idle.tiles(i, end); next > i) {
                 i = next;
             } else if (since % 8 == 0 && all.usual_with_zeros(i)) {
                 i = all.usual_tiles(i, end);

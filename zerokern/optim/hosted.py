@@ -25,12 +25,11 @@ from zerokern.optim.formats import Slot
 from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.homes import alias
 from zerokern.zero.kinds import present, rest_of
-from zerokern.zero.squares import copied
 
 __all__ = ["Host", "Twin"]
 
-# which tensors of its state lie beside a parameter's values, by its place and dtype
 ColumnsOf = Callable[[int, torch.dtype], Sequence[Slot]]
+"""Which tensors of its state lie beside a parameter's values, by its place and dtype."""
 _DROPPED = (
     "%d parameters were written while an update of them was pending; what was written stays, and that update of their "
     "values is dropped. opt.flush() before writing keeps it; a model is loaded before its optimizer"
@@ -264,10 +263,11 @@ class Host:
                 self._exchange(twin, grad.dtype)
             twin.fetched = (grad, left_as[place]) if left_as else None
         if self.copies is None:
-            for places in in_turns([[grad for _, grad in pairs]]):
-                with fetched((pairs[place][1] for place in places), written=()):
-                    for twin, grad in map(pairs.__getitem__, places):
-                        copied(grad.detach(), twin.grad)
+            grads = [grad for _, grad in pairs]
+            for places in in_turns([grads]):
+                with fetched([grads[place] for place in places], written=()):
+                    for place in places:
+                        pairs[place][0].grad.copy_(grads[place].detach())
             return None
         if not pairs:
             return None

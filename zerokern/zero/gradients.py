@@ -79,8 +79,7 @@ class GradientBucket:
         self._flattening = Flattening([tenant.place.offset for tenant in self.tenants], dtype)
         divided = not self.replicated and not self.keeps  # whole ones are plain tensors, which anybody may write
         params, here = [tenant.place.param for tenant in self.tenants], self.bucket.pieces(self.group.rank)
-        unreduced = self.stays and not self.summing.needed
-        self.squares = BucketSquares(params, here, arriving=divided and unreduced, reducing=divided and not self.stays)
+        self.squares = BucketSquares(params, here, counted=divided)
 
     def begin(self) -> None:
         """A pass begins."""
@@ -116,7 +115,7 @@ class GradientBucket:
             return
         grad = checks.gradient(self.tenants[place].name, grad, self.tenants[place].placed)
         there = place in self._kept or (place in self.arrived and not self.keeps)
-        self.squares.put(place, self._spans[place], grad, add=there)
+        self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
         self._kept.add(place)
 
     def _put(self, place: int, grad: Tensor) -> None:
@@ -126,8 +125,10 @@ class GradientBucket:
             before = self.arrived.get(place)
             self.arrived[place] = grad.detach() if before is None else before + grad
         else:
-            add, shown = place in self._kept or place in self.arrived, self.reduced_span(place) if self.shown else None
-            self.squares.put(place, self._spans[place], grad, add=add, shown=shown)
+            if place in self._kept or place in self.arrived:
+                self._spans[place].add_(grad)
+            else:
+                self._spans[place].copy_(grad)
             self.arrived[place] = None
 
     def _drop(self, place: int) -> None:
@@ -148,7 +149,6 @@ class GradientBucket:
             self.local.add(place)
             self.arrived_places += (place,)
         assert into is not None
-        self.squares.changed(place)
         into.as_strided(*self._spots[place]).add_(grad)
 
     def _zeros(self) -> Tensor:
@@ -270,7 +270,6 @@ class GradientBucket:
         for place in waiting.keys() & self._kept:
             self._spans[place].add_(waiting[place])
         for place in self._places - self.arrived.keys() - self._kept:
-            self.squares.changed(place)
             self._spans[place].zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
             self._show()

@@ -1,4 +1,4 @@
-"""Sums of squares of gradients, measured where these are written: the norm need not read them again.
+"""Sums of squares of gradients, measured where these are reduced: the norm need not read them again.
 
 A sum counts as long as nobody has written its gradient, or may have: it is known by the version of the span that it is
 of, and no longer once somebody was handed the memory itself.
@@ -10,19 +10,15 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from zerokern.kernels.casts import Squares
-from zerokern.kernels.cpu import accumulate_sumsq, sumsq_pointers
+from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.memory.rest import Rest
 from zerokern.zero.fetching import in_turns, rests_of
 from zerokern.zero.partition import Piece
 
-__all__ = ["BucketSquares", "Seen", "copied", "sumsq_of_each"]
-
-LARGE = 1 << 15  # elements from which measuring on the way costs less than it saves
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["BucketSquares", "Seen", "sumsq_of_each"]
 
 
 class BucketSquares:
@@ -30,68 +26,45 @@ class BucketSquares:
 
     >>> from zerokern.kernels.casts import add_up
     >>> from zerokern.zero.partition import Piece
-    >>> measured = BucketSquares([0], [Piece(0, 0, 2, 0)], arriving=False, reducing=True)
-    >>> reduced = [torch.zeros(2)]
+    >>> measured, reduced = BucketSquares([0], [Piece(0, 0, 2, 0)], counted=True), [torch.zeros(2)]
     >>> add_up(reduced[0], torch.ones(2), squares=measured.wanted())
     >>> measured.note(reduced); Seen.of(reduced[0]).sumsq
     2.0
     """
 
-    def __init__(self, params: Sequence[int], here: Iterable[Piece], *, arriving: bool, reducing: bool) -> None:
+    def __init__(self, params: Sequence[int], here: Iterable[Piece], *, counted: bool) -> None:
         """`params`: the bucket's, by place; `here`: what this rank has of them, in order.
 
-        When they are measured: `arriving`, where nothing is reduced afterwards, `reducing`, or never.
+        `counted`: they lie in host memory, and who writes them is seen; of others nothing is wanted.
         """
-        self._arriving, self._reducing = arriving, reducing
-        self._wanted: Squares | None = None
-        self._sums: dict[int, float] = {}  # of what is written in this pass, by place
-        self._versions: dict[int, int | None] = {}  # of what was shown when it arrived
+        self._counted = counted
         places = {param: place for place, param in enumerate(params)}
         self._here = [(places.pop(piece.param), piece.offset, piece.numel) for piece in here]
         self._nothing = dict.fromkeys(places.values(), 0.0)
+        self._wanted: Squares | None = None
+        self._known: dict[int, float] = {}  # what was noted last, by place
 
     def forget(self, reduced: Iterable[Tensor]) -> None:
         """These, by place, are about to be written."""
-        self._sums.clear()
-        self._versions.clear()
-        if self._arriving or self._reducing:
-            for span in reduced:
-                span.zk_sumsq = None  # type: ignore[attr-defined]
-
-    def put(self, place: int, span: Tensor, grad: Tensor, *, add: bool, shown: Tensor | None = None) -> None:
-        """A gradient that arrived into its span, or added to it; it may be `shown` already, to who writes there too."""
-        if self._arriving and span.numel() >= LARGE and _is_plain(grad):
-            whole = array("q", [0]), array("q", [span.numel()])
-            self._versions[place] = None if shown is None else _version_of(shown)
-            self._sums[place] = accumulate_sumsq(span, [grad], add, 1.0, *whole)[0]
-        else:
-            self.changed(place)
-            span.add_(grad) if add else span.copy_(grad)
-
-    def changed(self, place: int) -> None:
-        """What arrived there has been written since."""
-        self._sums.pop(place, None)
+        for span in reduced if self._counted else ():
+            span.zk_sumsq = None  # type: ignore[attr-defined]
 
     def wanted(self) -> Squares | None:
         """What the reduction that begins is to measure."""
-        if self._reducing:
-            self._wanted = Squares((offset, numel) for _, offset, numel in self._here)
+        self._wanted = Squares((offset, numel) for _, offset, numel in self._here) if self._counted else None
         return self._wanted
 
     def note(self, reduced: Sequence[Tensor]) -> None:
         """What has been measured is known of these, by place, from now on."""
-        wanted, self._wanted = self._wanted, None
+        wanted, self._wanted, self._known = self._wanted, None, {}
         if wanted is not None and wanted.sums is not None:
-            self._sums = dict(zip([place for place, *_ in self._here], wanted.sums, strict=True)) | self._nothing
-        for place, version in self._versions.items():
-            if version is not None and version != _version_of(reduced[place]):  # written since, as by a hook
-                self._sums.pop(place, None)
-        for place, sumsq in self._sums.items():
+            self._known = dict(zip([place for place, *_ in self._here], wanted.sums, strict=True)) | self._nothing
+        for place, sumsq in self._known.items():
             _note(reduced[place], sumsq)
 
     def measure(self, reduced: Sequence[Tensor]) -> None:
-        """Of what is not known yet, while it is here."""
-        some = [span for place, span in enumerate(reduced) if place not in self._sums]
+        """What could not be noted, while it is here."""
+        some = [span for place, span in enumerate(reduced) if place not in self._known]
         if some:
             pointers, numels = array("Q", [one.data_ptr() for one in some]), array("q", [one.numel() for one in some])
             for span, sumsq in zip(some, sumsq_pointers(pointers, numels, some[0].dtype), strict=True):
@@ -106,27 +79,6 @@ def _note(span: Tensor, sumsq: float) -> None:
 def _version_of(tensor: Tensor) -> int | None:
     """None: writes to it are not counted."""
     return None if tensor.is_inference() else tensor._version
-
-
-def copied(grad: Tensor, to: Tensor) -> None:
-    """A gradient into memory that nobody else writes; of a large one the squares are known then.
-
-    >>> there = torch.empty(1 << 15)
-    >>> copied(torch.ones(1 << 15), there); Seen.of(there).sumsq
-    32768.0
-    """
-    if to.numel() >= LARGE and _is_plain(grad) and _is_plain(to):
-        sums = accumulate_sumsq(to, [grad], False, 1.0, array("q", [0]), array("q", [to.numel()]))
-        torch.autograd.graph.increment_version([to])
-        _note(to, sums[0])
-    else:
-        to.zk_sumsq = None  # type: ignore[attr-defined]
-        to.copy_(grad)
-
-
-def _is_plain(grad: Tensor) -> bool:
-    strided = type(grad) is Tensor and grad.layout is torch.strided and grad.is_contiguous()
-    return strided and grad.dtype in _FLOATS and grad.is_cpu and not (grad.is_neg() or grad._is_zerotensor())
 
 
 class Seen(NamedTuple):
