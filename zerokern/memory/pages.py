@@ -18,7 +18,7 @@ import torch
 
 from zerokern.memory.arena import HUGE_PAGE, never_unmap
 
-__all__ = ["Pages", "reserve"]
+__all__ = ["Pages", "on_huge_pages", "reserve"]
 
 _NOTHING, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_NORESERVE, _MAP_FIXED = 0x4000, 0x10  # Python 3.13 has a name for the former
@@ -26,6 +26,19 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP: to an address that we chose, and the old one stays ours
 _LIBC = ctypes.PyDLL(None, use_errno=True)  # short calls, many of them: with the lock of the interpreter
 _FAILED = -1  # of calls that return an address, of which 32 bits tell that it is one
+
+
+def on_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
+    """The same host memory, which nobody has touched yet: what fits into whole huge pages comes as these.
+
+    >>> on_huge_pages(torch.empty(1 << 20)).shape
+    torch.Size([1048576])
+    """
+    first = -fresh.data_ptr() % HUGE_PAGE
+    whole = (fresh.nbytes - first) // HUGE_PAGE * HUGE_PAGE
+    if whole > 0:
+        _LIBC.madvise(c_void_p(fresh.data_ptr() + first), c_size_t(whole), mmap.MADV_HUGEPAGE)  # advice
+    return fresh
 
 
 def reserve(nbytes: int) -> tuple[mmap.mmap, int]:

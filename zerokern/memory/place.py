@@ -23,6 +23,7 @@ from zerokern.core.errors import BudgetError, got
 from zerokern.memory.arena import HUGE_PAGE, Arena
 from zerokern.memory.copies import Copies
 from zerokern.memory.layout import nbytes_of, offsets_of
+from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.room import amount, refuse_beyond
 from zerokern.memory.staging import Ticket, given
 
@@ -348,8 +349,13 @@ class DevicePool:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """What stays for many steps, and is asked for amid what does not."""
+        return self.empty(numel, dtype).zero_()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """As `zeros`, for who writes all of it."""
         with self.lasting():
-            return torch.zeros(numel, dtype=dtype, device=self.device)
+            made = torch.empty(numel, dtype=dtype, device=self.device)
+        return on_huge_pages(made) if made.is_cpu else made
 
     def _using(self, name: str) -> AbstractContextManager[object]:
         if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph has a pool of its own

@@ -18,6 +18,7 @@ from zerokern.core.errors import ShardError
 from zerokern.kernels import split
 from zerokern.memory import HostPlace, Rest
 from zerokern.memory.copies import Copy
+from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.place import DevicePool
 from zerokern.zero import hooks
 from zerokern.zero.computing import leaf_over
@@ -117,17 +118,18 @@ class BucketMemory:
         self.fetch()
         if self.rest is not None and group.alone and lift is None:
             self.full = self.rest.memory
-        else:
-            with pool.allocating() if self.sharded else pool.lasting():
+        elif self.sharded:
+            with pool.allocating():
                 self.full = torch.empty(bucket.padded_numel, dtype=self.dtype, device=self.device)
+        else:
+            self.full = pool.empty(bucket.padded_numel, self.dtype)
         self.own = alias(self.full, begin, (numel,))
         if self.rest is not None:
             self.shard = self.own if group.alone and lift is None else self.rest.memory
         elif kept is not None:
             self.shard = kept
         else:
-            with pool.lasting():
-                self.shard = torch.empty(numel, dtype=self.dtype, device=self.device) if self.sharded else self.own
+            self.shard = pool.empty(numel, self.dtype) if self.sharded else self.own
         self._references = 0  # to the storage of `full`, from here
         self._stays = False
         self._coming: Copy | Lifting | None = None  # what last left the host
@@ -253,6 +255,8 @@ class BucketMemory:
         if not kept:
             with self.pool.allocating():
                 storage.resize_(self.nbytes)
+            if self.full.is_cpu:
+                on_huge_pages(self.full)
         self.gathered = True
         return kept
 
