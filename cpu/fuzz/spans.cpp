@@ -20,6 +20,18 @@ std::unique_ptr<Buffer> filled(Random &random, Kind kind, int64_t numel) {
     return buffer;
 }
 
+struct Sources {
+    std::vector<std::unique_ptr<Buffer>> memory;
+    std::vector<const void *> pointers;
+
+    Sources(Random &random, Kind kind, int64_t numel, int64_t n) {
+        for (int64_t i = 0; i < n; ++i) {
+            memory.push_back(filled(random, kind, numel));
+            pointers.push_back(memory.back()->data());
+        }
+    }
+};
+
 struct Result {
     Buffer &buffer;
     const Buffer *scales = nullptr;  // of codes
@@ -134,12 +146,8 @@ Counts fuzz_accumulate(Random &random, uint64_t executions) {
         const int add = random.one_in(2);
         const float scale = random.one_in(2) ? 1.0f : 0.37f;
         const auto dst = filled(random, kind_of(dst_dtype), numel);
-        std::vector<std::unique_ptr<Buffer>> memory;
-        std::vector<const void *> sources;
-        for (int64_t i = 0; i < n; ++i) {
-            memory.push_back(filled(random, kind_of(src_dtype), numel));
-            sources.push_back(memory.back()->data());
-        }
+        Sources from_all(random, kind_of(src_dtype), numel, n);
+        std::vector<const void *> &sources = from_all.pointers;
         if (!random.one_in(4)) {
             expect_scalar_bits("zk_accumulate", execution, digest, {{*dst}}, [&] {
                 return zk_accumulate(dst->data(), dst_dtype, sources.data(), n, src_dtype, numel, add, scale);
@@ -187,12 +195,8 @@ Counts fuzz_accumulate_sumsq(Random &random, uint64_t executions) {
         const int add = random.one_in(2);
         const float scale = random.one_in(2) ? 1.0f : 0.37f;
         const auto dst = filled(random, kind_of(dst_dtype), numel);
-        std::vector<std::unique_ptr<Buffer>> memory;
-        std::vector<const void *> sources;
-        for (int64_t i = 0; i < n; ++i) {
-            memory.push_back(filled(random, kind_of(src_dtype), numel));
-            sources.push_back(memory.back()->data());
-        }
+        Sources from_all(random, kind_of(src_dtype), numel, n);
+        std::vector<const void *> &sources = from_all.pointers;
         std::vector<int64_t> begins, numels;
         for (int64_t at = 0; at <= numel && !random.one_in(3);) {
             begins.push_back(at + static_cast<int64_t>(random.below(static_cast<uint64_t>(numel - at + 1))));

@@ -132,6 +132,16 @@ def assert_equal(algorithm: str, case: Case, rows: list[Row], expected: list[Row
     assert_same(rows, expected, skip=("param", "remainder") if approximate else ())
 
 
+def assert_bits_of_the_reference(algorithm: str, case: Case, before: Row, hyper: dict[str, Any]) -> None:
+    """From every set that this machine has."""
+    expected = [before.clone()]
+    run_reference(algorithm, expected, hyper)
+    for isa in native.isa_usable():
+        rows = [before.clone()]
+        run_op(algorithm, rows, hyper, f"cpu.{isa}")
+        assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
+
+
 @pytest.mark.parametrize("numel, one_in", [(200_005, 0), (100_005, 3000)], ids=["special", "usual beside rare"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_million_inputs_have_the_bits_of_the_reference(name: str, numel: int, one_in: int) -> None:
@@ -139,12 +149,7 @@ def test_a_million_inputs_have_the_bits_of_the_reference(name: str, numel: int, 
     algorithm, case = FORMATS[name]
     for number, hyper in enumerate(hypers(algorithm)):
         before = special_row(algorithm, case, numel, number + (50 if one_in else 0), one_in)
-        expected = [before.clone()]
-        run_reference(algorithm, expected, hyper)
-        for isa in native.isa_usable():
-            rows = [before.clone()]
-            run_op(algorithm, rows, hyper, f"cpu.{isa}")
-            assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
+        assert_bits_of_the_reference(algorithm, case, before, hyper)
 
 
 @pytest.mark.slow
@@ -211,12 +216,7 @@ def test_blocks_that_nobody_uses_have_the_bits_of_the_reference(name: str) -> No
     for number, hyper in enumerate(own):
         hyper = hypers(algorithm)[0] | hyper
         before = idle_row(algorithm, case, 60_005, number, hyper)
-        expected = [before.clone()]
-        run_reference(algorithm, expected, hyper)
-        for isa in native.isa_usable():
-            rows = [before.clone()]
-            run_op(algorithm, rows, hyper, f"cpu.{isa}")
-            assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
+        assert_bits_of_the_reference(algorithm, case, before, hyper)
 
 
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
