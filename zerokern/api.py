@@ -84,8 +84,8 @@ def shard(
             part of the inputs. `micro` above 1, or `replicated` alone, implies `keep="device"`. Of nested units the
             outermost counts; the root never does.
         units: what stage 3 gathers together: modules, or a function that decides for each module. By default the
-            children of `ModuleList`s, or of the outermost `Sequential`s of a model without one; everything else belongs
-            to the root. `units=lambda module: isinstance(module, Block)` chooses by class.
+            children of `ModuleList`s; everything else belongs to the root. `units=lambda module: isinstance(module,
+            Block)` chooses by class, as for a `Sequential`.
         bucket_bytes: the most that one collective moves, unless a single parameter is larger.
         reduce: gradients become the "mean" over the ranks, or their "sum" for losses that are divided by the tokens of
             all ranks.

@@ -1,7 +1,4 @@
-"""What is gathered together: children of ModuleLists, or the modules that the user names; the rest is the root's.
-
-A model without a ModuleList is made of the children of its Sequentials, or of itself if it is one.
-"""
+"""What is gathered together: children of ModuleLists, or the modules that the user names; the rest is the root's."""
 
 from __future__ import annotations
 
@@ -48,8 +45,6 @@ def units_of(module: nn.Module, units: Units = None) -> list[Unit]:
 
     >>> units_of(nn.ModuleDict({"head": nn.Linear(2, 2), "blocks": nn.ModuleList([nn.Linear(2, 2)])}))[1].name
     'blocks.0'
-    >>> [unit.name for unit in units_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))]
-    ['', '0', '2']
     """
     chosen = _chosen(module, units) | {id(child) for child in module.modules() if isinstance(child, Tile)}
     found = {id(module): Unit("", module)}
@@ -66,8 +61,7 @@ def _chosen(module: nn.Module, units: Units) -> set[int]:
     everyone = {id(child): child for child in module.modules()}
     if units is None:
         lists = [child for child in everyone.values() if isinstance(child, nn.ModuleList)]
-        chosen = [child for one in lists or _sequentials(module) for child in one.children()]
-        return {id(child) for child in chosen if not isinstance(child, nn.ModuleList)}
+        return {id(child) for one in lists for child in one if not isinstance(child, nn.ModuleList)}
     if callable(units):
         return {key for key, child in everyone.items() if units(child)}
     named = list(units)
@@ -77,17 +71,6 @@ def _chosen(module: nn.Module, units: Units) -> set[int]:
         if id(one) not in everyone:
             raise ValueError(f"units has a {type(one).__name__} that is not part of the model; allowed: its submodules")
     return {id(one) for one in named}
-
-
-def _sequentials(module: nn.Module) -> list[nn.Sequential]:
-    """The outermost ones."""
-    found: list[nn.Sequential] = []
-    inside: set[int] = set()
-    for child in module.modules():
-        if isinstance(child, nn.Sequential) and id(child) not in inside:
-            found.append(child)
-            inside.update(map(id, child.modules()))
-    return found
 
 
 def _collect(
