@@ -118,7 +118,8 @@ class Survey:
         chosen = [self.chosen(*term) for term in self.terms]
         self._sums = [(some, array("q", compress(self.numels, some))) for some in chosen]
         self.rests = any(rest_of(param) is not None for param in self.params)  # then so may gradients
-        self._of_pieces = bool(starts)  # whose gradients may have been measured where they were written
+        # whether gradients may have been measured where they were reduced; a device measures its own
+        self._of_pieces = bool(starts) and self.device is None
         self._seen = list(map(Seen.of, dense_grads))
 
     def pointers(self, groups: Groups) -> array[int] | None:

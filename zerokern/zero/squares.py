@@ -39,26 +39,26 @@ class BucketSquares:
         """
         self._counted = counted
         places = {param: place for place, param in enumerate(params)}
-        self._here = [(places.pop(piece.param), piece.offset, piece.numel) for piece in here]
+        pieces = list(here)
+        self._here = [places.pop(piece.param) for piece in pieces]
         self._nothing = dict.fromkeys(places.values(), 0.0)
-        self._wanted: Squares | None = None
+        self._squares = Squares((piece.offset, piece.numel) for piece in pieces)
         self._known: dict[int, float] = {}  # what was noted last, by place
 
     def forget(self, reduced: Iterable[Tensor]) -> None:
         """These, by place, are about to be written."""
+        self._squares.sums = None
         for span in reduced if self._counted else ():
             span.zk_sumsq = None  # type: ignore[attr-defined]
 
     def wanted(self) -> Squares | None:
         """What the reduction that begins is to measure."""
-        self._wanted = Squares((offset, numel) for _, offset, numel in self._here) if self._counted else None
-        return self._wanted
+        return self._squares if self._counted else None
 
     def note(self, reduced: Sequence[Tensor]) -> None:
         """What has been measured is known of these, by place, from now on."""
-        wanted, self._wanted, self._known = self._wanted, None, {}
-        if wanted is not None and wanted.sums is not None:
-            self._known = dict(zip([place for place, *_ in self._here], wanted.sums, strict=True)) | self._nothing
+        sums = self._squares.sums
+        self._known = {} if sums is None else dict(zip(self._here, sums, strict=True)) | self._nothing
         for place, sumsq in self._known.items():
             _note(reduced[place], sumsq)
 
