@@ -218,32 +218,123 @@ def test_what_one_rank_refuses_stops_all_before_anything_changed(stage: int, sch
     on_threads(2, work)
 
 
+class Refusals:
+    """Native updates of a rank's table that fail once, after so many that go well."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._left: dict[int, int] = {}
+        self._run = UpdateTable.run
+        monkeypatch.setattr(UpdateTable, "run", lambda table, *arguments: self(table, *arguments))
+
+    def __call__(self, table: Any, *arguments: Any) -> None:
+        left = self._left.pop(id(table), None)
+        if left == 0:
+            raise zk.KernelError("refused")
+        if left is not None:
+            self._left[id(table)] = left - 1
+        self._run(table, *arguments)
+
+    def comes(self, optimizer: Any, after: int = 0) -> None:
+        self._left[id(optimizer.holdings.bound.binding.table)] = after
+
+    def has_come(self, optimizer: Any) -> bool:
+        return id(optimizer.holdings.bound.binding.table) not in self._left
+
+
 @SCHEDULES
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_update_that_fails_on_one_rank_tears_all_by_the_next_step(
     stage: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing: set[int] = set()
-    run = UpdateTable.run
-
-    def failed(self: Any, *arguments: Any) -> None:
-        if id(self) in failing:
-            failing.remove(id(self))
-            raise zk.KernelError("refused")
-        run(self, *arguments)
-
-    monkeypatch.setattr(UpdateTable, "run", failed)
+    refusals = Refusals(monkeypatch)
 
     def work(world: World) -> None:
         model, optimizer = trained(world, stage, schedule)
         assert not learn(model, optimizer, 0) and not learn(model, optimizer, 1)
         optimizer.flush()
         if world.rank == 1:
-            failing.add(id(optimizer.holdings.bound.binding.table))
+            refusals.comes(optimizer)
         said = [learn(model, optimizer, seed) for seed in (2, 3, 4)]
         assert any("refused" in one for one in said[:2]) and "load a checkpoint" in said[2], said
 
     on_threads(2, work)
+
+
+LAYERS = 4
+
+
+def layered(world: World, stage: int) -> tuple[nn.Module, Any]:
+    """Each layer is a unit and an update's part of its own, and forwards wait for one after the other."""
+    model = built(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))))
+    world.shard(model, stage=stage, bucket_bytes=256, units=lambda module: isinstance(module, nn.Linear))
+    return model, MAKERS["adamw"](model.parameters(), schedule="overlap")
+
+
+@pytest.mark.filterwarnings("ignore:the update failed on this rank")
+@pytest.mark.parametrize("part", range(LAYERS))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_part_that_fails_beside_a_forward_keeps_nobody_waiting(
+    ranks: int, stage: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are in the same forward, and wait there and in its backward for what this rank sends."""
+    refusals = Refusals(monkeypatch)
+
+    def work(world: World) -> None:
+        model, optimizer = layered(world, stage)
+        assert not learn(model, optimizer, 0) and not learn(model, optimizer, 1)
+        saved = {name: value.clone() for name, value in full(model).items()}, optimizer.state_dict()
+        if world.rank == 1:
+            refusals.comes(optimizer, part)
+        said = [learn(model, optimizer, seed) for seed in (2, 3)]
+        assert refusals.has_come(optimizer)
+        assert "refused" in said[1] or (part == 0 and world.rank == 1 and "refused" in said[0]), said
+        assert "load a checkpoint" in said[1] and ("on rank 1" in said[1]) == (world.rank != 1), said
+        for asked in (optimizer.step, optimizer.state_dict, optimizer.flush):
+            with pytest.raises(zk.StateError, match="load a checkpoint"):
+                asked()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        assert not learn(model, optimizer, 2)
+
+    on_threads(ranks, work, timeout=20.0)
+
+
+@pytest.mark.filterwarnings("ignore:the update failed on this rank")
+@pytest.mark.parametrize("asked", ["flush", "state_dict", "evaluation", "read"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_failed_beside_a_forward_is_raised_by_what_is_asked_first(
+    stage: int, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = Refusals(monkeypatch)
+
+    def ask(model: nn.Module, optimizer: Any) -> None:
+        if asked == "evaluation":
+            with torch.no_grad():
+                model(torch.ones(1, 8))
+        elif asked == "read" and stage == 1:
+            list(model.parameters())[-1].sum()
+        elif asked == "read":
+            full(model)
+        else:
+            getattr(optimizer, asked)()
+
+    def work(world: World) -> None:
+        model, optimizer = layered(world, stage)
+        assert not learn(model, optimizer, 0)
+        optimizer.flush()
+        if world.rank == 1:
+            refusals.comes(optimizer, LAYERS - 1)
+        assert not learn(model, optimizer, 1)
+        if world.rank == 1 and (asked not in ("evaluation", "read") or (asked, stage) == ("read", 1)):
+            with pytest.raises(zk.ZerokernError, match="refused"):
+                ask(model, optimizer)
+        else:
+            ask(model, optimizer)
+        said = learn(model, optimizer, 2)
+        assert "refused" in said and "load a checkpoint" in said, said
+
+    on_threads(2, work, timeout=20.0)
 
 
 @ranked

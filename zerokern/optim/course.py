@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerokern.core.errors import CommError
 from zerokern.optim.accord import say_outcome
 from zerokern.optim.binding import Binding
 from zerokern.optim.conductor import Conductor, UnderWay
@@ -252,8 +253,11 @@ class Course:
             else:
                 sharding.publish()
 
-    def _tear(self) -> None:
+    def _tear(self, error: Exception) -> bool:
+        """An update cannot be published. Whether what all ranks do together goes on until the next step, in which the
+        others hear of it: they would wait for this rank."""
         self._holdings.torn = True
+        return bool(self._holdings.untold) and not isinstance(error, CommError)
 
     def _perform_bucket(self, under_way: UnderWay, names: dict[int, str], bucket: int) -> None:
         if bucket in names:
@@ -313,20 +317,22 @@ class Course:
             under_way.binding.break_off()
             accord = None if here.local is None else here.local.accord
             told = accord is not None and self.agrees and accord.agreed
-            if accord is not None and accord.in_company and not told:
-                here.untold, self._behind = str(error), under_way
+            if here.local is not None and accord is not None and accord.in_company and not told:
+                here.untold = str(error)
+                if not under_way.stepped:
+                    self._behind = under_way
+                elif not isinstance(error, CommError):  # others publish it part by part, and their forwards wait for it
+                    with contextlib.suppress(CommError):
+                        self._conduct().gather_rest(here.local, under_way)
             here.torn = here.torn or under_way.begun or bool(here.untold)
 
     def keep_up(self, local: Local) -> None:
         """Publish what other ranks publish before they meet this one, also of an update that has failed here."""
         under_way, self._behind = self._behind, None
-        if under_way is None:
-            if local.host is not None and local.host.late and not local.accord.met:
-                self._put_in_place(local)
-        elif not under_way.stepped:
+        if under_way is not None:
             local.publish()
-        else:
-            self._conduct().gather_rest(local, under_way)
+        elif local.host is not None and local.host.late and not local.accord.met:
+            self._put_in_place(local)
 
     def look_at_decision(self) -> None:
         """The last step's norm, and whether it was skipped, are known."""

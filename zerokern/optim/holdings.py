@@ -14,6 +14,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.io.lock import let_go_in_child
 from zerokern.memory import HostPlace
+from zerokern.optim.accord import TORN
 from zerokern.optim.binding import Binding
 from zerokern.optim.decide import Decision
 from zerokern.optim.device import is_apart
@@ -140,7 +141,7 @@ class Holdings:
 
     def refuse_if_torn(self) -> None:
         if self.torn:
-            raise StateError(_TORN)
+            raise StateError(f"{self.untold}. {TORN}" if self.untold else _TORN)
 
     def is_apart(self, groups: Groups) -> bool:
         """Whether what is updated are twins in host memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,10 @@ from zerokern.zero.units import Unit
 
 __all__ = ["Publication", "Publisher"]
 
+_GOES_ON = (
+    "the update failed on this rank: {error}. The next opt.step() raises on all ranks; until then forwards go on with "
+    "parameters of different steps, since other ranks wait for this one in them"
+)
 _WRITTEN = (
     "{name!r} was written while its update was under way, and the two cannot be told apart any more; load the model, "
     'then its optimizer. With schedule="overlap", call opt.flush() after step() and before writing to parameters'
@@ -93,7 +98,7 @@ class Publisher:
         homes = [home_of(one) for one in self._read]
         self._pieces = [home.piece for home in homes if home is not None]
         self._announced = [piece._version for piece in self._pieces]
-        self._failed: Callable[[], None] = _nothing
+        self._failed: Callable[[Exception], bool] = _nobody_waits
         numbers = [number for number, unit in enumerate(units) for _ in unit.params]
         self._last_of = [-1] * len(units)  # of the buckets that are trained, the last that a unit has parameters in
         for number, memory in enumerate(self._memories):
@@ -135,8 +140,9 @@ class Publisher:
             group.settle(besides=self)
             group.publishing.add(self)
 
-    def begin(self, ready: Callable[[int], None], failed: Callable[[], None]) -> None:
-        """An update is under way: `ready(i)` returns once bucket i has it, and is whole. `failed` hears of errors.
+    def begin(self, ready: Callable[[int], None], failed: Callable[[Exception], bool]) -> None:
+        """An update is under way: `ready(i)` returns once bucket i has it, and is whole. `failed` hears of errors, and
+        says whether forwards go on all the same.
 
         `upto(0)` comes next: modules that belong to no unit have no forward that would wait.
         """
@@ -157,10 +163,10 @@ class Publisher:
             return
         self.gatherer.publishing = self._unfinished
         for number, gathered in enumerate(self.gatherer.units):
-            gathered.prepare = partial(self.upto, number)
+            gathered.prepare = partial(self._before_forward, number)
 
-    def _before_forward(self, number: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.upto(number)
+    def _before_forward(self, number: int, *_: Any) -> None:
+        self._wait(lambda publication: publication.upto(self._last_of[number]), may_go_on=True)
 
     def _unfinished(self) -> bool:
         return self._publication is not None and not self._publication.complete
@@ -178,22 +184,25 @@ class Publisher:
         """Returns once the trained bucket of this number is that of the last step on this rank."""
         self._wait(lambda publication: publication.upto(number))
 
-    def finish(self) -> None:
-        """Returns once all parameters are those of the last step on this rank, and what was written to them since."""
+    def finish(self, *, may_go_on: bool = False) -> None:
+        """Returns once all parameters are those of the last step on this rank, and what was written to them since.
+
+        `may_go_on`: other ranks wait for what comes next, so that a failure is not raised here if the next step does.
+        """
         if self.gatherer is not None:
             self.gatherer.keep_writes()
-        self._wait(Publication.finish)
+        self._wait(Publication.finish, may_go_on=may_go_on)
         self._retire()
 
     def _retire(self) -> None:
         """Nothing of this step is left, nor of the optimizer that made it."""
         if self._publication is not None:
             self._publication.end()
-        self._publication, self._failed = None, _nothing
+        self._publication, self._failed = None, _nobody_waits
         for memory in self._memories:
             memory.group.publishing.discard(self)
 
-    def _wait(self, wait: Callable[[Publication], None]) -> None:
+    def _wait(self, wait: Callable[[Publication], None], *, may_go_on: bool = False) -> None:
         publication = self._publication
         if publication is None:
             return
@@ -205,11 +214,12 @@ class Publisher:
                     for group in {id(memory.group): memory.group for memory in self._memories}.values():
                         stack.enter_context(group.awaiting_update())
                     wait(publication)
-        except Exception:  # told once; what can still be done is to load a checkpoint
+        except Exception as error:  # told once; what can still be done is to load a checkpoint
             failed = self._failed
             self._retire()
-            failed()
-            raise
+            if not (failed(error) and may_go_on):
+                raise
+            warnings.warn(_GOES_ON.format(error=error), stacklevel=2)
 
 
 def _finish(publisher: weakref.ref[Publisher]) -> None:
@@ -222,5 +232,5 @@ def _unchanged(result: Any) -> None:
     pass
 
 
-def _nothing() -> None:
-    pass
+def _nobody_waits(error: Exception) -> bool:
+    return False

@@ -307,7 +307,7 @@ class Sharding:
         self._announce()
         self.publisher.gather_all()
 
-    def publish_later(self, ready: Callable[[int], None], failed: Callable[[], None]) -> None:
+    def publish_later(self, ready: Callable[[int], None], failed: Callable[[Exception], bool]) -> None:
         """As `publish`, of an update that is under way: `ready(i)` returns once it has reached trained bucket i.
 
         `publisher.prepare()` came before it began; `failed` is called where it turns out that it cannot be published.

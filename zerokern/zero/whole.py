@@ -85,7 +85,7 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
     """Sharded parameters among `params` have their full values within; `write` keeps this rank's span of them."""
     shardings = shardings_of(map(home_of, params))
     for sharding in shardings:
-        sharding.publisher.finish()
+        sharding.publisher.finish(may_go_on=sharding.gatherer is not None)
     asked = {id(param) for param in params if isinstance(param, Sharded)}
     loans = [
         loan
