@@ -129,13 +129,13 @@ def values_of(item: pytest.Function) -> Iterator[str]:
         yield from map(repr, parts)
 
 
-def covering(rows: Sequence[Sequence[Hashable]]) -> set[int]:
-    """The numbers of rows that together show each pair of values, by their places, that any row shows."""
-    pairs = [set(itertools.combinations(enumerate(row), min(len(row), 2))) for row in rows]
-    left, chosen = set().union(*pairs), set()
+def covering(rows: Sequence[Sequence[Hashable]], meet: int = 2) -> set[int]:
+    """The numbers of rows that together show each `meet` values, by their places, that any row shows together."""
+    meetings = [set(itertools.combinations(enumerate(row), min(len(row), meet))) for row in rows]
+    left, chosen = set().union(*meetings), set()
     while left:
-        best = max(range(len(rows)), key=lambda number: len(pairs[number] & left))
-        left -= pairs[best]
+        best = max(range(len(rows)), key=lambda number: len(meetings[number] & left))
+        left -= meetings[best]
         chosen.add(best)
     return chosen
 

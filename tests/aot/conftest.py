@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ahead_of_time import Work, compile_all
 
+from tests.conftest import covering
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "work" in metafunc.fixturenames:
@@ -42,10 +44,24 @@ def algorithm_of(case: str) -> str:
 
 
 def rest_of_the_work() -> list[Work]:
-    """Every job for an architecture in turn, and those that represent them for each."""
+    """Jobs in which any three settings of a kernel meet, for an architecture in turn, and what represents all for each.
+
+    A compiler takes a second for each, and every job would be 535.
+    """
     from zerokern.kernels.triton.ahead import ARCHITECTURES, jobs
 
-    return in_turn(every=True) + [(job, architecture) for job in jobs(every=False) for architecture in ARCHITECTURES]
+    by_kernel: dict[str, list[Work]] = {}
+    for work in in_turn(every=True):
+        by_kernel.setdefault(work[0]["kernel"], []).append(work)
+    met = [some[place] for some in by_kernel.values() for place in sorted(covering(settings_of(some), meet=3))]
+    return met + [(job, architecture) for job in jobs(every=False) for architecture in ARCHITECTURES]
+
+
+def settings_of(work: list[Work]) -> list[list[str]]:
+    """What differs between the jobs of a kernel, as rows."""
+    rows = [{**job["signature"], **job["constexprs"]} for job, _ in work]
+    names = sorted({name for row in rows for name in row if len({repr(one.get(name)) for one in rows}) > 1})
+    return [[repr(row.get(name)) for name in names] for row in rows]
 
 
 def name_of(work: Work) -> str:
