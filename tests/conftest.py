@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import importlib.util
-import itertools
 import logging
 import os
 import random
@@ -14,8 +13,7 @@ import sys
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -24,6 +22,8 @@ import pytest
 # Before torch is loaded: OpenMP's idle threads sleep. They wait busily else, on the cores of the other worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).with_name("comm")))  # ranks and forked children are for the tests of all folders
+
+from products import covering, settings
 
 SKIPS = Path(__file__).with_name("skips.txt")
 LONG = Path(__file__).with_name("long.txt")
@@ -117,27 +117,10 @@ def slow_beyond_pairs(items: list[pytest.Item]) -> None:
             assert isinstance(item, pytest.Function)
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for family in families.values():
-        quick = covering([list(values_of(item)) for item in family])
+        quick = covering([settings(item.callspec.params.values()) for item in family])
         for number, item in enumerate(family):
             if number not in quick:
                 item.add_marker(pytest.mark.slow)
-
-
-def values_of(item: pytest.Function) -> Iterator[str]:
-    for value in item.callspec.params.values():
-        parts = [getattr(value, one.name) for one in fields(value)] if is_dataclass(value) else [value]
-        yield from map(repr, parts)
-
-
-def covering(rows: Sequence[Sequence[Hashable]], meet: int = 2) -> set[int]:
-    """The numbers of rows that together show each `meet` values, by their places, that any row shows together."""
-    meetings = [set(itertools.combinations(enumerate(row), min(len(row), meet))) for row in rows]
-    left, chosen = set().union(*meetings), set()
-    while left:
-        best = max(range(len(rows)), key=lambda number: len(meetings[number] & left))
-        left -= meetings[best]
-        chosen.add(best)
-    return chosen
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ahead_of_time import Work, compile_all
-
-from tests.conftest import covering
+from products import covering
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

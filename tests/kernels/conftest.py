@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kernel_cases import ALL_SIZES, INTERPRETED_SIZES, SIZES, cases
+from products import where_they_meet
 
 from zerokern.core import native
 from zerokern.kernels.dispatch import available
@@ -32,27 +33,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.fixturenames
     if "every" in names:
         metafunc.parametrize("every", [pytest.param(False, id="some"), pytest.param(True, id="every", marks=SLOW)])
-    taken = [name for name in ("case", "sizes") if name in names]
+    taken = [name for name in ("case", "sizes", "impl") if name in names]
     if taken:
         rows = list(rows_of(taken, metafunc.module, metafunc.config.slow_rows))
         metafunc.parametrize(taken, rows, indirect=["sizes"] if "sizes" in taken else False)
-    # last, so that the implementations of a case follow each other and the reference computes it once
-    if "impl" in names:
-        metafunc.parametrize("impl", [name for name in available() if name != "reference"])
     if "native_impl" in names:  # tests of many steps, too long for the interpreter
         metafunc.parametrize("native_impl", [f"cpu.{name}" for name in native.isa_usable()])
 
 
 def rows_of(taken: Sequence[str], module: ModuleType, slow_rows: bool) -> Iterator[Any]:
-    """The representative formats at a few sizes; slow are all formats at those, and the representative ones at all."""
+    """The representative formats at a few sizes on each implementation; slow are those at all sizes, and of all formats
+    and implementations the rows in which any four settings meet.
+
+    The implementations of a case follow each other, so that the reference computes it once.
+    """
     states = STATES.get(algorithm_of(module), ())
     chosen, every = (cases(states, every) if "case" in taken else [None] for every in (False, True))
-    for case, sizes in itertools.product(every, ("few", "all") if "sizes" in taken else (None,)):
-        if case in chosen or sizes != "all":
-            values = [value for value in (case, sizes) if value is not None]
-            quick = case in chosen and sizes != "all"
-            if quick or slow_rows:
-                yield pytest.param(*values, id="-".join(map(str, values)), marks=() if quick else SLOW)
+    impls = [name for name in available() if name != "reference"] if "impl" in taken else [None]
+    met = set(where_they_meet(list(itertools.product(every, impls)), 4)) if slow_rows else set()
+    for case, sizes, impl in itertools.product(every, ("few", "all") if "sizes" in taken else (None,), impls):
+        quick = case in chosen and sizes != "all"
+        if quick or (slow_rows and (case in chosen or ((case, impl) in met and sizes != "all"))):
+            values = [value for value in (case, sizes, impl) if value is not None]
+            yield pytest.param(*values, id="-".join(map(str, values)), marks=() if quick else SLOW)
 
 
 def algorithm_of(module: ModuleType) -> str:

@@ -20,6 +20,7 @@ from offload_cases import (
     values,
 )
 from optim_cases import same_bits
+from products import where_they_meet
 from worlds import World, anywhere, on_ranks, ranked
 
 import zerokern as zk
@@ -88,7 +89,7 @@ FULL = [
     for after in AFTER
     if (wrap, dtype) != ("plain", "mixed")
 ]
-FULL = [case for case in [*MORE, *FULL] if case not in CHOSEN]
+FULL = [case for case in [*MORE, *where_they_meet(FULL, 3)] if case not in CHOSEN]
 
 
 @pytest.mark.parametrize("size, row, after", described(CHOSEN) + described(FULL, marks=pytest.mark.slow))
