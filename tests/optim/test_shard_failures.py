@@ -161,6 +161,18 @@ def test_ranks_with_different_settings_are_told_which_before_anything_changed(st
     on_ranks(2, work)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_with_different_formats_are_told_so(stage: int) -> None:
+    def work(group: Any) -> None:
+        model, optimizer = begun(group, stage, "device", state_format=("fp32", "int8")[group.rank])
+        before = model.values()
+        said = step(model, optimizer, 0)
+        assert "on rank 1: state_format of param_groups[0] is int8, and not so on others" in said
+        assert "Nothing was changed" in said and same_bits(model.values(), before)
+
+    on_ranks(2, work)
+
+
 def test_a_setting_on_a_device_is_not_read() -> None:
     class There(torch.Tensor):
         @classmethod

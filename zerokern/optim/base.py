@@ -22,7 +22,7 @@ from zerokern.optim.binding import Binding
 from zerokern.optim.course import Course
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
-from zerokern.optim.formats import Algorithm, as_saved
+from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.local import Local, sharded
@@ -175,7 +175,7 @@ class FusedOptimizer(Reporting, torch.optim.Optimizer):
         """The update of what stands for parameters: this rank's pieces, twins on the host. Every rank takes part."""
         local = self.course.localise(self.param_groups)
         guards.refuse_lent(local.homes)
-        local.accord.settings = settings
+        local.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         with whole("the step") if local.accord.in_company else nullcontext():  # which other ranks are in

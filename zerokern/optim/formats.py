@@ -61,6 +61,11 @@ class Slot:
         return Wanted(self.key, self.shape(param), self.dtype)
 
 
+def formats_of(group: Group) -> dict[str, Any]:
+    """By name, what a group's state is kept as."""
+    return {name: group[name] for name in ("state_format", "master_format", "stochastic_seed")}
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """An update rule, as far as it differs from the others."""
@@ -102,7 +107,8 @@ class Algorithm:
     def key(self, group: Group) -> FormatKey:
         """What of a group decides the layouts of its parameters."""
         has_moments = not self.moments_by or float(group[self.moments_by]) != 0.0
-        return has_moments, group["state_format"], group["master_format"], group["stochastic_seed"]
+        state_format, master_format, seed = formats_of(group).values()
+        return has_moments, state_format, master_format, seed
 
     def layout(self, group: Group, dtype: torch.dtype, holds_moments: bool = False) -> Layout:
         """The state of a parameter of this group."""
