@@ -131,7 +131,8 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Gradients of this block's backward passes add up on each rank; the next backward outside reduces the sum.
 
     This saves one reduction of all gradients for each pass in the block. Stage 3 still gathers parameters. From stage 2
-    on it costs memory for whole gradients until the reduction. An optimizer step before the reduction is refused.
+    on it costs memory for whole gradients until the reduction. On several ranks an optimizer step before the reduction
+    is refused.
 
     >>> import torch, zerokern as zk
     >>> model = zk.shard(torch.nn.Linear(2, 1))

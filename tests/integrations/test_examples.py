@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -67,9 +68,17 @@ def test_a_program_in_c_learns(tmp_path: Path) -> None:
     assert re.search(r"1000003 elements, norm of the gradient 306, after 200 steps", ran.stdout), ran.stdout
 
 
-def test_statistics_go_to_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example("tensorboard").main(str(tmp_path), 2)
-    assert list(tmp_path.glob("events.out.tfevents.*")) and "2 steps" in capsys.readouterr().out
+def test_statistics_go_to_tensorboard(tmp_path: Path) -> None:
+    """As its first lines say: of a script's folder every file is a module, which must have no other module's name."""
+    command = [sys.executable, str(EXAMPLES / "to_tensorboard.py"), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert list(tmp_path.glob("events.out.tfevents.*")) and "5 steps" in ran.stdout
+
+
+def test_no_example_has_the_name_of_a_module() -> None:
+    names = [path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__"]
+    assert not [name for name in names if name in sys.stdlib_module_names or find_spec(name) is not None]
 
 
 def test_trainer_learns(tmp_path: Path) -> None:
@@ -98,7 +107,7 @@ def test_one_rank_saves_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    "words", [["resume.py"], ["resume.py", "out"], ["llama.py"], ["trainer.py"], ["tensorboard.py"]]
+    "words", [["resume.py"], ["resume.py", "out"], ["llama.py"], ["trainer.py"], ["to_tensorboard.py"]]
 )
 def test_an_example_without_its_folder_says_how_it_is_used(words: list[str]) -> None:
     ran = subprocess.run([sys.executable, str(EXAMPLES / words[0]), *words[1:]], capture_output=True, text=True)

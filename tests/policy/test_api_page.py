@@ -7,12 +7,14 @@ import re
 from types import ModuleType
 
 import zerokern as zk
+from zerokern.optim.base import FusedOptimizer
 
 from .tree import read
 
 BEGIN, END = "<!-- names:begin -->\n", "<!-- names:end -->"
 MADE = {"Plan", "Probe", "Saving", "Ticket"}  # by the library, and not by who reads this
 MODULES = {"zk": zk, "zk.io": zk.io, "zk.kernels": zk.kernels}
+MEMBERS = ("statistics", "grad_norm", "skipped_steps", "max_grad_norm", "flush", "refresh_masters")  # of every optimizer
 
 
 def first_sentence(doc: str) -> str:
@@ -40,12 +42,16 @@ def rows(prefix: str, module: ModuleType) -> list[str]:
     return [f"| `{names[name]}` | {first_sentence(said[name])} |" for name in module.__all__]
 
 
+def members() -> list[str]:
+    ours = {name: getattr(FusedOptimizer, name) for name in MEMBERS}
+    calls = {name: f"opt.{name}{'' if isinstance(one, property) else '()'}" for name, one in ours.items()}
+    return [f"| `{calls[name]}` | {first_sentence(inspect.getdoc(one) or '')} |" for name, one in ours.items()]
+
+
 def table() -> str:
-    """All names, module by module."""
-    parts = [
-        ["| name | what it is |", "| --- | --- |", *rows(prefix, module), ""] for prefix, module in MODULES.items()
-    ]
-    return "\n".join(line for part in parts for line in part)
+    """All names, module by module, and what every optimizer has."""
+    parts = [*(rows(prefix, module) for prefix, module in MODULES.items()), members()]
+    return "\n".join(line for part in parts for line in ["| name | what it is |", "| --- | --- |", *part, ""])
 
 
 def test_each_public_name_has_its_line() -> None:

@@ -97,7 +97,7 @@ class FusedOptimizer(Reporting, torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the last step's gradients, before clipping; None until a step with `max_grad_norm`.
+        """The global norm of the last step's gradients, before clipping. Without `zk.shard` it takes `max_grad_norm`.
 
         For parameters on a GPU, reading it waits for the step.
         """

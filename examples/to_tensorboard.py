@@ -1,6 +1,6 @@
 """Statistics of each step in TensorBoard: the loss, the norm, bytes by tier, and what the step waited for.
 
-    python examples/tensorboard.py FOLDER
+    python examples/to_tensorboard.py FOLDER
     tensorboard --logdir FOLDER
 
 Any logger that takes numbers by name will do: `opt.statistics()` is a dict.
