@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
 from zerokern.examples.model import GPT, Shape
+from zerokern.zero import checks
 
 
 def meta() -> nn.Module:
@@ -216,3 +219,27 @@ def test_a_rank_never_holds_the_whole() -> None:
     for grown, whole in on_ranks(2, on_real_ranks):
         unit = whole // 12  # one as it was made, one in its bucket
         assert grown < whole // 2 + 2 * unit + SLACK, f"{grown >> 20} MiB at the peak, {whole >> 20} are the whole"
+
+
+def in_layers(*, listed: bool = False) -> nn.Module:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    return nn.ModuleDict({"layers": nn.ModuleList(layers)}) if listed else nn.Sequential(*layers)
+
+
+def test_a_large_model_of_one_unit_on_a_disk_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it would be in memory whenever it computes, and nobody would know."""
+    monkeypatch.setattr(checks, "LARGE", 1)
+    with pytest.warns(UserWarning, match="the model is one unit.*units=lambda module"):
+        zk.build(in_layers, stage=3, tier=zk.Nvme(str(tmp_path / "one")))
+
+
+def test_units_a_module_alone_and_small_models_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zk.build(in_layers, stage=3, tier=zk.Nvme(str(tmp_path / "small")))
+        monkeypatch.setattr(checks, "LARGE", 1)
+        zk.build(lambda: nn.Linear(8, 8), stage=3, tier=zk.Nvme(str(tmp_path / "alone")))
+        zk.build(lambda: in_layers(listed=True), stage=3, tier=zk.Nvme(str(tmp_path / "listed")))
+        named = {"units": lambda module: isinstance(module, nn.Linear)}
+        zk.build(in_layers, stage=3, tier=zk.Nvme(str(tmp_path / "named")), **named)
+        zk.shard(in_layers(), stage=3)

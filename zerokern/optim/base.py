@@ -27,6 +27,7 @@ from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.local import Local, sharded
 from zerokern.optim.outside import WatchedState, plain
+from zerokern.optim.spelling import Spelling
 from zerokern.optim.statistics import Reporting
 from zerokern.optim.survey import Groups, Survey
 from zerokern.zero import guards
@@ -41,7 +42,7 @@ _TWICE = (
 _NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "max_grad_norm", "group")
 
 
-class FusedOptimizer(Reporting, torch.optim.Optimizer):
+class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     """What all optimizers here share; the subclasses say which update rule and which hyperparameters.
 
     Nothing is kept about a parameter before the first `step()` that finds a gradient on it, so parameters may be
@@ -276,27 +277,25 @@ class FusedOptimizer(Reporting, torch.optim.Optimizer):
 
     def _tell(self, error: BaseException) -> None:
         """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
-        accord = None if self.holdings.local is None else self.holdings.local.accord
-        if self.holdings.local is None or accord is None or not accord.in_company:
-            if self.course.agrees or (self.holdings.moves_on_disk and self.holdings.torn):
-                say_outcome(error, torn=self.holdings.torn)
+        here, local = self.holdings, self.holdings.local
+        accord = None if local is None else local.accord
+        if local is None or accord is None or not accord.in_company:
+            if self.course.agrees or (here.moves_on_disk and here.torn):
+                say_outcome(error, torn=here.torn)
             return
-        decided_there = self.holdings.local.host is None and device.holds(
-            self.holdings.local.pieces
-        )  # nobody here has added up
+        decided_there = local.host is None and device.holds(local.pieces)  # nobody here has added up
         if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
             with suppress(CommError):
-                self.course.keep_up(self.holdings.local)
-                reason = self.holdings.untold or str(error)
-                accord.refuse(reason, torn=self.holdings.torn, reports=self.course.agrees)
+                self.course.keep_up(local)
+                accord.refuse(here.untold or str(error), torn=here.torn, reports=self.course.agrees)
         if accord.agreed:
-            self.holdings.torn, self.holdings.untold = accord.torn, ""
+            here.torn, here.untold = accord.torn, ""
             say_outcome(error, torn=accord.torn)
         elif accord.met:
-            self.holdings.torn, self.holdings.untold = True, str(error)
-            if isinstance(error, Exception) and not accord.publishes and not self.holdings.is_scheduled:
+            here.torn, here.untold = True, str(error)
+            if isinstance(error, Exception) and not accord.publishes and not here.is_scheduled:
                 with suppress(CommError):
-                    self.holdings.local.publish()  # the others do, and wait for this rank's part
+                    local.publish()  # the others do, and wait for this rank's part
 
     def _publish(self, local: Local, binding: Binding | None) -> None:
         """Every rank's parameters to all: until then they are of different steps."""

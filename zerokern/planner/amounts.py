@@ -14,7 +14,7 @@ __all__ = ["DEVICES", "Memory", "count", "gigabytes", "parse_device_memory", "pa
 
 _THOUSANDS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _NUMEL = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([KMBGT]?)", re.IGNORECASE | re.ASCII)
-LEAST = 10**6  # bytes that anybody writes in digits alone
+LEAST = {str: 10**6, int: 10**4}  # bytes that anybody writes in digits alone, as text and in Python
 # of a GPU "80G" is read both ways, and "80B" is a slip
 _NAMED = re.compile(r"\d+|.*[KMGT]I?B", re.IGNORECASE | re.ASCII)
 _ALLOWED_MEMORY = "bytes as a whole number, text with its unit (80GB is 80·10^9, 80GiB is 80·2^30), or one of "
@@ -105,7 +105,7 @@ def _nbytes(argument: str, value: object, allowed: str) -> tuple[str, int]:
     text = str(value).strip()
     if not _NAMED.fullmatch(text):
         raise ValueError(got(argument, value, allowed))
-    if isinstance(value, str) and text.isdecimal() and nbytes < LEAST:
+    if text.isdecimal() and nbytes < LEAST[type(value)]:
         raise ValueError(got(argument, value, allowed, f"{text} alone are bytes; {text}GB may be meant"))
     return f"{gigabytes(nbytes)} GB" if text.isdecimal() else text, nbytes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -25,11 +26,15 @@ __all__ = [
     "gradient",
     "model",
     "no_writes_of_one_rank",
+    "one_unit",
     "reduce",
     "same_on_all_ranks",
     "thawed",
     "unreduced",
 ]
+
+
+LARGE = 64 << 20  # bytes of a model that nobody wants to have whole by accident
 
 
 def bucket_bytes(value: object) -> int:
@@ -69,6 +74,20 @@ def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -
             f"parameters are on {', '.join(devices)}; allowed: one device for the whole model. Move it before zk.shard"
         )
     return params[0][1].device
+
+
+def one_unit(units: Sequence[Unit]) -> None:
+    """Warn of a large model whose parameters rest elsewhere, and that is fetched as a whole: of one unit."""
+    named = units[0].params
+    nbytes = sum(param.nbytes for _, param in named)
+    if len(units) > 1 or nbytes < LARGE or len({name.rpartition(".")[0] for name, _ in named}) < 2:
+        return
+    warnings.warn(
+        f"the model is one unit, so that all {nbytes / 2**20:.0f} MiB of it are fetched at once: it has no ModuleList, "
+        "and units= was not given. Name the modules that are to come and go, as in "
+        "units=lambda module: isinstance(module, torch.nn.Linear)",
+        stacklevel=2,
+    )
 
 
 def no_writes_of_one_rank(module: nn.Module, group: Any) -> None:

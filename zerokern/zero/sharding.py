@@ -76,6 +76,8 @@ class Sharding:
         self.more_nodes: list[object] = []
         found = units_of(module, units)
         device = checks.model(module, found, group, built=materialize is not None)
+        if tier != "device":
+            checks.one_unit(found)
         params = [pair for unit in found for pair in unit.params]
         if materialize is not None or getattr(repeated, "micro", 1) > 1:
             refuse_placed(params, built=materialize is not None)
