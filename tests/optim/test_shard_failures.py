@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,29 @@ def test_what_failed_beside_a_forward_is_raised_by_what_is_asked_first(
         assert "refused" in said and "load a checkpoint" in said, said
 
     on_threads(2, work, timeout=20.0)
+
+
+@ranked
+def fail_beside(world: World, stage: int, part: int) -> list[str]:
+    """What each of three steps said on a rank, of which the second one's update breaks off on rank 1."""
+    warnings.simplefilter("ignore")
+    patch = pytest.MonkeyPatch()
+    refusals = Refusals(patch)
+    model, optimizer = layered(world, stage)
+    said = [learn(model, optimizer, 0)]
+    optimizer.flush()
+    if world.rank == 1:
+        refusals.comes(optimizer, part)
+    said += [learn(model, optimizer, seed) for seed in (1, 2)]
+    patch.undo()
+    return said
+
+
+@pytest.mark.parametrize("part", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, 3, pytest.param(1, marks=pytest.mark.slow)])
+def test_real_ranks_go_on_beside_a_forward_too(stage: int, part: int) -> None:
+    for first, _, last in run_ranks(2, fail_beside, stage, part, timeout=60):
+        assert not first and "refused" in last and "load a checkpoint" in last
 
 
 @ranked
