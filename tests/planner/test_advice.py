@@ -300,3 +300,10 @@ def test_a_plain_page_keeps_text_to_the_columns_and_loses_no_number(columns: int
     assert re.findall(r"\d+\.\d+", shown) == numbers and "yes, 52 %" in shown
     notes = shown[shown.index("* ") : shown.index("state_format  ")]
     assert max(map(len, notes.splitlines())) <= max(columns, 20)
+
+
+def test_a_narrow_fit_before_activations_names_what_moves_as_much_and_takes_less() -> None:
+    said = zk.plan("1.3B", world=4, device_memory="24GB").advice()
+    assert "18.2 of 24.0 GB before activations (stage 1 moves as much and takes 8.45 GB)" in said
+    assert "moves as much" not in zk.plan("1.3B", world=4, device_memory="80GB").advice()  # there is room
+    assert "moves as much" not in zk.plan("1.3B", device_memory="24GB").advice()  # one rank

@@ -186,7 +186,7 @@ def _told(plan: Plan, asked: Plan) -> str:
         + ("" if name[:1].isdigit() else f" ({name.partition(' ')[0]})")
     ]
     hint = " (no --batch and --seq)" if plan.subject.transformer and not _counts_activations(plan) else ""
-    where[0] = f"{short(plan.subject.main_dtype)} parameters, {where[0]}{_uncounted(plan)}{hint}"
+    where[0] = f"{short(plan.subject.main_dtype)} parameters, {where[0]}{_uncounted(plan)}{hint}{_roomier(plan, most)}"
     for tier, called, option in (("cpu", "host memory", "--host-memory"), ("nvme", "disk", "--disk")):
         nbytes = plan.tiers.get(tier, 0)
         if nbytes and tier != plan.settings.device:
@@ -196,6 +196,15 @@ def _told(plan: Plan, asked: Plan) -> str:
     options = _options(plan, asked)
     page = f" (its tables: {options})" if options else ""
     return f"{stage}{_ranks(plan)}, {', '.join(where)}{page} -> {_code(plan)}"
+
+
+def _roomier(plan: Plan, most: int) -> str:
+    """What takes less and moves as much, where little is left for activations that nobody has counted."""
+    if _counts_activations(plan) or plan.ranks == 1 or plan.stage > 1 or plan.total < 0.75 * most:
+        return ""
+    stage = plan.stage + 1
+    one = replace(plan, recipe=plan.recipe.on(plan.settings.device, stage), stage=stage).spilling()
+    return f" (stage {stage} moves as much and takes {gigabytes(one.total)} GB)" if one.total < plan.total else ""
 
 
 def _options(plan: Plan, asked: Plan) -> str:
