@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zerokern as zk
 from zerokern.cli.main import main
@@ -307,3 +308,14 @@ def test_a_narrow_fit_before_activations_names_what_moves_as_much_and_takes_less
     assert "18.2 of 24.0 GB before activations (stage 1 moves as much and takes 8.45 GB)" in said
     assert "moves as much" not in zk.plan("1.3B", world=4, device_memory="80GB").advice()  # there is room
     assert "moves as much" not in zk.plan("1.3B", device_memory="24GB").advice()  # one rank
+
+
+@pytest.mark.parametrize("few", [24, "24", 9999, "999999"])
+@pytest.mark.parametrize("argument", ["device_memory", "host_memory", "disk"])
+def test_gigabytes_without_their_unit_are_refused(argument: str, few: int | str) -> None:
+    with pytest.raises(ValueError, match=f"{argument}={few!r}.*{few} alone are bytes; {few}GB may be meant"):
+        zk.plan("1B", **{argument: few})
+
+
+def test_bytes_of_a_small_model_are_taken() -> None:
+    assert zk.plan(torch.nn.Linear(8, 8), device_memory=20_000).advice().startswith("Cheapest exact configuration")

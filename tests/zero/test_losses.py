@@ -51,9 +51,9 @@ ANY_SUM = rows(
     ("2 ranks, 4 micro-steps, each reduced", 2, Plan(exact=True, accumulate=4)),
     ("3 ranks", 3, Plan(exact=True)),
     ("4 ranks", 4, Plan(exact=True)),
-    ("8 ranks", 8, Plan(exact=True)),
+    ("8 ranks", 8, Plan(exact=True, steps=25)),
     ("3 ranks, 4 micro-steps under no_sync", 3, Plan(exact=True, accumulate=4, no_sync=True)),
-    ("4 ranks, 4 micro-steps, each reduced", 4, Plan(exact=True, accumulate=4)),
+    ("4 ranks, 4 micro-steps, each reduced", 4, Plan(exact=True, accumulate=4, steps=25)),
     slow=True,
 )
 

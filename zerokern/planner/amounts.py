@@ -105,7 +105,7 @@ def _nbytes(argument: str, value: object, allowed: str) -> tuple[str, int]:
     text = str(value).strip()
     if not _NAMED.fullmatch(text):
         raise ValueError(got(argument, value, allowed))
-    if text.isdecimal() and nbytes < LEAST[type(value)]:
+    if text.isdecimal() and nbytes < LEAST[str if isinstance(value, str) else int]:
         raise ValueError(got(argument, value, allowed, f"{text} alone are bytes; {text}GB may be meant"))
     return f"{gigabytes(nbytes)} GB" if text.isdecimal() else text, nbytes
 
