@@ -43,14 +43,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def rows_of(taken: Sequence[str], module: ModuleType, slow_rows: bool) -> Iterator[Any]:
     """The representative formats at a few sizes on each implementation; slow are those at all sizes, and of all formats
-    and implementations the rows in which any four settings meet.
+    and implementations the rows in which any three settings meet.
 
     The implementations of a case follow each other, so that the reference computes it once.
     """
     states = STATES.get(algorithm_of(module), ())
     chosen, every = (cases(states, every) if "case" in taken else [None] for every in (False, True))
     impls = [name for name in available() if name != "reference"] if "impl" in taken else [None]
-    met = set(where_they_meet(list(itertools.product(every, impls)), 4)) if slow_rows else set()
+    met = set(where_they_meet(list(itertools.product(every, impls)), 3)) if slow_rows else set()
     for case, sizes, impl in itertools.product(every, ("few", "all") if "sizes" in taken else (None,), impls):
         quick = case in chosen and sizes != "all"
         if quick or (slow_rows and (case in chosen or ((case, impl) in met and sizes != "all"))):

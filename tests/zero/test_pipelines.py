@@ -73,7 +73,7 @@ LONG = [(name, stage) for name in SCHEDULES for stage in range(4) if stage == 3 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, stage", LONG)
 def test_the_bits_of_one_process_for_long(name: str, stage: int) -> None:
-    on_ranks(4, trained, [(name, stage)], 20, 2, {})
+    on_ranks(4, trained, [(name, stage)], 12, 2, {})
 
 
 @pytest.mark.slow
