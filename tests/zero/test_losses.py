@@ -1,4 +1,4 @@
-"""20 to 50 steps of a GPT with clipping and weight-decay groups, sharded, against DDP and FSDP2 in the same processes."""
+"""20 to 50 steps of a GPT with clipping and groups, sharded, against DDP and FSDP2 in the same processes."""
 
 from __future__ import annotations
 
