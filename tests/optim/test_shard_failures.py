@@ -314,21 +314,22 @@ def test_a_part_that_fails_beside_a_forward_keeps_nobody_waiting(
 
 
 @pytest.mark.filterwarnings("ignore:the update failed on this rank")
+@pytest.mark.parametrize("trained", [False, True], ids=["at once", "after a forward"])
 @pytest.mark.parametrize("asked", ["flush", "state_dict", "evaluation", "read"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_failed_beside_a_forward_is_raised_by_what_is_asked_first(
-    stage: int, asked: str, monkeypatch: pytest.MonkeyPatch
+    stage: int, asked: str, trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nobody keeps parameters of different steps, or figures of them, for want of another step."""
     refusals = Refusals(monkeypatch)
 
     def ask(model: nn.Module, optimizer: Any) -> None:
         if asked == "evaluation":
             with torch.no_grad():
                 model(torch.ones(1, 8))
-        elif asked == "read" and stage == 1:
-            list(model.parameters())[-1].sum()
         elif asked == "read":
-            full(model)
+            with zk.gathered(model):
+                list(model.parameters())[-1].sum()
         else:
             getattr(optimizer, asked)()
 
@@ -339,7 +340,9 @@ def test_what_failed_beside_a_forward_is_raised_by_what_is_asked_first(
         if world.rank == 1:
             refusals.comes(optimizer, LAYERS - 1)
         assert not learn(model, optimizer, 1)
-        if world.rank == 1 and (asked not in ("evaluation", "read") or (asked, stage) == ("read", 1)):
+        if trained:
+            model(torch.ones(1, 8))
+        if world.rank == 1:
             with pytest.raises(zk.ZerokernError, match="refused"):
                 ask(model, optimizer)
         else:
@@ -348,6 +351,35 @@ def test_what_failed_beside_a_forward_is_raised_by_what_is_asked_first(
         assert "refused" in said and "load a checkpoint" in said, said
 
     on_threads(2, work, timeout=20.0)
+
+
+@ranked
+def save_beside(world: World, stage: int, how: str, folder: str) -> str:
+    """What is said to who saves weights alone after a forward that went on."""
+    warnings.simplefilter("ignore")
+    patch = pytest.MonkeyPatch()
+    refusals = Refusals(patch)
+    model, optimizer = layered(world, stage)
+    assert not learn(model, optimizer, 0)
+    optimizer.flush()
+    if world.rank == 1:
+        refusals.comes(optimizer, LAYERS - 1)
+    assert not learn(model, optimizer, 1)
+    model(torch.ones(1, 8))
+    try:
+        {"save": zk.save, "export": zk.export}[how](f"{folder}/{how}", model)
+    except (zk.ZerokernError, ValueError) as error:
+        return str(error)
+    finally:
+        patch.undo()
+    return ""
+
+
+@pytest.mark.parametrize("how", ["save", "export"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_of_different_steps_are_not_saved(stage: int, how: str, tmp_path: Path) -> None:
+    assert all("refused" in said for said in run_ranks(2, save_beside, stage, how, str(tmp_path), timeout=60))
+    assert not list(tmp_path.rglob("zerokern.json")) and not list(tmp_path.rglob("*.safetensors"))
 
 
 @ranked

@@ -305,6 +305,8 @@ class Course:
             for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
                 with contextlib.suppress(Exception):
                     publisher.finish()
+        for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
+            publisher.forget()
 
     def _reported(self, changed: Callable[[], bool]) -> AbstractContextManager[None]:
         """Around an update that ends with its step: where it fails on one rank, it fails on all of them."""

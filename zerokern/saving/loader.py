@@ -205,7 +205,7 @@ class Intake:
     def batches(self) -> Iterator[Batch]:
         """What is to be read together, and then done. The first is all that goes straight into place."""
         matching = self._matching
-        settle(self._subject.model)
+        settle(self._subject.model, replaced=True)
         straight = Straight()
         for one in matching.tensors:
             if not one.converts:

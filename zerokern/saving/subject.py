@@ -165,9 +165,14 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{at}_extra_state": one for at, one in _modules(model) if type(one).get_extra_state is not own}
 
 
-def settle(model: nn.Module) -> None:
-    """Returns once the parameters are those of the last step; to be called before they are read or written."""
+def settle(model: nn.Module, *, replaced: bool = False) -> None:
+    """Returns once the parameters are those of the last step; to be called before they are read or written.
+
+    `replaced`: they are about to be, so that an update which failed does not matter.
+    """
     for sharding in shardings_of(map(home_of, named_tensors(model).values())):
+        if replaced:
+            sharding.publisher.forget()
         sharding.publisher.finish()
 
 

@@ -99,6 +99,7 @@ class Publisher:
         self._pieces = [home.piece for home in homes if home is not None]
         self._announced = [piece._version for piece in self._pieces]
         self._failed: Callable[[Exception], bool] = _nobody_waits
+        self._unraised: Exception | None = None  # what forwards went on after
         numbers = [number for number, unit in enumerate(units) for _ in unit.params]
         self._last_of = [-1] * len(units)  # of the buckets that are trained, the last that a unit has parameters in
         for number, memory in enumerate(self._memories):
@@ -150,7 +151,7 @@ class Publisher:
             self._hooked = True
             self._hook()
         self._publication = Publication(self._memories, ready)
-        self._failed = failed
+        self._failed, self._unraised = failed, None
 
     def _hook(self) -> None:
         """Once an optimizer leaves updates under way: who needs parameters waits for them."""
@@ -188,6 +189,7 @@ class Publisher:
         """Returns once all parameters are those of the last step on this rank, and what was written to them since.
 
         `may_go_on`: other ranks wait for what comes next, so that a failure is not raised here if the next step does.
+        Else what forwards went on after is raised, once.
         """
         if self.gatherer is not None:
             self.gatherer.keep_writes()
@@ -205,6 +207,8 @@ class Publisher:
     def _wait(self, wait: Callable[[Publication], None], *, may_go_on: bool = False) -> None:
         publication = self._publication
         if publication is None:
+            if not may_go_on:
+                self.raise_what_failed()
             return
         try:
             if publication.complete or not self.gathers:
@@ -219,7 +223,18 @@ class Publisher:
             self._retire()
             if not (failed(error) and may_go_on):
                 raise
+            self._unraised = error
             warnings.warn(_GOES_ON.format(error=error), stacklevel=2)
+
+    def raise_what_failed(self) -> None:
+        """Who reads parameters, to keep them perhaps, hears of an update that failed and that forwards passed by."""
+        error, self._unraised = self._unraised, None
+        if error is not None:
+            raise error
+
+    def forget(self) -> None:
+        """Parameters are about to be loaded: it does not matter any more how their update ended."""
+        self._unraised = None
 
 
 def _finish(publisher: weakref.ref[Publisher]) -> None:

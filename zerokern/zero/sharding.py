@@ -256,11 +256,13 @@ class Sharding:
 
     def _after_root(self, result: Any) -> Any:
         if result is not None and not hooks.in_backward():
-            self.publisher.finish()
+            self.publisher.finish(may_go_on=True)
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
         if self.gatherer is not None:
             self._after_unit(self.gatherer.root, result)
+        if result is not None and not torch.is_grad_enabled():  # no backward follows, which other ranks would wait in
+            self.publisher.raise_what_failed()
         return result
 
     def _before_unit(self, unit: GatheredUnit, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -100,6 +100,8 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
         for loan in loans:
             loan.begin()
             begun.append(loan)
+        for sharding in shardings:  # now that other ranks have what they wait for
+            sharding.publisher.raise_what_failed()
         yield
         if write:
             _keep(params)
