@@ -120,7 +120,7 @@ def test_steps_that_are_skipped(size: int, wrap: str, scaled: bool) -> None:
 
 
 def test_the_rows_are_worth_comparing() -> None:
-    """Every two settings meet, and limits clip as often as their names say."""
+    """There are few of them, and limits clip as often as their names say."""
     assert len(CHOSEN) <= 26
     norms = trained(World(0, 1), Row(clip="never"), tier="device").norms
     clipped = {clip: sum(norm > LIMITS[clip] for norm in norms) for clip in CLIPS}

@@ -14,14 +14,8 @@ from .tree import read
 BEGIN, END = "<!-- names:begin -->\n", "<!-- names:end -->"
 MADE = {"Plan", "Probe", "Saving", "Ticket"}  # by the library, and not by who reads this
 MODULES = {"zk": zk, "zk.io": zk.io, "zk.kernels": zk.kernels}
-MEMBERS = (
-    "statistics",
-    "grad_norm",
-    "skipped_steps",
-    "max_grad_norm",
-    "flush",
-    "refresh_masters",
-)  # of every optimizer
+# of every optimizer
+MEMBERS = ("statistics", "grad_norm", "skipped_steps", "max_grad_norm", "flush", "refresh_masters")
 
 
 def first_sentence(doc: str) -> str:

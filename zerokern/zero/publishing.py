@@ -57,13 +57,19 @@ class Publication:
         while self._next <= min(last, len(self._memories) - 1):
             memory = self._memories[self._next]
             self._ready(self._next)
-            with without_waiting():
-                self._refuse_writes(memory)
+            if self._ready is not _passes:
+                with without_waiting():
+                    self._refuse_writes(memory)
             arrived(self._params[self._next])
             self._next += 1
 
     def finish(self) -> None:
         self.upto(len(self._memories))
+
+    def pass_by(self) -> None:
+        """The update has failed, and its buckets pass for published when other ranks have them: what is gathered ahead
+        depends on it, and must be the same on all."""
+        self._ready = _passes
 
     def end(self) -> None:
         """Nobody need wait any more, whatever has become of it."""
@@ -206,30 +212,32 @@ class Publisher:
 
     def _wait(self, wait: Callable[[Publication], None], *, may_go_on: bool = False) -> None:
         publication = self._publication
-        if publication is None:
-            if not may_go_on:
-                self.raise_what_failed()
-            return
-        try:
-            if publication.complete or not self.gathers:
+        if publication is not None:
+            try:
+                self._wait_within(publication, wait)
+            except Exception as error:
+                if not (self._failed(error) and may_go_on):
+                    self._retire()  # told once; what can still be done is to load a checkpoint
+                    raise
+                self._unraised = error
+                publication.pass_by()
                 wait(publication)
-            else:
-                with ExitStack() as stack:
-                    for group in {id(memory.group): memory.group for memory in self._memories}.values():
-                        stack.enter_context(group.awaiting_update())
-                    wait(publication)
-        except Exception as error:  # told once; what can still be done is to load a checkpoint
-            failed = self._failed
-            self._retire()
-            if not (failed(error) and may_go_on):
-                raise
-            self._unraised = error
-            warnings.warn(_GOES_ON.format(error=error), stacklevel=2)
+                warnings.warn(_GOES_ON.format(error=error), stacklevel=2)
+        if not may_go_on:
+            self.raise_what_failed()
+
+    def _wait_within(self, publication: Publication, wait: Callable[[Publication], None]) -> None:
+        with ExitStack() as stack:
+            if self.gathers and not publication.complete:
+                for group in {id(memory.group): memory.group for memory in self._memories}.values():
+                    stack.enter_context(group.awaiting_update())
+            wait(publication)
 
     def raise_what_failed(self) -> None:
         """Who reads parameters, to keep them perhaps, hears of an update that failed and that forwards passed by."""
         error, self._unraised = self._unraised, None
         if error is not None:
+            self._retire()
             raise error
 
     def forget(self) -> None:
@@ -244,6 +252,10 @@ def _finish(publisher: weakref.ref[Publisher]) -> None:
 
 
 def _unchanged(result: Any) -> None:
+    pass
+
+
+def _passes(bucket: int) -> None:
     pass
 
 

@@ -1,0 +1,47 @@
+"""Updates that fail once, and what a step of training says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerokern as zk
+from zerokern.kernels.cpu import UpdateTable
+
+
+def learn(model: nn.Module, optimizer: Any, seed: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+    except (zk.ZerokernError, ValueError) as error:
+        return str(error)
+    finally:
+        optimizer.zero_grad()
+    return ""
+
+
+class Refusals:
+    """Native updates of a rank's table that fail once, after so many that go well."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._left: dict[int, int] = {}
+        self._run = UpdateTable.run
+        monkeypatch.setattr(UpdateTable, "run", lambda table, *arguments: self(table, *arguments))
+
+    def __call__(self, table: Any, *arguments: Any) -> None:
+        left = self._left.pop(id(table), None)
+        if left == 0:
+            raise zk.KernelError("refused")
+        if left is not None:
+            self._left[id(table)] = left - 1
+        self._run(table, *arguments)
+
+    def comes(self, optimizer: Any, after: int = 0) -> None:
+        self._left[id(optimizer.holdings.bound.binding.table)] = after
+
+    def has_come(self, optimizer: Any) -> bool:
+        return id(optimizer.holdings.bound.binding.table) not in self._left

@@ -1,0 +1,184 @@
+"""An update that fails beside a forward on one rank: nobody waits for ever, all hear of it, nothing of it is kept."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from failing_cases import Refusals, learn
+from offload_cases import World
+from optim_cases import MAKERS
+from torch import nn
+from worlds import built, full, on_threads, ranked, run_ranks
+
+import zerokern as zk
+
+LAYERS = 4
+
+
+def layered(world: World, stage: int) -> tuple[nn.Module, Any]:
+    """Each layer is a unit and an update's part of its own, and forwards wait for one after the other."""
+    model = built(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))))
+    world.shard(model, stage=stage, bucket_bytes=256, units=lambda module: isinstance(module, nn.Linear))
+    return model, MAKERS["adamw"](model.parameters(), schedule="overlap")
+
+
+@pytest.mark.filterwarnings("ignore:the update failed on this rank")
+@pytest.mark.parametrize("part", range(LAYERS))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_part_that_fails_beside_a_forward_keeps_nobody_waiting(
+    ranks: int, stage: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are in the same forward, and wait there and in its backward for what this rank sends."""
+    refusals = Refusals(monkeypatch)
+
+    def work(world: World) -> None:
+        model, optimizer = layered(world, stage)
+        assert not learn(model, optimizer, 0) and not learn(model, optimizer, 1)
+        saved = {name: value.clone() for name, value in full(model).items()}, optimizer.state_dict()
+        if world.rank == 1:
+            refusals.comes(optimizer, part)
+        said = [learn(model, optimizer, seed) for seed in (2, 3)]
+        assert refusals.has_come(optimizer)
+        assert "refused" in said[1] or (part == 0 and world.rank == 1 and "refused" in said[0]), said
+        assert "load a checkpoint" in said[1] and ("on rank 1" in said[1]) == (world.rank != 1), said
+        for asked in (optimizer.step, optimizer.state_dict, optimizer.flush):
+            with pytest.raises(zk.StateError, match="load a checkpoint"):
+                asked()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        assert not learn(model, optimizer, 2)
+
+    on_threads(ranks, work, timeout=20.0)
+
+
+@pytest.mark.filterwarnings("ignore:the update failed on this rank")
+@pytest.mark.parametrize("trained", [False, True], ids=["at once", "after a forward"])
+@pytest.mark.parametrize("asked", ["flush", "state_dict", "evaluation", "read"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_failed_beside_a_forward_is_raised_by_what_is_asked_first(
+    stage: int, asked: str, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody keeps parameters of different steps, or figures of them, for want of another step."""
+    refusals = Refusals(monkeypatch)
+
+    def ask(model: nn.Module, optimizer: Any) -> None:
+        if asked == "evaluation":
+            with torch.no_grad():
+                model(torch.ones(1, 8))
+        elif asked == "read":
+            with zk.gathered(model):
+                list(model.parameters())[-1].sum()
+        else:
+            getattr(optimizer, asked)()
+
+    def work(world: World) -> None:
+        model, optimizer = layered(world, stage)
+        assert not learn(model, optimizer, 0)
+        optimizer.flush()
+        if world.rank == 1:
+            refusals.comes(optimizer, LAYERS - 1)
+        assert not learn(model, optimizer, 1)
+        if trained:
+            model(torch.ones(1, 8))
+        if world.rank == 1:
+            with pytest.raises(zk.ZerokernError, match="refused"):
+                ask(model, optimizer)
+        else:
+            ask(model, optimizer)
+        said = learn(model, optimizer, 2)
+        assert "refused" in said and "load a checkpoint" in said, said
+
+    on_threads(2, work, timeout=20.0)
+
+
+class Skips(nn.Module):
+    """Leaves its last layer out of a forward: what is gathered ahead of the forward's order must be the same on all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.skips = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in list(self.layers)[: LAYERS - self.skips]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:the update failed on this rank")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_that_fails_for_a_unit_which_the_next_forward_leaves_out(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = Refusals(monkeypatch)
+
+    def work(world: World) -> None:
+        model = built(Skips)
+        world.shard(model, stage=stage, bucket_bytes=256)
+        optimizer = MAKERS["adamw"](model.parameters(), schedule="overlap")
+        assert not learn(model, optimizer, 0)
+        optimizer.flush()
+        if world.rank == 1:
+            refusals.comes(optimizer, LAYERS - 1)
+        assert not learn(model, optimizer, 1)
+        model.skips = True
+        said = learn(model, optimizer, 2)
+        assert "refused" in said and "load a checkpoint" in said, said
+
+    on_threads(2, work, timeout=20.0)
+
+
+@ranked
+def save_beside(world: World, stage: int, how: str, folder: str) -> str:
+    """What is said to who saves weights alone after a forward that went on."""
+    warnings.simplefilter("ignore")
+    patch = pytest.MonkeyPatch()
+    refusals = Refusals(patch)
+    model, optimizer = layered(world, stage)
+    assert not learn(model, optimizer, 0)
+    optimizer.flush()
+    if world.rank == 1:
+        refusals.comes(optimizer, LAYERS - 1)
+    assert not learn(model, optimizer, 1)
+    model(torch.ones(1, 8))
+    try:
+        {"save": zk.save, "export": zk.export}[how](f"{folder}/{how}", model)
+    except (zk.ZerokernError, ValueError) as error:
+        return str(error)
+    finally:
+        patch.undo()
+    return ""
+
+
+@pytest.mark.parametrize("how", ["save", "export"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_of_different_steps_are_not_saved(stage: int, how: str, tmp_path: Path) -> None:
+    assert all("refused" in said for said in run_ranks(2, save_beside, stage, how, str(tmp_path), timeout=60))
+    assert not list(tmp_path.rglob("zerokern.json")) and not list(tmp_path.rglob("*.safetensors"))
+
+
+@ranked
+def fail_beside(world: World, stage: int, part: int) -> list[str]:
+    """What each of three steps said on a rank, of which the second one's update breaks off on rank 1."""
+    warnings.simplefilter("ignore")
+    patch = pytest.MonkeyPatch()
+    refusals = Refusals(patch)
+    model, optimizer = layered(world, stage)
+    said = [learn(model, optimizer, 0)]
+    optimizer.flush()
+    if world.rank == 1:
+        refusals.comes(optimizer, part)
+    said += [learn(model, optimizer, seed) for seed in (1, 2)]
+    patch.undo()
+    return said
+
+
+@pytest.mark.parametrize("part", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, 3, pytest.param(1, marks=pytest.mark.slow)])
+def test_real_ranks_go_on_beside_a_forward_too(stage: int, part: int) -> None:
+    for first, _, last in run_ranks(2, fail_beside, stage, part, timeout=60):
+        assert not first and "refused" in last and "load a checkpoint" in last
