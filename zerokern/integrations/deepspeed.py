@@ -379,7 +379,7 @@ def _tier(values: Values, what: str, deprecated: str, *folder: str) -> dict[str,
     path = values.get(f"{section}.nvme_path")
     if not path:
         raise ValueError(got(f"{section}.nvme_path", path, "a folder on the disk, since device is nvme"))
-    return {"tier": Nvme(Path(path, "zerokern", *folder))}
+    return {"tier": Nvme(path).below("zerokern", *folder)}
 
 
 def _accumulation(values: Values, world: int) -> tuple[int, int | None]:
