@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import zerokern as zk
+from zerokern.io.place import below
 
 
 @pytest.mark.parametrize("path, number, says", [
@@ -63,6 +64,6 @@ def test_a_budget_beyond_the_whole_disk_is_told_where_the_tier_is_made(tmp_path:
 def test_a_folder_below_need_not_be_there(tmp_path: Path) -> None:
     """Each rank has one, and a configuration of DeepSpeed names them so."""
     tier = zk.Nvme(tmp_path / "swap", budget="1M", checksum=True)
-    below = tier.below("zerokern", "rank0")
-    assert below == zk.Nvme(tmp_path, budget="1M", checksum=True).below("swap", "zerokern", "rank0") != tier
-    assert below.path == str(tmp_path / "swap/zerokern/rank0") and tier.path == str(tmp_path / "swap")
+    made = below(tier, "zerokern", "rank0")
+    assert made == below(zk.Nvme(tmp_path, budget="1M", checksum=True), "swap", "zerokern", "rank0") != tier
+    assert made.path == str(tmp_path / "swap/zerokern/rank0") and tier.path == str(tmp_path / "swap")

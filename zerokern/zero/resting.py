@@ -16,7 +16,7 @@ from torch import Tensor
 from zerokern.comm import Group
 from zerokern.core.errors import got
 from zerokern.io import Nvme
-from zerokern.io.place import NvmePlace
+from zerokern.io.place import NvmePlace, below
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
 from zerokern.memory.rest import GOING
 from zerokern.memory.staging import OTHERS, CudaDriver
@@ -65,7 +65,7 @@ def folder_below(tier: Nvme, name: str, rank: int = 0) -> Nvme:
     'swap/parameters-3'
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else rank
-    return tier.below(f"{name}-{rank}")
+    return below(tier, f"{name}-{rank}")
 
 
 def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:
