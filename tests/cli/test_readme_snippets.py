@@ -88,6 +88,49 @@ def test_a_snippet_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     exec(compile(SNIPPETS[name], name, "exec"), {"__name__": "readme"})
 
 
+BEFORE = """
+import torch
+from types import SimpleNamespace
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, batch):
+        for layer in self.layers:
+            batch = torch.relu(layer(batch))
+        return SimpleNamespace(loss=batch.square().mean())
+
+model, data = Net(), [torch.randn(4, 8) for _ in range(3)]
+"""
+AFTER = """
+print("ranks", torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "command, ranks",
+    [
+        ("python loop.py", [0]),
+        pytest.param("torchrun --standalone --nproc-per-node=2 loop.py", [2, 2], marks=pytest.mark.slow),
+    ],
+)
+def test_the_loop_as_it_is_after_the_change_runs(command: str, ranks: list[int], tmp_path: Path) -> None:
+    """The block that shows a loop with what is taken out and what is put in, run in a process of its own."""
+    (block,) = re.findall(r"^```diff\n(.*?)^```", TEXTS["README.md"], re.MULTILINE | re.DOTALL)
+    lines = block.splitlines()
+    assert all(line[:1] in ("", " ", "+", "-") for line in lines)
+    kept = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    (tmp_path / "loop.py").write_text(BEFORE + kept + AFTER)
+    process = started(command, tmp_path)
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, text
+    assert [int(found) for found in re.findall(r"ranks (\d)", text)] == ranks, text
+
+
 def test_there_are_commands_for_one_process_one_node_and_several() -> None:
     assert [command.partition(" ")[0] for command in COMMANDS] == ["python", "torchrun", "torchrun"]
     assert "--standalone" in COMMANDS[1] and "--nnodes=4" in COMMANDS[2]

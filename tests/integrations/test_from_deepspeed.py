@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import zerokern as zk
 from zerokern.integrations.deepspeed import SECTIONS, Settings, from_deepspeed
 from zerokern.integrations.deepspeed_keys import AUTO, DEFAULTS, KEYS
+from zerokern.io.place import below
 
 HERE = Path(__file__).parent
 SAID = json.loads((HERE / "deepspeed_keys.json").read_text())
@@ -132,7 +133,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(path: str) -> None:
 @pytest.mark.parametrize("section, tier", [
     ({"offload_param": {"device": "cpu"}}, "cpu"),
     ({"cpu_offload_param": True}, "cpu"),
-    ({"offload_param": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 5}}, zk.Nvme("/disk/zerokern")),
+    ({"offload_param": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 5}},
+     below(zk.Nvme("/disk"), "zerokern")),
 ])  # fmt: skip
 def test_where_parameters_rest(section: dict[str, Any], tier: Any) -> None:
     assert from_deepspeed({"zero_optimization": {"stage": 3, **section}}).shard == {"stage": 3, "tier": tier}
@@ -182,7 +184,7 @@ ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "ma
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, None, {"max_grad_norm": 1.0, "tier": "cpu"}),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": None}}, None, {"max_grad_norm": 1.0}),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "swap"}}}, None,
-         {"max_grad_norm": 1.0, "tier": zk.Nvme("swap/zerokern/rank0")}),
+         {"max_grad_norm": 1.0, "tier": below(zk.Nvme("swap"), "zerokern", "rank0")}),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}, None,
          {"max_grad_norm": 1.0, "master_format": "none", "state_format": "bf16"}),
         ({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}, zk.AdamW,

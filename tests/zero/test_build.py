@@ -226,11 +226,19 @@ def in_layers(*, listed: bool = False) -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList(layers)}) if listed else nn.Sequential(*layers)
 
 
-def test_a_large_model_of_one_unit_on_a_disk_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_large_model_of_one_unit_is_told_of(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it would be in memory whenever it computes, and nobody would know."""
     monkeypatch.setattr(checks, "LARGE", 1)
-    with pytest.warns(UserWarning, match="the model is one unit.*units=lambda module"):
-        zk.build(in_layers, stage=3, tier=zk.Nvme(str(tmp_path / "one")))
+    settings: dict = {} if tier == "device" else {"tier": zk.Nvme(str(tmp_path / "one"))}
+    with pytest.warns(UserWarning, match="the model is one unit.*units=lambda module") as told:
+        zk.build(in_layers, stage=3, **settings)
+    assert told[0].filename == __file__
+    beside = nn.ModuleDict({"body": in_layers(), "heads": nn.ModuleList([nn.Linear(8, 1)])})
+    with pytest.warns(UserWarning, match="what is in no ModuleList is one unit, so that all 0 MiB"):
+        zk.shard(beside, stage=3)
+    with pytest.warns(UserWarning, match=r"'0' is one unit"):
+        zk.shard(nn.ModuleList([in_layers(), nn.Linear(8, 1)]), stage=3)
 
 
 def test_units_a_module_alone_and_small_models_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,4 +250,5 @@ def test_units_a_module_alone_and_small_models_are_not(tmp_path: Path, monkeypat
         zk.build(lambda: in_layers(listed=True), stage=3, tier=zk.Nvme(str(tmp_path / "listed")))
         named = {"units": lambda module: isinstance(module, nn.Linear)}
         zk.build(in_layers, stage=3, tier=zk.Nvme(str(tmp_path / "named")), **named)
-        zk.shard(in_layers(), stage=3)
+        for stage in (0, 1, 2):
+            zk.shard(in_layers(), stage=stage)

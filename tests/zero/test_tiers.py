@@ -203,9 +203,33 @@ def test_other_tiers_are_refused(stage: int, tier: str, says: str) -> None:
         zk.shard(model_of(), stage=stage, tier=tier)
 
 
-def test_two_models_in_one_folder_are_refused(tmp_path: Path) -> None:
+def test_a_later_model_takes_the_folder_over_and_the_earlier_one_says_so(tmp_path: Path) -> None:
+    """As where a notebook's cell runs twice. Nothing is read from where another model has its parameters now."""
     first = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
-    with pytest.raises(zk.IoError, match="in use by this process"):
+    train(first, 1)
+    view = next(first.parameters()).local  # somebody may have kept it
+    kept = view.clone()
+    with pytest.warns(UserWarning, match="built earlier in this process"):
+        second = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    gone = r"these parameters are gone.*taken over"
+    with pytest.raises(zk.ShardError, match=gone):
+        train(first, 1)
+    with pytest.raises(zk.ShardError, match=gone):
+        first(torch.ones(2, 8))
+    with pytest.raises(zk.ShardError, match=gone):
+        _ = next(first.parameters()).local
+    with pytest.raises(zk.ShardError, match=gone), zk.gathered(first):
+        pass
+    assert train(second, 2) == train(zk.shard(model_of(), stage=3), 2)
+    assert torch.equal(view, kept)
+    del first, view
+    gc.collect()
+    assert train(second, 1)
+
+
+def test_a_model_at_work_keeps_its_folder(tmp_path: Path) -> None:
+    first = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    with sharding_of(first).memories[0].rest.used(), pytest.raises(zk.IoError, match="in use by this process"):
         zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
     assert train(first, 1)
 

@@ -13,6 +13,7 @@ import errno
 import os
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import ZerokernError
+from zerokern.core.errors import ShardError, ZerokernError
 from zerokern.memory.arena import PAGE
 from zerokern.memory.pages import Pages, reserve
 from zerokern.memory.place import Place, Wanted
@@ -55,12 +56,29 @@ class Rests:
         self.leaving: deque[Rest] = deque()  # without a user, and to be given back once they are stored
         self.kept: list[Rest] = []  # without a user, while somebody has a view of them
         self.unused: list[Any] = []  # room in the place that nobody has any more
-        self._pid = os.getpid()
+        self._pid, self._closed = os.getpid(), ""
+        self._all: weakref.WeakSet[Rest] = weakref.WeakSet()
 
     def make(self, role: str, numel: int, dtype: torch.dtype) -> Rest:
         """Memory for so many elements, zeros as yet, with room for them in the place."""
+        self.check()
         self.evict()
-        return Rest(self, role, numel, dtype)
+        made = Rest(self, role, numel, dtype)
+        self._all.add(made)
+        return made
+
+    def close(self, because: str) -> bool:
+        """Nothing is fetched any more, and who asks is told why; the place may go. False: something is in use now."""
+        with self.lock:
+            if any(one._users for one in self._all):
+                return False
+            self._closed = because
+            while self.leaving:
+                one = self.leaving.popleft()
+                with contextlib.suppress(Exception):  # nobody will read what was to be stored
+                    one.end()
+            self.pages.drop()
+        return True
 
     def evict(self) -> None:
         """Room that nobody has any more is free again."""
@@ -68,7 +86,9 @@ class Rests:
             self.place.evict([self.unused.pop()])
 
     def check(self) -> None:
-        """Raises in a forked child, where the memory is not."""
+        """Raises in a forked child, where the memory is not, and where it was closed."""
+        if self._closed:
+            raise ShardError(self._closed)
         if os.getpid() != self._pid:
             raise ZerokernError(
                 f"these tensors rest in {self.place!r} of process {self._pid}, and this is {os.getpid()}, forked from "
@@ -245,6 +265,8 @@ class Rest:
         """Nobody uses it: on its way to the place, or kept, or given back. With the lock."""
         if self._users or not self.is_here:
             return
+        if self.rests._closed:  # a view that somebody has kept ends: there is no place for what it shows
+            self._changed = False
         if self._coming is not None:  # nobody has waited: it must not arrive in memory that is not there
             with contextlib.suppress(Exception):
                 self._coming.wait()
