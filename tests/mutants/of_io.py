@@ -69,7 +69,7 @@ MUTANTS = (
         "end += _rounded_up(-(-numel // width.per) * width.nbytes, ALIGNMENT)",
         "end += _rounded_up(max(1, numel // width.per) * width.nbytes, ALIGNMENT)",
         "A record has no room for the scale of a last, partial block of int8 state.",
-        ("tests/io/test_pieces.py",),
+        ("tests/mutants/test_found.py", "tests/io/test_pieces.py"),
     ),
     Mutant(
         "get_of_a_failed_put_succeeds",
@@ -88,12 +88,12 @@ MUTANTS = (
         ("tests/io/test_lock.py", "tests/io/test_process.py"),
     ),
     Mutant(
-        "short_direct_transfer_goes_on_within_a_unit",
+        "short_read_taken_for_whole",
         "cpu/io/engine.cpp",
-        "op->done -= op->done % op->align;",
-        "",
-        "A direct transfer that the device cut short goes on at an offset that the device does not allow.",
-        ("tests/io/test_faults.py",),
+        "if (op->done < op->needed) {",
+        "if (op->done < op->needed && op->write) {",
+        "A read that the device cut short counts as whole.",
+        ("tests/io/test_faults.py", "tests/io/test_damage.py"),
     ),
     Mutant(
         "request_overtakes_the_one_before",

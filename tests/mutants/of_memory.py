@@ -37,7 +37,7 @@ MUTANTS = (
         "copy = Copy(self, stream, pairs)",
         "copy = Copy(self, stream, ())",
         "Memory may be freed, and given to others, while a copy still moves it.",
-        ("tests/memory/test_copies.py",),
+        ("tests/mutants/test_found.py", "tests/memory/test_copies.py"),
     ),
     Mutant(
         "writes_through_views_not_stored",

@@ -21,7 +21,7 @@ MUTANTS = (
         "tensor.mul_(1.0 / self.size)",
         "tensor.mul_(1.0 / max(1, self.size - 1))",
         "A mean is divided by one rank too few.",
-        ("tests/comm/test_exact.py",),
+        ("tests/zero/test_losses.py", "tests/zero/test_modules.py"),
     ),
     Mutant(
         "rest_of_an_uneven_all_reduce_lost",
@@ -61,7 +61,7 @@ MUTANTS = (
         'return f"count/{position}/{zlib.crc32(key.encode()):08x}"',
         'return f"count/{position}"',
         "Ranks that want different steps at one position count as agreed.",
-        ("tests/comm/test_fake.py", "tests/comm/test_failures.py", "tests/zero/test_different_calls.py"),
+        ("tests/comm/test_failures.py", "tests/zero/test_different_calls.py"),
     ),
     Mutant(
         "failure_told_once",
@@ -85,6 +85,6 @@ MUTANTS = (
         '"publish": 4}',
         '"publish": 1}',
         "What an update's thread publishes can be taken for what a forward gathers.",
-        ("tests/optim/test_offload_overlap.py", "tests/comm/test_traffic.py"),
+        ("tests/mutants/test_found.py", "tests/optim/test_offload_overlap.py"),
     ),
 )

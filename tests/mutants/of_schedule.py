@@ -32,11 +32,11 @@ MUTANTS = (
         ("tests/schedule/test_program.py", "tests/schedule/test_races.py"),
     ),
     Mutant(
-        "step_before_is_forgotten",
+        "step_of_another_program_is_forgotten",
         "zerokern/schedule/executor.py",
-        "if back > len(recent):",
-        "if back >= len(recent):",
-        "An op does not wait for the op of the oldest step that is remembered.",
+        'if key in before else (one for one in before.values() if one.op.lane != "device")',
+        "if key in before else ()",
+        "Where the step before was of another program, an op waits for nothing of it.",
         ("tests/schedule/test_executor.py",),
     ),
     Mutant(
@@ -45,7 +45,7 @@ MUTANTS = (
         "            self._settle(one)\n        else:\n            ticket.gate()",
         "            self._settle(one)",
         "What the program gives to the device does not wait for the copies that it needs.",
-        ("tests/schedule/test_executor.py", "tests/schedule/test_played.py", "tests/optim/test_offload_played.py"),
+        ("tests/optim/test_offload_played.py", "tests/schedule/test_executor.py"),
     ),
     Mutant(
         "failure_told_before_the_copies_have_ended",

@@ -43,7 +43,7 @@ MUTANTS = (
         "dropped_no_sync_gradient_comes_back",
         "zerokern/zero/gradients.py",
         "self.local &= lives",
-        "self.local |= lives",
+        "self.local &= self._places",
         "A gradient of a pass under no_sync that the program has dropped is added all the same.",
         ("tests/zero/test_graphs.py", "tests/zero/test_modules.py", "tests/zero/test_losses.py"),
     ),
