@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,19 +177,3 @@ def test_new_folders_last_with_those_above_them(tmp_path: Path, call: str, monke
     else:
         getattr(zk, call)(place, model_of())
     assert synced[:3] == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-
-
-AT_EXIT = """
-import atexit, sys, torch, zerokern as zk
-model = torch.nn.Linear(3, 2)
-def last():
-    saving = zk.save(sys.argv[1], model, wait=False)
-    assert saving.done() and saving.exception() is None
-    saving.wait()
-atexit.register(last)
-"""
-
-
-def test_a_save_while_python_exits_is_done_at_once(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "c")], check=True, timeout=120)
-    zk.load(tmp_path / "c", torch.nn.Linear(3, 2))
