@@ -267,5 +267,6 @@ def laid(rank: int, folder: str, rows: dict[str, tuple[Layout, list[int], list[s
             return trained(spec, at, *more, layout=layout)
 
         told = [str(one.message) for one in said if "data_parallel_shard_degree" in str(one.message)]
-        found[name] = compared, resumed(train, *more), told
+        mixed = any("mixed_precision" in one for one in more)  # torch has no state of such optimizers before a step
+        found[name] = compared, None if mixed else resumed(train, *more), told
     return found
