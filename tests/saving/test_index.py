@@ -36,30 +36,22 @@ def rewritten(change) -> bytes:
     return b'{"zerokern": 1, "crc32c": "%08x"}\n%s' % (native.library().zk_crc32c(0, text, len(text)), text)
 
 
-def test_what_is_loaded_is_what_was_dumped() -> None:
+def test_what_is_loaded_is_what_was_dumped_in_json_that_anybody_reads() -> None:
     assert Index.load(sample().dump(), PATH) == sample()
     assert sample().dump() == sample().dump()
-
-
-def test_it_is_json_that_anybody_reads() -> None:
     head, body = sample().dump().splitlines()
     assert json.loads(head)["zerokern"] == FORMAT
     assert json.loads(body)["tensors"]["model.w"][:2] == ["bfloat16", [4, 8]]
 
 
-@pytest.mark.parametrize("step", [1, 7])
-def test_any_changed_byte_is_found(step: int) -> None:
+def test_any_changed_or_missing_byte_is_found() -> None:
     data = sample().dump()
     body = data.index(b"\n") + 1
-    for at in range(body, len(data), step):
+    for at in range(body, len(data)):
         changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with pytest.raises(IoError, match=r"zerokern\.json (was edited or damaged|is truncated)") as refused:
             Index.load(changed, PATH)
         assert refused.value.path == str(PATH)
-
-
-def test_any_truncation_is_found() -> None:
-    data = sample().dump()
     for end in range(len(data)):
         with pytest.raises(IoError, match=r"truncated|edited"):
             Index.load(data[:end], PATH)
@@ -71,15 +63,15 @@ def test_a_newer_format_is_named() -> None:
         Index.load(newer, PATH)
 
 
-@pytest.mark.parametrize("foreign", [b"", b"[1]\n", b"{}\n{}\n", b"\x80\x04.", b'{"zerokern": 1}\n\n'])
-def test_what_is_no_index_is_named_so(foreign: bytes) -> None:
-    with pytest.raises(IoError, match="does not begin as an index of zerokern does"):
-        Index.load(foreign, PATH)
+def test_what_is_no_index_is_named_so() -> None:
+    for foreign in (b"", b"[1]\n", b"{}\n{}\n", b"\x80\x04.", b'{"zerokern": 1}\n\n'):
+        with pytest.raises(IoError, match="does not begin as an index of zerokern does"):
+            Index.load(foreign, PATH)
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
+def test_sound_checksums_do_not_excuse_nonsense() -> None:
+    assert Index.load(rewritten(lambda body: None), PATH) == sample()
+    for change, says in [
         (lambda b: b["files"][0].__setitem__(0, "../../etc/passwd"), "no name of a file"),
         (lambda b: b["files"][0].__setitem__(1, 4104), "cannot have 4104 bytes"),
         (lambda b: b["tensors"]["model.w"].__setitem__(1, [4, 9]), "do not make up its shape"),
@@ -89,12 +81,9 @@ def test_what_is_no_index_is_named_so(foreign: bytes) -> None:
         (lambda b: b["tensors"]["model.w"][2].__setitem__(0, 2), "file number 2 of 2"),
         (lambda b: b["tensors"]["model.w"][2].pop(), "are no boxes of 2 dimensions"),
         (lambda b: b.pop("values"), "values"),
-    ],
-)
-def test_sound_checksums_do_not_excuse_nonsense(change, says: str) -> None:
-    assert Index.load(rewritten(lambda body: None), PATH) == sample()
-    with pytest.raises(IoError, match=f"no sound content: .*{says}"):
-        Index.load(rewritten(change), PATH)
+    ]:
+        with pytest.raises(IoError, match=f"no sound content: .*{says}"):
+            Index.load(rewritten(change), PATH)
 
 
 def test_itemsize_is_torchs() -> None:

@@ -122,16 +122,18 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_file_is_named_with_what_is_wrong(case: str, tmp_path: Path) -> None:
-    content, says = BROKEN[case]
+def test_a_broken_file_is_named_with_what_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(IoError) as caught:
-        read_header(path)
-    assert says in str(caught.value) and caught.value.path == str(path)
-    with pytest.raises((SafetensorError, UnicodeDecodeError, ValueError, OSError)):  # theirs refuses it too
-        load_file(path)
+    for case, (content, says) in BROKEN.items():
+        path.write_bytes(content)
+        with pytest.raises(IoError) as caught:
+            read_header(path)
+        assert says in str(caught.value) and caught.value.path == str(path), (case, str(caught.value))
+        with pytest.raises((SafetensorError, UnicodeDecodeError, ValueError, OSError)):  # theirs refuses it too
+            load_file(path)
+    with pytest.raises(IoError, match="No such file") as caught:
+        read_header(tmp_path / "nowhere")
+    assert caught.value.errno == 2
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
@@ -144,12 +146,6 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             read_header(tmp_path / "part")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(IoError, match="No such file") as caught:
-        read_header(tmp_path / "nowhere")
-    assert caught.value.errno == 2
-
-
 def test_what_cannot_be_written_is_refused() -> None:
     with pytest.raises(TypeError, match="complex128"):
         header([("w", torch.complex128, [1])])
@@ -159,12 +155,9 @@ def test_what_cannot_be_written_is_refused() -> None:
         header([("w", torch.float32, [1]), ("w", torch.float32, [1])])
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "a\\b", "..", ""])
-def test_an_index_leads_nowhere_else(file: str, tmp_path: Path) -> None:
+def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
     path = tmp_path / "index.json"
-    path.write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(IoError, match="no name of a file beside it"):
-        read_index(path)
-    path.write_text(json.dumps({"weight_map": {"w": 3}}))
-    with pytest.raises(IoError, match="weight_map"):
-        read_index(path)
+    for file in ("../model.safetensors", "/etc/passwd", "a\\b", "..", "", 3):
+        path.write_text(json.dumps({"weight_map": {"w": file}}))
+        with pytest.raises(IoError, match="weight_map" if file == 3 else "no name of a file beside it"):
+            read_index(path)

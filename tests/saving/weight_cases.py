@@ -97,6 +97,13 @@ def mixed(seed: int = 0) -> Mixed:
     return built(Mixed, seed)
 
 
+def kept(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By name, without the second names of tied tensors, as transformers and we write them."""
+    seen: set[int] = set()
+    state = model.state_dict(keep_vars=True)
+    return {n: t.detach() for n, t in state.items() if id(t) not in seen and not seen.add(id(t))}
+
+
 def names(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir())
 
