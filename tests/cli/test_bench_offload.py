@@ -217,10 +217,7 @@ class TestCommand:
             (["adam", "--ranks", "2"], "--ranks belongs to zero"),
             (["offload", "--numel", "1M"], "--numel has no meaning"),
             (["offload", "--tier", "nvme"], "--tier has no meaning"),
-            (
-                ["offload", "--vs", "ddp"],
-                "vs='ddp': must be a list of none, deepspeed, fsdp2, torchao",
-            ),
+            (["offload", "--vs", "ddp"], "vs='ddp': must be a list of none, deepspeed, fsdp2, torchao"),
         ],
     )
     def test_options_that_do_not_fit_are_taught(

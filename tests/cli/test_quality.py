@@ -30,8 +30,7 @@ def test_learning_rate_rises_and_falls() -> None:
 
 
 @pytest.mark.parametrize(
-    "lossy, holds",
-    [([1.00, 1.21, 1.39], True), ([1.11, 1.31, 1.51], True), ([1.21, 1.41, 1.61], False)],
+    "lossy, holds", [([1.00, 1.21, 1.39], True), ([1.11, 1.31, 1.51], True), ([1.21, 1.41, 1.61], False)]
 )
 def test_the_gap_is_held_against_the_spread(lossy: list[float], holds: bool) -> None:
     """Exact runs at 1.0, 1.2 and 1.4 have a standard deviation of 0.2."""

@@ -135,13 +135,7 @@ def test_without_close_the_last_sync_is_kept(
 
 @pytest.mark.parametrize(
     "step, found",
-    [
-        ("os.fdatasync", 1),
-        ("os.open", 1),
-        ("os.fsync", 1),
-        ("os.rename", 1),
-        ("zerokern.io.renaming.Folder.sync", 1),
-    ],
+    [("os.fdatasync", 1), ("os.open", 1), ("os.fsync", 1), ("os.rename", 1), ("zerokern.io.renaming.Folder.sync", 1)],
 )
 def test_a_failure_while_the_index_is_published_leaves_one_of_both(
     engine: EngineCase, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str, found: int
