@@ -21,7 +21,7 @@ MOST_TOLD = 20
 def each(names: str, values: Iterable[Any]) -> Callable[[Callable], Callable]:
     """As `pytest.mark.parametrize`, but all rows run in one test. Several above each other are a product.
 
-    Each row draws its own random numbers, whatever ran before it, and has its own `monkeypatch`, `tmp_path` and `folder`.
+    Each row draws random numbers of its own, whatever ran before it, and has its own `monkeypatch` and `tmp_path`.
     """
     own, table = [name.strip() for name in names.split(",")], list(values)
     axis = [(value if len(own) > 1 else (value,)) for value in table]
