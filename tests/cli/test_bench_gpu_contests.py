@@ -13,6 +13,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from tables import each
 
 MODULES = (
     "gpu.asked", "gpu.clock", "gpu.lists", "gpu.ours", "gpu.problem", "gpu.report", "gpu.sections", "gpu.settings",
@@ -106,8 +107,8 @@ class TestTurns:
 
 
 class TestProblem:
-    @pytest.mark.parametrize("at", [0, 127, 128, 4999])
-    @pytest.mark.parametrize("numels", [(5000,), (1, 4000, 999, 17)])
+    @each("at", [0, 127, 128, 4999])
+    @each("numels", [(5000,), (1, 4000, 999, 17)])
     def test_one_wrong_element_is_found(
         self, numels: tuple[int, ...], at: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -189,7 +190,7 @@ class TestEightBitPeers:
 
 
 class TestVerdict:
-    @pytest.mark.parametrize(
+    @each(
         "key, value, met",
         [
             ("update.copy_share", 0.92, "yes"),
@@ -218,9 +219,7 @@ class TestVerdict:
         assert "10 ns" not in "\n".join(report.outcome_lines(found, rehearsal=True))
 
 
-@pytest.mark.parametrize(
-    "module", [asked, pytest_section, sections, settings, turns], ids=lambda module: module.__name__
-)
+@each("module", [asked, pytest_section, sections, settings, turns])
 def test_examples_run(module: types.ModuleType) -> None:
     assert doctest.testmod(module).failed == 0
     assert doctest.testmod(module).attempted > 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 
 from zerokern.cli.main import main
 from zerokern.examples.model import GPT, Shape
@@ -59,13 +60,18 @@ def started(command: str, folder: Path) -> subprocess.Popen[str]:
 def trained(commands: list[str], folder: Path) -> list[float]:
     """The mean over ranks of each step's loss; all ranks, on all nodes, must have come to the end."""
     (folder / "train.py").write_text(PROGRAM)
-    nodes = [started(command, folder) for command in commands]
-    try:
-        texts = [node.communicate(timeout=400)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0] * len(nodes), "\n".join(texts)
+    if commands[0].startswith("python"):  # in a fork of a process that has torch imported
+        done = run_forked(f"import os; os.chdir({str(folder)!r})\n{PROGRAM}", timeout=400)
+        texts, codes = [done.stdout + done.stderr], [done.returncode]
+    else:
+        nodes = [started(command, folder) for command in commands]
+        try:
+            texts = [node.communicate(timeout=400)[0] for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+        codes = [node.returncode for node in nodes]
+    assert codes == [0] * len(codes), "\n".join(texts)
     assert not re.search("warn", "".join(texts).replace("OMP_NUM_THREADS", ""), re.IGNORECASE), "\n".join(texts)
     losses: dict[int, list[float]] = defaultdict(list)
     for _, _, step, loss in SAID.findall("".join(texts)):
@@ -82,7 +88,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[s
     return losses, torch.load(folder / "gpt.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("name", [name for name, one in SNIPPETS.items() if one is not PROGRAM])
+def slow_if_long(name: str) -> object:
+    """Frameworks take seconds to import; `tests/integrations` trains in them quickly."""
+    return pytest.param(name, marks=pytest.mark.slow) if name.startswith("frameworks") else name
+
+
+@pytest.mark.parametrize("name", [slow_if_long(name) for name, one in SNIPPETS.items() if one is not PROGRAM])
 def test_a_snippet_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_it_was: None) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(SNIPPETS[name], name, "exec"), {"__name__": "readme"})

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from kernel_cases import BLOCK
+from tables import each
 from torch import Tensor
 
 from zerokern.core.errors import BackendError
@@ -74,14 +75,14 @@ def tensors_in(value: object) -> list[Tensor]:
 ADAM_TENSORS = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 
-@pytest.mark.parametrize("name", ADAM_TENSORS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64, torch.bool], ids=str)
+@each("name", ADAM_TENSORS)
+@each("dtype", [torch.float64, torch.int32, torch.complex64, torch.bool])
 def test_wrong_dtype(name: str, dtype: torch.dtype) -> None:
     refused(ops.adam, adam_arguments() | {name: torch.ones(N).to(dtype)}, TypeError, name, str(dtype), "allowed")
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
+@each(
+    "name, dtype",
     [
         ("remainder", torch.float32),
         ("remainder", torch.uint8),
@@ -92,7 +93,6 @@ def test_wrong_dtype(name: str, dtype: torch.dtype) -> None:
         ("exp_avg_sq_scale", torch.bfloat16),
         ("out", torch.float32),
     ],
-    ids=str,
 )
 def test_wrong_dtype_of_a_format(name: str, dtype: torch.dtype) -> None:
     arguments = int8_arguments()
@@ -100,9 +100,7 @@ def test_wrong_dtype_of_a_format(name: str, dtype: torch.dtype) -> None:
     refused(ops.adam, arguments | {name: wrong}, TypeError, name, str(dtype), "allowed")
 
 
-@pytest.mark.parametrize(
-    "name", ["grad", "exp_avg", "exp_avg_sq", "remainder", "exp_avg_scale", "exp_avg_sq_scale", "out"]
-)
+@each("name", ["grad", "exp_avg", "exp_avg_sq", "remainder", "exp_avg_scale", "exp_avg_sq_scale", "out"])
 def test_wrong_shape(name: str) -> None:
     arguments = int8_arguments() | {"out": torch.ones(N, dtype=torch.bfloat16)}
     longer = torch.ones(N + 1 if arguments[name].numel() == N else 9, dtype=arguments[name].dtype)
@@ -117,19 +115,19 @@ def test_wrong_shape(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ADAM_TENSORS)
+@each("name", ADAM_TENSORS)
 def test_wrong_device(name: str) -> None:
     refused(ops.adam, adam_arguments() | {name: torch.ones(N, device="meta")}, ValueError, name, "meta", "allowed: cpu")
 
 
-@pytest.mark.parametrize("name", ADAM_TENSORS)
+@each("name", ADAM_TENSORS)
 def test_not_contiguous(name: str) -> None:
     refused(ops.adam, adam_arguments() | {name: torch.ones(N, 2)[:, 0]}, ValueError, name, "(2,)", "contiguous")
     transposed = {key: torch.ones(3, 100) for key in ADAM_TENSORS} | {name: torch.ones(100, 3).t()}
     refused(ops.adam, adam_arguments() | transposed, ValueError, name, "contiguous")
 
 
-@pytest.mark.parametrize("name", ADAM_TENSORS)
+@each("name", ADAM_TENSORS)
 def test_expanded(name: str) -> None:
     refused(ops.adam, adam_arguments() | {name: torch.ones(1).expand(N)}, ValueError, name, "contiguous")
 
@@ -138,15 +136,13 @@ def test_sparse_gradients() -> None:
     refused(ops.adam, adam_arguments() | {"grad": torch.ones(N).to_sparse()}, TypeError, "grad", "sparse", "allowed")
 
 
-@pytest.mark.parametrize("name", ADAM_TENSORS)
+@each("name", ADAM_TENSORS)
 def test_not_a_tensor(name: str) -> None:
     refused(ops.adam, adam_arguments() | {name: [[1.0] * N]}, TypeError, name, "list", "allowed")
 
 
-@pytest.mark.parametrize(
-    "names", [("param", "grad"), ("param", "exp_avg"), ("exp_avg", "exp_avg_sq"), ("grad", "exp_avg_sq")], ids="-".join
-)
-@pytest.mark.parametrize("shift", [0, 1, N - 1])
+@each("names", [("param", "grad"), ("param", "exp_avg"), ("exp_avg", "exp_avg_sq"), ("grad", "exp_avg_sq")])
+@each("shift", [0, 1, N - 1])
 def test_overlapping_memory(names: tuple[str, str], shift: int) -> None:
     memory = torch.ones(2 * N)
     overlapping = {names[0]: memory[:N], names[1]: memory[shift : shift + N]}
@@ -179,26 +175,26 @@ def test_a_list_with_one_bad_row_changes_no_row() -> None:
     refused(ops.adam, adam_arguments() | lists, TypeError, "grad[2]", "float64")
 
 
-@pytest.mark.parametrize("name", ["grad", "exp_avg", "exp_avg_sq"])
+@each("name", ["grad", "exp_avg", "exp_avg_sq"])
 def test_lists_of_different_lengths(name: str) -> None:
     lists = {key: [torch.ones(N)] * (1 if key == name else 2) for key in ADAM_TENSORS}
     refused(ops.adam, adam_arguments() | lists, ValueError, name, "1", "2", "allowed")
 
 
-@pytest.mark.parametrize("value", BAD_NUMBERS)
-@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay", "beta1", "beta2"])
+@each("value", BAD_NUMBERS)
+@each("name", ["lr", "eps", "weight_decay", "beta1", "beta2"])
 def test_adam_numbers(name: str, value: float) -> None:
     refused(ops.adam, adam_arguments() | {name: value}, ValueError, f"{name}={value!r}", "must be")
 
 
-@pytest.mark.parametrize("name", ["beta1", "beta2"])
+@each("name", ["beta1", "beta2"])
 def test_a_beta_of_one(name: str) -> None:
     refused(ops.adam, adam_arguments() | {name: 1.0}, ValueError, f"{name}=1.0", "[0, 1)")
 
 
-@pytest.mark.parametrize("value", BAD_NUMBERS)
-@pytest.mark.parametrize(
-    ("op", "name"),
+@each("value", BAD_NUMBERS)
+@each(
+    "op, name",
     [
         *(("lion", name) for name in ("lr", "weight_decay", "beta1", "beta2")),
         *(("adagrad", name) for name in ("lr", "lr_decay", "eps", "weight_decay")),
@@ -209,19 +205,17 @@ def test_numbers_of_the_others(op: str, name: str, value: float) -> None:
     refused(getattr(ops, op), other_arguments(op) | {name: value}, ValueError, f"{name}={value!r}", "must be")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@each("value", [math.nan, math.inf])
 def test_a_scale_that_is_not_finite(value: float) -> None:
     refused(ops.adam, adam_arguments() | {"scale": value}, ValueError, f"scale={value!r}", "must be")
 
 
-@pytest.mark.parametrize("value", [0, -1])
+@each("value", [0, -1])
 def test_a_step_below_one(value: int) -> None:
     refused(ops.adam, adam_arguments() | {"step": value}, ValueError, f"step={value}", "must be")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("lr", "0.1"), ("lr", None), ("step", 1.5), ("decoupled", 1), ("beta1", None)]
-)
+@each("name, value", [("lr", "0.1"), ("lr", None), ("step", 1.5), ("decoupled", 1), ("beta1", None)])
 def test_arguments_of_the_wrong_type(name: str, value: object) -> None:
     refused(ops.adam, adam_arguments() | {name: value}, TypeError, f"{name}={value!r}", "must be")
 
@@ -241,7 +235,7 @@ def test_formats_that_do_not_fit_together() -> None:
     refused(ops.sgd, other_arguments("sgd") | {"momentum_buffer": None}, ValueError, "momentum=0.9", "momentum_buffer")
 
 
-@pytest.mark.parametrize("seed", [-1, 1.5, "1"])
+@each("seed", [-1, 1.5, "1"])
 def test_a_seed_that_is_no_count(seed: object) -> None:
     arguments = adam_arguments() | {"param": torch.ones(N, dtype=torch.bfloat16), "stochastic_seed": seed}
     refused(ops.adam, arguments, (TypeError, ValueError), f"stochastic_seed={seed!r}", "must be")

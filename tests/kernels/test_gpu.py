@@ -22,6 +22,7 @@ from kernel_cases import (
     run_reference,
     same_bits,
 )
+from tables import each
 from test_exactness import Float64, Hyper, errors, theirs, training_state
 
 from zerokern.kernels import ops
@@ -57,8 +58,8 @@ def every_case(algorithm: str) -> list[Case]:
     return cases(ALGORITHMS[algorithm], every=True)
 
 
-@pytest.mark.parametrize("misaligned", [False, True], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each("misaligned", [False, True])
+@each("algorithm", ALGORITHMS)
 def test_every_format_has_the_bits_of_the_reference(algorithm: str, misaligned: bool, every: bool) -> None:
     chosen = every_case(algorithm) if every else cases(ALGORITHMS[algorithm], every=False)
     for case in chosen:
@@ -88,7 +89,7 @@ def assert_close(rows: list[Row], expected: list[Row], before: list[Row], case: 
         assert (row["exp_avg_sq"][positive] > 0).all()
 
 
-@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+@each("kind", ["exp_avg", "exp_avg_sq"])
 def test_codecs_have_the_bits_of_the_reference(kind: str) -> None:
     for exponent in range(-38, 38, 4):
         x = torch.randn(BLOCK * 40 + 5) * 10.0**exponent
@@ -105,7 +106,7 @@ def test_every_code_decodes_as_the_reference_has_it() -> None:
     assert same_bits(ops.decode_int8(codes.cuda(), scale.cuda()).cpu(), ops.decode_int8(codes, scale, impl="reference"))
 
 
-@pytest.mark.parametrize("master_format", ["split16", "split8"])
+@each("master_format", ["split16", "split8"])
 def test_splits_have_the_bits_of_the_reference(master_format: str) -> None:
     bits = torch.randint(-(2**31), 2**31, (1 << 20,), dtype=torch.int64).to(torch.int32)
     x = bits.view(torch.float32)
