@@ -275,6 +275,8 @@ def test_one_that_is_in_a_step_keeps_its_folder(tmp_path: Path, monkeypatch: pyt
     try:
         with pytest.raises(zk.IoError, match="in use by this process"):
             train(other, second)
+        with pytest.raises(zk.StateError, match=r"close\(\) was called while step\(\) runs"):
+            first.close()
     finally:
         leave.set()
         thread.join()
