@@ -30,7 +30,7 @@ def model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 4)).to(torch.bfloat16)
 
 
-def train(one: nn.Module, opt: Any, steps: int = 1) -> list[float]:
+def train(one: Callable[..., torch.Tensor], opt: Any, steps: int = 1) -> list[float]:
     losses = []
     for step in range(steps):
         x = torch.full((2, 40), 0.1 + step, dtype=torch.bfloat16)
@@ -174,6 +174,30 @@ def test_a_cell_that_runs_again_has_the_folder(schedule: Any, wrap: str, tmp_pat
     assert train(one, out[-1], 2) == train(twin, other, 2), "the last one goes on"
 
 
+@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=0)], ids=str)
+def test_a_cell_that_makes_the_model_too_runs_again(schedule: Any, tmp_path: Path) -> None:
+    """Parameters and state on disk, and an update that may be under way when the cell runs again."""
+    out: list[tuple[nn.Module, zk.AdamW]] = []
+    found = []
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", TOLD)
+            one = zk.shard(nn.ModuleList(model()), stage=3, tier=zk.Nvme(tmp_path, ring_nbytes="1M"))
+            out.append((one, opt := built(one, tmp_path / "state", schedule=schedule)))
+            found.append([loss for _ in range(3) for loss in train_in_order(one, opt)])
+    assert found[0] == found[1] == found[2]
+    for earlier, its in out[:-1]:
+        with pytest.raises(zk.StateError, match=GONE):
+            its.step()
+        with pytest.raises(zk.ShardError, match="these parameters are gone"):
+            train_in_order(earlier, its)
+    train_in_order(*out[-1])
+
+
+def train_in_order(one: nn.ModuleList, opt: Any) -> list[float]:
+    return train(lambda x: one[1](one[0](x)), opt)
+
+
 def test_an_update_that_was_kept_back_is_not_lost_in_silence(tmp_path: Path) -> None:
     one = model()
     earlier = built(one, tmp_path, schedule=zk.Delayed(after=0))
@@ -251,6 +275,8 @@ def test_one_that_is_in_a_step_keeps_its_folder(tmp_path: Path, monkeypatch: pyt
     try:
         with pytest.raises(zk.IoError, match="in use by this process"):
             train(other, second)
+        with pytest.raises(zk.StateError, match=r"close\(\) was called while step\(\) runs"):
+            first.close()
     finally:
         leave.set()
         thread.join()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_double import Double
 from ranks import run_ranks
 from torch import nn
 
@@ -115,6 +116,7 @@ def test_complex_parameters_are_refused_where_the_optimizer_is_built(kind: Any, 
         kind(params(param), lr=0.1)
     with pytest.raises(TypeError, match=r"complex64; allowed: dense, real tensors"):
         zk.shard(nn.ParameterList([param]))
+    kind(params(param.requires_grad_(False)), lr=0.1)  # nothing updates it
 
 
 def not_finite(opt: Any, weight: nn.Parameter, value: float = math.inf, **of_the_scaler: Any) -> list[str]:
@@ -141,6 +143,22 @@ def test_ten_skipped_steps_in_a_row_say_so_once(of_the_scaler: dict[str, float],
     assert f"10 steps in a row changed nothing, for their gradients were not finite: {says}. This is said once" in told
     assert [not_finite(opt, weight, math.nan, **of_the_scaler) for _ in range(15)] == [[]] * 15
     assert opt.skipped_steps == 25 and weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_on_a_device_whoever_asks_how_many_were_skipped_is_told(every: int, double: Double) -> None:
+    """The device decides, and a step waits for nothing: asking does."""
+    with double.on(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        weight = nn.Parameter(torch.ones(2))
+        opt = zk.AdamW([weight], lr=0.1, max_grad_norm=1.0)
+        for step in range(1, 41):
+            weight.grad = torch.tensor([1.0, 1.0 if step in (9, 18) else math.nan])
+            opt.step()
+            if step % every == 0:
+                assert opt.skipped_steps == step - (step >= 9) - (step >= 18)
+                assert len(told) == (step >= (28 if every == 1 else 30))
+    assert "10 steps in a row changed nothing" in str(told[0].message)
 
 
 @pytest.mark.parametrize("schedule", ["sync", "overlap"])

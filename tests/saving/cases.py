@@ -86,6 +86,7 @@ class Run:
         else:
             tier: Any = case.tier
             if tier == "nvme":
+                folder.mkdir(exist_ok=True)
                 tier = zk.Nvme(folder / f"swap{self.rank}", ring_nbytes=1 << 20)
             ours = {"tier": tier, "schedule": case.schedule, "state_format": case.state_format}
             if case.master_format is not None:

@@ -51,6 +51,7 @@ class Taken:
 
 def passes(world: World, width: int, folder: Path, stage: int, rests: bool, state: bool, saves: bool) -> dict[str, int]:
     own = folder / f"{width}-{world.rank}"
+    own.mkdir()
     tier = zk.Nvme(own / "state", ring_nbytes=RING) if state else "cpu"
     settings: dict[str, Any] = {"tier": zk.Nvme(own / "parameters", ring_nbytes=RING)} if rests else {}
     model = built(partial(Stack, width))

@@ -15,6 +15,7 @@ from worlds import World, built, on_ranks, on_threads, ranked
 
 import zerokern as zk
 from zerokern.api import sharding_of
+from zerokern.memory import rest
 
 ON_DISK = pytest.mark.parametrize("settings", [
     {},
@@ -227,7 +228,8 @@ def test_a_later_model_takes_the_folder_over_and_the_earlier_one_says_so(tmp_pat
     assert train(second, 1)
 
 
-def test_a_model_at_work_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_model_at_work_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest, "PATIENCE_S", 0.1)
     first = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
     with sharding_of(first).memories[0].rest.used(), pytest.raises(zk.IoError, match="in use by this process"):
         zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))

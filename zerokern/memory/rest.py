@@ -13,6 +13,7 @@ import errno
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from zerokern.memory.staging import Ticket
 __all__ = ["GOING", "Rest", "Rests"]
 
 GOING = 32 << 20
+PATIENCE_S = 10.0  # with an update that is under way beside its user's thread
 
 
 class Rests:
@@ -63,14 +65,18 @@ class Rests:
         """Memory for so many elements, zeros as yet, with room for them in the place."""
         self.check()
         self.evict()
-        made = Rest(self, role, numel, dtype)
-        self._all.add(made)
-        return made
+        return Rest(self, role, numel, dtype)
 
     def close(self, because: str) -> bool:
-        """Nothing is fetched any more, and who asks is told why; the place may go. False: something is in use now."""
+        """Nothing is fetched any more, and who asks is told why; the place may go. False: something stays in use.
+
+        An update that runs beside its user's thread ends by itself, and is waited for.
+        """
+        until = time.monotonic() + PATIENCE_S
+        while self._in_use and time.monotonic() < until:
+            time.sleep(0.005)
         with self.lock:
-            if any(one._users for one in self._all):
+            if self._in_use:
                 return False
             self._closed = because
             while self.leaving:
@@ -79,6 +85,11 @@ class Rests:
                     one.end()
             self.pages.drop()
         return True
+
+    @property
+    def _in_use(self) -> bool:
+        with self.lock:
+            return any(one._users for one in list(self._all))
 
     def evict(self) -> None:
         """Room that nobody has any more is free again."""
@@ -141,6 +152,8 @@ class Rest:
 
     def __init__(self, rests: Rests, role: str, numel: int, dtype: torch.dtype) -> None:
         self.rests = rests
+        self._users = 0
+        rests._all.add(self)
         size = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
         self.nbytes = size
         (self._kept,) = rests.place.lay_out([Wanted(role, torch.Size([size]), torch.uint8)])
@@ -150,7 +163,6 @@ class Rest:
         rests.pages.most_nbytes = max(rests.pages.most_nbytes, 2 * size)  # the one in use, and the next
         self.memory = torch.frombuffer(self._mapping, dtype=dtype, count=max(1, numel), offset=self._skip)[:numel]
         self._views = sys.maxsize  # of the memory, as few as there ever were: those that are always there
-        self._users = 0
         self._has_contents = False  # in the place
         self._changed = False
         self._lent: Tensor | None = None  # over the same memory; views of it are with others

@@ -361,31 +361,34 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         ...
         zerokern.core.errors.StateError: this optimizer is closed: close() was called. Build another one
         """
+        self._end(publish=True)
+
+    def _end(self, *, publish: bool) -> None:
         here = self.holdings
         if here.closed:
             return
+        if not self._stepping.acquire(blocking=False):
+            raise StateError("close() was called while step() runs, in another thread or in a hook; call it afterwards")
         known = here.torn and not here.untold
         try:
-            self.course.flush(self.param_groups)
+            if publish:
+                self.course.flush(self.param_groups)
         except StateError:
             if not known:  # else the step that failed has said so
                 raise
         finally:
-            self._end(_CLOSED)
-
-    def _end(self, because: str) -> None:
-        self.course.end(self.param_groups)
-        self.holdings.close(because)
+            try:
+                self.course.end(self.param_groups)
+                here.close(_CLOSED)
+            finally:
+                self._stepping.release()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an exception nothing is published: the other ranks may be anywhere."""
-        if kind is None:
-            self.close()
-        elif not self.holdings.closed:
-            self._end(_CLOSED)
+        self._end(publish=kind is None)
 
     @torch._disable_dynamo
     def refresh_masters(self) -> None:

@@ -117,7 +117,7 @@ def group(given: Mapping[str, Any], of_the_optimizer: Collection[str], of_groups
 
 
 def real(params: Sequence[Any], group: int) -> None:
-    """Refuse complex parameters, which no later cast makes into what is updated here.
+    """Refuse trained parameters that are complex: no later cast makes them into what is updated here.
 
     >>> real([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))], 0)
     Traceback (most recent call last):
@@ -127,7 +127,7 @@ torch.float16. Train torch.view_as_real(...) of it, a real parameter with a last
     """
     for index, param in enumerate(params):
         tensor = param[1] if isinstance(param, tuple) else param
-        if isinstance(tensor, Tensor) and tensor.is_complex():
+        if isinstance(tensor, Tensor) and tensor.is_complex() and tensor.requires_grad:
             name = repr(param[0]) if isinstance(param, tuple) else f"param_groups[{group}]['params'][{index}]"
             do = "Train torch.view_as_real(...) of it, a real parameter with a last dimension of 2"
             raise TypeError(got(f"{name}.dtype", tensor.dtype, DTYPES_TEXT, do))

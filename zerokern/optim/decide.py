@@ -67,9 +67,10 @@ class Decision:
         if self.device is None:
             return self._skipped
         there, (steps, skipped) = int(self.outcome[1]), self._looked_at
-        if there - skipped == self._asked_there - steps:
-            self._warn_of(there - skipped, "the device found it")
-        self._looked_at = self._asked_there, there
+        new, self._looked_at = there - skipped, (self._asked_there, there)
+        all_of_them = new == self._asked_there - steps and not self.graphs  # which replay steps uncounted
+        self._in_a_row = self._in_a_row + new if all_of_them else 0
+        self._warn_of(self._in_a_row, "so the device found")
         return self._skipped + there
 
     def move(self, device: torch.device | None) -> None:
