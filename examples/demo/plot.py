@@ -187,7 +187,8 @@ def draw_times(axes: Axes, lanes: list[race.Lane]) -> None:
     for y, (lane, ms) in enumerate(zip(lanes, times, strict=True)):
         axes.barh(y, ms, BAR_WIDTH, color=colour_of(lane))
         theirs = race.peer(lane, lanes)
-        ahead = "" if lane is theirs else f"   {race.ratio(theirs.optimizer_seconds, lane.optimizer_seconds):.2f}x"
+        faster = race.ratio(theirs.optimizer_seconds, lane.optimizer_seconds)
+        ahead = f"   {faster:.1f}x" if faster > 1 + results.SAME_SHARE else ""
         text = f"{ms:.1f} ms{ahead}\nstate {lane.state_nbytes / 1e6:,.0f} MB"
         boxed(axes, text, (ms, y), (5, 0), va="center", fontsize=11.5, fontweight="bold" if ahead else "normal")
     axes.set_yticks(range(len(lanes)), [named(lane).replace(", ", ",\n", 1) for lane in lanes])
@@ -242,18 +243,13 @@ def panels(found: results.Results) -> list[Panel]:
                 partial(draw_losses, lanes=lanes),
             )
         )
-        made.append(
-            (
-                results.time_finding(lanes),
-                f"GPT of {millions(lanes[0].numel)} parameters; ratio to torch",
-                partial(draw_times, lanes=lanes),
-            )
-        )
+        if results.optimizer_ratio(lanes) > 1 + results.SAME_SHARE:
+            ran = f"GPT of {millions(lanes[0].numel)} parameters; factors: to torch with a model of the same precision"
+            made.append((results.time_finding(lanes), ran, partial(draw_times, lanes=lanes)))
     ranks, rested = found.ranks, found.rested
     if ranks and ranks.told:
-        act, alone = ranks.act, ranks.plain.step_seconds
-        slower = results.compared(alone / ranks.ranks[0].step_seconds, "less time", "more time", "the same time")
-        ran = f"{millions(act.shape.numel)} parameters, ZeRO stage {act.stage}; a step takes {slower}"
+        act = ranks.act
+        ran = f"GPT of {millions(act.shape.numel)} fp32 parameters, ZeRO stage {act.stage}"
         made.append((results.ranks_finding(ranks), ran, partial(draw_ranks, outcome=ranks)))
     if rested and rested.told:
         ran = f"GPT of {millions(rested.act.shape.numel)} parameters; parameters and state at rest"
@@ -271,7 +267,7 @@ def titled(figure: SubFigure, finding: str, ran: str) -> Axes:
     return axes
 
 
-def draw(path: Path, found: results.Results) -> bool:
+def draw(path: Path, found: results.Results, seconds: float | None = None) -> bool:
     """Writes the picture, two panels a row; False where there is nothing to show."""
     made = panels(found)
     if not made:

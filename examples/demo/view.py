@@ -62,8 +62,10 @@ def fitting(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 class View:
     """Where the demo's output goes."""
 
-    def __init__(self, console: Any = None) -> None:
+    def __init__(self, console: Any = None, details: bool = True) -> None:
+        """`details`: whether the acts print their tables."""
         self.console = console or terminal(highlight=False)
+        self.details = details
 
     def say(self, text: str = "", style: str | None = None) -> None:
         soft_wrap = not self.console.is_terminal  # lines of a file are as long as they are
