@@ -29,7 +29,7 @@ MUTANTS = (
         "if self.summing.counts_again:\n            self.summing.share_out",
         "if self.summing.counts_again and not self.replicated:\n            self.summing.share_out",
         "At stage 0 a second pass adds up over the ranks what the first has summed already.",
-        ("tests/zero/test_parameters.py", "tests/zero/test_experts.py", "tests/zero/test_hybrid.py"),
+        ("tests/zero/test_hybrid_states.py", "tests/zero/test_parameters.py"),
     ),
     Mutant(
         "stale_gradient_of_an_unused_parameter",

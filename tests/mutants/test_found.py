@@ -14,7 +14,8 @@ from torch import Tensor
 
 from zerokern.comm import group_on
 from zerokern.io.pieces import Width, columns
-from zerokern.memory import Copies
+from zerokern.memory import Copies, HostPlace, Rests, Wanted
+from zerokern.schedule.passes import Ahead, turn
 
 
 class Addresses:
@@ -85,3 +86,38 @@ def publish_and_gather(rank: int) -> list[list[float]]:
 def test_what_a_thread_publishes_is_not_what_another_gathers() -> None:
     expected = [[1.0] * 4 + [2.0] * 4, [3.0] * 4 + [4.0] * 4]
     assert run_ranks(2, publish_and_gather, timeout=60) == [expected] * 2
+
+
+def test_what_is_written_into_memory_that_was_lent_is_stored() -> None:
+    rests = Rests(HostPlace("a test"))
+    one = rests.make("parameters", 4, torch.float32)
+    span = one.memory[:]
+    with one.used():
+        one.change()
+        one.memory.fill_(1.0)
+    rests.drain()
+    with one.used():
+        one.watch(span)
+        lent = one.lend(span)
+    lent.fill_(5.0)
+    del lent
+    rests.sweep()
+    rests.drain()
+    assert not one.is_here
+    with one.used():
+        assert one.memory.tolist() == [5.0] * 4
+
+
+def test_state_that_begins_anew_in_memory_that_was_used_is_zero() -> None:
+    place, owner = HostPlace("a test"), torch.ones(3)
+    wanted = [(owner, Wanted("exp_avg", owner.shape, owner.dtype))]
+    (state,) = place.rest(wanted)
+    state.fill_(2.0)
+    (kept,) = place.rest(wanted)
+    assert kept is state and kept.tolist() == [2.0] * 3
+    (anew,) = place.rest(wanted, zeroed=True)
+    assert anew is state and anew.tolist() == [0.0] * 3
+
+
+def test_a_unit_that_computes_next_is_not_released() -> None:
+    assert turn(5, [6], [0, 5, 6, 7], [6, 7], [1] * 8, Ahead()) == [("Release", 7), ("Gather", 5), ("Gather", 6)]
