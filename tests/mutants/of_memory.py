@@ -45,7 +45,7 @@ MUTANTS = (
         "if any(tensor._version != version for tensor, version in self._watched):\n            self._changed = True",
         "if any(tensor._version < version for tensor, version in self._watched):\n            self._changed = True",
         "What somebody writes into a view of memory that rests on a disk does not reach the disk.",
-        ("tests/zero/test_tiers.py", "tests/memory/test_rest.py"),
+        ("tests/mutants/test_found.py", "tests/memory/test_rest.py", "tests/zero/test_tiers.py"),
     ),
     Mutant(
         "span_that_fits_exactly_not_found",
@@ -77,6 +77,6 @@ MUTANTS = (
         "if zeroed and key not in self._untouched:",
         "if zeroed and key in self._untouched:",
         "Host memory that is taken again for new state holds the old values.",
-        ("tests/memory/test_host.py", "tests/optim/test_writes.py"),
+        ("tests/mutants/test_found.py", "tests/memory/test_host.py", "tests/optim/test_writes.py"),
     ),
 )

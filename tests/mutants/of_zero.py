@@ -29,7 +29,7 @@ MUTANTS = (
         "if self.summing.counts_again:\n            self.summing.share_out",
         "if self.summing.counts_again and not self.replicated:\n            self.summing.share_out",
         "At stage 0 a second pass adds up over the ranks what the first has summed already.",
-        ("tests/zero/test_parameters.py", "tests/zero/test_experts.py", "tests/zero/test_hybrid.py"),
+        ("tests/zero/test_hybrid_states.py", "tests/zero/test_parameters.py"),
     ),
     Mutant(
         "stale_gradient_of_an_unused_parameter",
@@ -77,7 +77,7 @@ MUTANTS = (
         "if len(self._parts) == 1:\n                self.group.broadcast(order).wait()",
         "if len(self._parts) == 1:\n                self.group.broadcast(order.clone()).wait()",
         "Ranks reduce their buckets in the order in which their own became complete.",
-        ("tests/zero/test_graphs.py", "tests/zero/test_different_calls.py", "tests/zero/test_modules.py"),
+        ("tests/mutants/test_found.py", "tests/zero/test_graphs.py", "tests/zero/test_different_calls.py"),
     ),
     Mutant(
         "marks_of_other_ranks_not_heard",
@@ -117,7 +117,7 @@ MUTANTS = (
         "self.group.broadcast(source).wait()\n        lost",
         "self.group.broadcast(source.clone()).wait()\n        lost",
         "Each rank begins with its own random values, and not with those of rank 0.",
-        ("tests/zero/test_parameters.py", "tests/zero/test_modules.py", "tests/zero/test_losses.py"),
+        ("tests/zero/test_bad_input.py", "tests/zero/test_hybrid_states.py"),
     ),
     Mutant(
         "cut_within_a_block",
@@ -128,12 +128,12 @@ MUTANTS = (
         ("tests/zero/test_partition.py",),
     ),
     Mutant(
-        "sharding_keeps_a_factor_that_was_taken",
+        "second_clipping_forgets_the_first",
         "zerokern/zero/sharding.py",
-        "factor, self.reduction.factor = self.reduction.factor, 1.0\n        return factor",
-        "return self.reduction.factor",
-        "The clip factor that an update has taken up is applied to the next gradients again.",
-        ("tests/zero/test_clipping.py", "tests/optim/test_shard_clip.py"),
+        "self.reduction.factor = self.reduction.factor * factor",
+        "self.reduction.factor = factor",
+        "Of two clippings before an update only the factor of the second is applied.",
+        ("tests/optim/test_shard_clip.py", "tests/zero/test_clipping.py"),
     ),
     Mutant(
         "factor_of_a_skipped_step_stays",
@@ -141,7 +141,7 @@ MUTANTS = (
         "return factor if factor == factor else 1.0",
         "return factor",
         "A norm that is not finite spoils the gradients of the batch after it.",
-        ("tests/zero/test_pipeline_norms.py", "tests/optim/test_shard_clip.py", "tests/zero/test_clipping.py"),
+        ("tests/mutants/test_found.py", "tests/zero/test_pipeline_norms.py"),
     ),
     Mutant(
         "write_to_a_whole_parameter_not_seen_by_its_piece",
@@ -157,7 +157,7 @@ MUTANTS = (
         "begin + nbytes <= self.begin + self.nbytes and not self.version.is_changed",
         "begin + nbytes <= self.begin + self.nbytes",
         "What was kept of an input before it was written stands for what it holds afterwards.",
-        ("tests/zero/test_keep.py",),
+        ("tests/mutants/test_found.py", "tests/zero/test_keep.py"),
     ),
     Mutant(
         "block_of_kept_inputs_reused_under_a_copy",
@@ -165,7 +165,7 @@ MUTANTS = (
         "self._copies.to_host(span, to, after=self._block.last)",
         "self._copies.to_host(span, to)",
         "A kept input leaves for host memory from which an older one is still being fetched.",
-        ("tests/zero/test_keep.py", "tests/zero/test_shard_keep.py"),
+        ("tests/mutants/test_found.py", "tests/zero/test_keep.py", "tests/zero/test_shard_keep.py"),
     ),
     Mutant(
         "one_copy_of_a_tied_weight_keeps_its_own_sum",

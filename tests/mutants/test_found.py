@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from copy_cases import ThreadDriver
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
-from zerokern.comm import group_on
+import zerokern as zk
+from zerokern.comm import Group, group_on
+from zerokern.comm.fake import FakeWorld
 from zerokern.io.pieces import Width, columns
-from zerokern.memory import Copies
+from zerokern.memory import Copies, HostPlace, Rests, Wanted
+from zerokern.memory.staging import OTHERS
+from zerokern.schedule.passes import Ahead, turn
+from zerokern.zero.homes import home_of
+from zerokern.zero.keeping import Keeper
 
 
 class Addresses:
@@ -85,3 +94,111 @@ def publish_and_gather(rank: int) -> list[list[float]]:
 def test_what_a_thread_publishes_is_not_what_another_gathers() -> None:
     expected = [[1.0] * 4 + [2.0] * 4, [3.0] * 4 + [4.0] * 4]
     assert run_ranks(2, publish_and_gather, timeout=60) == [expected] * 2
+
+
+def test_what_is_written_into_memory_that_was_lent_is_stored() -> None:
+    rests = Rests(HostPlace("a test"))
+    one = rests.make("parameters", 4, torch.float32)
+    span = one.memory[:]
+    with one.used():
+        one.change()
+        one.memory.fill_(1.0)
+    rests.drain()
+    with one.used():
+        one.watch(span)
+        lent = one.lend(span)
+    lent.fill_(5.0)
+    del lent
+    rests.sweep()
+    rests.drain()
+    assert not one.is_here
+    with one.used():
+        assert one.memory.tolist() == [5.0] * 4
+
+
+def test_state_that_begins_anew_in_memory_that_was_used_is_zero() -> None:
+    place, owner = HostPlace("a test"), torch.ones(3)
+    wanted = [(owner, Wanted("exp_avg", owner.shape, owner.dtype))]
+    (state,) = place.rest(wanted)
+    state.fill_(2.0)
+    (kept,) = place.rest(wanted)
+    assert kept is state and kept.tolist() == [2.0] * 3
+    (anew,) = place.rest(wanted, zeroed=True)
+    assert anew is state and anew.tolist() == [0.0] * 3
+
+
+def test_a_unit_that_computes_next_is_not_released() -> None:
+    assert turn(5, [6], [0, 5, 6, 7], [6, 7], [1] * 8, Ahead()) == [("Release", 7), ("Gather", 5), ("Gather", 6)]
+
+
+class Chain(nn.Module):
+    """Two layers of one size, one behind the other in either order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, swapped: bool) -> Tensor:
+        first, second = (self.other, self.one) if swapped else (self.one, self.other)
+        return second(first(x).tanh()).square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_whose_first_passes_differ_reduce_in_one_order(stage: int) -> None:
+    start, inputs = Chain(), torch.randn(2, 4, 16)
+
+    def live(group: Group) -> list[Tensor]:
+        model = zk.shard(copy.deepcopy(start), stage=stage, mesh=group, bucket_bytes=1)
+        for swapped in (group.rank == 1, False):
+            model.zero_grad()
+            model(inputs[group.rank], swapped).backward()
+        return [param.grad.whole(param.grad) for param in model.parameters()]
+
+    plain = copy.deepcopy(start)
+    (sum(plain(x, False) for x in inputs) / 2).backward()
+    for found in FakeWorld(2).run(live):
+        for grad, param in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(grad, param.grad)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_the_factor_of_a_step_that_is_skipped_is_no_part_of_the_next(kind: type) -> None:
+    """Other ranks may have what is not finite; gradients that are added to here are."""
+    model, plain = zk.shard(copy.deepcopy(start := Chain()), stage=2), start
+    x = torch.randn(4, 16)
+    for turns in range(2):
+        model(x, False).backward()
+        plain(x, False).backward()
+        if not turns:
+            home_of(model.one.weight).sharding.fold(kind(float("nan")))
+    for sharded, param in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.whole(sharded.grad), param.grad)
+
+
+def test_what_is_kept_after_a_write_is_kept_anew(tmp_path: Path) -> None:
+    keeper, x = Keeper(zk.Nvme(tmp_path)), torch.ones(1 << 19)
+    first = keeper.begin()
+    before = first.pack(x)
+    x.add_(1.0)
+    second = keeper.begin()
+    after = second.pack(x)
+    keeper.begin()
+    assert before is not after and bool(second.unpack(after).eq(2.0).all())
+
+
+def test_host_memory_of_a_kept_input_is_not_written_while_a_copy_reads_it() -> None:
+    keeper, driver = Keeper("cpu"), ThreadDriver("in", delay=0.3)
+    x, y = torch.ones(1 << 18), torch.full((1 << 18,), 2.0)
+    OTHERS[x] = OTHERS[y] = driver
+    turn, following = keeper.begin(), None
+    packed = turn.pack(x)
+    following = keeper.begin()  # x leaves
+    found = turn.unpack(packed)  # and comes back, slowly
+    del packed, turn
+    gc.collect()
+    kept = following.pack(y)
+    keeper.begin()  # y leaves, for the host memory that x was in
+    for copies in keeper._copies.values():
+        copies.close()
+    assert kept is not None and bool(found.eq(1.0).all())
+    driver.end()
