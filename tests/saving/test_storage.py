@@ -308,13 +308,6 @@ def test_damage_names_file_and_keys(tmp_path: Path) -> None:
     assert torch.equal(fine["model.0"], items["model.0"])
 
 
-def test_a_missing_file_is_damage(tmp_path: Path) -> None:
-    published = save(tmp_path / "c", {"model.w": torch.randn(10)})
-    published.path(0).unlink()
-    (error,) = Saved(published).damage()
-    assert error.errno == errno.ENOENT and "model.w" in str(error)
-
-
 def test_ranks_share_the_blocks_to_verify(tmp_path: Path) -> None:
     published = save(tmp_path / "c", {f"model.{i}": torch.randn(800_000) for i in range(6)})
     reader = Saved(published)
