@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, Case, Small, gathered, load, same, save
+from cases import BF16, Case, Small, digest, gathered, load, same, save
 from state_cases import model_of, steps
 from torch import nn
 from torch.distributed import checkpoint as dcp
