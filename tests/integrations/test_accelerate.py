@@ -256,12 +256,9 @@ def two(rank: int) -> None:
             accelerator.prepare(alone)
 
 
-def test_two_ranks() -> None:
-    on_ranks(2, two)
-
-
 def two_at_length(rank: int, folder: str) -> dict[str, Tensor]:
     """At its end what two ranks have saved, for one to go on with."""
+    two(rank)
     as_by_hand(None, None, BF16, **HOST, schedule=zk.Delayed(after=2))
     moved_state(SMALL, BF16)
     as_by_hand(2, None, BF16)

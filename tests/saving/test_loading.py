@@ -105,7 +105,7 @@ def test_tied_and_wrapped_parameters_are_found_under_any_name(tmp_path: Path) ->
     opt, used = (zk.SGD(one.parameters(), momentum=0.9) for one in (model, other))
     model["head"].weight.grad = torch.ones(3, 3)
     opt.step()
-    put(tmp_path, torch.compile(model), opt)
+    put(tmp_path, torch.compile(model, backend="eager"), opt)
     take(tmp_path, other, used)
     assert torch.equal(other["head"].weight, model["head"].weight)
     assert torch.equal(used.state[other["head"].weight]["momentum_buffer"], torch.ones(3, 3))
@@ -230,7 +230,7 @@ def test_a_load_without_room_is_made_good_by_the_next(
 @pytest.mark.parametrize("maker", [zk.AdamW, torch.optim.AdamW])
 def test_a_check_asks_for_all_parameters_a_few_times(maker: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Not once for each of them: 10,000 parameters would take 10,000 * 10,000 steps of Python."""
-    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(45)])
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(31)])
     opt = stepped(model, maker(model.parameters()))
     put(tmp_path / "x", model, opt)
     asked: list[int] = []
