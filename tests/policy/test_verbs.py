@@ -39,49 +39,31 @@ class Verb:
         return name in self.full or (name.rpartition(".")[2] in self.attributes and "." in name)
 
 
+ENVIRON = frozenset({"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"})
+CALLED = frozenset(f"torch.distributed.{name}" for name in COLLECTIVES)
+KINDS = ("zerokern/zero/kinds.py", "zerokern/optim/dtensors.py")
+DTENSOR = frozenset({"torch.distributed.tensor.DTensor"})
+PINS = frozenset({"pin_memory", "cudaHostRegister", "cudaHostAlloc", "zk_host_register"})
+STREAMS = ("zerokern/schedule/executor.py", "zerokern/memory/staging.py")
 VERBS = (
-    Verb(
-        "the environment is read",
-        ("zerokern/core/env.py",),
-        full=frozenset({"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}),
-    ),
-    Verb(
-        "collectives are called",
-        ("zerokern/comm/collectives.py",),
-        full=frozenset(f"torch.distributed.{name}" for name in COLLECTIVES),
-    ),
+    Verb("the environment is read", ("zerokern/core/env.py",), full=ENVIRON),
+    Verb("collectives are called", ("zerokern/comm/collectives.py",), full=CALLED),
     Verb(
         "what a tensor is, is asked of `here_of`, `local_of` and `is_divided`; what a DTensor is, is known",
-        ("zerokern/zero/kinds.py", "zerokern/optim/dtensors.py"),
-        full=frozenset({"torch.distributed.tensor.DTensor"}),
-        attributes=frozenset({"_local_tensor"}),
+        KINDS, full=DTENSOR, attributes=frozenset({"_local_tensor"}),
     ),
     Verb("module and autograd hooks are registered", ("zerokern/zero/hooks.py",), attributes=HOOKS),
+    # layer 0 stages the words of a launch in torch's own pinned cache; what is large is leased from the arena
+    Verb("host memory is pinned", ("zerokern/memory/arena.py", "zerokern/kernels/triton/upload.py"), attributes=PINS),
     Verb(
-        # layer 0 stages the words of a launch in torch's own pinned cache; what is large is leased from the arena
-        "host memory is pinned",
-        ("zerokern/memory/arena.py", "zerokern/kernels/triton/upload.py"),
-        attributes=frozenset({"pin_memory", "cudaHostRegister", "cudaHostAlloc", "zk_host_register"}),
+        "streams and events are made and waited for", STREAMS,
+        full=frozenset(f"torch.cuda.{name}" for name in WAITS), attributes=frozenset({"wait_event", "wait_stream"}),
     ),
-    Verb(
-        "streams and events are made and waited for",
-        ("zerokern/schedule/executor.py", "zerokern/memory/staging.py"),
-        full=frozenset(f"torch.cuda.{name}" for name in WAITS),
-        attributes=frozenset({"wait_event", "wait_stream"}),
-    ),
-    Verb(
-        # Triton asks torch itself
-        "the launcher of a kernel alone asks for the stream",
-        ("zerokern/schedule/executor.py", "zerokern/memory/staging.py"),
-        full=frozenset({"torch.cuda.current_stream"}),
-    ),
+    # Triton asks torch itself
+    Verb("the launcher alone asks for the stream", STREAMS, full=frozenset({"torch.cuda.current_stream"})),
     Verb("nothing calls record_stream: a release event orders memory", (), attributes=frozenset({"record_stream"})),
-    Verb(
-        "native signatures are declared",
-        ("zerokern/core/native.py",),
-        attributes=frozenset({"argtypes", "restype"}),
-    ),
-)
+    Verb("native signatures are declared", ("zerokern/core/native.py",), attributes=frozenset({"argtypes", "restype"})),
+)  # fmt: skip
 MUTE = ("zerokern/kernels/",)
 TALKATIVE = ("zerokern/cli/",)
 TRITON = "zerokern/kernels/triton/"  # imported on demand only, so the files themselves may import triton

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from cases import load, save
-from state_cases import put, take
+from state_cases import put, stepped, take, two
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -76,22 +76,6 @@ def check(
         if "master" in found[number]:  # ties between two bf16 values are rounded away from zero, or to even
             rounded = found[number]["master"].to(mine.dtype)
             assert torch.equal(mine, rounded) or (mine.float() - after).abs().le((rounded.float() - after).abs()).all()
-
-
-def two(tied: bool, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    if tied:
-        model[1].weight = model[0].weight
-    return model
-
-
-def stepped(model: nn.Module, opt: Any) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype).contiguous()
-    opt.step()
-    return opt
 
 
 @pytest.mark.parametrize("source", MASTERS)

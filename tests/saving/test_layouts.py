@@ -106,10 +106,8 @@ def test_from_two_dimensions_to_one_process(tmp_path: Path) -> None:
 
 
 CHAINS: dict[str, list[tuple[Sizes, int]]] = {
-    "more ranks of data parallelism and back": [(TWO, 3), (THREE, 1), (TWO, 2)],
-    "a pipeline and back": [(TWO, 2), (PIPELINE, 3), (TWO, 1)],
-    "a higher degree": [({}, 3), (HIGHER, 2)],
-    "three dimensions and back": [(CUBE, 3), (HYBRID, 2), ({"pp": 2, "tp": 2}, 1), (CUBE, 0)],
+    "a pipeline, more ranks of data parallelism": [(TWO, 2), (PIPELINE, 3), (THREE, 1)],
+    "three dimensions, replicas, a higher degree": [(CUBE, 3), (HYBRID, 2), ({"pp": 2, "tp": 2}, 1), (HIGHER, 0)],
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import load, save
-from state_cases import Source, put, take
+from state_cases import Source, put, stepped, take, two
 from torch import Tensor, nn
 from worlds import World, on_ranks, ranked
 
@@ -25,22 +25,6 @@ from zerokern.saving.optimizers import Steps
 from zerokern.saving.ranks import Ranks
 from zerokern.saving.source import Foreign
 from zerokern.saving.subject import Subject
-
-
-def two(tied: bool, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    if tied:
-        model[1].weight = model[0].weight
-    return model
-
-
-def stepped(model: nn.Module, opt: Any) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype).contiguous()
-    opt.step()
-    return opt
 
 
 def state_of(opt: Any) -> dict[tuple[int, str], Tensor]:
