@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -88,20 +87,8 @@ def test_sound_checksums_do_not_excuse_nonsense() -> None:
 
 def test_itemsize_is_torchs() -> None:
     """But for what is quantized, and what is smaller than a byte."""
-    odd = ("q", "bits", *(f"{sign}int{n}" for sign in ("", "u") for n in (1, 2, 3, 5, 7)))
+    odd = {f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)}
     dtypes = {str(one)[6:]: one for one in vars(torch).values() if isinstance(one, torch.dtype)}
-    plain = {name: dtype for name, dtype in dtypes.items() if not name.startswith(odd) or dtype.itemsize > 1}
+    plain = {name: one for name, one in dtypes.items() if name not in odd and not name.startswith(("q", "bits"))}
     assert {"float32", "bfloat16", "int8", "bool", "complex64", "int16"} <= plain.keys()
     assert {name: itemsize(name) for name in plain} == {name: dtype.itemsize for name, dtype in plain.items()}
-
-
-def test_a_thousand_ranks_are_read_in_seconds() -> None:
-    """100 tensors, each in 1,024 boxes."""
-    files = [FileRow(f"s_{rank}.distcp", (1 << 20) + 4, 1 << 20, 0) for rank in range(1024)]
-    boxes = [Box(rank, 128, (rank, 0), (1, 64), (64, 512)) for rank in range(1024)]
-    tensors = {f"model.{n}": TensorRow("float32", (1024, 64), boxes) for n in range(100)}
-    index = Index("20261122T070024-a1b2c3", 1024, files, tensors, {})
-    begin = time.process_time()
-    again = Index.load(index.dump(), PATH)
-    assert time.process_time() - begin < 5
-    assert again.tensors["model.99"] == tensors["model.99"]

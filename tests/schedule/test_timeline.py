@@ -82,21 +82,16 @@ def test_lines_are_no_wider_than_asked() -> None:
         assert all(line == line.rstrip() for line in lines) and len(lines) <= 10
 
 
-def test_without_successor_the_last_step_ends_with_what_ran_last() -> None:
-    seen = picture(events := played(program_of("sync", spans()), 1))
-    assert seen.step_seconds == max(event.end_ns for event in events) / 1e9 and "step 1" in seen.above[0]
-
-
 def test_small_letters_are_shorter_than_a_column_and_hide_nothing() -> None:
+    """Without successor the last step ends with what ran last."""
     events = [
-        Event(1, "device", "Forward", "a", 0, 100 * MS, 0),
-        Event(1, "cpu", "Step", "a", 10 * MS, 10 * MS + 5, 0),
-        Event(1, "cpu", "Norm", "all", 49 * MS, 49 * MS, 0),
-        Event(1, "device", "Publish", "a", 50 * MS, 50 * MS + 5, 0),
-    ]
-    rows = {row.lane: "".join(character for character, _ in row.cells) for row in picture(events).rows}
+        Event(1, "device", "Forward", "a", 0, 100 * MS, 0), Event(1, "cpu", "Step", "a", 10 * MS, 10 * MS + 5, 0),
+        Event(1, "cpu", "Norm", "all", 49 * MS, 49 * MS, 0), Event(1, "device", "Publish", "a", 50 * MS, 50 * MS + 5, 0),
+    ]  # fmt: skip
+    seen = picture(events)
+    rows = {row.lane: "".join(character for character, _ in row.cells) for row in seen.rows}
     columns = len(rows["cpu"])
-    assert rows["device"] == "F" + "━" * (columns - 1)
+    assert rows["device"] == "F" + "━" * (columns - 1) and seen.step_seconds == 0.1 and "step 1" in seen.above[0]
     drawn = [(i, one) for i, one in enumerate(rows["cpu"]) if one != "·"]
     assert drawn == [(columns // 10, "s"), (columns * 49 // 100, "n")]
 
