@@ -85,8 +85,8 @@ def test_lines_are_no_wider_than_asked() -> None:
 def test_small_letters_are_shorter_than_a_column_and_hide_nothing() -> None:
     """Without successor the last step ends with what ran last."""
     events = [
-        Event(1, "device", "Forward", "a", 0, 100 * MS, 0), Event(1, "cpu", "Step", "a", 10 * MS, 10 * MS + 5, 0),
-        Event(1, "cpu", "Norm", "all", 49 * MS, 49 * MS, 0), Event(1, "device", "Publish", "a", 50 * MS, 50 * MS + 5, 0),
+        Event(1, "device", "Forward", "a", 0, 100 * MS, 0), Event(1, "device", "Publish", "a", 50 * MS, 50 * MS + 5, 0),
+        Event(1, "cpu", "Step", "a", 10 * MS, 10 * MS + 5, 0), Event(1, "cpu", "Norm", "all", 49 * MS, 49 * MS, 0),
     ]  # fmt: skip
     seen = picture(events)
     rows = {row.lane: "".join(character for character, _ in row.cells) for row in seen.rows}
