@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from zerokern.optim.base import FusedOptimizer
 from zerokern.saving import load, save
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["BF16", "Case", "Run", "digest", "full_words", "load", "same", "save"]
+__all__ = ["BF16", "Case", "Run", "digest", "load", "same", "save"]
 
 BF16 = torch.bfloat16
 
@@ -61,9 +61,6 @@ class Case:
     optimizer: str = "AdamW"
     settings: dict[str, Any] = field(default_factory=dict)
     bucket_bytes: int | None = None
-
-    def but(self, **changes: Any) -> Case:
-        return replace(self, **changes)
 
     def begin(self, folder: Path, seed: int = 0) -> Run:
         """The model and its optimizer, as they are before the first step."""
@@ -213,9 +210,3 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         or not torch.equal(one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
     ]
     assert not different, different
-
-
-def full_words(case: Any) -> str:
-    """A case as the name of a test."""
-    said = [f"{name} {value}" for name, value in vars(case).items() if value != getattr(Case(), name)]
-    return ", ".join(said).replace("torch.", "") or "plain"
