@@ -189,9 +189,16 @@ def tied_there_and_back(world: World, folder: Path, rows: list[tuple[str, int, i
         run(fresh, tied_opt(fresh), range(1))
 
 
+@ranked
+def cuts_of_copies(world: World, folder: Path) -> None:
+    """Four blocks in each: pp 4, and pp 2 with two stages a rank, of which ZBV has the first and the last on one."""
+    tied_there_and_back(world, folder / "two", [("1F1B", 2, 2, 4), ("ZBVZeroBubble", 3, 2, 2)])
+    tied_there_and_back(world, folder / "three", [("ZBVZeroBubble", 1, 3, 2), ("Interleaved1F1B", 0, 3, 2)])
+
+
 @pytest.mark.slow
-def test_three_copies(tmp_path: Path) -> None:
-    on_ranks(4, tied_there_and_back, tmp_path, [("ZBVZeroBubble", 1, 3, 2), ("Interleaved1F1B", 0, 3, 2)])
+def test_two_and_three_copies(tmp_path: Path) -> None:
+    on_ranks(4, cuts_of_copies, tmp_path)
 
 
 def renamed(world: World, folder: Path) -> None:
@@ -225,8 +232,7 @@ def in_one_start(world: World, folder: Path) -> None:
             (folder / name).mkdir()
     torch.distributed.barrier()
     there_and_back(world, folder / "cuts", [("Interleaved1F1B", 3), ("1F1B", 2), ("ZBVZeroBubble", 3)])
-    # four blocks in each cut: pp 4, and pp 2 with two stages a rank, of which ZBV has the first and the last on one
-    tied_there_and_back(world, folder / "tied", [("1F1B", 2, 2, 4), ("ZBVZeroBubble", 3, 2, 2)])
+    tied_there_and_back(world, folder / "tied", [("1F1B", 2, 2, 4)])
     refused(world, folder / "refused")
     renamed(world, folder / "names")
 
