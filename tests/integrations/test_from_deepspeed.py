@@ -82,24 +82,14 @@ def test_deepspeeds_own_schedulers_take_our_optimizers() -> None:
 
 
 VALUES: dict[str, Any] = {
-    "optimizer.type": "AdamW",
-    "optimizer.params.betas": [0.8, 0.9],
-    "optimizer.params.adam_w_mode": True,
-    "optimizer.params.torch_adam": True,
-    "optimizer.params.fp32_optimizer_states": True,
-    "optimizer.params.nesterov": False,
-    "optimizer.params.maximize": False,
-    "communication_data_type": "fp32",
-    "data_types.param_dtype": "fp32",
-    "data_types.grad_accum_dtype": "fp32",
-    "torch_autocast.dtype": "bfloat16",
-    "fp16.loss_scale": 0,
-    "zero_optimization.stage": 2,
-    "zero_optimization.cpu_offload_param": False,
-    "zero_optimization.offload_param.device": "none",
-    "zero_optimization.offload_optimizer.device": "cpu",
+    "optimizer.type": "AdamW", "optimizer.params.betas": [0.8, 0.9], "fp16.loss_scale": 0,
+    **{f"optimizer.params.{name}": True for name in ("adam_w_mode", "torch_adam", "fp32_optimizer_states")},
+    **{f"optimizer.params.{name}": False for name in ("nesterov", "maximize")},
+    **dict.fromkeys(("communication_data_type", "data_types.param_dtype", "data_types.grad_accum_dtype"), "fp32"),
+    "torch_autocast.dtype": "bfloat16", "zero_optimization.stage": 2, "zero_optimization.cpu_offload_param": False,
+    "zero_optimization.offload_param.device": "none", "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_optimizer.nvme_path": "swap",
-}
+}  # fmt: skip
 KINDS = {  # which optimizer has that keyword
     **dict.fromkeys(("lr_decay", "initial_accumulator_value"), "Adagrad"),
     **dict.fromkeys(("momentum", "dampening", "nesterov", "maximize"), "SGD"),

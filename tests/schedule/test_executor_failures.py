@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
-from ticket_cases import HeldTicket, program, until
+from ticket_cases import HeldTicket, acting, program, until
 
 from zerokern.core.errors import StateError
 from zerokern.schedule.executor import Executor
@@ -34,27 +34,21 @@ def breaks_here() -> None:
 
 def test_a_failure_is_raised_with_its_own_traceback(executor: Executor) -> None:
     later: list[str] = []
-    run = executor.submit(
-        STEPS,
-        {
-            ("Step", "a"): breaks_here,
-            ("Step", "b"): lambda: later.append("b"),
-            ("Publish", "b"): lambda: later.append("Publish b"),
-        },
-    )
-    for ask in (
+    run = executor.submit(STEPS, {**acting(STEPS, later), ("Step", "a"): breaks_here})
+    asked = (
         lambda: run.wait("Step", "a"),
         lambda: run.wait("Step", "b"),
         lambda: run.perform("Publish", "b"),
         run.finish,
-    ):
+    )
+    for ask in asked:
         with pytest.raises(ValueError, match="a kernel broke") as caught:
             ask()
         assert caught.value is run.failure
         frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
         assert frames[-1] == "breaks_here" and frames.count("breaks_here") == 1
     assert run.failure.__notes__ == ["in Step a of step 1 (example), as the executor ran it"]
-    assert run.done() and later == []
+    assert run.done() and later == ["Fetch a"]
 
 
 def test_what_was_launched_ends_before_the_failure_is_told(executor: Executor) -> None:
@@ -177,8 +171,7 @@ def interrupted(wait: Callable[[], None]) -> None:
 
 def test_ctrl_c_leaves_a_wait_and_nothing_else(executor: Executor) -> None:
     go_on, seen = threading.Event(), []
-    actions = {(op.verb, op.what): lambda op=op: seen.append(f"{op.verb} {op.what}") for op in STEPS.ops}
-    run = executor.submit(STEPS, {**actions, ("Step", "a"): lambda: go_on.wait() and None})
+    run = executor.submit(STEPS, {**acting(STEPS, seen), ("Step", "a"): lambda: go_on.wait() and None})
     held = HeldTicket()
     for waits in (lambda: run.wait("Step", "b"), lambda: run.perform("Publish", "b"), run.finish):
         with pytest.raises(KeyboardInterrupt):
