@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
 
 from layout_cases import Alone, Laid, adamw
+from raw_cases import raw
 from worlds import on_ranks
 
 import zerokern as zk
@@ -70,7 +71,7 @@ def passes(rank: int, sizes: Sizes, stage: int, before: Path | None, folder: Pat
 def digest(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return hashlib.sha256(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(raw(value)).hexdigest()
 
 
 def seen(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], float]:
