@@ -1,8 +1,9 @@
-"""Tensors by their bits: any bits, and whether two are the same."""
+"""Tensors and files by their bits: any bits, whether two are the same, one that is another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,3 +27,12 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     pairs = {name: (one, expected[name]) for name, one in found.items()}
     different = [name for name, (one, other) in pairs.items() if one.dtype != other.dtype or raw(one) != raw(other)]
     assert not different, different
+
+
+def flip(path: Path, at: int) -> None:
+    """Changes one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, Case, Small, digest, gathered, load, same, save
+from raw_cases import flip
 from state_cases import model_of, steps
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -181,14 +182,9 @@ def test_random_numbers_go_on_unless_asked_not_to(tmp_path: Path) -> None:
     assert not torch.equal(torch.rand(2), expected[0])
 
 
-def damage(folder: Path, where: float = 0.5) -> Path:
+def damage(folder: Path) -> Path:
     (data,) = folder.glob("*.distcp")
-    at = int(data.stat().st_size * where)
-    with data.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 4]))
+    flip(data, data.stat().st_size // 2)
     return data
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from raw_cases import raw, same, some
+from raw_cases import flip, raw, same, some
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -264,13 +264,9 @@ def test_a_failed_write_names_the_key(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def spoil(published: Published, key: str) -> int:
-    """Changes one byte of a tensor; returns the block that it is in."""
+    """Changes one bit of a tensor; returns the block that it is in."""
     box = published.index.tensors[key].boxes[0]
-    with published.path(box.file).open("r+b") as file:
-        file.seek(box.offset)
-        byte = file.read(1)[0]
-        file.seek(box.offset)
-        file.write(bytes([byte ^ 1]))
+    flip(published.path(box.file), box.offset)
     return box.offset // BLOCK
 
 
