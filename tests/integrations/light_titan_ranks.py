@@ -1,4 +1,4 @@
-"""What each rank does with torchtitan, all of it in one start: its Trainer with zerokern, beside FSDP2 or a plain loop."""
+"""What each rank does with torchtitan, all in one start: its Trainer with zerokern, beside FSDP2 or a plain loop."""
 
 from __future__ import annotations
 

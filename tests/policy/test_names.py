@@ -61,16 +61,11 @@ def examples() -> list[doctest.DocTest]:
 
 
 @pytest.mark.parametrize("module", public_modules(), ids=lambda module: module.__name__)
-def test_no_name_is_overshadowed(module: ModuleType) -> None:
+def test_no_name_is_overshadowed_and_every_one_has_an_example(module: ModuleType) -> None:
     before = {name: getattr(module, name) for name in module.__all__}
     import_everything(zerokern)
-    assert overshadowed(module) == []
+    assert overshadowed(module) == [] and without_example(module) == []
     assert [name for name, value in before.items() if getattr(module, name) is not value] == []
-
-
-@pytest.mark.parametrize("module", public_modules(), ids=lambda module: module.__name__)
-def test_every_name_has_an_example(module: ModuleType) -> None:
-    assert without_example(module) == []
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
 
+from raw_cases import raw, same
 from worlds import built
 from zero_cases import IN, OUT, Block
 
@@ -24,7 +25,7 @@ from zerokern.optim.base import FusedOptimizer
 from zerokern.saving import load, save
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["BF16", "Case", "Run", "digest", "full_words", "load", "same", "save"]
+__all__ = ["BF16", "Case", "Run", "digest", "load", "same", "save"]
 
 BF16 = torch.bfloat16
 
@@ -61,9 +62,6 @@ class Case:
     optimizer: str = "AdamW"
     settings: dict[str, Any] = field(default_factory=dict)
     bucket_bytes: int | None = None
-
-    def but(self, **changes: Any) -> Case:
-        return replace(self, **changes)
 
     def begin(self, folder: Path, seed: int = 0) -> Run:
         """The model and its optimizer, as they are before the first step."""
@@ -197,26 +195,4 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def digest(state: dict[str, Tensor]) -> str:
     """Tells two states apart, bit by bit."""
-    found = hashlib.blake2b(digest_size=8)
-    for name in sorted(state):
-        found.update(name.encode())
-        found.update(state[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Bit for bit the same, by name."""
-    assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())
-    different = [
-        name
-        for name in one
-        if one[name].dtype != other[name].dtype
-        or not torch.equal(one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
-    ]
-    assert not different, different
-
-
-def full_words(case: Any) -> str:
-    """A case as the name of a test."""
-    said = [f"{name} {value}" for name, value in vars(case).items() if value != getattr(Case(), name)]
-    return ", ".join(said).replace("torch.", "") or "plain"
+    return hashlib.blake2b(b"".join(name.encode() + raw(state[name]) for name in sorted(state))).hexdigest()[:16]

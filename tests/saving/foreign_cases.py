@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from raw_cases import same
 from torch import Tensor, nn
+
+__all__ = ["same"]
 
 
 class Small(nn.Module):
@@ -55,12 +58,6 @@ def everything(source: Any, keys: Any = None) -> dict[str, Tensor]:
     room = {key: torch.empty(row.shape, dtype=getattr(torch, row.dtype)) for key, row in rows.items()}
     source.read(room)
     return room
-
-
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
 
 
 def fsdp_saves(rank: int, folder: str) -> dict[str, Tensor]:

@@ -112,3 +112,19 @@ def take(path: Path, model: nn.Module, opts: Any = None, *, lossy: bool = False,
         batch.after()
     intake.finish()
     return subject
+
+
+def two(tied: bool, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    if tied:
+        model[1].weight = model[0].weight
+    return model
+
+
+def stepped(model: nn.Module, opt: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype).contiguous()
+    opt.step()
+    return opt

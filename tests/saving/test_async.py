@@ -117,19 +117,6 @@ def test_an_error_is_raised_by_wait_and_logged(gate: Gate, tmp_path: Path, caplo
     assert run.load(tmp_path / "x")["step"] == 2
 
 
-def test_an_error_that_nobody_asked_for_is_raised_by_the_next_save(gate: Gate, tmp_path: Path) -> None:
-    run = Case().begin(tmp_path).train(1)
-    gate.error = IoError("the disk has gone", path="x", errno=5)
-    gate.open.set()
-    run.save(tmp_path / "x", wait=False)
-    with pytest.raises(IoError, match="the disk has gone"):
-        run.save(tmp_path / "y")
-    gate.error = None
-    run.save(tmp_path / "y")
-    assert run.load(tmp_path / "y")["step"] == 1
-    assert not (tmp_path / "x").exists()
-
-
 def test_a_copy_that_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1000, 1000)
     with pytest.raises(BudgetError, match=r"staging_budget=1,000,000\). Nothing was saved"):
@@ -248,8 +235,9 @@ def test_a_failure_of_another_save_does_not_stop_a_load(tmp_path: Path, monkeypa
         assert saving is not None
         saving._thread.join()
     assert load(tmp_path / "x", model) == {}
-    with pytest.raises(IoError, match="gone"):  # who saves hears of it
+    with pytest.raises(IoError, match="gone"):  # who saves hears of it, where nobody has asked
         save(tmp_path / "z", model)
+    assert not (tmp_path / "y").exists()
     save(tmp_path / "z", model)
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from pages import large_things_apart
+from raw_cases import flip
 from torch import Tensor
 from worlds import World, on_ranks, ranked
 
@@ -262,12 +263,8 @@ def test_what_is_outside_is_refused_and_an_error_of_the_taker_passes(tmp_path: P
 def damaged(tmp_path: Path) -> tuple[Path, FileRow]:
     """A file of 13 blocks, of which 2 and 12 have one other bit."""
     row = write(tmp_path / "a", pattern(12 * BLOCK + 500))
-    with (tmp_path / "a").open("r+b") as file:
-        for place in (3 * BLOCK - 1, 12 * BLOCK + 1):
-            file.seek(place)
-            byte = file.read(1)[0]
-            file.seek(place)
-            file.write(bytes([byte ^ 4]))
+    for place in (3 * BLOCK - 1, 12 * BLOCK + 1):
+        flip(tmp_path / "a", place)
     return tmp_path, row
 
 

@@ -22,6 +22,7 @@ from foreign_cases import (
     trained,
     universal,
 )
+from raw_cases import flip, raw
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from worlds import on_ranks
 
@@ -193,10 +194,7 @@ def test_a_changed_byte_is_found_with_its_key(tmp_path: Path) -> None:
     data = dcp_of(tmp_path)
     source = open_checkpoint(tmp_path)
     box = source.tensors["model.first.weight"].boxes[0]
-    content = bytearray(data.read_bytes())
-    at = content.index(trained()[0].state_dict()["first.weight"].numpy().tobytes(), box.item[0])
-    content[at + 7] ^= 4
-    data.write_bytes(content)
+    flip(data, data.read_bytes().index(raw(trained()[0].state_dict()["first.weight"]), box.item[0]) + 7)
     says = r"__0_0\.distcp at offset \d+, \d+ bytes: model\.first\.weight is damaged"
     with pytest.raises(IoError, match=says) as refused:
         open_checkpoint(tmp_path).verify()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign_cases import Small, everything, expected, same, trained, universal
+from raw_cases import flip, raw
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import zerokern as zk
@@ -43,10 +44,7 @@ def repacked(path: Path, method: int = zipfile.ZIP_DEFLATED) -> None:
 
 def spoiled(path: Path, whole: torch.Tensor) -> None:
     """One bit of this tensor's bytes is another."""
-    data = bytearray(path.read_bytes())
-    at = data.index(whole.numpy().tobytes())
-    data[at + 5] ^= 8
-    path.write_bytes(data)
+    flip(path, path.read_bytes().index(raw(whole)) + 5)
 
 
 def test_what_was_packed_again_is_read(tmp_path: Path) -> None:

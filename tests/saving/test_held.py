@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import zerokern as zk
-from zerokern.core.errors import IoError, StateError
-from zerokern.saving import load as loading
+from zerokern.core.errors import StateError
 from zerokern.saving import pretrained
 from zerokern.saving.published import Held, Published, likeness
 from zerokern.saving.ranks import Ranks, open_alike
@@ -124,11 +123,3 @@ def test_likeness_tells_steps_apart_and_not_places(tmp_path: Path) -> None:
     held.fd(paths[0])
     assert held.likeness() == likeness(paths[:1])
     held.close()
-
-
-def test_what_vanishes_before_it_is_opened_is_named(tmp_path: Path) -> None:
-    model, opt = model_of(1.0)
-    zk.save(tmp_path / "c", model, opt)
-    next((tmp_path / "c").glob("*.distcp")).unlink()
-    with pytest.raises(IoError, match="is missing"):
-        loading(tmp_path / "c", model, opt)

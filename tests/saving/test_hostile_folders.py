@@ -157,12 +157,13 @@ def test_new_folders_last_with_those_above_them(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(io_files, "sync_folder", syncing)
     monkeypatch.setattr(folder, "sync_folder", syncing)
-    for make in (
+    makes = (
         lambda place: zk.save(place, model_of()),
         lambda place: zk.export(place, model_of()),
         lambda place: Store(place, budget=1 << 20, durable=True).close(),
-    ):
-        above = tmp_path / str(len(synced))
+    )
+    for number, make in enumerate(makes):
+        above = tmp_path / str(number)
         above.mkdir()
         synced.clear()
         make(above / "a" / "b" / "c")

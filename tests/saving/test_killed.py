@@ -20,7 +20,7 @@ from worlds import RanksFailed, on_ranks
 MODES = ("save", "save beside training", "load")
 CASES = {1: Case(stage=3, dtype=BF16, state_format="int8"), 2: Case(stage=2, settings={"max_grad_norm": 0.5})}
 STEPS = 24  # as many as are known beforehand
-EACH = {"quick": 2, "thorough": 20}  # kills for each number of ranks and mode
+EACH = {"quick": 2, "thorough": 8}  # kills for each number of ranks and mode
 
 
 def begun(folder: Path, size: int) -> Run:

@@ -18,7 +18,7 @@ from zerokern.zero.sharded import Sharded
 WORLD, LAYERS, WIDTH, WORDS = 1024, 128, 25_600, 65_536
 STATE = {"exp_avg": "float32", "exp_avg_sq": "float32", "master": "float32"}
 QUICK = (0, 1, 511, 1023)
-MANY = range(0, WORLD, 9)
+MANY = range(0, WORLD, 31)
 
 
 def parameters() -> Iterator[tuple[str, int, tuple[int, ...]]]:

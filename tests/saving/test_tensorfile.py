@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raw_cases import raw, some
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -17,16 +18,6 @@ from zerokern.saving.tensorfile import DTYPES, code_of, header, read_header, rea
 # of torch's dtypes, what the library that is installed writes too
 TABLE = __import__("safetensors.torch").torch._TYPES
 SHAPES = ((3, 5), (), (0, 4), (7,))
-
-
-def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    nbytes = torch.empty(shape, dtype=dtype).nbytes
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (nbytes,), dtype=torch.uint8)
-    return raw.view(dtype).reshape(shape)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 def written(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -42,7 +33,7 @@ def written(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
 def every_dtype() -> dict[str, torch.Tensor]:
     dtypes = [dtype for code, dtype in DTYPES.items() if code in TABLE]
     assert len(dtypes) >= 16
-    return {f"{code_of('', d)} {shape} ä": values(d, shape) for d in dtypes for shape in SHAPES}
+    return {f"{code_of('', d)} {shape} ä": some(d, shape) for d in dtypes for shape in SHAPES}
 
 
 def test_their_library_reads_what_we_write(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from raw_cases import raw, some
 
 from zerokern.saving.archive import ALIGN, LARGE, envelope
 
@@ -19,18 +19,6 @@ DTYPES = [
     torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 4), (4, 0, 2), (2, 3, 4, 5)]
-
-
-def raw(tensor: Tensor) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
-
-
-def some(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Any bits: NaNs among them come back as they were. Only bool has bytes that it cannot be."""
-    width = dtype.itemsize
-    numel = torch.Size(shape).numel()
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (numel * width,), dtype=torch.uint8)
-    return data.view(dtype).view(shape)
 
 
 def test_torch_reads_every_dtype_and_shape() -> None:

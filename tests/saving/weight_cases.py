@@ -16,11 +16,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
 
 from pages import MIB, large_things_apart, peak, restart_peak
+from raw_cases import raw
 from worlds import World, built
 
 from zerokern.saving import export, load_pretrained
 
-__all__ = ["MIB", "export", "large_things_apart", "load_pretrained", "peak", "restart_peak"]
+__all__ = ["MIB", "export", "large_things_apart", "load_pretrained", "peak", "raw", "restart_peak"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BF16 = torch.bfloat16
@@ -66,11 +67,6 @@ def llama(tied: bool) -> Callable[[], nn.Module]:
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         return model.eval()(TOKENS).logits
-
-
-def raw(tensor: Tensor) -> bytes:
-    """Its bits, whatever they stand for."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def theirs(folder: Path) -> dict[str, Tensor]:
