@@ -110,19 +110,10 @@ class TestTurns:
         assert prepared[-24:] == turns
         assert {name: len(samples) for name, samples in times.items()} == {"a": 8, "b": 8, "c": 8}
 
-    def test_a_sample_is_as_long_as_asked(self, clock: Clock) -> None:
-        entry = timers.Contestant("sleeper", lambda: clock.sleep(0.001))
-        assert timers.repeats_for(entry, at_least_s=0.005) == 5
-
     def test_a_busy_process_is_waited_for(self, clock: Clock) -> None:
         clock.busy_until = 0.06
         assert timers.settle() < timers.IDLE_CPU_SHARE
         assert 0.06 <= clock.now < 0.06 + 2 * timers.SETTLE_SLICE_S
-
-    def test_one_that_is_never_idle_is_not_waited_for(self, clock: Clock) -> None:
-        clock.busy_until = 100.0
-        assert timers.settle() == pytest.approx(1.0)
-        assert clock.now < timers.SETTLE_LIMIT_S + 2 * timers.SETTLE_SLICE_S
 
     def test_one_name_twice_is_refused(self) -> None:
         with pytest.raises(ValueError, match="each name once"):
@@ -242,21 +233,10 @@ class TestRun:
             candidate.use_threads(1)
             candidate.check()
 
-    @pytest.mark.slow
-    def test_the_strongest_peer_does_the_same_step(self) -> None:
-        for candidate in peers.candidates("compile", "adam", adam_problem())():
-            candidate.use_threads(1)
-            candidate.check()
-
     def test_roofs_walk_over_what_the_op_walks_over(self) -> None:
         page = 4096
         moved = {found.name: found.nbytes for found in roof.roofs([(1, 4, 0)], 60 * page)}
         assert moved == {"stream 1r 4u": 12 * 9 * page, "torch copy": 30 * 2 * page, "torch add": 20 * 3 * page}
-
-    def test_cycles_are_plausible(self) -> None:
-        found = in_cache.cycles_per_16(adam.ALGORITHM)
-        assert list(found) == [layout.name for layout in adam.ALGORITHM.formats]
-        assert all(5 < cycles < 5000 for cycles in found.values())
 
 
 class TestCommand:

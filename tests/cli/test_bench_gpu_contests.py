@@ -85,25 +85,11 @@ class TestTurns:
         }
         assert "WRONG, and so not timed: element 3" in said
 
-    def test_a_piece_that_is_missing_is_one_line(self) -> None:
-        def make() -> list:
-            import zerokern.no_such_module  # noqa: F401
-
-            return []
-
-        found, _ = measured({}, {"a": make}, {})
-        assert found.missing == {"a": "ModuleNotFoundError: No module named 'zerokern.no_such_module'"}
-        assert found.rows == []
-
     def test_late_means_fewer_rounds_and_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(settings, "TOY", dataclasses.replace(settings.TOY, rounds=50))
         found, said = measured({"a": 1.0}, {"a": lambda: [provider("a")]}, {}, budget=0.0)
         assert f"late: {turns.LEAST_ROUNDS} rounds instead of 50" in said
         assert found.rows[0].ns.median == 1.0
-
-    def test_sets_of_inputs_take_turns(self) -> None:
-        one = turns.in_turn([provider("a"), provider("b"), provider("c")])
-        assert [one.run() for _ in range(5)] == ["a", "b", "c", "a", "b"]
 
 
 class TestProblem:

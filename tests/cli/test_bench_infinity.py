@@ -55,15 +55,6 @@ def contest(seat: Any, effort: Any = EFFORT) -> dict[str, Any]:
 
 
 class TestJob:
-    def test_it_travels_as_text(self) -> None:
-        job = jobs.InfinityJob("25M", "bf16", 2, 16, 1, ("fsdp2",), {"fsdp2": "a wiring"}, micro=8, folder="swap")
-        assert jobs.InfinityJob.from_json(job.to_json()) == job
-        assert (job.name, job.micro_batch) == ("GPT 25M, bf16, 2 ranks, 8 micro-batches", 2)
-
-    def test_every_model_has_a_batch_whose_means_are_exact(self) -> None:
-        assert jobs.BATCHES.keys() == zero.MODELS.keys()
-        assert all(batch & (batch - 1) == 0 for batch in jobs.BATCHES.values())
-
     def test_a_step_of_micro_batches_has_the_mean_gradient_and_the_mean_loss(self) -> None:
         seen: list[bool] = []
         module, batch = torch.nn.Linear(4, 1), (torch.arange(24.0).view(6, 4), torch.zeros(6, 1))

@@ -34,16 +34,6 @@ def lone_seat(world: None) -> object:
     return trainer.Seat(jobs.OffloadJob("tiny", "fp32", 1, 2, peers=("none", "fsdp2")), 0)
 
 
-class TestJob:
-    def test_it_travels_as_text(self) -> None:
-        job = jobs.OffloadJob("25M", "bf16", 4, 6, 1, ("none",), {"none": "a wiring"}, ("none", "zk sync"), stage=3)
-        assert jobs.OffloadJob.from_json(job.to_json()) == job
-        assert job.name == "GPT 25M, bf16, 4 ranks, stage 3"
-
-    def test_every_model_has_a_batch(self) -> None:
-        assert jobs.BATCHES.keys() == zero.MODELS.keys()
-
-
 @pytest.mark.usefixtures("no_waiting")
 class TestDelayedTruth:
     """The contest's own reference of the delayed schedule: what it publishes, and when."""
@@ -140,18 +130,6 @@ class TestMemory:
 
 
 class TestMeasure:
-    def test_ratios_are_formed_within_rounds(self) -> None:
-        """The machine is twice slower in the second round, and three times in the second set: no ratio sees it."""
-        first = zero_measure.Turns({"zk sync": [1.0, 2.0], "none": [0.9, 1.8]}, {"zk sync": 2.0})
-        second = zero_measure.Turns(
-            {"zk sync": [3.0, 3.0], "deepspeed": [6.0, 6.0], plain.NAME: [1.5, 1.5]}, {"zk sync": 2.0}
-        )
-        row = zero_measure.row("zk sync", "", JOB, [first, second], ours.NAMES)
-        assert {peer: ratio.median for peer, ratio in row.ratio.items()} == {"none": 0.9, "deepspeed": 2.0}
-        assert (row.roof_share, row.is_peer, row.is_roof) == (0.5, False, False)
-        roof = zero_measure.row(plain.NAME, "", JOB, [zero_measure.Turns(second.times, {plain.NAME: 1.0})], ours.NAMES)
-        assert (roof.ratio, roof.roof_share, roof.is_peer, roof.is_roof) == ({}, None, True, True)
-
     @each("gib, sets", [(6, 3), (9, 2), (100, 1)])
     def test_sets_hold_every_peer_once_and_ours_always(self, gib: int, sets: int) -> None:
         names = [*ours.NAMES, ours.RESIDENT, "deepspeed", plain.NAME]

@@ -21,6 +21,7 @@ asked, jobs, launch, measure, ours, plain, rank, trainer, tuning, turns = (
         "zero.trainer", "zero.tuning", "zero.turns",
     )
 )  # fmt: skip
+offload, infinity = (import_module(f"zerokern.bench.{name}.job") for name in ("offload", "infinity"))
 JOB = jobs.Job("tiny", "fp32", 2, 2)
 ALL = (*ours.NAMES, plain.NAME, "ddp", "zero1", "fsdp2", "fsdp2-ours", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 EFFORT = turns.Effort(rounds=2, steps=1, trial_rounds=1, trial_steps=1, check_steps=3)
@@ -32,8 +33,17 @@ def silent(*_: object) -> None:
 
 class TestJob:
     def test_it_travels_as_text(self) -> None:
-        job = jobs.Job("25M", "bf16", 4, 6, 1, ("ddp",), {"ddp": "a wiring"}, ("ddp", "zero1"))
-        assert jobs.Job.from_json(job.to_json()) == job
+        names = ("none",), {"none": "a wiring"}, ("none", "zk sync")
+        for job, name in (
+            (jobs.Job("25M", "bf16", 4, 6, 1, *names), "GPT 25M, bf16, 4 ranks"),
+            (offload.OffloadJob("25M", "bf16", 4, 6, 1, *names, stage=3), "GPT 25M, bf16, 4 ranks, stage 3"),
+            (infinity.InfinityJob("25M", "bf16", 2, 16, micro=8), "GPT 25M, bf16, 2 ranks, 8 micro-batches"),
+        ):
+            assert (type(job).from_json(job.to_json()), job.name) == (job, name)
+
+    def test_every_model_has_a_batch_and_means_of_micro_batches_are_exact(self) -> None:
+        assert offload.BATCHES.keys() == infinity.BATCHES.keys() == jobs.MODELS.keys()
+        assert all(batch & (batch - 1) == 0 for batch in infinity.BATCHES.values())
 
     @each("name, numel", [("25M", 25e6), ("100M", 100e6)])
     def test_models_have_the_size_of_their_name(self, name: str, numel: float) -> None:

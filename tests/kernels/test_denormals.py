@@ -156,12 +156,12 @@ def test_special_inputs_have_the_bits_of_the_reference(name: str, one_in: int, e
 
 @pytest.mark.slow
 @each("name", FORMATS)
-def test_a_hundred_million_special_inputs_have_the_bits_of_the_scalar_set(name: str) -> None:
+def test_many_million_special_inputs_have_the_bits_of_the_scalar_set(name: str) -> None:
     """Which has those of the reference, above."""
     algorithm, case = FORMATS[name]
     own = hypers(algorithm)
     drawn = [special_row(algorithm, case, (1 << 21) + 3, 1000 + one_in, one_in) for one_in in (0, 3000)]
-    for number in range(48):
+    for number in range(16):
         before = turned(drawn[number % 2], number)
         hyper = own[number % len(own)]
         expected = [before.clone()]

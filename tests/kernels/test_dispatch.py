@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from kernel_cases import (
@@ -139,17 +137,3 @@ def test_flush_to_zero_of_the_caller_stays_and_does_not_reach_the_kernels() -> N
     for impl, total, halves in seen:
         assert total > 0 and same_bits(halves, tiny * 0.5), impl
     assert kept == [0.0] * len(SETS)
-
-
-def test_many_python_threads_may_step_at_once() -> None:
-    native.set_threads(3)
-    expected = make_rows("adam", EXACT, (100_000,))
-    run_op("adam", expected, HYPER)
-    results = [make_rows("adam", EXACT, (100_000,)) for _ in range(6)]
-    workers = [threading.Thread(target=run_op, args=("adam", rows, HYPER)) for rows in results]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for one in results:
-        assert_same(one, expected)

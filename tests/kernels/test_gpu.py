@@ -9,6 +9,7 @@ from kernel_cases import (
     BLOCK,
     DTYPES,
     SIZES,
+    STATES,
     Case,
     Row,
     assert_close_parameters,
@@ -29,8 +30,6 @@ from zerokern.kernels import ops
 
 pytestmark = pytest.mark.gpu
 
-ALGORITHMS = {"adam": ("fp32", "bf16", "int8"), "lion": ("fp32", "bf16", "int8"), "adagrad": ("fp32", "bf16")}
-ALGORITHMS["sgd"] = ("none", "fp32", "bf16")
 GPU_SIZES = (*SIZES, (1 << 20) | 3, 1 << 20)
 # On a GPU the root and the reciprocal of an int8 update are approximate, each within a unit in the last place; the
 # reference rounds to half of one.
@@ -55,13 +54,13 @@ def on_cpu(rows: list[Row]) -> list[Row]:
 
 
 def every_case(algorithm: str) -> list[Case]:
-    return cases(ALGORITHMS[algorithm], every=True)
+    return cases(STATES[algorithm], every=True)
 
 
 @each("misaligned", [False, True])
-@each("algorithm", ALGORITHMS)
+@each("algorithm", STATES)
 def test_every_format_has_the_bits_of_the_reference(algorithm: str, misaligned: bool, every: bool) -> None:
-    chosen = every_case(algorithm) if every else cases(ALGORITHMS[algorithm], every=False)
+    chosen = every_case(algorithm) if every else cases(STATES[algorithm], every=False)
     for case in chosen:
         before = make_rows(algorithm, case, GPU_SIZES, seed=7, misaligned=misaligned)
         rows, hyper = on_gpu(before), hyperparameters(algorithm, case)
