@@ -151,10 +151,7 @@ def a_model_given_to_another_as_a_part(run: Run) -> None:
 def a_plain_head_trained_by_hand(run: Run) -> None:
     """A plain frozen module before the sharded one, its output's gradient is asked for."""
     front = run.make(lambda: nn.Linear(IN, IN).requires_grad_(False))
-    run.train(
-        run.shard(Net),
-        loss=lambda model, step: F.mse_loss(model(front(run.data(step)[0])), run.data(step)[1]),
-    )
+    run.train(run.shard(Net), loss=lambda model, step: F.mse_loss(model(front(run.data(step)[0])), run.data(step)[1]))
 
 
 @program()

@@ -77,18 +77,12 @@ def weight_decay_in_the_loss_before_the_forward(run: Run) -> None:
 
 @program()
 def a_penalty_on_a_part_of_a_unit_before_the_forward(run: Run) -> None:
-    run.train(
-        run.shard(Net),
-        loss=lambda model, step: model.blocks[1].up.weight.abs().mean() + run.mse(model, step),
-    )
+    run.train(run.shard(Net), loss=lambda model, step: model.blocks[1].up.weight.abs().mean() + run.mse(model, step))
 
 
 @program()
 def a_penalty_on_a_part_of_a_unit_after_the_forward(run: Run) -> None:
-    run.train(
-        run.shard(Net),
-        loss=lambda model, step: run.mse(model, step) + model.blocks[1].up.weight.abs().mean(),
-    )
+    run.train(run.shard(Net), loss=lambda model, step: run.mse(model, step) + model.blocks[1].up.weight.abs().mean())
 
 
 @program()
