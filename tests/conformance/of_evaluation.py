@@ -20,15 +20,6 @@ def looked_at(run: Run, model: nn.Module, step: int) -> None:
 
 
 @program()
-def evaluation_between_steps(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(4):
-        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
-        looked_at(run, model, step)
-
-
-@program()
 def evaluation_before_the_first_step(run: Run) -> None:
     model = run.shard(Net)
     looked_at(run, model, 0)
@@ -54,15 +45,6 @@ def evaluation_between_backward_and_step(run: Run) -> None:
         looked_at(run, model, step)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@program()
-def generation_between_steps(run: Run) -> None:
-    model = run.shard(cases.Tied)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(3):
-        run.train(model, 1, lambda model, _, step=step: cases.next_word(model, step, run.world), optimizer)
-        run.see(cases.generated(model, step))
 
 
 @program()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from programs import Run, program
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 from zero_cases import IN, OUT, WIDTH, Block, Net, batch
 
 import zerokern as zk
@@ -155,44 +155,6 @@ def a_plain_head_trained_by_hand(run: Run) -> None:
 
 
 @program()
-def checkpointed_blocks(run: Run) -> None:
-    run.train(run.shard(cases.Checkpointed))
-
-
-@program()
-def checkpointed_inside_of_blocks(run: Run) -> None:
-    run.train(run.shard(cases.CheckpointedInside))
-
-
-@program()
-def blocks_that_checkpoint_themselves(run: Run) -> None:
-    run.train(run.shard(cases.self_checkpointed))
-
-
-class Over(Net):
-    def body(self, x: Tensor) -> Tensor:
-        def pair(x: Tensor) -> Tensor:
-            return self.blocks[1](self.blocks[0](x))
-
-        return self.blocks[2](checkpoint(pair, x, use_reentrant=False))
-
-
-@program()
-def one_checkpoint_over_several_units(run: Run) -> None:
-    run.train(run.shard(Over))
-
-
-class InSegments(Net):
-    def body(self, x: Tensor) -> Tensor:
-        return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
-
-
-@program()
-def checkpointed_in_segments(run: Run) -> None:
-    run.train(run.shard(InSegments))
-
-
-@program()
 def the_whole_model_checkpointed(run: Run) -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
         x, y = run.data(step)
@@ -204,11 +166,6 @@ def the_whole_model_checkpointed(run: Run) -> None:
 @program(refused=((zk.ZerokernError, RuntimeError), ("use_reentrant=False",)))
 def checkpointed_reentrantly(run: Run) -> None:
     run.train(run.shard(cases.CheckpointedReentrantly))
-
-
-@program()
-def autocast(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.autocast(model, step, run.world))
 
 
 class Truncated(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import module_cases as cases
 import torch
 import torch.nn.functional as F
 from programs import Run, program
@@ -10,33 +9,6 @@ from torch import Tensor, nn
 from zero_cases import Net
 
 import zerokern as zk
-
-
-@program(exact=False)
-def two_backward_passes_through_one_graph(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters(), zk.SGD)
-    for step in range(3):
-        loss = run.mse(model, step)
-        run.backward(loss, retain_graph=True)
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@program()
-def two_forwards_and_a_lost_one(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.two_losses(model, step, run.world))
-
-
-@program()
-def gradients_of_inputs(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.penalized(model, step, run.world))
-
-
-@program()
-def a_gradient_penalty(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.doubly_penalized(model, step, run.world))
 
 
 @program()
