@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from programs import RANKS_DIFFER, Run, program
+from small_programs import RANKS_DIFFER, Run, program
 from torch import Tensor, nn
 from zero_cases import IN, OUT, WIDTH, Block, Net
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import graph_cases
 import module_cases
-from programs import RANKS_DIFFER, Run, program
+from small_programs import RANKS_DIFFER, Run, program
 from zero_cases import Case
 
 import zerokern as zk

@@ -7,7 +7,7 @@ import contextlib
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, program
 from torch import Tensor, nn
 from zero_cases import Net
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, program
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 from zero_cases import IN, OUT, WIDTH, Net

@@ -17,7 +17,7 @@ import of_modules  # noqa: F401
 import of_optimizers  # noqa: F401
 import pytest
 import torch
-from programs import MODES, PROGRAMS, Plain, Trace, Zero, compare
+from small_programs import MODES, PROGRAMS, Plain, Trace, Zero, compare
 from worlds import World, on_threads, says
 
 PLACES = [(stage, mode) for stage in (0, 1, 2, 3) for mode in MODES]

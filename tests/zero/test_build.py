@@ -12,7 +12,7 @@ import pytest
 import torch
 from pages import SLACK, large_things_apart, peak, restart_peak
 from torch import Tensor, nn
-from worlds import World, alone, anywhere, full, on_ranks, on_threads, ranked, refusal, says
+from worlds import World, alone, everywhere, full, on_ranks, on_threads, ranked, refusal, says
 from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
@@ -42,7 +42,8 @@ def build(world: World, make: Callable[[], nn.Module], stage: int) -> nn.Module:
     return zk.build(make, mesh=world.mesh, stage=stage)
 
 
-def trains(world: World, stage: int, how: str) -> None:
+@everywhere(1, 2, stage=[0, 2, 3], how=["plain", "meta", "filled", "gpt"])
+def test_a_model_built_in_parts(world: World, stage: int, how: str) -> None:
     model = build(world, {"meta": meta, "plain": Net, "filled": filled, "gpt": gpt}[how], stage)
     values = full(model)
     assert list(values) == [name for name, _ in {"gpt": gpt, "filled": filled}.get(how, Net)().named_parameters()]
@@ -75,13 +76,6 @@ def trains(world: World, stage: int, how: str) -> None:
 
 def gpt() -> nn.Module:
     return GPT(Shape(2, 64, 16))
-
-
-@pytest.mark.parametrize("how", ["plain", "meta", "filled", "gpt"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_model_built_in_parts(size: int, stage: int, how: str) -> None:
-    anywhere(size, trains, stage, how)
 
 
 def near(center: float, spread: float) -> Callable[[Tensor], bool]:
@@ -210,7 +204,7 @@ def build_large(world: World) -> tuple[int, int]:
 def on_real_ranks(world: World) -> tuple[int, int]:
     grown = build_large(world)
     for how in ("plain", "meta", "filled", "gpt"):
-        trains(world, 3, how)
+        test_a_model_built_in_parts(world, 3, how)
     of_two_minds(world)
     return grown
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from tries import best
-from worlds import STAGES, World, anywhere, built, full, on_ranks, on_threads, ranked, refusal, says
+from worlds import STAGES, World, anywhere, built, everywhere, full, on_ranks, on_threads, ranked, refusal, says
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -96,7 +96,8 @@ def test_the_step_after_an_exception(size: int, stage: int) -> None:
     anywhere(size, broken_steps, stage, BREAKS)
 
 
-def kept(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=[2, 3])
+def test_a_look_at_the_model_after_an_exception(world: World, stage: int) -> None:
     """Between the exception and the next step: zero_grad was not called, somebody looks at the parameters, or saves."""
     model, twin = world.shard(built(Net), stage=stage), world.shard(built(Net), stage=stage)
     for one in (model, twin):
@@ -118,17 +119,11 @@ def kept(world: World, stage: int) -> None:
     assert all(torch.equal(value, full(twin)[name]) for name, value in full(model).items())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_look_at_the_model_after_an_exception(size: int, stage: int) -> None:
-    anywhere(size, kept, stage)
-
-
 @ranked
 def exceptions_on_ranks(world: World) -> None:
     for stage in (2, 3):
         broken_steps(world, stage, BREAKS)
-        kept(world, stage)
+        test_a_look_at_the_model_after_an_exception(world, stage)
 
 
 def test_exceptions_on_real_ranks() -> None:
