@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from worlds import SHARDED, STAGES, World, anywhere, built, everywhere, full, on_ranks, ranked
+from worlds import SHARDED, STAGES, World, built, everywhere, full, on_ranks, ranked
 from zero_cases import Case, Net, batch, follow, mse
 
 import zerokern as zk
 
-OPTIMIZERS: dict[str, Callable] = {
-    "Adam": lambda params: zk.Adam(params, lr=1e-2, weight_decay=0.1),
-    "AdamW": lambda params: zk.AdamW(params, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95)),
-    "Lion": lambda params: zk.Lion(params, lr=1e-3, weight_decay=0.1),
-    "Adagrad": lambda params: zk.Adagrad(params, lr=1e-2, lr_decay=0.01),
-    "SGD": lambda params: zk.SGD(params, lr=1e-1, momentum=0.9, nesterov=True),
-    "plain SGD": lambda params: zk.SGD(params, lr=1e-1),
-    "AdamW bf16": lambda params: zk.AdamW(params, lr=1e-2, state_format="bf16"),
-    "AdamW int8": lambda params: zk.AdamW(params, lr=1e-2, state_format="int8"),
-    "Lion int8": lambda params: zk.Lion(params, lr=1e-3, state_format="int8"),
-}
 MASTERS = [(state, master) for state in ("fp32", "bf16", "int8") for master in ("split16", "split8", "fp32", "none")]
-
-
-@everywhere(1, 2, name=OPTIMIZERS, stage=[1, 3])
-def test_the_same_bits_as_over_whole_tensors(world: World, name: str, stage: int) -> None:
-    """Cuts fall on blocks of 128 from a parameter's element 0, so that int8 scales too are those of the whole."""
-    follow(world, Case(name, Net, steps=4), stage=stage, make=OPTIMIZERS[name])
 
 
 def bf16_mse(model: nn.Module, step: int, world: World) -> Tensor:
@@ -39,7 +19,9 @@ def bf16_mse(model: nn.Module, step: int, world: World) -> Tensor:
     return F.mse_loss(model(x.bfloat16()).float(), y)
 
 
-def follow_bf16(world: World, stage: int) -> None:
+@everywhere(2, stage=[2, 3])
+def test_bf16_parameters_with_every_master(world: World, stage: int) -> None:
+    """Cuts fall on blocks of 128 from a parameter's element 0, so that int8 scales too are those of the whole."""
     for state, master in MASTERS:
         case = Case(f"{state}, {master}", lambda: Net().bfloat16(), bf16_mse)
         follow(
@@ -50,17 +32,6 @@ def follow_bf16(world: World, stage: int) -> None:
                 params, lr=1e-2, state_format=state, master_format=master
             ),
         )
-
-
-EVERY = [(size, stage) for size in (1, 2) for stage in (0, 1, 2, 3)]
-SOME = [(2, 3)]
-
-
-@pytest.mark.parametrize(
-    "size, stage", [*SOME, *(pytest.param(*row, marks=pytest.mark.slow) for row in EVERY if row not in SOME)]
-)
-def test_bf16_parameters_with_every_master(size: int, stage: int) -> None:
-    anywhere(size, follow_bf16, stage)
 
 
 @everywhere(1, 2, stage=STAGES)
@@ -107,8 +78,7 @@ def test_a_clip_whose_gradients_are_dropped(world: World, stage: int) -> None:
 
 @ranked
 def on_real_ranks(world: World) -> None:
-    for stage, name in ((2, "SGD"), (3, "AdamW int8")):
-        test_the_same_bits_as_over_whole_tensors(world, name, stage)
+    for stage in (2, 3):
         test_two_optimizers_over_one_model(world, stage)
 
 

@@ -169,7 +169,7 @@ def anywhere(size: int, function: Callable, *arguments: Any) -> list:
 
 
 def everywhere(*sizes: int, **axes: Iterable[Any]) -> Callable[[Callable], Callable]:
-    """Makes `work(world, *row)` a test: on as many ranks as `sizes` says, with every combination of the values of `axes`.
+    """Makes `work(world, *row)` a test: on as many ranks as `sizes` says, with every combination of values of `axes`.
 
     An error names its row. Called with a World, as by what runs on real ranks, the test is the work itself.
     """
