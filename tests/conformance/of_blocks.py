@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from programs import Run, program
+from small_programs import RANKS_DIFFER, Run, program
 from torch import Tensor, nn
 from zero_cases import IN, OUT, WIDTH, Block, Net
-
-import zerokern as zk
 
 
 class Dropping(Net):
@@ -39,7 +37,7 @@ def stochastic_depth(run: Run) -> None:
     run.train(model, 4, loss)
 
 
-@program(refused=((zk.ZerokernError,), ("ranks differ", "units=", "around them"), "stage 3, *"))
+@program(refused=RANKS_DIFFER)
 def stochastic_depth_of_each_rank(run: Run) -> None:
     drop_on_each_rank(run, run.shard(Dropping))
 
@@ -135,7 +133,7 @@ def mixture_of_experts_with_a_stored_loss(run: Run) -> None:
     run.train(run.shard(model, units=whole_layers(model)), 4, lambda model, step: balanced(run, model, step))
 
 
-@program(refused=((zk.ZerokernError,), ("ranks differ", "units=", "around them"), "stage 3, *"))
+@program(refused=RANKS_DIFFER)
 def experts_that_are_units_of_their_own(run: Run) -> None:
     run.train(run.shard(Routing), 4, lambda model, step: balanced(run, model, step))
 

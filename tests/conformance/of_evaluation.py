@@ -7,7 +7,7 @@ import contextlib
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, program
 from torch import Tensor, nn
 from zero_cases import Net
 
@@ -17,15 +17,6 @@ def looked_at(run: Run, model: nn.Module, step: int) -> None:
     with torch.no_grad():
         run.see(model(run.data(step + 500)[0]))
     model.train()
-
-
-@program()
-def evaluation_between_steps(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(4):
-        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
-        looked_at(run, model, step)
 
 
 @program()
@@ -54,15 +45,6 @@ def evaluation_between_backward_and_step(run: Run) -> None:
         looked_at(run, model, step)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@program()
-def generation_between_steps(run: Run) -> None:
-    model = run.shard(cases.Tied)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(3):
-        run.train(model, 1, lambda model, _, step=step: cases.next_word(model, step, run.world), optimizer)
-        run.see(cases.generated(model, step))
 
 
 @program()

@@ -7,7 +7,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from of_modules import Bags
-from programs import Run, program
+from small_programs import Run, program
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, program
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune, spectral_norm
 from zero_cases import IN, OUT, WIDTH, Block, Net

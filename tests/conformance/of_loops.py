@@ -5,10 +5,10 @@ from __future__ import annotations
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, program
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 from zero_cases import IN, OUT, WIDTH, Block, Net, batch
 
 import zerokern as zk
@@ -151,48 +151,7 @@ def a_model_given_to_another_as_a_part(run: Run) -> None:
 def a_plain_head_trained_by_hand(run: Run) -> None:
     """A plain frozen module before the sharded one, its output's gradient is asked for."""
     front = run.make(lambda: nn.Linear(IN, IN).requires_grad_(False))
-    run.train(
-        run.shard(Net),
-        loss=lambda model, step: F.mse_loss(model(front(run.data(step)[0])), run.data(step)[1]),
-    )
-
-
-@program()
-def checkpointed_blocks(run: Run) -> None:
-    run.train(run.shard(cases.Checkpointed))
-
-
-@program()
-def checkpointed_inside_of_blocks(run: Run) -> None:
-    run.train(run.shard(cases.CheckpointedInside))
-
-
-@program()
-def blocks_that_checkpoint_themselves(run: Run) -> None:
-    run.train(run.shard(cases.self_checkpointed))
-
-
-class Over(Net):
-    def body(self, x: Tensor) -> Tensor:
-        def pair(x: Tensor) -> Tensor:
-            return self.blocks[1](self.blocks[0](x))
-
-        return self.blocks[2](checkpoint(pair, x, use_reentrant=False))
-
-
-@program()
-def one_checkpoint_over_several_units(run: Run) -> None:
-    run.train(run.shard(Over))
-
-
-class InSegments(Net):
-    def body(self, x: Tensor) -> Tensor:
-        return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
-
-
-@program()
-def checkpointed_in_segments(run: Run) -> None:
-    run.train(run.shard(InSegments))
+    run.train(run.shard(Net), loss=lambda model, step: F.mse_loss(model(front(run.data(step)[0])), run.data(step)[1]))
 
 
 @program()
@@ -207,11 +166,6 @@ def the_whole_model_checkpointed(run: Run) -> None:
 @program(refused=((zk.ZerokernError, RuntimeError), ("use_reentrant=False",)))
 def checkpointed_reentrantly(run: Run) -> None:
     run.train(run.shard(cases.CheckpointedReentrantly))
-
-
-@program()
-def autocast(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.autocast(model, step, run.world))
 
 
 class Truncated(nn.Module):

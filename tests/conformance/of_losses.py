@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, program
 from torch import Tensor, nn
 from zero_cases import Net
 
 import zerokern as zk
-
-
-@program(exact=False)
-def two_backward_passes_through_one_graph(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters(), zk.SGD)
-    for step in range(3):
-        loss = run.mse(model, step)
-        run.backward(loss, retain_graph=True)
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@program()
-def two_forwards_and_a_lost_one(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.two_losses(model, step, run.world))
-
-
-@program()
-def gradients_of_inputs(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.penalized(model, step, run.world))
-
-
-@program()
-def a_gradient_penalty(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.doubly_penalized(model, step, run.world))
 
 
 @program()
@@ -77,18 +49,12 @@ def weight_decay_in_the_loss_before_the_forward(run: Run) -> None:
 
 @program()
 def a_penalty_on_a_part_of_a_unit_before_the_forward(run: Run) -> None:
-    run.train(
-        run.shard(Net),
-        loss=lambda model, step: model.blocks[1].up.weight.abs().mean() + run.mse(model, step),
-    )
+    run.train(run.shard(Net), loss=lambda model, step: model.blocks[1].up.weight.abs().mean() + run.mse(model, step))
 
 
 @program()
 def a_penalty_on_a_part_of_a_unit_after_the_forward(run: Run) -> None:
-    run.train(
-        run.shard(Net),
-        loss=lambda model, step: run.mse(model, step) + model.blocks[1].up.weight.abs().mean(),
-    )
+    run.train(run.shard(Net), loss=lambda model, step: run.mse(model, step) + model.blocks[1].up.weight.abs().mean())
 
 
 @program()

@@ -5,87 +5,12 @@ from __future__ import annotations
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, program
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 from zero_cases import IN, OUT, WIDTH, Net
 
 WORDS = cases.WORDS
-
-
-@program()
-def plain(run: Run) -> None:
-    run.train(run.shard(Net))
-
-
-@program()
-def tied(run: Run) -> None:
-    run.train(run.shard(cases.Tied), loss=lambda model, step: cases.next_word(model, step, run.world))
-
-
-@program()
-def tied_across_units(run: Run) -> None:
-    run.train(run.shard(cases.tied_across))
-
-
-@program()
-def frozen_in_part(run: Run) -> None:
-    run.train(run.shard(cases.frozen))
-
-
-@program()
-def unused_everywhere(run: Run) -> None:
-    run.train(run.shard(cases.Unused))
-
-
-@program()
-def experts_chosen_by_some_ranks(run: Run) -> None:
-    run.train(run.shard(cases.Mixture), 4, lambda model, step: cases.routed(model, step, run.world))
-
-
-@program()
-def weights_used_outside_of_their_module(run: Run) -> None:
-    run.train(run.shard(cases.External))
-
-
-@program()
-def blocks_run_repeatedly(run: Run) -> None:
-    run.train(run.shard(cases.Repeated))
-
-
-@program()
-def nested_units(run: Run) -> None:
-    run.train(run.shard(cases.Nested))
-
-
-@program()
-def lora_on_a_frozen_base(run: Run) -> None:
-    run.train(run.shard(cases.lora))
-
-
-@program()
-def units_in_another_order(run: Run) -> None:
-    run.train(run.shard(cases.Reordered), 4, lambda model, step: cases.in_another_order(model, step, run.world))
-
-
-@program()
-def structured_outputs(run: Run) -> None:
-    run.train(run.shard(cases.Structured), loss=lambda model, step: cases.structured(model, step, run.world))
-
-
-@program()
-def odd_parameters(run: Run) -> None:
-    run.train(run.shard(cases.Odd))
-
-
-@program()
-def torchs_transformer(run: Run) -> None:
-    run.train(run.shard(cases.transformer))
-
-
-@program()
-def weight_norm_by_parametrization(run: Run) -> None:
-    run.train(run.shard(cases.weight_normed))
 
 
 @program()
@@ -119,16 +44,6 @@ def orthogonal_parametrization(run: Run) -> None:
         return net
 
     run.train(run.shard(make))
-
-
-@program()
-def recurrent_layers(run: Run) -> None:
-    run.train(run.shard(cases.Recurrent))
-
-
-@program()
-def expanded_gradients(run: Run) -> None:
-    run.train(run.shard(cases.Summed))
 
 
 class Cells(nn.Module):

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import torch
-from programs import Run, program
+from small_programs import Run, program
 from torch import nn
 from zero_cases import Net
 

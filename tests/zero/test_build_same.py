@@ -150,6 +150,11 @@ def source_changed_later(net: nn.ModuleDict) -> None:
 
 
 DONE: dict[str, Callable[[nn.ModuleDict], object]] = {
+    "an element set": lambda net: net["a"].weight.view(-1).__setitem__(-1, 7.0),
+    "rows set": lambda net: net["a"].weight.__setitem__(slice(0, 2), net["b"].weight[3:5]),
+    "eye_": lambda net: nn.init.eye_(net["a"].weight),
+    "divided by its norm": lambda net: net["a"].weight.fill_(2.0).div_(net["b"].weight.norm()),
+    "normal_ of a view": lambda net: nn.init.normal_(net["a"].weight.t()[1:], 9.0, 0.1),
     "deepcopy": lambda net: net.update({"target": copy.deepcopy(net["a"])}),
     "deepcopy, changed": copied_and_changed,
     "pickle": lambda net: net.update({"target": pickle.loads(pickle.dumps(net["a"]))}),

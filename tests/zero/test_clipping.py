@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import STAGES, World, anywhere, built, full, on_ranks, ranked, refusal, says
+from worlds import STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says
 from zero_cases import Net, make_adamw, make_sgd, mse
 
 import zerokern as zk
@@ -22,7 +22,8 @@ def pair(world: World, stage: int, step: int = 0) -> tuple[nn.Module, nn.Module]
     return ours, plain
 
 
-def clipped(world: World, stage: int, norm_type: float) -> None:
+@everywhere(1, 3, stage=STAGES, norm_type=[2.0, math.inf])
+def test_as_torch_clips_plain_gradients(world: World, stage: int, norm_type: float) -> None:
     for max_norm in (0.01, 1e6):
         ours, plain = pair(world, stage)
         optimizers = [make_sgd(ours.parameters()), make_sgd(plain.parameters())]
@@ -47,14 +48,8 @@ def clipped(world: World, stage: int, norm_type: float) -> None:
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_as_torch_clips_plain_gradients(size: int, stage: int, norm_type: float) -> None:
-    anywhere(size, clipped, stage, norm_type)
-
-
-def folded(world: World, stage: int) -> None:
+@everywhere(1, 3, stage=STAGES)
+def test_the_norm_of_the_optimizer(world: World, stage: int) -> None:
     """Inside of the optimizer: summed in float64, so that only the rounding of the mean can differ."""
     ours, plain = pair(world, stage)
     optimizers = [make_adamw(model.parameters(), max_grad_norm=0.02) for model in (ours, plain)]
@@ -67,13 +62,8 @@ def folded(world: World, stage: int) -> None:
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_norm_of_the_optimizer(size: int, stage: int) -> None:
-    anywhere(size, folded, stage)
-
-
-def bad(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=STAGES)
+def test_what_cannot_be_clipped(world: World, stage: int) -> None:
     ours, _ = pair(world, stage)
     if stage:
         message = refusal(lambda: nn.utils.clip_grad_norm_(ours.parameters(), 1.0), TypeError)
@@ -89,18 +79,12 @@ def bad(world: World, stage: int) -> None:
     assert float(zk.clip_grad_norm_(ours, 1.0)) == 0.0
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_cannot_be_clipped(size: int, stage: int) -> None:
-    anywhere(size, bad, stage)
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
     for stage in (0, 2, 3):
-        clipped(world, stage, 2.0)
-        folded(world, stage)
-        bad(world, stage)
+        test_as_torch_clips_plain_gradients(world, stage, 2.0)
+        test_the_norm_of_the_optimizer(world, stage)
+        test_what_cannot_be_clipped(world, stage)
 
 
 def test_clipping_on_real_ranks() -> None:

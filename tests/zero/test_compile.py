@@ -93,7 +93,7 @@ def trains(world: World, stage: int, how: Callable, make: Callable = Net, backen
 
 
 HOWS = [in_place_after, in_place_before, forwards, replaced_before]
-ROWS = [(3, in_place_after), (3, replaced_before), (2, in_place_after)]
+ROWS = [(3, replaced_before), (2, in_place_after)]
 MORE = [(stage, how) for stage in (1, 2, 3) for how in HOWS if (stage, how) not in ROWS]
 
 

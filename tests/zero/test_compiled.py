@@ -171,7 +171,7 @@ ROWS = [(how, stage) for how in HOWS for stage in (1, 2, 3)]
 
 def test_the_graphs_of_fsdp2_and_no_others() -> None:
     """Below stage 3 nothing is between units, and the whole is one graph."""
-    on_ranks(2, beside_fsdp2, [("after", 3), ("after", 2)], 1, timeout=120)
+    on_ranks(1, beside_fsdp2, [("after", 3), ("after", 2)], 1, timeout=120)
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def accumulated_and_late(world: World, stages: list[int], schedules: list[Any], 
 
 def test_updates_under_way_and_weights_of_others() -> None:
     """A graph never holds what was found once: a parameter whose update is under way, or that is not here."""
-    on_ranks(2, accumulated_and_late, [3], ["overlap"], 1, timeout=120)
+    on_ranks(1, accumulated_and_late, [3], ["overlap"], 1, timeout=120)
 
 
 @pytest.mark.slow

@@ -6,10 +6,9 @@ import copy
 import io
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
-from worlds import STAGES, World, anywhere, built
+from worlds import STAGES, World, built, everywhere
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -26,7 +25,10 @@ def averaged(model: nn.Module) -> nn.Module:
     return torch.optim.swa_utils.AveragedModel(model).module
 
 
-def copies(world: World, stage: int, duplicate: Callable[[nn.Module], nn.Module]) -> None:
+@everywhere(2, stage=STAGES, duplicate=[copy.deepcopy, pickled, averaged])
+def test_a_copy_is_plain_whole_and_independent(
+    world: World, stage: int, duplicate: Callable[[nn.Module], nn.Module]
+) -> None:
     model = world.shard(built(Net), stage=stage)
     optimizer = make_adamw(model.parameters(), schedule="overlap")
     for step in range(2):
@@ -56,12 +58,6 @@ def copies(world: World, stage: int, duplicate: Callable[[nn.Module], nn.Module]
     world.shard(twin, stage=stage)
     with torch.no_grad():
         assert torch.equal(twin(x), plain(x)), "and it can be sharded"
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, averaged])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_copy_is_plain_whole_and_independent(stage: int, duplicate: Callable) -> None:
-    anywhere(2, copies, stage, duplicate)
 
 
 def test_a_parameter_that_is_pickled_leaves_its_home_behind() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from worlds import STAGES, World, anywhere, built, full, on_ranks, ranked
+from worlds import STAGES, World, anywhere, built, everywhere, full, on_ranks, ranked
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -108,7 +108,8 @@ def breaks(world: World, stage: int) -> None:
     assert all(torch.equal(value, reference[name]) for name, value in full(model).items())
 
 
-def dropped(world: World) -> None:
+@everywhere(1, 2)
+def test_writes_that_were_not_announced(world: World) -> None:
     """At stage 3 the whole parameters are copies: what is written without saying so is gone on all ranks alike."""
     model, wanted = trained(world, 3)
     with zk.gathered(model), torch.no_grad():
@@ -124,18 +125,13 @@ def test_full_parameters_for_a_while(size: int, stage: int, work: Callable) -> N
     anywhere(size, work, stage)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_writes_that_were_not_announced(size: int) -> None:
-    anywhere(size, dropped)
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
     for stage in (1, 3):
         reads(world, stage)
         writes(world, stage)
         breaks(world, stage)
-    dropped(world)
+    test_writes_that_were_not_announced(world)
 
 
 def test_gathered_on_real_ranks() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from worlds import World, anywhere, built, full, refusal, says
+from worlds import World, anywhere, built, everywhere, full, refusal, says
 from zero_cases import Net, batch, make_adamw, make_sgd, mse, same
 
 import zerokern as zk
@@ -131,7 +131,8 @@ GRAPHS = [
 OTHER_ORDER = [accumulated, before_a_forward, a_forward_that_outlives]
 
 
-def reduces(world: World, work: Callable) -> None:
+@everywhere(1, 2, 3, work=GRAPHS)
+def test_gradients_are_reduced(world: World, work: Callable) -> None:
     model, plain = world.shard(built(Net), stage=3), built(Net)
     pairs = [(model, make_adamw(model.parameters())), (plain, make_adamw(plain.parameters()))]
     for step in range(2):
@@ -145,13 +146,8 @@ def reduces(world: World, work: Callable) -> None:
         same(world.size <= 2 and work not in OTHER_ORDER, mine, theirs.detach(), name)
 
 
-@pytest.mark.parametrize("work", GRAPHS)
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_gradients_are_reduced(size: int, work: Callable) -> None:
-    anywhere(size, reduces, work)
-
-
-def rank_alone(world: World) -> None:
+@everywhere(2, 3)
+def test_one_rank_evaluates_alone(world: World) -> None:
     """One rank evaluates in the middle of what all do: no collective, and nothing of theirs is disturbed."""
     model, plain = world.shard(built(Net), stage=3), built(Net)
     x, _ = batch(9)
@@ -171,12 +167,8 @@ def rank_alone(world: World) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_one_rank_evaluates_alone(size: int) -> None:
-    anywhere(size, rank_alone)
-
-
-def gradients_of_one_rank(world: World, joined: bool) -> None:
+@everywhere(2, 3, joined=[False, True])
+def test_one_rank_computes_gradients_alone(world: World, joined: bool) -> None:
     """One rank alone has a graph of whole parameters: used in no backward pass, or in that of all."""
     model, plain = world.shard(built(Net), stage=3), built(Net)
     optimizers = [make_sgd(one.parameters()) for one in (model, plain)]
@@ -192,12 +184,6 @@ def gradients_of_one_rank(world: World, joined: bool) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_one_rank_computes_gradients_alone(size: int, joined: bool) -> None:
-    anywhere(size, gradients_of_one_rank, joined)
 
 
 def what_was_done_lasts(world: World) -> None:
@@ -240,7 +226,8 @@ def test_what_is_done_to_a_whole_parameter(size: int, work: Callable) -> None:
     anywhere(size, work)
 
 
-def bf16(world: World) -> None:
+@everywhere(2)
+def test_looking_writes_nothing(world: World) -> None:
     """Looking at whole parameters, or at the optimizer's state while they are whole, is no write to them."""
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     models = [world.shard(built(Net), stage=3, mp_policy=policy) for _ in range(2)]
@@ -254,7 +241,3 @@ def bf16(world: World) -> None:
             optimizers[0].state_dict()
     left, right = map(full, models)
     assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def test_looking_writes_nothing() -> None:
-    anywhere(2, bf16)

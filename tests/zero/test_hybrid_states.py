@@ -52,43 +52,16 @@ def rests_as_in_memory(
     same(full(model), full(twin))
 
 
-WAYS = {
-    "parameters on disk": ({"tier": zk.Nvme}, {}),
-    "all on disk, overlap": ({"tier": zk.Nvme}, {"tier": zk.Nvme, "schedule": "overlap"}),
-    "state on disk": ({}, {"tier": zk.Nvme}),
-    "state on the host": ({}, {"tier": "cpu", "schedule": "overlap"}),
-    "overlap at stage 1": ({"stage": 1}, {"schedule": "overlap"}),
-    "overlap at stage 2": ({"stage": 2}, {"schedule": "overlap"}),
-    "delayed": ({}, {"tier": "cpu", "schedule": zk.Delayed(after=1)}),
-    "delayed, on disk": ({"stage": 2}, {"tier": zk.Nvme, "schedule": zk.Delayed(after=1)}),
-}
+@pytest.mark.parametrize("shard, opt, micro, policy", [
+    ({"tier": zk.Nvme}, {"tier": zk.Nvme, "schedule": "overlap"}, 2, BF16),
+    ({"stage": 2}, {"tier": zk.Nvme, "schedule": zk.Delayed(after=1)}, 1, None),
+], ids=["all on disk, overlap", "delayed, on disk"])  # fmt: skip
+def test_what_rests_elsewhere(shard: dict, opt: dict, micro: int, policy: Any, tmp_path: Path) -> None:
+    on_hybrid_threads(2, 2, rests_as_in_memory, tmp_path, shard, opt, micro, policy, timeout=60)
 
 
-QUICK = (
-    ((2, 2), "all on disk, overlap"),
-    ((2, 1), "delayed"),
-    ((2, 2), "overlap at stage 2"),
-    ((2, 2), "delayed, on disk"),
-)
-
-
-@pytest.mark.parametrize("micro, policy", [(1, None), (2, BF16)], ids=["fp32", "bf16, two passes"])
-@pytest.mark.parametrize(
-    "sizes, way",
-    [
-        pytest.param(sizes, way, marks=[] if (sizes, way) in QUICK else [SLOW])
-        for sizes in ((2, 2), (2, 1))
-        for way in WAYS
-    ],
-)
-def test_what_rests_elsewhere(sizes: tuple[int, int], way: str, micro: int, policy: Any, tmp_path: Path) -> None:
-    on_hybrid_threads(*sizes, rests_as_in_memory, tmp_path, *WAYS[way], micro, policy, timeout=60)
-
-
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, 3])
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 1), marks=SLOW)])
-def test_a_scaler_agrees_over_both(sizes: tuple[int, int], stage: int) -> None:
-    on_hybrid_threads(*sizes, scaled, stage)
+def test_a_scaler_agrees_over_both() -> None:
+    on_hybrid_threads(2, 2, scaled, 3)
 
 
 def accumulates(world: World, stage: int, reduce: str, policy: Any) -> None:
@@ -118,10 +91,11 @@ def accumulates(world: World, stage: int, reduce: str, policy: Any) -> None:
             torch.testing.assert_close(grad.double(), wanted, **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("policy", [None, pytest.param(BF16, marks=SLOW)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((3, 1), marks=SLOW), pytest.param((1, 3), marks=SLOW)])
+@pytest.mark.parametrize("sizes, stage, reduce, policy", [
+    ((2, 2), 0, "mean", None), ((2, 2), 1, "sum", None), ((2, 2), 2, "mean", BF16), ((2, 2), 3, "sum", None),
+    *(pytest.param(sizes, stage, reduce, policy, marks=SLOW) for sizes in ((2, 2), (3, 1), (1, 3))
+      for stage, reduce, policy in ((0, "sum", BF16), (2, "sum", None), (3, "mean", None))),
+])  # fmt: skip
 def test_passes_in_any_order(sizes: tuple[int, int], stage: int, reduce: str, policy: Any) -> None:
     on_hybrid_threads(*sizes, accumulates, stage, reduce, policy)
 
@@ -149,8 +123,7 @@ def writes(world: World, stage: int) -> None:
     same(full(other), full(model))
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=SLOW), 3])
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((3, 1), marks=SLOW)])
+@pytest.mark.parametrize("sizes, stage", [((2, 2), 1), ((2, 2), 3), pytest.param((3, 1), 2, marks=SLOW)])
 def test_writes_and_spans(sizes: tuple[int, int], stage: int) -> None:
     on_hybrid_threads(*sizes, writes, stage)
 
@@ -271,8 +244,8 @@ def odd(world: World, stage: int, policy: Any) -> None:
     assert all(one == alike[0] for one in alike)
 
 
-@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=SLOW), 3])
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((3, 1), marks=SLOW)])
+@pytest.mark.parametrize("sizes, stage, policy", [
+    ((2, 2), 1, BF16), ((2, 2), 3, None), *(pytest.param((3, 1), stage, BF16, marks=SLOW) for stage in (2, 3)),
+])  # fmt: skip
 def test_programs_that_nobody_foresaw(sizes: tuple[int, int], stage: int, policy: Any) -> None:
     on_hybrid_threads(*sizes, odd, stage, policy)

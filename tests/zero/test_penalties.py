@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from worlds import SHARDED, World, anywhere, built, full
+from worlds import SHARDED, World, anywhere, built, everywhere, full
 from zero_cases import Net, batch, make_adamw, mse, same
 
 import zerokern as zk
@@ -87,7 +87,8 @@ def test_penalties(stage: int, loss: Callable) -> None:
     anywhere(2 if stage < 3 else 3, follows, stage, loss)
 
 
-def averages(world: World) -> None:
+@everywhere(1, 2, 3)
+def test_an_average_of_parts_evaluates(world: World) -> None:
     """An average that is kept sharded, as parameters are, evaluates by functional_call."""
     model, plain = world.shard(built(Net), stage=3), built(Net)
     x, _ = batch(1)
@@ -106,8 +107,3 @@ def averages(world: World) -> None:
         with torch.no_grad():
             results.append(functional_call(one, average, (x,)))
     same(world.size <= 2, *results, "with the average")
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_an_average_of_parts_evaluates(size: int) -> None:
-    anywhere(size, averages)

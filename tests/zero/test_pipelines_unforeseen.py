@@ -8,18 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import (
-    CPU,
-    MICROS,
-    SCHEDULES,
-    Alone,
-    batch,
-    gradients,
-    loss_of,
-    mesh_of,
-    parameters,
-    pipeline,
-)
+from pipeline_cases import CPU, MICROS, SCHEDULES, Alone, batch, gradients, loss_of, mesh_of, parameters, pipeline
 from test_pipelines import Counted, same
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B

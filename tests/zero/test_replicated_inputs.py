@@ -24,7 +24,6 @@ from zerokern.zero.dividing import Dividing, Whole, keeper_for
 from zerokern.zero.recompute import keeping as kept_by
 
 NBYTES = ROWS * WIDTH * 4
-KINDS = [(ROWS, torch.float32), (ROWS + 7, torch.float32), (2 * ROWS + 3, torch.bfloat16)]
 
 
 def plain(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,9 +56,8 @@ def the_same_bits(world: World, rows: int, dtype: torch.dtype, keep: Any) -> tup
     return world.mesh.traffic.total("gather") - before, x.nbytes
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
-    "rows, dtype", [(ROWS, torch.float32), (ROWS + 7, torch.float32), (2 * ROWS + 3, torch.bfloat16)]
+    "size, rows, dtype", [(4, ROWS, torch.float32), (3, ROWS + 7, torch.float32), (2, 2 * ROWS + 3, torch.bfloat16)]
 )
 def test_the_same_bits_and_only_the_parts_move(size: int, rows: int, dtype: torch.dtype) -> None:
     for sent, nbytes in on_threads(size, the_same_bits, rows, dtype, "device"):
@@ -86,12 +84,11 @@ def held(world: World, keep: Any) -> tuple[int, int, int]:
     return kept, *counts
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_kept_bytes_divide_by_the_ranks(size: int, tmp_path: Path) -> None:
-    for keep in ("device", zk.Nvme(tmp_path, ring_nbytes="1M")):
-        for kept, whole, usual in on_threads(size, held, keep):
-            assert kept == 5 * NBYTES // size
-            assert (whole, usual) == (1, 6)
+@pytest.mark.parametrize("size, disk", [(2, True), (4, False)])
+def test_kept_bytes_divide_by_the_ranks(size: int, disk: bool, tmp_path: Path) -> None:
+    for kept, whole, usual in on_threads(size, held, zk.Nvme(tmp_path, ring_nbytes="1M") if disk else "device"):
+        assert kept == 5 * NBYTES // size
+        assert (whole, usual) == (1, 6)
 
 
 @ranked
@@ -243,11 +240,10 @@ def broken_off(world: World, keep: Any) -> dict[str, int]:
     def raising(_: Tensor) -> None:
         raise Broken
 
-    for where in ("forward", "recompute", "backward"):
-        for number in range(3):
-            with pytest.raises(Broken):
-                breaks(where, number)
-            world.mesh.barrier()
+    for number, where in enumerate(("forward", "recompute", "backward")):
+        with pytest.raises(Broken):
+            breaks(where, number)
+        world.mesh.barrier()
     gc.collect()
     assert same(step(model, by(keeper), x), step(model, plain, x))
     gc.collect()
@@ -255,8 +251,7 @@ def broken_off(world: World, keep: Any) -> dict[str, int]:
 
 
 def test_exceptions_release_everything(tmp_path: Path) -> None:
-    for keep in ("device", zk.Nvme(tmp_path, ring_nbytes="1M")):
-        assert on_threads(2, broken_off, keep) == [{}, {}]
+    assert on_threads(2, broken_off, zk.Nvme(tmp_path, ring_nbytes="1M")) == [{}, {}]
 
 
 @ranked
@@ -300,11 +295,11 @@ def not_alike(world: World, how: str, micro: int = 1) -> str:
     return refusal(lose, zk.StateError)
 
 
-@pytest.mark.parametrize("how", UNLIKE)
-def test_what_is_not_alike_is_refused_on_all_ranks(how: str) -> None:
-    said = on_threads(2, not_alike, how)
-    assert said[0] == said[1]
-    says(said[0], ["replicated=", "not the same on all", "rank 0 has", "rank 1 has", "functools.partial"])
+def test_what_is_not_alike_is_refused_on_all_ranks() -> None:
+    for how in UNLIKE:
+        said = on_threads(2, not_alike, how)
+        assert said[0] == said[1], how
+        says(said[0], ["replicated=", "not the same on all", "rank 0 has", "rank 1 has", "functools.partial"])
 
 
 def test_in_slices_too() -> None:

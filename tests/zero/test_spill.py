@@ -15,13 +15,12 @@ from worlds import World, on_threads, ranked
 import zerokern as zk
 from zerokern.api import sharding_of
 
-SETTINGS = pytest.mark.parametrize("settings", [
+SETTINGS: tuple[dict[str, Any], ...] = (
     {"schedule": "overlap", "max_grad_norm": 0.5},
-    {"tier": "cpu", "schedule": "overlap"},
     {"tier": "nvme", "state_format": "int8", "max_grad_norm": 0.5},
     {"tier": "nvme", "schedule": "overlap"},
     {"schedule": zk.Delayed(after=1)},
-], ids=["overlap, clipped", "state in host memory", "int8 state on disk", "on disk, overlap", "delayed"])  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
@@ -267,13 +266,11 @@ def test_the_bits_of_gradients_in_memory(step: str, tmp_path: Path) -> None:
     assert_same(train(spilled(tmp_path), LOOPS[step], drained, **settings), expected)
 
 
-@SETTINGS
-@pytest.mark.parametrize("step", ["accumulation", "clipped"])
-def test_wherever_the_state_is(step: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    resident = zk.shard(model_of(), stage=3)
-    expected = train(resident, LOOPS[step], no_drain, **on(tmp_path, settings, "resident"))
-    found = train(spilled(tmp_path), LOOPS[step], drained, **on(tmp_path, settings, "spilled"))
-    assert_same(found, expected)
+def test_wherever_the_state_is(tmp_path: Path) -> None:
+    for number, settings in enumerate(SETTINGS):
+        folder = tmp_path / str(number)
+        expected = train(zk.shard(model_of(), stage=3), accumulation, no_drain, **on(folder, settings, "resident"))
+        assert_same(train(spilled(folder), accumulation, drained, **on(folder, settings, "spilled")), expected)
 
 
 @ranked
@@ -286,17 +283,15 @@ def resident_and_spilled(world: World, folder: Path, step: str, settings: dict[s
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("step", [
-    step if step in ("no_sync", "scaled", "edited") else pytest.param(step, marks=pytest.mark.slow)
-    for step in LOOPS if step != "broken_off"
+ON_DISK = {"tier": "nvme", "schedule": "overlap"}
+
+
+@pytest.mark.parametrize("step, settings", [
+    ("no_sync", {"max_grad_norm": 0.5}), ("edited", {"max_grad_norm": 0.5}), ("accumulation", ON_DISK),
+    *(pytest.param(step, {"max_grad_norm": 0.5}, marks=pytest.mark.slow) for step in LOOPS if step != "broken_off"),
 ])  # fmt: skip
-def test_the_bits_of_resident_shards(step: str, tmp_path: Path) -> None:
-    on_threads(2, resident_and_spilled, tmp_path, step, {"max_grad_norm": 0.5})
-
-
-@SETTINGS
-def test_ranks_wherever_the_state_is(settings: dict[str, Any], tmp_path: Path) -> None:
-    on_threads(2, resident_and_spilled, tmp_path, "accumulation", settings)
+def test_the_bits_of_resident_shards(step: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    on_threads(2, resident_and_spilled, tmp_path, step, settings)
 
 
 @pytest.mark.parametrize(("step", "passes"), [("plain", 1), ("accumulation", 4)])

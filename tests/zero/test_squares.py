@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import SHARDED, World, anywhere, built, full, on_hybrid_threads, on_ranks, ranked
+from worlds import SHARDED, World, built, everywhere, full, on_hybrid_threads, on_ranks, ranked
 from zero_cases import make_adamw, mse
 
 import zerokern as zk
@@ -88,7 +88,8 @@ WRITES = {
 }  # fmt: skip
 
 
-def written(world: World, stage: int, name: str) -> None:
+@everywhere(1, 2, stage=SHARDED, name=WRITES)
+def test_who_writes_a_gradient_is_seen(world: World, stage: int, name: str) -> None:
     """Between the backward and the step, in the middle of some steps that write nothing."""
     model = world.shard(built(Wide), stage=stage)
     optimizer = make_adamw(model.parameters(), max_grad_norm=math.inf)
@@ -101,13 +102,6 @@ def written(world: World, stage: int, name: str) -> None:
         optimizer.step()
         assert optimizer.grad_norm == pytest.approx(expected, rel=1e-14), step
         optimizer.zero_grad(set_to_none=step != 1)
-
-
-@pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", SHARDED)
-def test_who_writes_a_gradient_is_seen(stage: int, size: int, name: str) -> None:
-    anywhere(size, written, stage, name)
 
 
 PASSES: dict[str, Callable[[World, nn.Module, Any, int], float | None]] = {}
@@ -240,7 +234,8 @@ def test_a_plain_gradient_of_inference_mode() -> None:
     assert optimizer.grad_norm == 2.0
 
 
-def passed(world: World, stage: int, name: str) -> None:
+@everywhere(1, 2, stage=SHARDED, name=PASSES)
+def test_whatever_a_step_is_made_of(world: World, stage: int, name: str) -> None:
     model = world.shard(built(Wide), stage=stage)
     optimizer = make_adamw(model.parameters(), max_grad_norm=math.inf)
     for step in range(3):
@@ -252,15 +247,8 @@ def passed(world: World, stage: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", SHARDED)
-def test_whatever_a_step_is_made_of(stage: int, size: int, name: str) -> None:
-    anywhere(size, passed, stage, name)
-
-
-@pytest.mark.parametrize("name", PASSES)
 def test_with_replicas(name: str) -> None:
-    on_hybrid_threads(2, 2, passed, 2, name)
+    on_hybrid_threads(2, 2, test_whatever_a_step_is_made_of, 2, name)
 
 
 def counted(world: World, stage: int, clips: bool) -> tuple[int, int]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import io
 
-import pytest
 import torch
-from worlds import STAGES, World, anywhere, built, full, on_ranks, ranked, refusal, says
+from worlds import STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says
 from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
@@ -27,7 +26,8 @@ def go_on(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     optimizer.zero_grad()
 
 
-def whole(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=STAGES)
+def test_a_full_state_dict_goes_anywhere(world: World, stage: int) -> None:
     """A full state_dict is plain tensors, survives torch.save with weights_only, and loads into plain and sharded."""
     model, _ = trained(world, stage)
     with zk.gathered(model):
@@ -49,13 +49,8 @@ def whole(world: World, stage: int) -> None:
         assert all(torch.equal(value, reference[name]) for name, value in full(again).items())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_full_state_dict_goes_anywhere(size: int, stage: int) -> None:
-    anywhere(size, whole, stage)
-
-
-def sharded(world: World, stage: int) -> None:
+@everywhere(1, 3, stage=[2, 3])
+def test_a_sharded_state_dict_loads_back(world: World, stage: int) -> None:
     """Outside of zk.gathered the state_dict is what this rank has, without communication, and loads back."""
     model, _ = trained(world, stage)
     kept = copy.copy(model.state_dict())
@@ -70,42 +65,8 @@ def sharded(world: World, stage: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in full(model).items())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_sharded_state_dict_loads_back(size: int, stage: int) -> None:
-    anywhere(size, sharded, stage)
-
-
-def resumed(world: World, stage: int) -> None:
-    """Model and optimizer saved after 3 steps and loaded into new ones go on with the same bits."""
-    model, optimizer = trained(world, stage)
-    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    states = copy_states(optimizer.state_dict())
-    again = world.shard(built(Net, seed=8), stage=stage)
-    loaded = make_adamw(again.parameters(), lr=0.5)
-    again.load_state_dict(weights)
-    loaded.load_state_dict(states)
-    for step in range(3, 6):
-        go_on(world, model, optimizer, step)
-        go_on(world, again, loaded, step)
-    assert all(torch.equal(value, full(again)[name]) for name, value in full(model).items())
-
-
-def copy_states(state: dict) -> dict:
-    entries = {
-        number: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
-        for number, entry in state["state"].items()
-    }
-    return {**state, "state": entries}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_training_goes_on_from_a_checkpoint(size: int, stage: int) -> None:
-    anywhere(size, resumed, stage)
-
-
-def states_of_plain(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=[1, 3])
+def test_states_of_an_unsharded_run_load(world: World, stage: int) -> None:
     """The state of an unsharded run, whole tensors, loads into a sharded one: each rank takes its span."""
     plain = built(Net)
     theirs = make_adamw(plain.parameters())
@@ -132,13 +93,8 @@ def states_of_plain(world: World, stage: int) -> None:
     assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("size", [1, 2])
-def test_states_of_an_unsharded_run_load(size: int, stage: int) -> None:
-    anywhere(size, states_of_plain, stage)
-
-
-def wrong(world: World) -> None:
+@everywhere(1, 2)
+def test_a_state_dict_that_does_not_fit(world: World) -> None:
     model, _ = trained(world, 3, steps=1)
     with zk.gathered(model):
         kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -151,17 +107,11 @@ def wrong(world: World) -> None:
     says(message, ["gathered"])
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_state_dict_that_does_not_fit(size: int) -> None:
-    anywhere(size, wrong)
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
     for stage in (1, 3):
-        whole(world, stage)
-        resumed(world, stage)
-        states_of_plain(world, stage)
+        test_a_full_state_dict_goes_anywhere(world, stage)
+        test_states_of_an_unsharded_run_load(world, stage)
 
 
 def test_checkpoints_on_real_ranks() -> None:

@@ -14,12 +14,7 @@ from keep_cases import ROWS, WIDTH, batch, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from worlds import built, full, on_ranks
 from zero_cases import make_sgd
@@ -142,10 +137,7 @@ def parallel(how: str, mesh: Any) -> nn.ModuleList:
     whole, rows = Replicate(), Shard(1)
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if how == "replicated DTensors":
-        plan = {
-            "up": ColwiseParallel(use_local_output=False),
-            "down": RowwiseParallel(use_local_output=False),
-        }
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
     elif how == "sequence parallel":
         plan = {
             "norm": SequenceParallel(),

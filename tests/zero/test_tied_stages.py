@@ -77,9 +77,7 @@ def test_every_schedule(stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [{"schedule": "overlap"}, {"tier": "cpu", "schedule": "overlap"}, {"state_format": "bf16"}],
-    ids=str,
+    "settings", [{"schedule": "overlap"}, {"tier": "cpu", "schedule": "overlap"}, {"state_format": "bf16"}], ids=str
 )
 def test_twenty_steps(settings: dict[str, Any]) -> None:
     if "state_format" in settings:  # rounded averages are not those of the one process

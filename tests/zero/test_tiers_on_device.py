@@ -23,13 +23,6 @@ from zerokern.examples.played_device import OTHERS, PlayedDevice, PlayedMark, Pl
 from zerokern.zero.params import BucketMemory
 
 SLOW = {"down_gb_s": 1.0, "up_gb_s": 1.0, "stretch": 5e-4, "poison": True}
-SETTINGS = pytest.mark.parametrize("settings", [
-    {},
-    {"schedule": "overlap", "max_grad_norm": 0.5},
-    {"tier": "cpu", "schedule": "overlap", "state_format": "int8"},
-    {"tier": "nvme", "schedule": "overlap"},
-    {"schedule": zk.Delayed(after=2), "max_grad_norm": 0.5},
-], ids=["sync", "overlap, clipped", "state in host memory", "state on disk", "delayed"])  # fmt: skip
 
 
 def on(device: PlayedDevice, model: nn.Module) -> nn.Module:
@@ -80,17 +73,18 @@ def the_same(world: World, folder: Any, settings: dict[str, Any], rests: str, lo
     assert all(torch.equal(one, ends[name]) for name, one in kept.items())
 
 
-@SETTINGS
-@pytest.mark.parametrize("rests", ["cpu", "disk"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_bits_of_resident_shards(ranks: int, rests: str, settings: dict[str, Any], tmp_path: Any) -> None:
-    on_threads(ranks, the_same, tmp_path, settings, rests, {})
+ROWS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
+    (1, "cpu", {}, {"accumulate": 3, "once": False}),
+    (2, "cpu", {"tier": "nvme", "schedule": "overlap"}, {}),
+    (1, "disk", {"tier": "cpu", "schedule": "overlap", "state_format": "int8"}, {}),
+    (2, "disk", {"schedule": zk.Delayed(after=2), "max_grad_norm": 0.5}, {"accumulate": 3, "once": True}),
+]
 
 
-@pytest.mark.parametrize("once", [True, False], ids=["under no_sync", "added to what is reduced"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_accumulated(ranks: int, once: bool, tmp_path: Any) -> None:
-    on_threads(ranks, the_same, tmp_path, {}, "cpu", {"accumulate": 3, "once": once})
+@pytest.mark.parametrize("ranks, rests, settings, loop", ROWS, ids=str)
+def test_the_bits_of_resident_shards(ranks: int, rests: str, settings: dict, loop: dict, tmp_path: Path) -> None:
+    """tests/whole has all places of state, formats and schedules; here buckets are small, and copies slow and late."""
+    on_threads(ranks, the_same, tmp_path, settings, rests, loop)
 
 
 class Busy(torch.autograd.Function):

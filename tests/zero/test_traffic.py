@@ -25,12 +25,7 @@ EXACT = {
     (2, FP32, 4, False): 5.0,
 }
 # What is still there from forward, or for the next step, need not be gathered: so at most.
-AT_MOST = {
-    (3, FP32, 1, False): 3.0,
-    (3, BF16, 1, False): 1.5,
-    (3, FP32, 4, True): 9.0,
-    (3, FP32, 4, False): 12.0,
-}
+AT_MOST = {(3, FP32, 1, False): 3.0, (3, BF16, 1, False): 1.5, (3, FP32, 4, True): 9.0, (3, FP32, 4, False): 12.0}
 TOLERANCE = 0.01  # headers, padding at cuts, the norm's one number
 
 

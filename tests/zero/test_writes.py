@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from worlds import STAGES, World, anywhere, built, full, refusal, says
+from worlds import STAGES, World, built, everywhere, full, refusal, says
 from zero_cases import IN, OUT, Block, Net, batch, make_adamw, mse, same
 
 import zerokern as zk
@@ -101,7 +100,8 @@ class Row(Net):
         return super().forward(x)
 
 
-def lasts(world: World, build: Callable[[], nn.Module]) -> None:
+@everywhere(1, 2, 3, build=[Clamped, InUnits, Momentum, ByData, MomentumByData, Row])
+def test_what_a_forward_writes_lasts(world: World, build: Callable[[], nn.Module]) -> None:
     model, plain = world.shard(built(build), stage=3), built(build)
     pairs = [(model, make_adamw(model.parameters())), (plain, make_adamw(plain.parameters()))]
     x, _ = batch(9)
@@ -121,13 +121,8 @@ def lasts(world: World, build: Callable[[], nn.Module]) -> None:
         same(world.size <= 2, mine, theirs.detach(), name)
 
 
-@pytest.mark.parametrize("build", [Clamped, InUnits, Momentum, ByData, MomentumByData, Row])
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_a_forward_writes_lasts(size: int, build: Callable) -> None:
-    anywhere(size, lasts, build)
-
-
-def through_a_view(world: World) -> None:
+@everywhere(1, 2, 3)
+def test_what_is_written_through_a_view_between_steps_lasts(world: World) -> None:
     model, plain = world.shard(built(Net), stage=3), built(Net)
     for one in (model, plain):
         optimizer = make_adamw(one.parameters())
@@ -146,12 +141,8 @@ def through_a_view(world: World) -> None:
         same(world.size <= 2, mine, theirs.detach(), name)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_is_written_through_a_view_between_steps_lasts(size: int) -> None:
-    anywhere(size, through_a_view)
-
-
-def given(world: World) -> None:
+@everywhere(1, 2)
+def test_values_that_take_the_place_of_parameters_compute(world: World) -> None:
     """Weights of an average, of some modules or all, and parameters that were assigned, evaluate."""
     model, plain, other = world.shard(built(Net), stage=3), built(Net), built(Net, 5)
     x, _ = batch(0)
@@ -172,7 +163,8 @@ def given(world: World) -> None:
     says(refusal(lambda: model.blocks[0](hidden)), ["'blocks.0.norm.weight'", "on this rank alone"])
 
 
-def given_with_gradients(world: World, stage: int) -> None:
+@everywhere(2, stage=STAGES)
+def test_tensors_that_take_the_place_of_parameters_are_trained(world: World, stage: int) -> None:
     """Plain tensors in the place of parameters: gradients come to them, and to what is still the model's."""
     model, plain, other = world.shard(built(Net), stage=stage), built(Net), built(Net, 5)
     x, y = batch(1, world.rank)
@@ -193,17 +185,8 @@ def given_with_gradients(world: World, stage: int) -> None:
         same(world.size <= 2, mine, theirs.detach(), name)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_values_that_take_the_place_of_parameters_compute(size: int) -> None:
-    anywhere(size, given)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_tensors_that_take_the_place_of_parameters_are_trained(stage: int) -> None:
-    anywhere(2, given_with_gradients, stage)
-
-
-def one_rank_writes(world: World, stage: int) -> None:
+@everywhere(2, stage=[1, 2, 3])
+def test_lookups_that_renormalize_are_refused_where_ranks_would_differ(world: World, stage: int) -> None:
     tables = nn.ModuleDict({"words": nn.Embedding(7, 3, max_norm=1.0)})
     says(
         refusal(lambda: world.shard(tables, stage=stage)), ["'words' has max_norm=1.0", "zk.gathered(embedding, write"]
@@ -217,8 +200,3 @@ def one_rank_writes(world: World, stage: int) -> None:
 def built_rows(model: nn.Module) -> Tensor:
     with zk.gathered(model):
         return model["words"].weight.detach().clone()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_lookups_that_renormalize_are_refused_where_ranks_would_differ(stage: int) -> None:
-    anywhere(2, one_rank_writes, stage)

@@ -21,7 +21,19 @@ from zero_cases import batch
 
 import zerokern as zk
 
-__all__ = ["MODES", "PROGRAMS", "Mode", "Plain", "Program", "Run", "Trace", "Zero", "compare", "program"]
+__all__ = [
+    "MODES",
+    "PROGRAMS",
+    "RANKS_DIFFER",
+    "Mode",
+    "Plain",
+    "Program",
+    "Run",
+    "Trace",
+    "Zero",
+    "compare",
+    "program",
+]
 
 MANY_BUCKETS = 512  # bytes; at least two of each model, most often one for each large parameter
 Trace = list[tuple[str, Any]]
@@ -71,6 +83,7 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {}
+RANKS_DIFFER = (zk.ZerokernError,), ("ranks differ", "units=", "around them"), "stage 3, *"
 
 
 def program(
@@ -120,9 +133,9 @@ class Run:
         for value in values:
             self.trace.append(("seen", value.detach().clone() if isinstance(value, Tensor) else value))
 
-    def backward(self, loss: Tensor, **settings: Any) -> None:
+    def backward(self, loss: Tensor, by: Callable[..., Any] = Tensor.backward, **settings: Any) -> None:
         self.trace.append(("loss", loss.detach().clone()))
-        self._backward(lambda: loss.backward(**settings))
+        self._backward(lambda: by(loss, **settings))
 
     def train(
         self, model: nn.Module, steps: int = 3, loss: Callable[..., Tensor] | None = None, optimizer: Any = None
