@@ -124,9 +124,13 @@ def refused_by_name(path: str) -> None:
 
 def test_where_parameters_rest() -> None:
     for section, tier in [
-        ({"offload_param": {"device": "cpu"}}, "cpu"), ({"cpu_offload_param": True}, "cpu"),
-        ({"offload_param": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 5}}, below(zk.Nvme("/disk"), "zerokern")),
-    ]:  # fmt: skip
+        ({"offload_param": {"device": "cpu"}}, "cpu"),
+        ({"cpu_offload_param": True}, "cpu"),
+        (
+            {"offload_param": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 5}},
+            below(zk.Nvme("/disk"), "zerokern"),
+        ),
+    ]:
         assert from_deepspeed({"zero_optimization": {"stage": 3, **section}}).shard == {"stage": 3, "tier": tier}
         with pytest.raises(ValueError, match="3 with offload_param"):
             from_deepspeed({"zero_optimization": {"stage": 2, **section}})
