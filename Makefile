@@ -1,13 +1,13 @@
 # Every target works on a fresh machine: what is missing is installed first, into .venv.
 #
 #   VENV=none PYTHON=python3   use the present environment: its torch stays, nothing is fetched
-#   EXTRAS=dev,peers           what else of pyproject.toml to install (default: dev; `make demo` alone needs nothing)
+#   EXTRAS=dev,peers           which extras of pyproject.toml to install (default: dev; `make demo` alone: demo)
 #   WORKERS=2                  how many processes run the tests
 #   MINUTES=15 SEED=0          when `make test-rest` stops (0: when all has run), and which tests come first
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= $(if $(filter-out demo,$(or $(MAKECMDGOALS),help)),dev)
+EXTRAS ?= $(if $(filter-out demo,$(or $(MAKECMDGOALS),help)),dev,demo)
 WORKERS ?= 2
 MINUTES ?= 15
 SEED ?= 0
