@@ -158,26 +158,3 @@ class TestSettings:
         assert "not a measurement" in text
         assert numbers["machine"] == "h200-pcie" and len(numbers["predictions"]) == 4 * (1 + len(SCHEDULES))
         assert numbers["tokens_needed"]["delayed"]["0.99"] == found.vanishes["delayed"]
-
-
-class TestRefused:
-    @pytest.mark.parametrize("tokens", [[0], [4096, -1], [1.5], [True]])
-    def test_tokens(self, tokens: list) -> None:
-        with pytest.raises(ValueError, match=r"tokens=.*: must be whole numbers of tokens"):
-            zk.plan("1B").predict(H200, tokens=tokens)
-
-    def test_nothing_to_update(self) -> None:
-        with pytest.raises(ValueError, match="optimizer=None: must be"):
-            zk.plan("1B", optimizer=None).predict(H200)
-
-    def test_ranks_without_a_network(self) -> None:
-        with pytest.raises(ValueError, match=r"machine 'h200-pcie': net_gb_s=None: must be"):
-            zk.plan("1B", world=2).predict(H200)
-
-    def test_what_is_not_there(self) -> None:
-        with pytest.raises(ValueError, match="machine='x100': must be"):
-            zk.plan("1B").predict("x100")
-        with pytest.raises(ValueError, match=r"prediction='sync at 7': must be no offload at 64"):
-            zk.plan("1B").predict(H200, tokens=[64]).at("sync", 7)
-        with pytest.raises(ValueError, match=r"schedule='late': must be 'no offload'"):
-            step_program(zk.plan("1B"), "late", 64)

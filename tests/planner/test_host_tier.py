@@ -127,18 +127,6 @@ class TestPlanned:
         assert f"* The optimizer locks {plan.pinned:,} bytes of host memory at stage 2, in whole pages." in text
         assert "Locked in host memory in other formats" in text
 
-    @pytest.mark.parametrize(
-        "asked, says",
-        [
-            ({"schedule": "late"}, "schedule='late': must be 'sync', 'overlap' or zk.Delayed"),
-            ({"schedule": "overlap"}, r"schedule='overlap': must be .* or tier='cpu'"),
-            ({"schedule": zk.Delayed()}, r"schedule=Delayed\(after=0\): must be"),
-        ],
-    )
-    def test_refused(self, asked: dict, says: str) -> None:
-        with pytest.raises(ValueError, match=says):
-            zk.plan("1B", **asked)
-
 
 def planned_and_measured(model: nn.Module, opt: torch.optim.Optimizer, **asked: object) -> tuple[zk.Plan, object]:
     plan = zk.plan(model, **asked)
