@@ -17,7 +17,7 @@ from zerokern.planner.activations import Widths
 from zerokern.planner.shapes import Decoder
 
 TOLERANCE = 0.05
-BATCH, SEQ = 2, 192
+BATCH, SEQ = 2, 96
 OF_LLAMA = {
     "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "GPTNeoX": OF_NEOX,
 }
 SLOW = pytest.mark.slow
-LARGE, SMALL = 4000, 64  # vocabularies: the loss takes most of all, or a layer does
+LARGE, SMALL = 2000, 64  # vocabularies: the loss takes most of all, or a layer does
 
 
 def measured(model: torch.nn.Module, again: bool) -> int:

@@ -18,6 +18,7 @@ from zerokern.planner import Transformer, from_config, preset
 from zerokern.planner.forecast import step_program
 from zerokern.planner.shapes import PRESETS
 
+AT_REST = {"stage": 3, "param_tier": "cpu", "tier": "cpu"}
 ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"stage": 4}, "stage=4: must be 0 (all is replicated)"),
     ({"stage": "2"}, "stage='2'"),
@@ -55,6 +56,15 @@ ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"mesh": {"data": 2}}, "mesh='data': must be"),
     ({"mesh": {"dp": 0}}, "mesh['dp']=0: must be"),
     ({"mesh": {"dp": 2}, "world": 4}, "world=4: must be no world beside mesh"),
+    ({"param_tier": "disk", "stage": 3}, "param_tier='disk': must be 'device'"),
+    ({"param_tier": "cpu", "stage": 2}, "param_tier='cpu': must be 'device' below stage 3"),
+    ({"param_tier": "cpu", "stage": 3}, "tier='device': must be 'cpu' or 'nvme'"),
+    ({"keep": "host"}, "keep='host': must be"),
+    ({"micro": 0}, "micro=0: must be"),
+    (AT_REST | {"accumulate": 2, "no_sync": True}, "no_sync=True: must be"),
+    ({"host_memory": "lots"}, "host_memory='lots': must be bytes as a whole number"),
+    ({"disk": 0}, "disk=0: must be"),
+    ({"host_memory": "1TB", "ranks_per_host": 2}, "ranks_per_host=2: must be"),
 )
 CONFIGS: tuple[tuple[Any, str], ...] = (
     ({"hidden_size": None}, "has no 'hidden_size'"),
@@ -68,6 +78,7 @@ CONFIGS: tuple[tuple[Any, str], ...] = (
     (None, "can be read"),
 )
 PLAN = zk.plan("1B")
+BARE = zk.schedule.Machine("bare", flops_s=1e14, device_gb_s=900, down_gb_s=9, up_gb_s=9, host_gb_s=40)
 CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
     *((lambda numel=numel: zk.plan(numel), "must be a whole number of parameters") for numel in ("", "7.5x", "-1B", 0)),
     (lambda: zk.plan("1e9"), "numel='1e9': must be a whole number of parameters"),
@@ -81,6 +92,8 @@ CALLS: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: zk.plan("1B", mesh=8), "a DeviceMesh, or sizes by name"),
     (lambda: zk.plan(Transformer(4, 64), mesh={"pp": 8}), "pp=8: must be at most a stage for each of layers"),
     (lambda: zk.plan(nn.Linear(4, 4), mesh={"tp": 2}), "tp=2: must be 1, for a model of plain tensors"),
+    (lambda: zk.plan("1B", **AT_REST).at(2), "stage=2: must be 3, for parameters that rest"),
+    (lambda: zk.plan("1B", **AT_REST | {"tier": "nvme"}).predict(BARE), "machine 'bare': read_gb_s=None: must be"),
     (lambda: Transformer(0, 8), "layers=0"),
     (lambda: Transformer(2, 8, batch=2), "heads, seq is missing"),
     (lambda: Transformer(2, 8, ci=3), "ci=3"),

@@ -113,15 +113,14 @@ class TestSettings:
         assert whole.step_seconds > 5 * together.step_seconds, "each rank updates everything"
 
     def test_stage_3_gathers_twice(self) -> None:
-        two, three = (zk.plan("10B", world=16, stage=n).predict(DGX2, tokens=[1024]).at("sync", 1024) for n in (2, 3))
-        assert three.step_seconds - two.step_seconds == pytest.approx(2e10 * 15 / 16 / 80e9, rel=0.01)
-
-    def test_what_a_delayed_step_shows_other_ranks_is_gathered_beside_nothing(self) -> None:
-        """Stage 3 gathers in forward and backward; at stages 1 and 2 ranks show each other what they put in place."""
-        rows = [zk.plan("10B", world=16, stage=n).predict(DGX2, tokens=[8192]).at("delayed", 8192) for n in (1, 2, 3)]
-        one, two, three = (row.step_seconds for row in rows)
-        assert one == two
-        assert two - three == pytest.approx(2e10 * 15 / 16 / 80e9, rel=0.02)
+        """In forward and backward; at stages 1 and 2 ranks show each other what a delayed step puts in place, beside
+        nothing."""
+        gathered = 2e10 * 15 / 16 / 80e9
+        plans = [zk.plan("10B", world=16, stage=n).predict(DGX2, tokens=[1024, 8192]) for n in (1, 2, 3)]
+        _, two, three = (found.at("sync", 1024).step_seconds for found in plans)
+        assert three - two == pytest.approx(gathered, rel=0.01)
+        one, two, three = (found.at("delayed", 8192).step_seconds for found in plans)
+        assert one == two and two - three == pytest.approx(gathered, rel=0.02)
 
     def test_what_is_frozen_computes_and_does_not_move(self) -> None:
         with torch.device("meta"):
