@@ -73,9 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_ = parser.add_argument_group("the run")
     run_.add_argument("--world", type=parse_worlds, default=(1,), metavar="N,...", help="numbers of ranks (1)")
     run_.add_argument("--mesh", type=parse_mesh, metavar="NAME=N,...", help="in place of --world: pp=2,dp=8,tp=4")
-    run_.add_argument(
-        "--stage", type=int, default=2, help="whose step and notes are shown (2)"
-    )
+    run_.add_argument("--stage", type=int, default=2, help="whose step and notes are shown (2)")
     run_.add_argument("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, none")
     run_.add_argument("--param-dtype", metavar="DTYPE", help="bf16, fp16, fp32 (a number: bf16; a model: its own)")
     run_.add_argument("--reduce-dtype", metavar="DTYPE", help="of gradients (the parameters')")

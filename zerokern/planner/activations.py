@@ -14,7 +14,7 @@ __all__ = ["ATTENTIONS", "Widths", "check_attention"]
 
 ATTENTIONS = ("sdpa", "eager")
 _FP32 = 4
-_STEPS_OF_GELU = {"gelu_new": 4, "gelu_fast": 6}  # tensors that are kept of an activation in Python; of a kernel: one
+_STEPS_OF_GELU = {"gelu_new": 4}  # tensors that are kept of an activation in Python; of a kernel: one
 
 
 def check_attention(attention: str) -> str:
@@ -67,7 +67,7 @@ class Widths:
         return self._norm(itemsize) + self.dropout * self.hidden + 3 * 8
 
     def logits(self, itemsize: int) -> int:
-        """Of the model's output, which a training loop holds while backward runs."""
+        """Of the model's output, which a training loop that names it holds while backward runs."""
         return itemsize * self.vocabulary
 
     def loss(self, itemsize: int) -> int:
@@ -112,10 +112,8 @@ class Widths:
     def _attention(self, itemsize: int, seq: int, attention: str) -> int:
         if attention == "sdpa":
             kept = 2 * self.queries + 2 * self.keys
-            if (
-                self.family == "gpt_neox"
-            ):  # values are a view of the projection, beside rotated queries and keys; a copy
-                kept += 3 * self.queries
+            if self.family == "gpt_neox":
+                kept += 3 * self.queries  # values are a view of the projection, and the output is copied
             return itemsize * kept + _FP32 * self.heads
         kept = itemsize * 4 * self.queries  # keys and values are repeated for all heads
         scores = itemsize if self.family == "gpt2" else _FP32 + (itemsize if itemsize != _FP32 else 0)
