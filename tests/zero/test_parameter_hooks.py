@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference_programs import Run, same_as_plain
 from torch import nn
 from worlds import World, anywhere, built, on_threads
-from zero_cases import Net, make_adamw, make_sgd, mse
+from zero_cases import Net, Run, make_adamw, make_sgd, mse, same_as_plain
 
 import zerokern as zk
 
