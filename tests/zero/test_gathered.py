@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from worlds import STAGES, World, anywhere, built, everywhere, full, on_ranks, ranked, refusal, says
+from worlds import STAGES, World, anywhere, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, batch, make_adamw, make_sgd, mse, same
 
 import zerokern as zk
@@ -29,8 +29,7 @@ def trained(world: World, stage: int) -> tuple[nn.Module, dict]:
         mse(model, 0, world).backward()
         if model is plain:
             world.average_gradients(plain.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return ours, {name: param.detach().clone() for name, param in plain.named_parameters()}
 
 
@@ -265,8 +264,7 @@ def test_gradients_are_reduced(world: World, work: Callable) -> None:
             work(one, step, world)
         gradients(world, model, plain, exact=work not in OTHER_ORDER)
         for _, optimizer in pairs:
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
         same(world.size <= 2 and work not in OTHER_ORDER, mine, theirs.detach(), name)
 
@@ -288,8 +286,7 @@ def test_one_rank_evaluates_alone(world: World) -> None:
         gradients(world, model, plain)
         for one in (model, plain):
             optimizer = make_sgd(one.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
 
 
 @everywhere(2, 3, joined=[False, True])
@@ -306,9 +303,7 @@ def test_one_rank_computes_gradients_alone(world: World, joined: bool) -> None:
                     loss = loss + extra if joined else loss
             loss.backward()
         gradients(world, model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers)
 
 
 def what_was_done_lasts(world: World) -> None:
@@ -360,8 +355,7 @@ def test_looking_writes_nothing(world: World) -> None:
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             mse(model, step, world).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         with zk.gathered(models[0]):
             optimizers[0].state_dict()
     left, right = map(full, models)

@@ -15,7 +15,7 @@ from module_cases import CASES
 from test_amp import scaled
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked
+from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked, step_and_zero
 from zero_cases import Case, Net, follow, make_adamw, make_sgd, mse
 
 import zerokern as zk
@@ -121,8 +121,7 @@ def train(world: World, model: nn.Module, optimizer: Any, steps: range, micro: i
     for step in steps:
         for number in range(micro):
             mse(model, 10 * step + number, world).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     getattr(optimizer, "flush", lambda: None)()
 
 
@@ -207,8 +206,7 @@ def writes(world: World, stage: int) -> None:
     for one, optimizer in zip((model, twin), optimizers, strict=True):
         for step in range(3):
             mse(one, step, world).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for name, value in full(model).items():
         torch.testing.assert_close(value, full(twin)[name], rtol=1e-4, atol=1e-5)
     copied = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -327,8 +325,7 @@ def odd(world: World, stage: int, policy: Any) -> None:
             nn.functional.mse_loss(one(x, uses).float(), y).backward()
             if one is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
         close = {"rtol": 1e-4, "atol": 1e-6} if policy is None else {"rtol": 5e-2, "atol": 5e-2}
         torch.testing.assert_close(

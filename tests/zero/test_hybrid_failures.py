@@ -16,7 +16,7 @@ from hybrid_cases import NAMES, laid_out
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from tries import best
-from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked, refusal, says
+from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
@@ -30,8 +30,7 @@ SOON_S = 20.0  # for what nobody waits that long for, in the best of some tries
 def train(world: World, model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         mse(model, step, world).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
 
 
 def skipping(world: World, stage: int, value: float, max_grad_norm: float | None, reduced: bool) -> None:
@@ -45,8 +44,7 @@ def skipping(world: World, stage: int, value: float, max_grad_norm: float | None
         if spoils and reduced:
             spans = [getattr(param.grad, "local", param.grad) for param in model.parameters()]
             next(span for span in spans if span.numel()).view(-1)[0] = value
-        optimizers[0].step()
-        optimizers[0].zero_grad()
+        step_and_zero(optimizers[0])
         if step != 2:
             train(world, twin, optimizers[1], range(step, step + 1))
     assert optimizers[0].skipped_steps == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from worlds import BUILDING, World, alone, on_threads, refusal, says
+from worlds import BUILDING, World, alone, on_threads, refusal, says, step_and_zero
 from zero_cases import Net, Run, make_adamw, make_sgd, mse, same_as_plain
 
 import zerokern as zk
@@ -236,8 +236,7 @@ def test_a_step_up_the_gradient_and_back(stage: int, foreach: bool) -> None:
             run.model.zero_grad()
             run.backward(mse(run.model, step, run.world))
             climb(run, -0.125)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
 
     same_as_plain(2, program, stage=stage, bucket_bytes=600)
 
@@ -276,8 +275,7 @@ def trained_so(order: str, run: Run, passes: int = 1) -> None:
     for _ in range(2):
         for _ in range(passes):
             used_twice(run, order)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
 
 
 # at stage 3 the bucket has gone when its second gradient comes where the module's use was made last: on two ranks that

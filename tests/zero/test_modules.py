@@ -12,7 +12,20 @@ import torch
 from graph_cases import CASES as GRAPHS
 from module_cases import CASES
 from torch import nn
-from worlds import SHARDED, STAGES, World, alone, anywhere, built, everywhere, full, on_ranks, on_threads, ranked
+from worlds import (
+    SHARDED,
+    STAGES,
+    World,
+    alone,
+    anywhere,
+    built,
+    everywhere,
+    full,
+    on_ranks,
+    on_threads,
+    ranked,
+    step_and_zero,
+)
 from zero_cases import IN, OUT, WIDTH, Case, Net, follow, make_adamw, make_sgd, mse
 
 BY_NAME = {case.name: case for case in (*CASES, *GRAPHS)}
@@ -99,8 +112,7 @@ def test_one_optimizer_over_models_of_two_stages_and_a_plain_one(world: World, s
                 mse(model, step, world).backward()
             averaged = ours["c"] if models is ours else plain
             world.average_gradients(averaged.parameters())
-            models.optimizer.step()
-            models.optimizer.zero_grad()
+            step_and_zero(models.optimizer)
         norms = [float(models.optimizer.grad_norm) for models in (ours, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-12), "the norm is of all three"
     for name in "abc":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_cases import SCHEDULES, Alone, Pipeline, batch, gradients, parameters, pipeline
-from worlds import World, on_ranks, ranked
+from worlds import World, on_ranks, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -41,9 +41,7 @@ def trained(
                 expected = alone.step(step, orders)
                 assert not losses or losses == expected[pipe.dp], (name, stage, step)
                 same(gradients(pipe.models), alone.gradients(), (name, stage, step))
-                for opt in (*opts, alone.opt):
-                    opt.step()
-                    opt.zero_grad()
+                step_and_zero(*opts, alone.opt)
                 same(parameters(pipe.models), alone.parameters(), (name, stage, step))
 
 
@@ -268,8 +266,7 @@ def fails_on_one(world: World) -> None:
     for step in range(2):
         pipe.step(*batch(0, step, pipe.dp))
         if step == 0:
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
     before = parameters(pipe.models)
     if pipe.pp == 1 and pipe.dp == 0:
         opt.param_groups[0]["lr"] = -1.0

@@ -12,7 +12,7 @@ from pipeline_cases import CPU, MICROS, SCHEDULES, Alone, batch, gradients, loss
 from test_pipelines import Counted, same
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from worlds import World, on_ranks, ranked, says
+from worlds import World, on_ranks, ranked, says, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -105,9 +105,7 @@ def evaluated(world: World, stage: int) -> None:
                     pairs = zip(x.chunk(alone.micros), y.chunk(alone.micros), strict=True)
                     expected = [loss_of(alone.model(a), b) for a, b in pairs]
                     assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
-            for one in (opt, alone.opt):
-                one.step()
-                one.zero_grad()
+            step_and_zero(opt, alone.opt)
             same(parameters(pipe.models), alone.parameters(), (name, stage, step))
             if name == "1F1B" and step == 0:  # another number of micro-batches from here on
                 pipe.schedule = Schedule1F1B(pipe.stages[0], 4, loss_fn=loss_of)
@@ -283,9 +281,7 @@ def at_rest(world: World, folder: Path) -> None:
             pipe.step(*batch(0, step, pipe.dp))
             alone.step(step, pipe.orders())
             same(gradients(pipe.models), alone.gradients(), name)
-            for one in (*opts, alone.opt):
-                one.step()
-                one.zero_grad()
+            step_and_zero(*opts, alone.opt)
             same(parameters(pipe.models), alone.parameters(), name)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from worlds import World, built, full, on_ranks, on_threads, ranked, refusal, says
+from worlds import World, built, full, on_ranks, on_threads, ranked, refusal, says, step_and_zero
 from zero_cases import make_sgd
 
 import zerokern as zk
@@ -433,8 +433,7 @@ def in_both_dimensions(groups: list[tuple[Any, Any]], stage: int, settings: dict
             before = tp.traffic.total("gather")
             model(batch(2 * ROWS, seed=10 * number + dp.rank) + 0.0).square().mean().backward()
             sent.append(tp.traffic.total("gather") - before)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (name, mine), theirs in zip(full(models[1]).items(), full(models[0]).values(), strict=True):
         assert torch.equal(mine, theirs), name
     return tuple(sent)

@@ -9,7 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import SHARDED, STAGES, World, built, everywhere, full, on_hybrid_threads, on_ranks, ranked, refusal, says
+from worlds import (
+    SHARDED,
+    STAGES,
+    World,
+    built,
+    everywhere,
+    full,
+    on_hybrid_threads,
+    on_ranks,
+    ranked,
+    refusal,
+    says,
+    step_and_zero,
+)
 from zero_cases import Net, make_adamw, make_sgd, mse
 
 import zerokern as zk
@@ -266,8 +279,7 @@ def counted(world: World, stage: int, clips: bool) -> tuple[int, int]:
         for step in range(3):
             mse(model, step, world).backward()
             read[0] = 0
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     finally:
         survey.sumsq_pointers = measure
     return read[0], sum(one.numel() for one in Wide().parameters())
@@ -305,9 +317,7 @@ def test_as_torch_clips_plain_gradients(world: World, stage: int, norm_type: flo
         assert isinstance(found, Tensor) and found.ndim == 0
         assert float(found) == pytest.approx(float(wanted), rel=1e-6)
         assert len(set(world.exchange(float(found)))) == 1, "all ranks have the same number"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers)
         for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-7, msg=name)
         # the factor is spent: the next step has none

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from worlds import STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says
+from worlds import STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -24,8 +24,7 @@ def trained(world: World, stage: int, steps: int = 3, **settings: object) -> tup
 
 def go_on(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     mse(model, step, world).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
 
 
 @everywhere(1, 2, stage=STAGES)
@@ -75,8 +74,7 @@ def test_states_of_an_unsharded_run_load(world: World, stage: int) -> None:
     for step in range(3):
         mse(plain, step, world).backward()
         world.average_gradients(plain.parameters())
-        theirs.step()
-        theirs.zero_grad()
+        step_and_zero(theirs)
     ours = world.shard(built(Net, seed=3), stage=stage)
     optimizer = make_adamw(ours.parameters())
     ours.load_state_dict(plain.state_dict())
@@ -90,8 +88,7 @@ def test_states_of_an_unsharded_run_load(world: World, stage: int) -> None:
         go_on(world, ours, optimizer, step)
         mse(plain, step, world).backward()
         world.average_gradients(plain.parameters())
-        theirs.step()
-        theirs.zero_grad()
+        step_and_zero(theirs)
     assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
 
 
@@ -139,8 +136,7 @@ def test_a_copy_is_plain_whole_and_independent(
     optimizer = make_adamw(model.parameters(), schedule="overlap")
     for step in range(2):
         mse(model, step, world).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     with zk.gathered(model):
         twin = duplicate(model)
         kept = {name: value.clone() for name, value in model.state_dict().items()}

@@ -14,7 +14,7 @@ import torch
 from pipeline_cases import CPU, SCHEDULES, gradients, mesh_of
 from tied_cases import MICROS, WIDTH, WORDS, Alone, Pipe, batch, loss_of, part, whole
 from torch import Tensor, nn
-from worlds import World, full, on_ranks, ranked
+from worlds import World, full, on_ranks, ranked, step_and_zero
 
 import zerokern as zk
 
@@ -54,8 +54,7 @@ def trained(world: World, rows: list[tuple[str, int, int, int]], steps: int, see
                 torch.testing.assert_close(losses, expected[pipe.dp] if losses else [], rtol=2e-5, atol=0.0)
                 close(gradients(pipe.models), {k: p.grad for k, p in alone.named().items()}, where)
                 norm = nn.utils.clip_grad_norm_(alone.model.parameters(), LIMIT)
-                opt.step()
-                opt.zero_grad()
+                step_and_zero(opt)
                 alone.opt.step()
                 if opt.grad_norm is not None:
                     assert math.isclose(opt.grad_norm, norm.item(), rel_tol=1e-5), (where, opt.grad_norm, norm)
@@ -97,8 +96,7 @@ def apart(world: World, rows: list[tuple[str, int, int, int]], settings: Any) ->
         opt = zk.AdamW(pipe.params(), lr=1e-2, group=pipe.mesh["pp"], **settings)
         for step in range(5):
             pipe.step(*batch(0, step, pipe.dp))
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
             copies_are_alike(world, pipe.models)
 
 
@@ -114,8 +112,7 @@ def clipped_apart(world: World, stage: int) -> None:
             norm = zk.clip_grad_norm_(pipe.params(), 1e9, norm_type=kind, group=pipe.mesh["pp"])
             expected = nn.utils.clip_grad_norm_(alone.model.parameters(), 1e9, norm_type=kind)
             torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
         alone.opt.step()
     before = [full(model) for model in pipe.models]
     handles = [model.head.weight.register_hook(lambda grad: grad * math.nan) for model in pipe.models if model.head]
@@ -187,8 +184,7 @@ def elsewhere(world: World, folder: Path) -> None:
             if not step:
                 alone.step(step)
                 close(gradients(pipe.models), {k: p.grad for k, p in alone.named().items()}, shard)
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
             copies_are_alike(world, pipe.models)
 
 
@@ -217,8 +213,7 @@ def refused(world: World, what: str) -> str:
     try:
         for step in range(3):
             pipe.step(*batch(0, step, pipe.dp))
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
     except zk.StateError as error:
         return str(error)
     return "nothing"
@@ -259,8 +254,7 @@ def in_three_dimensions(world: World, stages: list[int]) -> None:
                 schedule.step(*([x] if number == 0 else []), target=y if number else None)
                 alone.step(step)
                 norm = nn.utils.clip_grad_norm_(alone.model.parameters(), LIMIT)
-                opt.step()
-                opt.zero_grad()
+                step_and_zero(opt)
                 alone.opt.step()
                 assert math.isclose(opt.grad_norm, norm.item(), rel_tol=1e-5), (stage, hybrid, step)
                 found = full(model)
@@ -316,8 +310,7 @@ def as_one_process(pipe: Pipe, alone: Alone, opt: Any, steps: Iterable[int], abo
         for name, value in gradients(pipe.models).items():
             torch.testing.assert_close(value, expected[name].grad, rtol=2e-4, atol=2e-6)
         norm = nn.utils.clip_grad_norm_(alone.model.parameters(), LIMIT)
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
         alone.opt.step()
         assert math.isclose(opt.grad_norm, norm.item(), rel_tol=1e-5), (about, step, opt.grad_norm, norm)
 

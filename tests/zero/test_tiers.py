@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import World, built, on_ranks, on_threads, ranked
+from worlds import World, built, on_ranks, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -57,8 +57,7 @@ def train(model: nn.Module, steps: int, rank: int = 0, **settings: Any) -> list[
     for x in batches(steps, rank):
         loss = model(x).square().mean()
         loss.backward()
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
         losses.append(loss.item())
     opt.flush()
     return losses

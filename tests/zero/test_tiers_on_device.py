@@ -16,7 +16,7 @@ from test_tiers import Model, batches, corrupt, model_of, values
 from torch import Tensor, nn
 from tries import best
 from waiting_device import Waiting, played
-from worlds import World, on_threads, ranked
+from worlds import World, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -45,8 +45,7 @@ def train(
             loss.backward()
         losses.append(loss.item())
         if last:
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
     opt.flush()
     return losses
 
@@ -170,8 +169,7 @@ def seconds_of_a_step(tier: str) -> float:
         opt, begins = zk.SGD(model.parameters(), lr=1e-3, tier="cpu"), []
         for x in batches(4):
             model(x).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
             device.synchronize()
             begins.append(computed["forward", 0][0])
         del model, opt
@@ -295,8 +293,7 @@ def outside(model: nn.Module) -> None:
 def spans(model: nn.Module) -> None:
     opt = torch.optim.SGD(zk.shards(model), lr=0.1)
     model(torch.ones(2, 8)).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 def by_hand(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from worlds import STAGES, World, anywhere, built, everywhere, full, refusal, says
+from worlds import STAGES, World, anywhere, built, everywhere, full, refusal, says, step_and_zero
 from zero_cases import IN, OUT, Block, Net, batch, make_adamw, mse, same
 
 import zerokern as zk
@@ -116,8 +116,7 @@ def test_what_a_forward_writes_lasts(world: World, build: Callable[[], nn.Module
             losses[-1].backward()
             if one is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         same(world.size <= 2, *losses, f"the loss of step {step}")
     for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
         same(world.size <= 2, mine, theirs.detach(), name)
@@ -181,8 +180,7 @@ def test_tensors_that_take_the_place_of_parameters_are_trained(world: World, sta
             if one is plain:
                 world.average_gradients(plain.parameters())
             optimizer = make_adamw(one.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
         same(world.size <= 2, mine, theirs.detach(), name)
 
@@ -244,8 +242,7 @@ def trained(world: World, stage: int, settings: str, write: Callable, counts: bo
     for step in range(4):
         x, y = batch(step, world.rank)
         (model(x.to(BF16)) - y.to(BF16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         write(model, counts)
     optimizer.flush()
     return list(full(model).values())

@@ -45,6 +45,7 @@ __all__ = [
     "ranked",
     "refusal",
     "says",
+    "step_and_zero",
 ]
 
 BUILDING = threading.Lock()
@@ -203,6 +204,12 @@ def built(build: Callable[[], Any], seed: int = 0) -> Any:
             return build()
         finally:
             torch.set_rng_state(kept)
+
+
+def step_and_zero(*optimizers: Any) -> None:
+    for one in optimizers:
+        one.step()
+        one.zero_grad()
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from worlds import World, anywhere, built, full
+from worlds import World, anywhere, built, full, step_and_zero
 
 import zerokern as zk
 
@@ -89,8 +89,7 @@ def follow(world: World, case: Case, make: Callable = make_adamw, **settings: An
             case.backward(loss)
             if model is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             losses.append(loss.detach())
             seen.append(case.after(model, step))
         same(exact, losses[0], losses[1], f"{case.name}, loss of step {step}")
@@ -140,8 +139,7 @@ class Run:
     def train(self, optimizer: Any, steps: Sequence[int] = (0, 1), model: nn.Module | None = None) -> None:
         for step in steps:
             self.backward(mse(model or self.model, step, self.world))
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
 
 
 def same_as_plain(
