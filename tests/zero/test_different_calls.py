@@ -21,8 +21,8 @@ from zero_cases import IN, Net
 
 import zerokern as zk
 
-SOON_S = 10.0  # in the best of some tries
-LATE_S = 60.0  # where one try must do
+SOON_S = 30.0  # in the best of some tries
+LATE_S = 90.0  # where one try must do
 PATIENCE_S = 180.0  # the group's timeout, which nobody waits for
 
 

@@ -55,7 +55,7 @@ def trained(
 
 
 QUICK: list[tuple[int, int, int, bool, dict[str, Any]]] = [
-    (stage, 0, 1, False, {"bucket_bytes": 64} if stage > 1 else {}) for stage in range(4)
+    (stage, 0, 1, False, {"bucket_bytes": 64} if stage > 1 else {}) for stage in (1, 3)
 ]
 
 
@@ -250,7 +250,7 @@ def called(rank: int, stages: Sequence[int]) -> None:
 
 
 def test_blocks_that_ranks_call_differently() -> None:
-    on_ranks(4, called, (0, 1, 2))
+    on_ranks(4, called, (0, 2))
 
 
 @pytest.mark.slow

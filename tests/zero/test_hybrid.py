@@ -58,7 +58,7 @@ def test_any_sizes(sizes: tuple[int, int], stage: int) -> None:
 
 
 PLANS = [
-    pytest.param(Plan(steps=3, stages=STAGES, accumulate=2), 0, (2, 2), id="2 x 2, in short"),
+    pytest.param(Plan(steps=3, stages=(2, 3), accumulate=2), 0, (2, 2), id="2 x 2, in short"),
     pytest.param(Plan(steps=20, stages=STAGES, accumulate=4, no_sync=True), 1, (2, 2), marks=SLOW),
     *(
         pytest.param(Plan(steps=20, stages=stages, accumulate=accumulate), seed, (2, 2), marks=SLOW)

@@ -213,7 +213,7 @@ def die(world: World, stage: int, when: str) -> float:
     refusal(lambda: train(two, model, optimizer, range(2, 5)), zk.CommError)
     took = time.monotonic() - began
     refusal(lambda: train(two, model, optimizer, range(2, 5)), zk.ZerokernError)
-    time.sleep(2.0)  # still there: nobody hears of it by a connection that this one closes
+    time.sleep(1.0)  # still there: nobody hears of it by a connection that this one closes
     return took
 
 

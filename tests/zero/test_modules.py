@@ -60,7 +60,7 @@ def follow_on_ranks(world: World, names: list[str], stage: int) -> list[str]:
     return follow_all(world, names, stage)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_same_bits_on_real_ranks(stage: int) -> None:
     names = [name for name, case in BY_NAME.items() if stage in case.stages and name in IN_SHORT]
     assert on_ranks(2, follow_on_ranks, names, stage) == [[], []]

@@ -227,7 +227,9 @@ def working_memory(world: World, hidden: int, tiles: int, folder: Path | None) -
     return most[0]
 
 
-@pytest.mark.parametrize("size, rests", [(2, False), (1, True)], ids=["2 ranks", "at rest on a disk"])
+@pytest.mark.parametrize(
+    "size, rests", [(2, False), pytest.param(1, True, marks=SLOW)], ids=["2 ranks", "at rest on a disk"]
+)
 def test_a_hidden_size_8_times_as_large_in_constant_memory(size: int, rests: bool, tmp_path: Path) -> None:
     folder = tmp_path if rests else None
     small, large = (max(on_ranks(size, working_memory, 1024 * k, k, folder)) for k in (1, 8))
