@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from worlds import World, built, full, on_ranks, ranked, step_and_zero
+from worlds import World, built, for_each, full, on_ranks, ranked, step_and_zero
 from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
@@ -87,9 +88,12 @@ def in_groups(world: World) -> list[float]:
     return [float(sum(value.double().sum() for value in full(one).values())) for one in (model, common)]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_users_own_messages_arrive(stage: int) -> None:
-    on_ranks(2, talks, stage)
+def talks_at(rank: int, stages: Sequence[int]) -> None:
+    for_each(rank, talks, stages)
+
+
+def test_the_users_own_messages_arrive() -> None:
+    on_ranks(2, talks_at, (2, 3))
 
 
 def test_beside_ddp() -> None:

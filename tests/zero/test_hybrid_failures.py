@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -100,10 +99,6 @@ def the_sum(world: World, other: bool) -> None:
     world.shard(Net(), reduce="sum" if other else "mean")
 
 
-def a_model(world: World, other: bool) -> None:
-    world.shard(Net(width=10 + other))
-
-
 def a_rate(world: World, other: bool) -> None:
     model = world.shard(built(Net), stage=3)
     train(world, model, make_adamw(model.parameters(), lr=1e-2 + other), range(1))
@@ -149,32 +144,22 @@ def a_backward_of_a_replica_more(world: World, other: bool) -> None:
     a_backward_more(world, world.rank >= world.size // 2)
 
 
-def a_save_alone(world: World, other: bool) -> None:
-    model = world.shard(built(Net), stage=2)
-    if other:
-        zk.save(f"{tempfile.mkdtemp()}/never", model)
-    mse(model, 0, world).backward()
-
-
 DIFFERENCES: dict[str, Callable[[World, bool], None]] = {
     one.__name__: one
     for one in (
         a_setting,
         the_sum,
-        a_model,
         a_rate,
         a_state_that_cannot_be,
         no_backward,
         a_gather_alone,
         a_backward_more,
         a_backward_of_a_replica_more,
-        a_save_alone,
     )
 }
 SAYS = {
     "a_setting": ["stage", "2", "3", "rank 3"],
     "the_sum": ["reduce", "mean", "sum"],
-    "a_model": ["parameter 0", "rank 3"],
     "a_rate": ["lr", "1.01", "0.01"],
     "a_state_that_cannot_be": ["exp_avg"],
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pipeline_cases import CPU, MICROS, SCHEDULES, Alone, batch, gradients, loss
 from test_pipelines import Counted, same
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from worlds import World, on_ranks, ranked, says, step_and_zero
+from worlds import World, for_each, on_ranks, ranked, says, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -166,9 +167,12 @@ def broken_off(world: World, stage: int) -> None:
         schedule.step(x[world.rank], target=target)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_step_that_breaks_off(stage: int) -> None:
-    on_ranks(2, broken_off, stage)
+def broken_off_at(rank: int, stages: Sequence[int]) -> None:
+    for_each(rank, broken_off, stages)
+
+
+def test_a_step_that_breaks_off() -> None:
+    on_ranks(2, broken_off_at, (2, 3))
 
 
 @ranked
@@ -231,9 +235,12 @@ def beside_the_way(world: World, stage: int) -> None:
         close(gradients([model]), expected)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_beside_the_way_of_the_inputs(stage: int) -> None:
-    on_ranks(4, beside_the_way, stage)
+def beside_the_way_at(rank: int, stages: Sequence[int]) -> None:
+    for_each(rank, beside_the_way, stages)
+
+
+def test_weights_beside_the_way_of_the_inputs() -> None:
+    on_ranks(4, beside_the_way_at, (2, 3))
 
 
 @ranked

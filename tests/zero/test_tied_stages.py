@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from pipeline_cases import CPU, SCHEDULES, gradients, mesh_of
 from tied_cases import MICROS, WIDTH, WORDS, Alone, Pipe, batch, loss_of, part, whole
 from torch import Tensor, nn
-from worlds import World, full, on_ranks, ranked, step_and_zero
+from worlds import World, for_each, full, on_ranks, ranked, step_and_zero
 
 import zerokern as zk
 
@@ -130,9 +130,13 @@ def clipped_apart(world: World, stage: int) -> None:
     copies_are_alike(world, pipe.models)
 
 
-@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))])
-def test_one_norm_and_one_decision(stage: int) -> None:
-    on_ranks(4, clipped_apart, stage)
+def clipped_apart_at(rank: int, stages: Sequence[int]) -> None:
+    for_each(rank, clipped_apart, stages)
+
+
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_one_norm_and_one_decision(stages: tuple[int, ...]) -> None:
+    on_ranks(4, clipped_apart_at, stages)
 
 
 @ranked

@@ -38,6 +38,7 @@ __all__ = [
     "anywhere",
     "built",
     "everywhere",
+    "for_each",
     "full",
     "on_hybrid_threads",
     "on_ranks",
@@ -162,6 +163,17 @@ def on_hybrid_threads(replicas: int, shards: int, function: Callable, *arguments
 
 def on_ranks(size: int, function: Callable, *arguments: Any, **settings: Any) -> list:
     return run_ranks(size, function, *arguments, **settings)
+
+
+def for_each(rank: int, function: Callable, rows: Iterable[Any]) -> list:
+    """`function` with each of the rows, in one launch of ranks; an error names its row."""
+    found = []
+    for row in rows:
+        try:
+            found.append(function(rank, row))
+        except Exception as error:
+            raise AssertionError(f"with {row}") from error
+    return found
 
 
 def anywhere(size: int, function: Callable, *arguments: Any) -> list:
