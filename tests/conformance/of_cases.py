@@ -18,9 +18,7 @@ def as_program(case: Case) -> Callable[[Run], None]:
         model = run.shard(case.build)
         optimizer = run.optimizer(model.parameters(), zk.AdamW if case.one_order else zk.SGD)
         for step in range(case.steps):
-            run.backward(case.loss(model, step, run.world), case.backward)
-            optimizer.step()
-            optimizer.zero_grad()
+            run.step(optimizer, case.loss(model, step, run.world), case.backward)
             run.see(case.after(model, step))
 
     follow.__name__ = re.sub(r"\W", "_", case.name)

@@ -7,7 +7,7 @@ import contextlib
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from small_programs import Run, program
+from small_programs import Run, loss_program, program
 from torch import Tensor, nn
 from zero_cases import Net
 
@@ -26,14 +26,11 @@ def evaluation_before_the_first_step(run: Run) -> None:
     run.train(model)
 
 
-@program()
-def evaluation_between_forward_and_backward(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        made = run.mse(model, step)
-        looked_at(run, model, step)
-        return made
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def evaluation_between_forward_and_backward(run: Run, model: nn.Module, step: int) -> Tensor:
+    made = run.mse(model, step)
+    looked_at(run, model, step)
+    return made
 
 
 @program()
@@ -137,9 +134,7 @@ def gradients_of_the_whole(run: Run) -> None:
     optimizer = run.optimizer(model.parameters())
     for _ in range(3):
         with run.gathered(model):
-            run.backward(sum(param.square().sum() for param in model.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
+            run.step(optimizer, sum(param.square().sum() for param in model.parameters()))
 
 
 @program()
@@ -150,9 +145,7 @@ def gradients_of_the_whole_beside_a_forward(run: Run) -> None:
         loss = run.mse(model, step)
         with run.gathered(model.leave):
             loss = loss + model.leave.weight.square().sum()
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, loss)
 
 
 @program()
@@ -193,9 +186,7 @@ def a_forward_that_fails_and_goes_on(run: Run) -> None:
             with contextlib.suppress(ZeroDivisionError):
                 run.mse(model, step)
             handle.remove()
-        run.backward(run.mse(model, step))
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, run.mse(model, step))
 
 
 def struck(*arguments: object) -> None:

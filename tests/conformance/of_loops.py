@@ -5,7 +5,7 @@ from __future__ import annotations
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from small_programs import Run, program
+from small_programs import Run, loss_program, program
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +22,7 @@ def accumulation_without_reduction(run: Run) -> None:
         with run.no_sync(model):
             run.backward(run.mse(model, 3 * step) / 3)
             run.backward(run.mse(model, 3 * step + 1) / 3)
-        run.backward(run.mse(model, 3 * step + 2) / 3)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, run.mse(model, 3 * step + 2) / 3)
 
 
 @program(exact=False)
@@ -33,9 +31,7 @@ def accumulation_with_a_reduction_of_each(run: Run) -> None:
     optimizer = run.optimizer(model.parameters(), zk.SGD)
     for step in range(3):
         for micro in range(3):
-            run.backward(run.mse(model, 3 * step + micro) / 3)
-        optimizer.step()
-        optimizer.zero_grad()
+            run.step(optimizer, run.mse(model, 3 * step + micro) / 3)
 
 
 @program(exact=False)
@@ -45,9 +41,7 @@ def accumulation_of_sizes_that_vary(run: Run) -> None:
     for step, sizes in enumerate(((1, 3), (2,), (4, 1, 2))):
         for micro, rows in enumerate(sizes):
             x, y = run.data(10 * step + micro, rows)
-            run.backward(F.mse_loss(model(x), y, reduction="sum") / sum(sizes))
-        optimizer.step()
-        optimizer.zero_grad()
+            run.step(optimizer, F.mse_loss(model(x), y, reduction="sum") / sum(sizes))
 
 
 @program(exact=False)
@@ -58,9 +52,7 @@ def accumulation_over_parts_of_the_model(run: Run) -> None:
     for step in range(3):
         for order in ((0,), (1, 2), (0, 2)):
             model.order = order
-            run.backward(run.mse(model, step))
-        optimizer.step()
-        optimizer.zero_grad()
+            run.step(optimizer, run.mse(model, step))
 
 
 class Judge(nn.Module):
@@ -82,12 +74,8 @@ def two_models_that_compete(run: Run) -> None:
     for step in range(3):
         x, y = run.data(step)
         loss = F.softplus(judge(maker(x).detach())).mean() + F.softplus(-judge(y)).mean()
-        run.backward(loss)
-        second.step()
-        second.zero_grad()
-        run.backward(F.softplus(-judge(maker(x))).mean())
-        first.step()
-        first.zero_grad()
+        run.step(second, loss)
+        run.step(first, F.softplus(-judge(maker(x))).mean())
         judge.zero_grad()
 
 
@@ -99,12 +87,8 @@ def two_models_that_compete_by_one_forward(run: Run) -> None:
     for step in range(3):
         x, y = run.data(step)
         made = maker(x)
-        run.backward(F.softplus(judge(made.detach())).mean() + F.softplus(-judge(y)).mean())
-        second.step()
-        second.zero_grad()
-        run.backward(F.softplus(-judge(made)).mean())
-        first.step()
-        first.zero_grad()
+        run.step(second, F.softplus(judge(made.detach())).mean() + F.softplus(-judge(y)).mean())
+        run.step(first, F.softplus(-judge(made)).mean())
         judge.zero_grad()
 
 
@@ -128,12 +112,8 @@ def actor_and_critic_in_one_module(run: Run) -> None:
     for step in range(3):
         x, y = run.data(step)
         policy, value = model(x)
-        run.backward(F.mse_loss(value, y.mean(1, keepdim=True)))
-        critic.step()
-        critic.zero_grad()
-        run.backward((F.mse_loss(policy, y, reduction="none") * value.detach()).mean())
-        actor.step()
-        actor.zero_grad()
+        run.step(critic, F.mse_loss(value, y.mean(1, keepdim=True)))
+        run.step(actor, (F.mse_loss(policy, y, reduction="none") * value.detach()).mean())
 
 
 @program()
@@ -142,9 +122,7 @@ def a_model_given_to_another_as_a_part(run: Run) -> None:
     body, head = run.shard(lambda: Net(2)), run.shard(Judge)
     optimizer = run.optimizer([*body.parameters(), *head.parameters()])
     for step in range(3):
-        run.backward(head(body(run.data(step)[0])).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, head(body(run.data(step)[0])).square().mean())
 
 
 @program()
@@ -154,13 +132,10 @@ def a_plain_head_trained_by_hand(run: Run) -> None:
     run.train(run.shard(Net), loss=lambda model, step: F.mse_loss(model(front(run.data(step)[0])), run.data(step)[1]))
 
 
-@program()
-def the_whole_model_checkpointed(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        return F.mse_loss(checkpoint(model, x, use_reentrant=False), y)
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def the_whole_model_checkpointed(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    return F.mse_loss(checkpoint(model, x, use_reentrant=False), y)
 
 
 @program(refused=((zk.ZerokernError, RuntimeError), ("use_reentrant=False",)))
@@ -193,9 +168,7 @@ def truncated_backpropagation_through_time(run: Run) -> None:
             x, y = run.data(10 * step + turn)
             out, states = model(x, states)
             loss = loss + F.mse_loss(out, y)
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, loss)
         states = [state.detach() for state in states]
 
 
@@ -212,22 +185,16 @@ def a_game_of_unknown_length(run: Run) -> None:
     run.train(model, loss=loss)
 
 
-@program()
-def depth_that_grows(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        model.order = tuple(range(min(step + 1, 3)))
-        return run.mse(model, step)
-
-    run.train(run.shard(cases.Reordered), 5, loss)
+@loss_program(cases.Reordered, steps=5)
+def depth_that_grows(run: Run, model: nn.Module, step: int) -> Tensor:
+    model.order = tuple(range(min(step + 1, 3)))
+    return run.mse(model, step)
 
 
-@program()
-def batches_of_changing_size(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = batch(step, run.rank, 2 + 3 * (step % 3))
-        return F.mse_loss(model(x), y)
-
-    run.train(run.shard(Net), 4, loss)
+@loss_program(Net, steps=4)
+def batches_of_changing_size(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = batch(step, run.rank, 2 + 3 * (step % 3))
+    return F.mse_loss(model(x), y)
 
 
 @program()
@@ -256,9 +223,7 @@ def a_retained_graph_over_two_steps(run: Run) -> None:
         loss = run.mse(model, step)
         run.backward(loss, retain_graph=True)
         model.zero_grad()
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, loss)
 
 
 @program()
@@ -267,19 +232,13 @@ def two_sharded_models_of_one_optimizer_by_turns(run: Run) -> None:
     optimizer = run.optimizer([param for model in models for param in model.parameters()])
     for step in range(4):
         x, y = run.data(step)
-        run.backward(F.mse_loss(models[0](x), y) if step % 2 else models[1](y).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, F.mse_loss(models[0](x), y) if step % 2 else models[1](y).square().mean())
 
 
-@program()
-def a_backward_in_a_forward(run: Run) -> None:
+@loss_program(Net)
+def a_backward_in_a_forward(run: Run, model: nn.Module, step: int) -> Tensor:
     """Test-time training: an inner gradient of an activation, within the loss."""
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        hidden = model.enter(x).detach().requires_grad_()
-        (slope,) = torch.autograd.grad(model.blocks[0](hidden).square().mean(), hidden)
-        return F.mse_loss(model.leave(model.body(model.enter(x) - slope)), y)
-
-    run.train(run.shard(Net), loss=loss)
+    x, y = run.data(step)
+    hidden = model.enter(x).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model.blocks[0](hidden).square().mean(), hidden)
+    return F.mse_loss(model.leave(model.body(model.enter(x) - slope)), y)

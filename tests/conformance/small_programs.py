@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,19 +22,8 @@ from zero_cases import batch
 
 import zerokern as zk
 
-__all__ = [
-    "MODES",
-    "PROGRAMS",
-    "RANKS_DIFFER",
-    "Mode",
-    "Plain",
-    "Program",
-    "Run",
-    "Trace",
-    "Zero",
-    "compare",
-    "program",
-]
+__all__ = ["MODES", "PROGRAMS", "RANKS_DIFFER", "Plain", "Run", "Trace", "Zero", "compare"]
+__all__ += ["loss_program", "model_program", "program", "trained"]
 
 MANY_BUCKETS = 512  # bytes; at least two of each model, most often one for each large parameter
 Trace = list[tuple[str, Any]]
@@ -101,6 +91,28 @@ def program(
     return register
 
 
+def trained(
+    name: str, build: Callable[[], nn.Module], loss: Callable[..., Tensor] | None = None, steps: int = 3
+) -> None:
+    """A program that is the ordinary loop: over what `build` makes, by the loss of (run, model, step)."""
+
+    def loop(run: Run) -> None:
+        run.train(run.shard(build), steps, None if loss is None else functools.partial(loss, run))
+
+    loop.__name__ = name
+    program()(loop)
+
+
+def model_program(**settings: Any) -> Callable[[Callable[[], nn.Module]], None]:
+    """The ordinary loop over the model that the function makes."""
+    return lambda build: trained(build.__name__, build, **settings)
+
+
+def loss_program(build: Callable[[], nn.Module], **settings: Any) -> Callable[[Callable[..., Tensor]], None]:
+    """The ordinary loop by the loss that the function is."""
+    return lambda loss: trained(loss.__name__, build, loss, **settings)
+
+
 class Run:
     """What a program is given. Whoever runs it fills in how a model is wrapped, and what a backward pass does."""
 
@@ -137,6 +149,11 @@ class Run:
         self.trace.append(("loss", loss.detach().clone()))
         self._backward(lambda: by(loss, **settings))
 
+    def step(self, optimizer: Any, loss: Tensor, **settings: Any) -> None:
+        self.backward(loss, **settings)
+        optimizer.step()
+        optimizer.zero_grad()
+
     def train(
         self, model: nn.Module, steps: int = 3, loss: Callable[..., Tensor] | None = None, optimizer: Any = None
     ) -> Any:
@@ -145,9 +162,7 @@ class Run:
             optimizer = self._own.get(id(model)) or self.optimizer(model.parameters())
             self._own[id(model)] = optimizer
         for step in range(steps):
-            self.backward((loss or self.mse)(model, step))
-            optimizer.step()
-            optimizer.zero_grad()
+            self.step(optimizer, (loss or self.mse)(model, step))
         return optimizer
 
     def data(self, step: int, rows: int = 4) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from worlds import SHARDED, STAGES, World, anywhere, built, everywhere, full, on_ranks, ranked
+from worlds import SHARDED, STAGES, World, anywhere, built, everywhere, full, on_ranks, ranked, step_and_zero
 from zero_cases import WIDTH, Case, Net, batch, follow, make_adamw, mse
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -60,8 +60,7 @@ def test_the_values_that_a_model_starts_with_are_not_rounded_away(world: World, 
     optimizer = make_adamw(model.parameters(), lr=0.0, weight_decay=0.0, master_format=master_format)
     for _ in range(2):
         wide_mse(model, 0, world).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     for name, value in full(model).items():
         assert torch.equal(value, nearest(start[name])), name
     for name, param in model.named_parameters():
@@ -115,14 +114,12 @@ def skipping(world: World, stage: int, value: float, max_grad_norm: float | None
     settings = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
     optimizer = make_adamw(model.parameters(), **settings)
     mse(model, 0, world).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     before = full(model)
     mse(model, 1, world).backward()
     owners = world.exchange(spoil_one_element(model, world, "leave.bias", value))
     assert sum(owners) == (world.size if stage == 0 else 1), owners
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     if stage == 0 and max_grad_norm is None:
         return  # nothing is sharded, nothing was asked: as torch's optimizers
     assert optimizer.skipped_steps == 1
@@ -134,8 +131,7 @@ def skipping(world: World, stage: int, value: float, max_grad_norm: float | None
     for one, opt, numbers in ((model, optimizer, [2]), (twin, other, [0, 2])):
         for number in numbers:
             mse(one, number, world).backward()
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
     assert all(torch.equal(value, full(twin)[name]) for name, value in full(model).items())
 
 
@@ -171,8 +167,7 @@ def scaled(world: World, stage: int) -> None:
             (256 * mse(twin, step, world)).backward()
             for param in twin.parameters():
                 param.grad.mul_(1 / 256)
-            other.step()
-            other.zero_grad()
+            step_and_zero(other)
     assert scales == [256.0, 128.0, 128.0, 128.0, 256.0], scales
     for (name, mine), theirs in zip(full(model).items(), full(twin).values(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")

@@ -26,6 +26,7 @@ from worlds import (
     ranked,
     refusal,
     says,
+    step_and_zero,
 )
 from zero_cases import Net, batch, make_adamw, mse
 
@@ -240,8 +241,7 @@ def changed(world: World, stage: int, change: Callable[[nn.Module], object], wor
     model = world.shard(built(Net), stage=stage)
     optimizer = make_adamw(model.parameters())
     mse(model, 0, world).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     try:
         change(model)
     except TypeError as error:  # at stage 3 what is sharded may say so at once
@@ -325,8 +325,7 @@ def test_little_to_do(world: World, stage: int) -> None:
     model = world.shard(built(Net), stage=stage)
     optimizer = make_adamw(model.blocks[1].parameters(), max_grad_norm=1.0)
     before = full(model)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     model(batch(0)[0][:0]).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
     optimizer.step()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pages import SLACK, large_things_apart, peak, restart_peak
 from torch import Tensor, nn
-from worlds import World, alone, everywhere, full, on_ranks, on_threads, ranked, refusal, says
+from worlds import World, alone, everywhere, full, on_ranks, on_threads, ranked, refusal, says, step_and_zero
 from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
@@ -69,8 +69,7 @@ def test_a_model_built_in_parts(world: World, stage: int, how: str) -> None:
     for _ in range(4):
         losses.append(mse(model, 0, world))
         losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     assert world.mean(losses[-1]) < world.mean(losses[0])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector as flat
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from torch.nn.utils import vector_to_parameters as unflat
-from worlds import full, on_ranks, ranked
+from worlds import full, on_ranks, ranked, step_and_zero
 from zero_cases import Net
 
 import zerokern as zk
@@ -132,8 +132,7 @@ def trained(net: nn.ModuleDict) -> None:
     for _ in range(3):
         with torch.enable_grad():
             net["b"](net["a"](torch.randn(4, 9))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
 
 
 def a_long_story(net: nn.ModuleDict) -> None:
@@ -272,8 +271,7 @@ def test_a_target_that_is_a_copy(stage: int) -> None:
         for step in range(2):
             loss = model(torch.full((2, 6), float(step)))
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         losses.append(loss.item())
     assert losses[0] == losses[1]
 

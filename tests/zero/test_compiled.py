@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
-from worlds import World, alone, on_ranks, ranked
+from worlds import World, alone, on_ranks, ranked, step_and_zero
 
 import zerokern as zk
 
@@ -131,8 +131,7 @@ def trained(
             loss = nn.functional.cross_entropy(call(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
             loss.backward()
             losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         steps.append(list(ran))
         ran.clear()
     assert counters["stats"]["unique_graphs"] <= 4, "compiled again in each step"

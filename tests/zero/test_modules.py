@@ -12,7 +12,20 @@ import torch
 from graph_cases import CASES as GRAPHS
 from module_cases import CASES
 from torch import nn
-from worlds import SHARDED, STAGES, World, alone, anywhere, built, everywhere, full, on_ranks, on_threads, ranked
+from worlds import (
+    SHARDED,
+    STAGES,
+    World,
+    alone,
+    anywhere,
+    built,
+    everywhere,
+    full,
+    on_ranks,
+    on_threads,
+    ranked,
+    step_and_zero,
+)
 from zero_cases import IN, OUT, WIDTH, Case, Net, follow, make_adamw, make_sgd, mse
 
 BY_NAME = {case.name: case for case in (*CASES, *GRAPHS)}
@@ -47,7 +60,7 @@ def follow_on_ranks(world: World, names: list[str], stage: int) -> list[str]:
     return follow_all(world, names, stage)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_same_bits_on_real_ranks(stage: int) -> None:
     names = [name for name, case in BY_NAME.items() if stage in case.stages and name in IN_SHORT]
     assert on_ranks(2, follow_on_ranks, names, stage) == [[], []]
@@ -99,8 +112,7 @@ def test_one_optimizer_over_models_of_two_stages_and_a_plain_one(world: World, s
                 mse(model, step, world).backward()
             averaged = ours["c"] if models is ours else plain
             world.average_gradients(averaged.parameters())
-            models.optimizer.step()
-            models.optimizer.zero_grad()
+            step_and_zero(models.optimizer)
         norms = [float(models.optimizer.grad_norm) for models in (ours, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-12), "the norm is of all three"
     for name in "abc":

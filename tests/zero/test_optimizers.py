@@ -19,7 +19,7 @@ def bf16_mse(model: nn.Module, step: int, world: World) -> Tensor:
     return F.mse_loss(model(x.bfloat16()).float(), y)
 
 
-@everywhere(2, stage=[2, 3])
+@everywhere(2, stage=[3])
 def test_bf16_parameters_with_every_master(world: World, stage: int) -> None:
     """Cuts fall on blocks of 128 from a parameter's element 0, so that int8 scales too are those of the whole."""
     for state, master in MASTERS:

@@ -7,7 +7,7 @@ import io
 
 import torch
 from torch import nn
-from worlds import World, built, everywhere, full, on_ranks, ranked, refusal, says
+from worlds import World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -126,8 +126,7 @@ def test_gradients_edited_by_hand(world: World, stage: int) -> None:
             torch._foreach_mul_([param.grad for param in model.parameters()], 2.0)
             model.blocks[0].up.weight.grad = torch.zeros_like(model.blocks[0].up.weight)
             model.leave.bias.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
 
@@ -144,8 +143,7 @@ def test_a_moving_average_of_parameters(world: World, stage: int) -> None:
             mse(model, step, world).backward()
             if model is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             with torch.no_grad():
                 for old, param in zip(average, model.parameters(), strict=True):
                     old.mul_(0.9).add_(param, alpha=0.1)
@@ -177,8 +175,7 @@ def test_parameters_written_between_steps(world: World, stage: int) -> None:
             losses[-1].backward()
             if model is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             with torch.no_grad():
                 if step == 0:
                     model.blocks[0].up.weight.mul_(0.5)
@@ -256,7 +253,6 @@ def test_parameters_of_any_strides(world: World) -> None:
                 model(batch(step, world.rank)[0]).square().mean().backward()
                 if model is plain:
                     world.average_gradients(plain.parameters())
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
         for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)

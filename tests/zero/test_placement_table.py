@@ -20,7 +20,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from waiting_device import Waiting, played
-from worlds import World, alone, on_ranks, on_threads, ranked
+from worlds import World, alone, on_ranks, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 
@@ -82,8 +82,7 @@ def script(model: nn.Module, rank: int, opt: torch.optim.Optimizer) -> list[floa
     for x in batches(STEPS, rank):
         loss = model(x).square().mean()
         loss.backward()
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
         losses.append(loss.item())
     return losses
 
@@ -138,8 +137,7 @@ def in_three_dimensions(rank: int, sizes: tuple[int, int, int]) -> list[float]:
         each: list[Tensor] = []
         _ = schedule.step(target=x, losses=each) if number else schedule.step(x)
         losses += [torch.stack(each).mean().item()] if each else []
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
     return losses
 
 

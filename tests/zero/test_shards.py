@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from worlds import SHARDED, STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says
+from worlds import SHARDED, STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -88,8 +88,7 @@ def test_writes_to_the_model_last_where_shards_are_stepped(world: World, stage: 
     optimizer = zk.AdamW(zk.shards(model), lr=1e-3, master_format="fp32")
     for step in range(3):
         model(batch(step, world.rank)[0].bfloat16()).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         with torch.no_grad(), zk.gathered(model, write=True):
             for param in model.parameters():
                 param.fill_(5.0)
@@ -191,8 +190,7 @@ def test_stage_0_is_plain_torch(world: World) -> None:
             if model is plain:
                 world.average_gradients(plain.parameters())
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (key, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=key)
 
@@ -208,13 +206,11 @@ def test_an_optimizer_from_before(world: World, stage: int) -> None:
             mse(model, step, world).backward()
             if model is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (key, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7, msg=key)
     mse(stepped_before, 0, world).backward()
-    optimizers[2].step()
-    optimizers[2].zero_grad()
+    step_and_zero(optimizers[2])
     world.shard(stepped_before, stage=stage)
     mse(stepped_before, 1, world).backward()
     says(refusal(optimizers[2].step, zk.StateError), ["after zk.shard"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_tiers import batches, model_of, on, values
 from torch import Tensor, nn
-from worlds import World, on_threads, ranked
+from worlds import World, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -67,8 +67,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def plain(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None]) -> None:
     loss_of(model, x).backward()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -76,8 +75,7 @@ def accumulation(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., N
     for part in x.chunk(4):
         loss_of(model, part).backward()
         between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -91,8 +89,7 @@ def no_sync(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None])
             between(model)
     loss_of(model, last).backward()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -110,8 +107,7 @@ def clipped(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None])
     between(model)
     zk.clip_grad_norm_(model, 0.05)
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -124,8 +120,7 @@ def clipped_and_added_to(model: nn.Module, opt: Any, x: Tensor, between: Callabl
     zk.clip_grad_norm_(some, 0.001)
     zk.clip_grad_norm_(some, 0.001, norm_type=float("inf"))
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -141,8 +136,7 @@ def edited(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None]) 
     model.blocks[3][0].weight.grad = model.blocks[3][0].weight.grad * 3.0
     del grads
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -153,8 +147,7 @@ def set_by_hand(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., No
     loss.backward()
     between(model)
     model.enter.weight.grad = torch.ones_like(model.enter.weight)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -169,8 +162,7 @@ def kept_over_a_step(model: nn.Module, opt: Any, x: Tensor, between: Callable[..
             p.grad.add_(old, alpha=0.5)
     del old, kept
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -184,8 +176,7 @@ def parts_kept_over_a_step(model: nn.Module, opt: Any, x: Tensor, between: Calla
         p.grad.local[1:].add_(old, alpha=0.5)
     del old, kept
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -193,8 +184,7 @@ def frozen_in_turns(model: nn.Module, opt: Any, x: Tensor, between: Callable[...
     model.blocks[1].requires_grad_(not model.blocks[1][0].weight.requires_grad)
     loss_of(model, x).backward()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -204,8 +194,7 @@ def hooks_after_accumulation(model: nn.Module, opt: Any, x: Tensor, between: Cal
     for handle in handles:
         handle.remove()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -225,8 +214,7 @@ def not_finite_at_times(model: nn.Module, opt: Any, x: Tensor, between: Callable
     for factor in (1.0, float("inf")):
         (loss_of(model, x) * factor).backward()
         between(model)
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
 
 
 @loop
@@ -242,8 +230,7 @@ def broken_off(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., Non
     opt.zero_grad()
     loss_of(model, x).backward()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 def train(model: nn.Module, step: Loop, between: Callable[..., None], rank: int = 0, **settings: Any) -> list[Any]:
@@ -337,8 +324,7 @@ def test_a_gradient_that_cannot_be_read_leaves_everything_as_it_was(settings: di
                     opt.step()
             for key, crc in broken.items():
                 entries[key].crc = crc
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
     ends = values(model)
     assert all(torch.equal(value, ends[name]) for name, value in values(expected).items())
 

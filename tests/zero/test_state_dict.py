@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
 import torch
-from worlds import STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says
-from zero_cases import Net, make_adamw, mse
+from torch import nn
+from worlds import STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
+from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
 
@@ -22,8 +24,7 @@ def trained(world: World, stage: int, steps: int = 3, **settings: object) -> tup
 
 def go_on(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     mse(model, step, world).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
 
 
 @everywhere(1, 2, stage=STAGES)
@@ -73,8 +74,7 @@ def test_states_of_an_unsharded_run_load(world: World, stage: int) -> None:
     for step in range(3):
         mse(plain, step, world).backward()
         world.average_gradients(plain.parameters())
-        theirs.step()
-        theirs.zero_grad()
+        step_and_zero(theirs)
     ours = world.shard(built(Net, seed=3), stage=stage)
     optimizer = make_adamw(ours.parameters())
     ours.load_state_dict(plain.state_dict())
@@ -88,8 +88,7 @@ def test_states_of_an_unsharded_run_load(world: World, stage: int) -> None:
         go_on(world, ours, optimizer, step)
         mse(plain, step, world).backward()
         world.average_gradients(plain.parameters())
-        theirs.step()
-        theirs.zero_grad()
+        step_and_zero(theirs)
     assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
 
 
@@ -116,3 +115,55 @@ def on_real_ranks(world: World) -> None:
 
 def test_checkpoints_on_real_ranks() -> None:
     on_ranks(2, on_real_ranks)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model).module
+
+
+@everywhere(2, stage=STAGES, duplicate=[copy.deepcopy, pickled, averaged])
+def test_a_copy_is_plain_whole_and_independent(
+    world: World, stage: int, duplicate: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = world.shard(built(Net), stage=stage)
+    optimizer = make_adamw(model.parameters(), schedule="overlap")
+    for step in range(2):
+        mse(model, step, world).backward()
+        step_and_zero(optimizer)
+    with zk.gathered(model):
+        twin = duplicate(model)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+    x, _ = batch(3)
+    if world.rank == 0:  # alone: whatever still belonged to the other model would wait for the other ranks
+        assert all(type(param) is nn.Parameter and param.grad is None for param in twin.parameters())
+        assert all(torch.equal(value, kept[name]) for name, value in twin.state_dict().items())
+        steps = torch.optim.SGD(twin.parameters(), lr=0.1)
+        plain = built(Net)
+        plain.load_state_dict(kept)
+        for one in (twin, plain):
+            one(x).sum().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(twin.parameters(), plain.parameters(), strict=True))
+        steps.step()
+    with torch.no_grad():
+        plain = built(Net)
+        plain.load_state_dict(kept)
+        assert torch.equal(model(x), plain(x)), "what is done with a copy changes nothing here"
+    twin.load_state_dict(kept)
+    twin.zero_grad()
+    world.shard(twin, stage=stage)
+    with torch.no_grad():
+        assert torch.equal(twin(x), plain(x)), "and it can be sharded"
+
+
+def test_a_parameter_that_is_pickled_leaves_its_home_behind() -> None:
+    model = zk.shard(built(Net), stage=3)
+    with zk.gathered(model):
+        twin = pickled(model.leave.weight)
+    assert twin.__dict__ == {"_zk_home": None}

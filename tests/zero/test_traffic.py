@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from wire_cases import gathers_twice, sent
-from worlds import World, full, on_ranks, ranked
+from worlds import World, full, on_ranks, ranked, step_and_zero
 from zero_cases import Net, built, make_adamw, mse
 
 FP32, BF16, MIXED = "fp32", "bf16", "bf16, fp32 reduced"
@@ -72,8 +72,7 @@ def silent(world: World) -> None:
         optimizer = make_adamw(model.parameters(), max_grad_norm=1.0)
         for number in range(2):
             mse(model, number, world).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         assert all(torch.isfinite(param).all() for param in full(model).values())
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "anywhere",
     "built",
     "everywhere",
+    "for_each",
     "full",
     "on_hybrid_threads",
     "on_ranks",
@@ -45,6 +46,7 @@ __all__ = [
     "ranked",
     "refusal",
     "says",
+    "step_and_zero",
 ]
 
 BUILDING = threading.Lock()
@@ -163,6 +165,17 @@ def on_ranks(size: int, function: Callable, *arguments: Any, **settings: Any) ->
     return run_ranks(size, function, *arguments, **settings)
 
 
+def for_each(rank: int, function: Callable, rows: Iterable[Any]) -> list:
+    """`function` with each of the rows, in one launch of ranks; an error names its row."""
+    found = []
+    for row in rows:
+        try:
+            found.append(function(rank, row))
+        except Exception as error:
+            raise AssertionError(f"with {row}") from error
+    return found
+
+
 def anywhere(size: int, function: Callable, *arguments: Any) -> list:
     """Alone where one is enough, on threads otherwise: what a wide matrix can afford."""
     return alone(function, *arguments) if size == 1 else on_threads(size, function, *arguments)
@@ -203,6 +216,12 @@ def built(build: Callable[[], Any], seed: int = 0) -> Any:
             return build()
         finally:
             torch.set_rng_state(kept)
+
+
+def step_and_zero(*optimizers: Any) -> None:
+    for one in optimizers:
+        one.step()
+        one.zero_grad()
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
