@@ -160,14 +160,6 @@ MUTANTS = (
         ("tests/mutants/test_found.py", "tests/zero/test_keep.py"),
     ),
     Mutant(
-        "block_of_kept_inputs_reused_under_a_copy",
-        "zerokern/zero/keeping.py",
-        "self._copies.to_host(span, to, after=self._block.last)",
-        "self._copies.to_host(span, to)",
-        "A kept input leaves for host memory from which an older one is still being fetched.",
-        ("tests/mutants/test_found.py", "tests/zero/test_keep.py", "tests/zero/test_shard_keep.py"),
-    ),
-    Mutant(
         "one_copy_of_a_tied_weight_keeps_its_own_sum",
         "zerokern/zero/tied_stages.py",
         "for other in vectors[1:]:\n            other.copy_(total)",
