@@ -37,7 +37,7 @@ MUTANTS = (
         "for place in self._places - self.arrived.keys() - self._kept:",
         "for place in self._places - self.arrived.keys() - self._kept - self.held:",
         "Where no gradient arrives, what an earlier pass has left in the buffer is added once more.",
-        ("tests/zero/test_modules.py", "tests/zero/test_graphs.py"),
+        ("tests/mutants/test_found.py", "tests/zero/test_modules.py", "tests/zero/test_graphs.py"),
     ),
     Mutant(
         "dropped_no_sync_gradient_comes_back",

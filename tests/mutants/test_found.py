@@ -188,3 +188,32 @@ def test_what_is_kept_after_a_write_is_kept_anew(tmp_path: Path) -> None:
     after = second.pack(x)
     keeper.begin()
     assert before is not after and bool(second.unpack(after).eq(2.0).all())
+
+
+class Sum(nn.Module):
+    """Two layers side by side, of which a call may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y = self.one(x)
+        return (y + self.other(x) if both else y).square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_that_a_second_pass_leaves_out_keeps_the_gradient_of_the_first(stage: int) -> None:
+    start, inputs = Sum(), torch.randn(2, 4, 16)
+
+    def live(group: Group) -> list[Tensor]:
+        model = zk.shard(copy.deepcopy(start), stage=stage, mesh=group)
+        for both in (True, False):
+            model(inputs[group.rank], both).backward()
+        return [param.grad.whole(param.grad) for param in model.parameters()]
+
+    for both in (True, False):
+        (sum(start(x, both) for x in inputs) / 2).backward()
+    for found in FakeWorld(2).run(live):
+        for grad, param in zip(found, start.parameters(), strict=True):
+            torch.testing.assert_close(grad, param.grad)
