@@ -37,7 +37,7 @@ MUTANTS = (
         "for place in self._places - self.arrived.keys() - self._kept:",
         "for place in self._places - self.arrived.keys() - self._kept - self.held:",
         "Where no gradient arrives, what an earlier pass has left in the buffer is added once more.",
-        ("tests/zero/test_modules.py", "tests/zero/test_graphs.py"),
+        ("tests/mutants/test_found.py", "tests/zero/test_modules.py", "tests/zero/test_graphs.py"),
     ),
     Mutant(
         "dropped_no_sync_gradient_comes_back",
@@ -158,14 +158,6 @@ MUTANTS = (
         "begin + nbytes <= self.begin + self.nbytes",
         "What was kept of an input before it was written stands for what it holds afterwards.",
         ("tests/mutants/test_found.py", "tests/zero/test_keep.py"),
-    ),
-    Mutant(
-        "block_of_kept_inputs_reused_under_a_copy",
-        "zerokern/zero/keeping.py",
-        "self._copies.to_host(span, to, after=self._block.last)",
-        "self._copies.to_host(span, to)",
-        "A kept input leaves for host memory from which an older one is still being fetched.",
-        ("tests/mutants/test_found.py", "tests/zero/test_keep.py", "tests/zero/test_shard_keep.py"),
     ),
     Mutant(
         "one_copy_of_a_tied_weight_keeps_its_own_sum",

@@ -27,7 +27,8 @@ from overlay import Native, Tree, environment, laid_over
 from report import RESULTS, write
 
 HERE = Path(__file__).parent
-LIMIT_S = {"quick": 150, "slow": 400}
+LIMIT_S = {"quick": 150, "slow": 400}  # of targets
+WHOLE_S = 1800  # of a folder
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.*?|\S+)(?: - .*)?$", re.MULTILINE)
 TOOK = re.compile(r" in ([\d.]+)s")
 # as the Makefile starts it: the working folder, which has the sources, is not on the path
@@ -63,7 +64,7 @@ class Runner:
         """Looks for it, first where it is expected to be found."""
         folder, seconds = self._laid_over(mutant), 0.0
         for lane, targets in self._looks(mutant, whole=whole):
-            by, note, taken = self._run(folder, lane, targets)
+            by, note, taken = self._run(folder, lane, targets, limit_s=WHOLE_S * any(map(is_folder, targets)))
             seconds += taken
             if by:
                 return Verdict(mutant.name, lane, by, round(seconds, 1), note)
@@ -172,6 +173,10 @@ class Runner:
         asked = (["rev-parse", "HEAD"], ["diff", "HEAD", "--", "zerokern", "cpu", "tests", ":!tests/mutants"])
         said = [subprocess.check_output(["git", *one], cwd=self.tree.root, text=True) for one in asked]
         return f"{said[0].strip()} {hash_of(said[1])}"
+
+
+def is_folder(target: str) -> bool:
+    return ".py" not in target
 
 
 def hash_of(text: str) -> str:
