@@ -134,7 +134,9 @@ def gradients_of_the_whole(run: Run) -> None:
     optimizer = run.optimizer(model.parameters())
     for _ in range(3):
         with run.gathered(model):
-            run.step(optimizer, sum(param.square().sum() for param in model.parameters()))
+            run.backward(sum(param.square().sum() for param in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @program()

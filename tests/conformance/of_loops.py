@@ -31,7 +31,9 @@ def accumulation_with_a_reduction_of_each(run: Run) -> None:
     optimizer = run.optimizer(model.parameters(), zk.SGD)
     for step in range(3):
         for micro in range(3):
-            run.step(optimizer, run.mse(model, 3 * step + micro) / 3)
+            run.backward(run.mse(model, 3 * step + micro) / 3)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @program(exact=False)
@@ -41,7 +43,9 @@ def accumulation_of_sizes_that_vary(run: Run) -> None:
     for step, sizes in enumerate(((1, 3), (2,), (4, 1, 2))):
         for micro, rows in enumerate(sizes):
             x, y = run.data(10 * step + micro, rows)
-            run.step(optimizer, F.mse_loss(model(x), y, reduction="sum") / sum(sizes))
+            run.backward(F.mse_loss(model(x), y, reduction="sum") / sum(sizes))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @program(exact=False)
@@ -52,7 +56,9 @@ def accumulation_over_parts_of_the_model(run: Run) -> None:
     for step in range(3):
         for order in ((0,), (1, 2), (0, 2)):
             model.order = order
-            run.step(optimizer, run.mse(model, step))
+            run.backward(run.mse(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Judge(nn.Module):

@@ -220,7 +220,9 @@ def a_batch_that_no_rank_has(run: Run) -> None:
     optimizer = run.optimizer(model.parameters())
     for step in range(5):
         if step % 2:
-            run.step(optimizer, run.mse(model, step))
+            run.backward(run.mse(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @program()

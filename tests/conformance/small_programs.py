@@ -149,8 +149,8 @@ class Run:
         self.trace.append(("loss", loss.detach().clone()))
         self._backward(lambda: by(loss, **settings))
 
-    def step(self, optimizer: Any, loss: Tensor, **settings: Any) -> None:
-        self.backward(loss, **settings)
+    def step(self, optimizer: Any, loss: Tensor, *by: Callable[..., Any], **settings: Any) -> None:
+        self.backward(loss, *by, **settings)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -165,7 +165,8 @@ def no_sync_alone(program: Program) -> None:
 def step_alone(program: Program) -> None:
     program.backward()
     if program.rank == 0:
-        step_and_zero(program.opt)
+        program.opt.step()
+    program.opt.zero_grad()
     program.train()
 
 

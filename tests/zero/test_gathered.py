@@ -1,4 +1,4 @@
-"""zk.gathered: full parameters for a while, in the objects that the user knows; and what remains of them afterwards."""
+"""zk.gathered: full parameters for a while, in the objects that the user knows; what is computed with them there."""
 
 from __future__ import annotations
 

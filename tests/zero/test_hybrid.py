@@ -1,4 +1,4 @@
-"""Meshes of two dimensions, (replicate, shard): the same training as on one dimension, DDP's and one process's."""
+"""Meshes of two dimensions, (replicate, shard): trained, at rest, saved and loaded as on one dimension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients reach the other ranks whatever is done to a parameter between steps, or it is refused at once."""
+"""Whatever is done to parameters, or beside their gradients, between steps and within them: right, or refused."""
 
 from __future__ import annotations
 

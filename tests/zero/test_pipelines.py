@@ -1,4 +1,4 @@
-"""Pipelines of torch's schedules whose stages zk.shard divides: what one process computes with all batches."""
+"""Pipelines of torch's schedules whose stages zk.shard divides: one process's numbers, one norm, one decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norm of gradients that were measured where they were written: nothing is read again, and no write is missed."""
+"""The norm of gradients: measured where they were written, with no write missed; clipping by it is torch's."""
 
 from __future__ import annotations
 

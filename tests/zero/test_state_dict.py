@@ -1,4 +1,4 @@
-"""state_dict of a sharded model and of its optimizer: whole inside of zk.gathered, this rank's part outside."""
+"""state_dict of a sharded model and of its optimizer: whole in zk.gathered, else this rank's part; copies are plain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that rest on disk: training, reading, writing and failing as if they were in memory."""
+"""Parameters that rest on disk: as if they were in memory, and failures to read or write leave what there was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""zk.tile: a Linear in pieces of its rows has the bits of a loop over them, and is never whole."""
+"""zk.tile: a Linear in pieces has the bits, names and checkpoints of one that is whole, and is never whole."""
 
 from __future__ import annotations
 
