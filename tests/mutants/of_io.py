@@ -69,7 +69,10 @@ MUTANTS = (
         "end += _rounded_up(-(-numel // width.per) * width.nbytes, ALIGNMENT)",
         "end += _rounded_up(max(1, numel // width.per) * width.nbytes, ALIGNMENT)",
         "A record has no room for the scale of a last, partial block of int8 state.",
-        ("tests/mutants/test_found.py", "tests/io/test_pieces.py"),
+        (
+            "tests/mutants/test_found.py::test_a_record_has_room_for_the_scale_of_each_block_begun",
+            "tests/io/test_pieces.py",
+        ),
     ),
     Mutant(
         "get_of_a_failed_put_succeeds",

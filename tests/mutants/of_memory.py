@@ -37,7 +37,10 @@ MUTANTS = (
         "copy = Copy(self, stream, pairs)",
         "copy = Copy(self, stream, ())",
         "Memory may be freed, and given to others, while a copy still moves it.",
-        ("tests/mutants/test_found.py", "tests/memory/test_copies.py"),
+        (
+            "tests/mutants/test_found.py::test_a_copy_keeps_its_tensors_whatever_the_device_keeps",
+            "tests/memory/test_copies.py",
+        ),
     ),
     Mutant(
         "writes_through_views_not_stored",
@@ -45,7 +48,11 @@ MUTANTS = (
         "if any(tensor._version != version for tensor, version in self._watched):\n            self._changed = True",
         "if any(tensor._version < version for tensor, version in self._watched):\n            self._changed = True",
         "What somebody writes into a view of memory that rests on a disk does not reach the disk.",
-        ("tests/mutants/test_found.py", "tests/memory/test_rest.py", "tests/zero/test_tiers.py"),
+        (
+            "tests/mutants/test_found.py::test_what_is_written_into_memory_that_was_lent_is_stored",
+            "tests/memory/test_rest.py",
+            "tests/zero/test_tiers.py",
+        ),
     ),
     Mutant(
         "span_that_fits_exactly_not_found",
@@ -77,6 +84,10 @@ MUTANTS = (
         "if zeroed and key not in self._untouched:",
         "if zeroed and key in self._untouched:",
         "Host memory that is taken again for new state holds the old values.",
-        ("tests/mutants/test_found.py", "tests/memory/test_host.py", "tests/optim/test_writes.py"),
+        (
+            "tests/mutants/test_found.py::test_state_that_begins_anew_in_memory_that_was_used_is_zero",
+            "tests/memory/test_host.py",
+            "tests/optim/test_writes.py",
+        ),
     ),
 )

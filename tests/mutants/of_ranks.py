@@ -85,6 +85,9 @@ MUTANTS = (
         '"publish": 4}',
         '"publish": 1}',
         "What an update's thread publishes can be taken for what a forward gathers.",
-        ("tests/mutants/test_found.py", "tests/optim/test_offload_overlap.py"),
+        (
+            "tests/mutants/test_found.py::test_what_a_thread_publishes_is_not_what_another_gathers",
+            "tests/optim/test_offload_overlap.py",
+        ),
     ),
 )

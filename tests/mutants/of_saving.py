@@ -69,7 +69,7 @@ MUTANTS = (
         "said.append(crc32c(plain.data_ptr(), plain.numel() * plain.element_size()))",
         "said.append(plain.numel())",
         "Tensors in extra that differ between ranks are saved once, as rank 0 has them.",
-        ("tests/saving/test_resume.py", "tests/saving/test_reviewed_ranks.py"),
+        ("tests/saving/test_resume.py", "tests/saving/test_reviewed_ranks.py", "tests/saving/test_ranks_agree.py"),
     ),
     Mutant(
         "buffers_of_all_ranks_mixed",
@@ -77,7 +77,7 @@ MUTANTS = (
         "return super().create_global_plan(_undivided(all_plans))",
         "return super().create_global_plan(all_plans)",
         "Buffers that ranks count by themselves are saved as a mixture of several ranks'.",
-        ("tests/saving/test_reviewed_optimizers.py",),
+        ("tests/saving/test_reviewed_optimizers.py", "tests/saving/test_loading.py"),
     ),
     Mutant(
         "remainder_lost_in_a_conversion",
@@ -117,7 +117,7 @@ MUTANTS = (
         "self.end = min(-(-(max(map(self._flat, last)) + 1) // BLOCK) * BLOCK, total)",
         "self.end = min(-(-max(map(self._flat, last)) // BLOCK) * BLOCK, total)",
         "int8 state that is cut otherwise than by blocks misses its last block where one element lies in it.",
-        ("tests/saving/test_reviewed.py", "tests/saving/test_formats.py"),
+        ("tests/saving/test_reviewed.py", "tests/saving/test_loading.py", "tests/saving/test_formats.py"),
     ),
     Mutant(
         "failed_save_not_heard_by_the_next",

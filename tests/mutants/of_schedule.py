@@ -61,7 +61,11 @@ MUTANTS = (
         'moves = [("Release", one) for one in done if one not in following]',
         'moves = [("Release", one) for one in done]',
         "A unit that is about to compute again is released, and gathered once more.",
-        ("tests/mutants/test_found.py", "tests/zero/test_passes.py", "tests/zero/test_traffic.py"),
+        (
+            "tests/mutants/test_found.py::test_a_unit_that_computes_next_is_not_released",
+            "tests/zero/test_passes.py",
+            "tests/zero/test_traffic.py",
+        ),
     ),
     Mutant(
         "simulator_forgets_the_step_before",

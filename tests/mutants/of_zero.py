@@ -37,7 +37,11 @@ MUTANTS = (
         "for place in self._places - self.arrived.keys() - self._kept:",
         "for place in self._places - self.arrived.keys() - self._kept - self.held:",
         "Where no gradient arrives, what an earlier pass has left in the buffer is added once more.",
-        ("tests/mutants/test_found.py", "tests/zero/test_modules.py", "tests/zero/test_graphs.py"),
+        (
+            "tests/mutants/test_found.py::test_a_parameter_that_a_second_pass_leaves_out_keeps_the_gradient_of_the_first",
+            "tests/zero/test_modules.py",
+            "tests/zero/test_graphs.py",
+        ),
     ),
     Mutant(
         "dropped_no_sync_gradient_comes_back",
@@ -45,7 +49,7 @@ MUTANTS = (
         "self.local &= lives",
         "self.local &= self._places",
         "A gradient of a pass under no_sync that the program has dropped is added all the same.",
-        ("tests/zero/test_graphs.py", "tests/zero/test_modules.py", "tests/zero/test_losses.py"),
+        ("tests/zero/test_graphs.py", "tests/zero/test_hybrid_states.py", "tests/conformance/test_conformance.py"),
     ),
     Mutant(
         "gradient_of_a_second_leaf_lost",
@@ -61,7 +65,7 @@ MUTANTS = (
         "self.late_places.add(place)",
         "self.late_places.discard(place)",
         "A gradient that arrives after its bucket was sent is reduced on no rank.",
-        ("tests/zero/test_graphs.py", "tests/zero/test_modules.py", "tests/zero/test_penalties.py"),
+        ("tests/zero/test_graphs.py", "tests/zero/test_penalties.py", "tests/conformance/test_conformance.py"),
     ),
     Mutant(
         "scratch_shared_by_two_reductions",
@@ -77,7 +81,11 @@ MUTANTS = (
         "if len(self._parts) == 1:\n                self.group.broadcast(order).wait()",
         "if len(self._parts) == 1:\n                self.group.broadcast(order.clone()).wait()",
         "Ranks reduce their buckets in the order in which their own became complete.",
-        ("tests/mutants/test_found.py", "tests/zero/test_graphs.py", "tests/zero/test_different_calls.py"),
+        (
+            "tests/mutants/test_found.py::test_ranks_whose_first_passes_differ_reduce_in_one_order",
+            "tests/zero/test_graphs.py",
+            "tests/zero/test_different_calls.py",
+        ),
     ),
     Mutant(
         "marks_of_other_ranks_not_heard",
@@ -133,7 +141,11 @@ MUTANTS = (
         "self.reduction.factor = self.reduction.factor * factor",
         "self.reduction.factor = factor",
         "Of two clippings before an update only the factor of the second is applied.",
-        ("tests/optim/test_shard_clip.py", "tests/zero/test_clipping.py"),
+        (
+            "tests/mutants/test_found.py::test_clipping_again_counts_what_was_clipped_before",
+            "tests/optim/test_shard_clip.py",
+            "tests/zero/test_clipping.py",
+        ),
     ),
     Mutant(
         "factor_of_a_skipped_step_stays",
@@ -141,7 +153,10 @@ MUTANTS = (
         "return factor if factor == factor else 1.0",
         "return factor",
         "A norm that is not finite spoils the gradients of the batch after it.",
-        ("tests/mutants/test_found.py", "tests/zero/test_pipeline_norms.py"),
+        (
+            "tests/mutants/test_found.py::test_the_factor_of_a_step_that_is_skipped_is_no_part_of_the_next",
+            "tests/zero/test_pipeline_norms.py",
+        ),
     ),
     Mutant(
         "write_to_a_whole_parameter_not_seen_by_its_piece",
@@ -157,7 +172,7 @@ MUTANTS = (
         "begin + nbytes <= self.begin + self.nbytes and not self.version.is_changed",
         "begin + nbytes <= self.begin + self.nbytes",
         "What was kept of an input before it was written stands for what it holds afterwards.",
-        ("tests/mutants/test_found.py", "tests/zero/test_keep.py"),
+        ("tests/mutants/test_found.py::test_what_is_kept_after_a_write_is_kept_anew", "tests/zero/test_keep.py"),
     ),
     Mutant(
         "one_copy_of_a_tied_weight_keeps_its_own_sum",

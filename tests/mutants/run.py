@@ -19,20 +19,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock
 
 from all_mutants import MUTANTS
 from mutant import ROOT, Mutant
 from overlay import Native, Tree, environment, laid_over
 from report import RESULTS, write
+from server import Server
 
 HERE = Path(__file__).parent
 LIMIT_S = {"quick": 150, "slow": 400}  # of targets
 WHOLE_S = 1800  # of a folder
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.*?|\S+)(?: - .*)?$", re.MULTILINE)
 TOOK = re.compile(r" in ([\d.]+)s")
-# as the Makefile starts it: the working folder, which has the sources, is not on the path
-PYTEST = "import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main())"
 SURVIVED = "survived"
 
 
@@ -54,6 +54,9 @@ class Runner:
         """`through`: a command that every run is started by, such as `nice -n 19`."""
         self.tree, self._folder, self._through, self._jobs = tree, folder, list(through), jobs
         self._native, self._building = Native(tree, folder / "native", through), Lock()
+        self._servers: SimpleQueue[Server] = SimpleQueue()
+        for _ in range(jobs):
+            self._servers.put(Server(tree.python, through))
 
     def verdicts(self, mutants: Sequence[Mutant], *, whole: bool) -> Iterator[Verdict]:
         """Of each, as they come in their order."""
@@ -96,27 +99,27 @@ class Runner:
         seen.unlink(missing_ok=True)
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "zk_mutant_witness", *["--rest"] * (lane == "slow")]
         limit_s = limit_s or LIMIT_S[lane]
-        command = [*self._through, "timeout", "-k", "10", str(limit_s), str(self.tree.python), "-c", PYTEST]
-        done = subprocess.run(
-            [*command, *options, *targets],
-            cwd=self.tree.root,
-            env=environment(folder, seen, targets),
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
-        if done.returncode in (124, 137, -9):
+        output = folder / "output.txt"
+        output.unlink(missing_ok=True)
+        env = environment(folder, seen, targets)
+        server = self._servers.get()
+        try:
+            code = server.run([*options, *targets], self.tree.root, env, output, limit_s)
+        finally:
+            self._servers.put(server)
+        said = output.read_text(errors="replace") if output.exists() else ""
+        if code < 0:
             return targets[0], f"hung: ended after {limit_s} s", limit_s
-        took = TOOK.findall(done.stdout)
+        took = TOOK.findall(said)
         seconds = float(took[-1]) if took else 0.0
-        found = FAILED.findall(done.stdout)
-        if done.returncode in (0, 5) or (done.returncode == 1 and not found and "NOT LISTED" in done.stdout):
+        found = FAILED.findall(said)
+        if code in (0, 5) or (code == 1 and not found and "NOT LISTED" in said):
             self._refuse_elsewhere(folder, seen)
             return "", "", seconds
-        if not found and done.returncode == 4:
-            raise RuntimeError(f"pytest could not run {targets}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        if not found and code == 4:
+            raise RuntimeError(f"pytest could not run {targets}:\n{said[-3000:]}")
         if not found:
-            return targets[0], f"the process died (exit status {done.returncode})", seconds
+            return targets[0], f"the process died (exit status {code})", seconds
         self._refuse_elsewhere(folder, seen)
         return found[0], "found while tests were collected" if "::" not in found[0] else "", seconds
 

@@ -217,3 +217,10 @@ def test_a_parameter_that_a_second_pass_leaves_out_keeps_the_gradient_of_the_fir
     for found in FakeWorld(2).run(live):
         for grad, param in zip(found, start.parameters(), strict=True):
             torch.testing.assert_close(grad, param.grad)
+
+
+def test_clipping_again_counts_what_was_clipped_before() -> None:
+    model = zk.shard(Chain(), stage=1)
+    (1e4 * model(torch.randn(4, 16), False)).backward()
+    norms = [float(zk.clip_grad_norm_(model.parameters(), limit)) for limit in (2.0, 1.0, float("inf"))]
+    assert norms[0] > 4.0 and norms[1:] == pytest.approx([2.0, 1.0], rel=1e-4)
