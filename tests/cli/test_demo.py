@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import doctest
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 
 from zerokern.examples import demo
-from zerokern.examples.contenders import CONTENDERS, ON_DISK, state_nbytes
+from zerokern.examples.contenders import CONTENDERS, state_nbytes
 from zerokern.examples.demo import (
     act,
     child,
@@ -29,17 +28,17 @@ from zerokern.examples.demo import (
     sizes,
     together,
     view,
-)  # fmt: skip
+)
 from zerokern.examples.demo.act import Act, NotHereError
 from zerokern.examples.demo.cost import Cost
 from zerokern.examples.demo.view import View
 from zerokern.examples.model import GPT, Shape
 from zerokern.examples.text import Batches, read_text, source_files
 from zerokern.examples.widen import WideAttention, WideLinear, attend
-from zerokern.io import Nvme
 
 TINY = Shape(layers=2, width=128, context=32)
 ACT = Act(TINY, ("torch",), rows=2, steps=2, lr=1e-3, seconds=300.0, cap=64_000_000)
+MODULES = (act, cost, larger, memory, place, plot, processes, race, results, sizes, together, view)
 BF16_EPS = torch.finfo(torch.bfloat16).eps
 
 
@@ -50,44 +49,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return parser.parse_args(arguments)
-
-
-def test_options_are_read() -> None:
-    args = parsed("--act", "1", "--full")
-    assert (args.act, args.full, args.out) == ("1", True, Path("demo.png"))
-
-
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["--out", "demo.txt"], "out='demo.txt': must be a .png"),
-        (["--out", "no-such-folder/demo.png"], "in a folder that exists"),
-        (["--act", "5"], "invalid choice: '5'"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parsed(*arguments)
-    assert says in capsys.readouterr().err
-
-
-def test_model_sees_no_future() -> None:
-    """A byte changes the loss of the positions from its own on, and of none before."""
-    model = GPT(TINY)
-    tokens = torch.randint(256, (1, TINY.context))
-    changed = tokens.clone()
-    changed[0, 20] = (changed[0, 20] + 1) % 256
-    with torch.no_grad():
-        before = [model(t[:, :20], tokens[:, 1:21]).item() for t in (tokens, changed)]
-        after = [model(t[:, :21], tokens[:, 1:22]).item() for t in (tokens, changed)]
-    assert before[0] == before[1]
-    assert after[0] != after[1]
 
 
 def test_wide_linear_is_the_fp32_product_rounded_once() -> None:
@@ -104,16 +65,6 @@ def test_wide_linear_is_the_fp32_product_rounded_once() -> None:
         torch.testing.assert_close(ours.float(), wide, rtol=BF16_EPS, atol=1e-5)
 
 
-def test_batches_repeat_with_their_seed() -> None:
-    text = torch.arange(5000).remainder(251).to(torch.uint8)
-    first, again, other = (Batches(text, 3, 16, seed) for seed in (4, 4, 5))
-    (tokens, targets), (same, _), (different, _) = first.next(), again.next(), other.next()
-    assert tokens.shape == targets.shape == (3, 16)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert torch.equal(tokens, same)
-    assert not torch.equal(tokens, different)
-
-
 def test_held_out_text_is_never_trained_on(tmp_path: Path) -> None:
     for i in range(40):
         (tmp_path / f"module{i:02}.py").write_text(chr(33 + i) * 3000)
@@ -123,11 +74,6 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path) -> None:
     trained, held_out = (set(read_text(held_out, root=tmp_path).tolist()) for held_out in (False, True))
     assert held_out == {33, 53}
     assert trained | held_out == set(range(33, 73)) and not trained & held_out
-
-
-def test_a_python_without_sources_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has 0 bytes of Python sources"):
-        read_text(root=tmp_path)
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
@@ -145,39 +91,6 @@ def test_predicted_bytes_are_held_bytes(name: str) -> None:
     assert held == pytest.approx(predicted, rel=1e-3)
 
 
-def test_predicted_bytes_on_disk_are_held_bytes(tmp_path: Path) -> None:
-    contender = CONTENDERS["exact"]
-    model = GPT(TINY).to(contender.dtype)
-    tier = Nvme(tmp_path / "state", ring_nbytes=1 << 20)
-    optimizer = contender.optimizer(model.parameters(), 1e-3, tier)
-    model(*Batches(read_text(), 2, TINY.context, 0).next()).backward()
-    contender.step(optimizer)
-    predicted = {role: n for role, n in contender.bytes_by_role(TINY.numel).items() if role in ON_DISK}
-    assert state_nbytes(optimizer) == {}
-    assert state_nbytes(optimizer, on_disk=True) == pytest.approx(predicted, rel=1e-3)
-
-
-def test_a_disk_comes_before_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast, slow, missing = tmp_path / "fast", tmp_path / "slow", tmp_path / "missing"
-    fast.mkdir()
-    slow.mkdir()
-    monkeypatch.setattr(place, "filesystem_of", lambda folder: "tmpfs" if folder == fast else "ext4")
-    assert [one.folder for one in place.places([missing, fast, slow], 1)] == [slow, fast]
-    with place.temporary(1, [fast, slow]) as found:
-        assert found.folder.parent == slow and str(found).endswith("(ext4)")
-    assert list(slow.iterdir()) == []
-    with place.temporary(1, [fast]) as found:
-        assert "which is memory and no disk" in str(found)
-    with place.temporary(1, [missing]) as found:
-        assert found is None
-
-
-def test_mounts_are_read() -> None:
-    mounts = "a / ext4 rw 0 0\nb /mnt xfs rw 0 0\nc /mnt/my\\040disk btrfs rw 0 0\nd /mnt/my\\040disk f2fs rw 0 0"
-    found = [place.filesystem_of(Path(at), mounts) for at in ("/mnt/x", "/mnt/my disk/x", "/mntx", "/")]
-    assert found == ["xfs", "f2fs", "ext4", "ext4"]
-
-
 def test_only_running_out_of_memory_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "lift_cap", lambda: None)
 
@@ -189,25 +102,6 @@ def test_only_running_out_of_memory_is_forgiven(monkeypatch: pytest.MonkeyPatch)
     assert child.guarded(lambda: fail(RuntimeError("DefaultCPUAllocator: can't allocate memory"))) is not None
     with pytest.raises(RuntimeError, match="shapes differ"):
         child.guarded(lambda: fail(RuntimeError("shapes differ")))
-
-
-def test_torch_beside_masters_is_torch_in_fp32_rounded() -> None:
-    """Its masters take the steps of fused AdamW with the same gradients, and the parameters are their roundings."""
-    torch.manual_seed(0)
-    narrow = [torch.nn.Parameter(torch.randn(size).bfloat16()) for size in (1000, 7)]
-    wide = [torch.nn.Parameter(p.detach().float()) for p in narrow]
-    theirs, plain = CONTENDERS["torch-bf16"], CONTENDERS["torch"]
-    optimizers = theirs.optimizer(narrow, 1e-2), plain.optimizer(wide, 1e-2)
-    for lr in (1e-2, 3e-2, 1e-3):
-        for small, large in zip(narrow, wide, strict=True):
-            small.grad = torch.randn_like(small)
-            large.grad = small.grad.float()
-        for contender, optimizer in zip((theirs, plain), optimizers, strict=True):
-            optimizer.param_groups[0]["lr"] = lr
-            contender.step(optimizer)
-    for small, large in zip(narrow, wide, strict=True):
-        assert torch.equal(optimizers[0].state[small]["master"], large)
-        assert torch.equal(small, large.bfloat16())
 
 
 def test_exact_follows_torch_until_the_clock_stops_all() -> None:
@@ -263,7 +157,9 @@ def test_wide_attention_is_that_of_fp32_rounded_once() -> None:
     assert torch.equal(ours, theirs.bfloat16()) and torch.equal(heads.grad, wide.grad.bfloat16())
 
 
-@pytest.mark.parametrize("module", [act, cost, larger, memory, plot, processes, race, results, sizes, together, view])
+@pytest.mark.parametrize(
+    "module", [act, cost, larger, memory, place, plot, processes, race, results, sizes, together, view]
+)
 def test_examples(module: Any) -> None:
     assert doctest.testmod(module).failed == 0
 

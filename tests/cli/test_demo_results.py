@@ -176,14 +176,3 @@ def test_lines_close_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped
     assert ("Ended:     Stopped before the end" in said) is stopped
     assert f"Picture:   {tmp_path / 'demo.png'}" in said and (tmp_path / "demo.png").exists()
     assert said[-1].startswith("Next:      ")
-
-
-@pytest.mark.parametrize("width", [20, 60, 200])
-def test_tables_keep_to_a_terminal(width: int) -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
-    header, row = ["", "first", "second", "third"], ["a role", "1,000 MB", "22 MB", "a long verdict"]
-    view.View(console).table(header, [row])
-    said = stream.getvalue()
-    assert max(map(len, said.splitlines())) <= max(width, len("a role  a long verdict"))
-    assert all(cell in said for cell in (*header, *row))
