@@ -55,7 +55,7 @@ ifneq ($(VENV),none)
 	@echo "ready: . $(VENV)/bin/activate"
 endif
 
-demo: $(installed) ## train where torch runs out of memory, compare, shard, train from disk; about 5 minutes on two idle cores
+demo: $(installed) ## train where torch runs out of memory, compare, shard, train from disk; at most 90 seconds
 	zerokern demo
 
 # the minutes stand here; tests/policy/test_minutes.py compares what is said elsewhere

@@ -203,15 +203,14 @@ def perform(act: Act, view: View, deadline: float | None = None) -> Outcome:
     if not resting.failure:
         same = replace(act, steps=len(resting.losses), seconds=math.inf)
         outcome.resident = there(train(same, RESIDENT, view, "", widen, deadline))
-    if outcome.told:
-        if view.details:
-            view.say()
-            view.table(["", RESIDENT, RESTING], table_rows(outcome))
-            view.say(
-                f"All of it is {held / act.cap:.1f} times the cap, meant as in act 1. Bytes are those that the kernel "
-                f"counted at the device. The losses of {len(resting.losses)} steps are "
-                + ("NOT the same." if outcome.differs else "the same bits.")
-            )
+    if outcome.told and view.details:
+        view.say()
+        view.table(["", RESIDENT, RESTING], table_rows(outcome))
+        view.say(
+            f"All of it is {held / act.cap:.1f} times the cap, meant as in act 1. Bytes are those that the kernel "
+            f"counted at the device. The losses of {len(resting.losses)} steps are "
+            + ("NOT the same." if outcome.differs else "the same bits.")
+        )
     if outcome.failed:
         view.say(f"FAILED: {outcome.failure}")
     return outcome

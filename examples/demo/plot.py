@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import textwrap
 from collections.abc import Callable
@@ -10,12 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
+import torch
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.ticker import MaxNLocator
+
+import zerokern
+from zerokern.core.env import usable_cpus
 
 from . import larger, memory, race, results, together
 from .act import Act
@@ -244,7 +249,7 @@ def panels(found: results.Results) -> list[Panel]:
             )
         )
         if results.optimizer_ratio(lanes) > 1 + results.SAME_SHARE:
-            ran = f"GPT of {millions(lanes[0].numel)} parameters; factors: to torch with a model of the same precision"
+            ran = f"GPT of {millions(lanes[0].numel)} parameters; factors: to torch, same precision"
             made.append((results.time_finding(lanes), ran, partial(draw_times, lanes=lanes)))
     ranks, rested = found.ranks, found.rested
     if ranks and ranks.told:
@@ -267,6 +272,15 @@ def titled(figure: SubFigure, finding: str, ran: str) -> Axes:
     return axes
 
 
+def measured_on(seconds: float | None) -> str:
+    """The machine and the versions that the picture is of, a line each."""
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    took = [f"the demo took {seconds:.0f} s"] if seconds else []
+    versions = f"torch {torch.__version__.split('+')[0]}, zerokern {zerokern.__version__}"
+    cores = usable_cpus()
+    return "\n".join(["Measured on", *names[:1], f"{cores} core{'s' * (cores > 1)}", versions, *took])
+
+
 def draw(path: Path, found: results.Results, seconds: float | None = None) -> bool:
     """Writes the picture, two panels a row; False where there is nothing to show."""
     made = panels(found)
@@ -281,6 +295,9 @@ def draw(path: Path, found: results.Results, seconds: float | None = None) -> bo
         place: SubFigure
         for place, (finding, ran, paint) in zip(places, made, strict=False):
             paint(titled(place, finding, ran))
+        if len(made) < rows * columns:
+            rest: SubFigure = list(figure.subfigs)[-1]
+            rest.text(0.14, 0.7, measured_on(seconds), va="top", fontsize=12, color=PALE, linespacing=1.7)
         figure.savefig(path)
         plt.close(figure)
     return True

@@ -63,7 +63,6 @@ def server() -> ForkServerContext:
     """The context of the server that children are forked from; starts it where it does not run yet."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning makes a busy machine 2 to 6 times as slow
     # its path begins with the working folder: in a source tree it would find the sources, which have no native library
     here = Path.cwd()
     os.chdir(Path(__file__).resolve().parents[3])
