@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from products import where_they_meet
+from products import Array, where_they_meet
 
 PRODUCT = list(itertools.product("abc", range(4), (True, False), "xy", range(3)))
 
@@ -23,3 +23,14 @@ def test_all_that_meet_in_the_product_meet_in_few_rows(meet: int, most: int) -> 
 def test_what_never_meets_is_not_asked_for() -> None:
     cases = [case for case in PRODUCT if case[:2] != ("a", 0)]
     assert set(where_they_meet(cases, 2)) <= set(cases)
+
+
+@pytest.mark.parametrize("meet, most", [(2, 18), (3, 60)])
+def test_an_array_shows_all_that_its_rules_let_meet(meet: int, most: int) -> None:
+    factors = dict(zip("pqrst", ["abc", range(4), (True, False), "xy", range(3)], strict=True))
+    rules = [(("p", "q"), lambda p, q: p != "a" or q != 0), (("q", "r", "t"), lambda q, r, t: q != 3 or r or t == 1)]
+    allowed = [one for one in PRODUCT if one[:2] != ("a", 0) and (one[1] != 3 or one[2] or one[4] == 1)]
+    rows = [tuple(row.values()) for row in Array(factors, rules).rows(meet)]
+    assert set(rows) <= set(allowed) and len(rows) <= most
+    assert meetings(rows, meet) == meetings(allowed, meet)
+    assert rows == [tuple(row.values()) for row in Array(factors, rules).rows(meet)]

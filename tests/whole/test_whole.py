@@ -1,0 +1,73 @@
+"""Whole programs, of which any two settings meet in a quick one, any three in one of the others: the expected bits."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("whole", "optim", "zero", "comm")]
+
+from programs import Program, follow, programs, small_rings
+from worlds import World, alone, on_hybrid_threads, on_ranks, on_threads, ranked
+
+A_LAUNCH = 12  # programs that processes run one after another
+RUNS: dict[str, Any] = {
+    "alone": alone,
+    "threads": lambda *given: on_threads(2, *given),
+    "hybrid": lambda *given: on_hybrid_threads(2, 2, *given),
+}
+QUICK = programs(2)
+
+
+def rows(slow: bool) -> list[Program]:
+    return [program for program in programs(3) if program not in QUICK] if slow else QUICK
+
+
+def here(slow: bool) -> list:
+    marks = [pytest.mark.slow] if slow else []
+    return [pytest.param(one, id=str(one), marks=marks) for one in rows(slow) if one.where != "ranks"]
+
+
+def in_launches(slow: bool) -> list:
+    marks = [pytest.mark.slow] if slow else []
+    found = [one for one in rows(slow) if one.where == "ranks"]
+    return [
+        pytest.param(found[begin : begin + A_LAUNCH], id=f"{'slow' if slow else 'quick'} {begin}", marks=marks)
+        for begin in range(0, len(found), A_LAUNCH)
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    lanes = (False, True) if metafunc.config.slow_rows else (False,)  # type: ignore[attr-defined]
+    for name, made in (("program", here), ("launch", in_launches)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, [one for slow in lanes for one in made(slow)])
+
+
+def test_the_expected_bits(program: Program, tmp_path: Path) -> None:
+    RUNS[program.where](follow, program, tmp_path)
+
+
+@ranked
+def follow_all(world: World, launched: Sequence[Program], folder: Path) -> list[str]:
+    """What went wrong in each of the programs that did not go well."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_rings(patch)
+        failures = []
+        for number, program in enumerate(launched):
+            try:
+                follow(world, program, folder / str(number))
+            except Exception:
+                failures.append(f"{program}\n{traceback.format_exc()}")
+                break  # ranks may be in different places now
+        return failures
+
+
+def test_the_expected_bits_on_real_ranks(launch: Sequence[Program], tmp_path: Path) -> None:
+    failures = [one for said in on_ranks(2, follow_all, launch, tmp_path) for one in said]
+    assert not failures, "\n".join(failures)
