@@ -22,7 +22,7 @@ def test_same_bits_as_the_reference(
     impl: str, source: torch.dtype, target: torch.dtype, scale: float, every: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    for numel, misaligned in itertools.product(sizes_for(impl, every), (False, True)):
+    for numel, misaligned in itertools.product(sizes_for(impl, every and source is target), (False, True)):
         row = Row({})
         place(row, "src", spread_values(numel, generator).to(source), misaligned)
         place(row, "dst", torch.full((numel,), torch.nan, dtype=target), misaligned)
