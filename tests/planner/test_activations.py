@@ -16,8 +16,8 @@ from zerokern.planner import from_config, preset
 from zerokern.planner.activations import Widths
 from zerokern.planner.shapes import Decoder
 
-TOLERANCE = 0.05
-BATCH, SEQ = 2, 96
+TOLERANCE = 0.02  # what is small beside the largest tensors is not planned: positions, statistics, routing
+BATCH, SEQ = 2, {"sdpa": 96, "eager": 384}  # scores that are stored take most
 OF_LLAMA = {
     "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -40,9 +40,9 @@ SLOW = pytest.mark.slow
 LARGE, SMALL = 2000, 64  # vocabularies: the loss takes most of all, or a layer does
 
 
-def measured(model: torch.nn.Module, again: bool) -> int:
+def measured(model: torch.nn.Module, seq: int, again: bool) -> int:
     """The most bytes that forward and backward of one batch allocate, without gradients of parameters."""
-    ids, memory = torch.randint(SMALL, (BATCH, SEQ)), LiveMemory()
+    ids, memory = torch.randint(SMALL, (BATCH, seq)), LiveMemory()
     if again:
         for module in model.modules():
             if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
@@ -66,7 +66,7 @@ def recomputed(forward: Any) -> Any:
 
 
 def planned(path: Path, attention: str, dtype: torch.dtype, again: bool) -> int:
-    shape = from_config(path, batch=BATCH, seq=SEQ, attention=attention)
+    shape = from_config(path, batch=BATCH, seq=SEQ[attention], attention=attention)
     roles = zk.plan(shape, stage=0, param_dtype=dtype, keep="device" if again else None).roles
     return sum(roles.get(role, 0) for role in ("activations", "logits", "checkpoints"))
 
@@ -87,7 +87,7 @@ def test_what_a_model_allocates_is_planned(name: str, attention: str, dtype: tor
         config.save_pretrained(tmp_path)
         for again in (False, True):
             model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-            found = measured(model.train(), again)
+            found = measured(model.train(), SEQ[attention], again)
             said = planned(tmp_path / "config.json", attention, dtype, again)
             where = f"{name}, {attention}, {dtype}, vocabulary {vocabulary}, {'again' if again else 'whole'}"
             print(f"{where}: planned {said:,} bytes, measured {found:,}, {said / found - 1:+.2%}")

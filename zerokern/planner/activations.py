@@ -89,7 +89,7 @@ class Widths:
         freed = self._mlp(itemsize) + self._norm(itemsize)  # of this layer: their backward is over
         softmax = 2 * _FP32 - itemsize * (itemsize != _FP32)  # two in fp32, in place of those that were multiplied
         softmax = 2 * itemsize if self.family == "gpt2" else softmax  # its softmax has the dtype of the scores
-        return max(of_mlp, softmax * scores - freed + (2 if self.family == "gpt_neox" else 5) * hidden)
+        return max(of_mlp, softmax * scores - freed + hidden)
 
     def last_norm(self, itemsize: int) -> int:
         """What backward of the last norm allocates: of RMSNorm four tensors in fp32."""
@@ -98,6 +98,11 @@ class Widths:
     def shared(self, itemsize: int) -> int:
         """What a layer keeps of its own input, which is there once where checkpoints hold it."""
         return 0 if self._is_rms and itemsize != _FP32 else itemsize * self.hidden
+
+    @staticmethod
+    def mask(itemsize: int, seq: int, attention: str = "sdpa") -> int:
+        """Of the causal mask, an argument of every layer that checkpoints hold; SDPA has none."""
+        return itemsize * seq if attention == "eager" else 0
 
     @property
     def _is_rms(self) -> bool:

@@ -52,7 +52,8 @@ class Decoder(Transformer):
         widths, size, seq = self.widths, self.itemsize, self.seq or 0
         layer = widths.layer(size, seq, self.attention)
         outside, logits = widths.outside(size), widths.logits(size)
-        kept = 0 if rows is not None else self.layers * layer * self.tokens
+        mask = widths.mask(size, seq, self.attention) * self.tokens
+        kept = mask if rows is not None else self.layers * layer * self.tokens
         again = 0 if rows is None else self.ci * layer - widths.shared(size)
         computing = (again + widths.backward(size, seq, self.attention)) * seq * (rows or self.batch or 0)
         moments = [
