@@ -21,7 +21,10 @@ MUTANTS = (
         "os.ftruncate(self._fd, row.nbytes)\n            os.fsync(self._fd)",
         "os.ftruncate(self._fd, row.nbytes)",
         "A checkpoint is published while bytes of its data files may be in memory only.",
-        ("tests/saving/test_files.py", "tests/saving/test_folder.py", "tests/saving/test_storage.py"),
+        (
+            "tests/mutants/test_found.py::test_a_data_file_is_synced_when_it_is_finished",
+            "tests/saving/test_files.py",
+        ),
     ),
     Mutant(
         "interrupted_publishing_not_finished",

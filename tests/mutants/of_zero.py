@@ -13,7 +13,12 @@ MUTANTS = (
         "before, self.reduction.synchronizes = self.reduction.synchronizes, False",
         "before, self.reduction.synchronizes = self.reduction.synchronizes, True",
         "Backward passes under no_sync are reduced like all others.",
-        ("tests/zero/test_traffic.py", "tests/zero/test_hybrid_states.py", "tests/zero/test_bad_input.py"),
+        (
+            "tests/zero/test_traffic.py",
+            "tests/zero/test_hybrid_states.py",
+            "tests/zero/test_hybrid.py",
+            "tests/zero/test_bad_input.py",
+        ),
     ),
     Mutant(
         "mean_of_one_dimension_of_two",
@@ -29,7 +34,7 @@ MUTANTS = (
         "if self.summing.counts_again:\n            self.summing.share_out",
         "if self.summing.counts_again and not self.replicated:\n            self.summing.share_out",
         "At stage 0 a second pass adds up over the ranks what the first has summed already.",
-        ("tests/zero/test_hybrid_states.py", "tests/zero/test_parameters.py"),
+        ("tests/zero/test_hybrid_states.py", "tests/zero/test_hybrid.py", "tests/zero/test_parameters.py"),
     ),
     Mutant(
         "stale_gradient_of_an_unused_parameter",
@@ -49,7 +54,12 @@ MUTANTS = (
         "self.local &= lives",
         "self.local &= self._places",
         "A gradient of a pass under no_sync that the program has dropped is added all the same.",
-        ("tests/zero/test_graphs.py", "tests/zero/test_hybrid_states.py", "tests/conformance/test_conformance.py"),
+        (
+            "tests/zero/test_graphs.py",
+            "tests/zero/test_hybrid_states.py",
+            "tests/zero/test_hybrid.py",
+            "tests/conformance/test_conformance.py",
+        ),
     ),
     Mutant(
         "gradient_of_a_second_leaf_lost",
@@ -57,7 +67,12 @@ MUTANTS = (
         "for place, grad in self.beside:\n            self._put(place, grad)",
         "for place, grad in self.beside[1:]:\n            self._put(place, grad)",
         "The gradient of a parameter that is used outside of its module as well is not added.",
-        ("tests/zero/test_gathered_graphs.py", "tests/zero/test_graphs.py", "tests/zero/test_penalties.py"),
+        (
+            "tests/zero/test_gathered_graphs.py",
+            "tests/zero/test_gathered.py",
+            "tests/zero/test_graphs.py",
+            "tests/zero/test_penalties.py",
+        ),
     ),
     Mutant(
         "late_gradients_not_told",
@@ -101,7 +116,12 @@ MUTANTS = (
         "self._last_of[numbers[spot.param]] = number",
         "self._last_of[numbers[spot.param]] = number - (number > 1)",
         "A forward under overlap waits for one bucket less than it needs.",
-        ("tests/optim/test_offload_overlap.py", "tests/optim/test_offload_played.py", "tests/zero/test_versions.py"),
+        (
+            "tests/optim/test_offload_overlap.py",
+            "tests/optim/test_offload_played.py",
+            "tests/zero/test_versions.py",
+            "tests/zero/test_interception.py",
+        ),
     ),
     Mutant(
         "unit_gathered_before_its_update_is_there",
@@ -125,7 +145,7 @@ MUTANTS = (
         "self.group.broadcast(source).wait()\n        lost",
         "self.group.broadcast(source.clone()).wait()\n        lost",
         "Each rank begins with its own random values, and not with those of rank 0.",
-        ("tests/zero/test_bad_input.py", "tests/zero/test_hybrid_states.py"),
+        ("tests/zero/test_bad_input.py", "tests/zero/test_hybrid_states.py", "tests/zero/test_hybrid.py"),
     ),
     Mutant(
         "cut_within_a_block",
@@ -145,6 +165,7 @@ MUTANTS = (
             "tests/mutants/test_found.py::test_clipping_again_counts_what_was_clipped_before",
             "tests/optim/test_shard_clip.py",
             "tests/zero/test_clipping.py",
+            "tests/zero/test_squares.py",
         ),
     ),
     Mutant(
@@ -156,6 +177,7 @@ MUTANTS = (
         (
             "tests/mutants/test_found.py::test_the_factor_of_a_step_that_is_skipped_is_no_part_of_the_next",
             "tests/zero/test_pipeline_norms.py",
+            "tests/zero/test_squares.py",
         ),
     ),
     Mutant(

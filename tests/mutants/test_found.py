@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ from zerokern.comm import Group, group_on
 from zerokern.comm.fake import FakeWorld
 from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
+from zerokern.optim.exchange import Inflow
+from zerokern.saving.files import FileWriter
 from zerokern.schedule.passes import Ahead, turn
 from zerokern.zero.homes import home_of
 from zerokern.zero.keeping import Keeper
@@ -224,3 +229,66 @@ def test_clipping_again_counts_what_was_clipped_before() -> None:
     (1e4 * model(torch.randn(4, 16), False)).backward()
     norms = [float(zk.clip_grad_norm_(model.parameters(), limit)) for limit in (2.0, 1.0, float("inf"))]
     assert norms[0] > 4.0 and norms[1:] == pytest.approx([2.0, 1.0], rel=1e-4)
+
+
+def test_a_data_file_is_synced_when_it_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = [], os.fsync
+
+    def sync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with FileWriter(tmp_path / "data") as writer:
+        writer.append(b"some bytes")
+        writer.finish()
+    assert str(tmp_path / "data") in synced
+
+
+class OnItsWay:
+    """A record on its way to a disk that nobody hurries."""
+
+    def __init__(self) -> None:
+        self.was_awaited = False
+
+    def wait(self) -> None:
+        self.was_awaited = True
+
+
+class Rack:
+    """A disk as `Inflow` knows it: slots, and what is on its way from each of them."""
+
+    def __init__(self, count: int) -> None:
+        self.ring = SimpleNamespace(slots=[SimpleNamespace(index=index) for index in range(count)])
+        self.leaving: dict[int, OnItsWay] = {}
+
+    def begin_change(self) -> None:
+        """Nothing is read ahead."""
+
+    def view(self, slot: Any, record: Any) -> Any:
+        return SimpleNamespace(slot=slot, zero_=lambda: self.check(slot))
+
+    def check(self, slot: Any) -> None:
+        assert slot.index not in self.leaving or self.leaving[slot.index].was_awaited
+
+    def store(self, record: Any, view: Any) -> OnItsWay:
+        return self.leaving.setdefault(view.slot.index, OnItsWay())
+
+
+class Anything:
+    """With whatever attributes, and a hash."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
+def test_a_load_fills_no_slot_that_is_still_written_out() -> None:
+    places = [Anything(record=Anything(unsettled=set()), begun=False) for _ in range(7)]
+    disk = Rack(4)
+    inflow: Any = Inflow(disk, [(0, Anything(places=places, slots=[], spans=lambda place: (), kept=False))])  # type: ignore
+    for some in inflow.rounds():
+        for _, slot in some.records:
+            disk.leaving.pop(slot.index, None)
+        inflow.put(some)
+    inflow.finish()
+    assert all(place.begun for place in places) and all(one.was_awaited for one in disk.leaving.values())
