@@ -120,7 +120,11 @@ MUTANTS = (
         "self.end = min(-(-(max(map(self._flat, last)) + 1) // BLOCK) * BLOCK, total)",
         "self.end = min(-(-max(map(self._flat, last)) // BLOCK) * BLOCK, total)",
         "int8 state that is cut otherwise than by blocks misses its last block where one element lies in it.",
-        ("tests/saving/test_reviewed.py", "tests/saving/test_loading.py", "tests/saving/test_formats.py"),
+        (
+            "tests/mutants/test_found.py::test_around_elements_lie_all_blocks_that_these_are_in",
+            "tests/saving/test_reviewed.py",
+            "tests/saving/test_formats.py",
+        ),
     ),
     Mutant(
         "failed_save_not_heard_by_the_next",

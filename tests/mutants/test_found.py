@@ -22,8 +22,10 @@ from zerokern.comm import Group, group_on
 from zerokern.comm.fake import FakeWorld
 from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
+from zerokern.memory.here import Here
 from zerokern.optim.exchange import Inflow
 from zerokern.saving.files import FileWriter
+from zerokern.saving.filling import Around
 from zerokern.schedule.passes import Ahead, turn
 from zerokern.zero.homes import home_of
 from zerokern.zero.keeping import Keeper
@@ -292,3 +294,10 @@ def test_a_load_fills_no_slot_that_is_still_written_out() -> None:
         inflow.put(some)
     inflow.finish()
     assert all(place.begun for place in places) and all(one.was_awaited for one in disk.leaving.values())
+
+
+@pytest.mark.parametrize("begin, numel", [(0, 1), (0, 128), (0, 129), (100, 29), (100, 157), (511, 1)])
+def test_around_elements_lie_all_blocks_that_these_are_in(begin: int, numel: int) -> None:
+    around = Around(Here.span(torch.Size([512]), 0, 512), begin, numel)
+    assert around.begin % 128 == around.end % 128 == 0
+    assert around.cut(torch.arange(around.begin, around.end)).tolist() == list(range(begin, begin + numel))
