@@ -77,7 +77,10 @@ MUTANTS = (
         'kept.copy_(torch.where(_rounds_to(param, exact), split(exact, "split16")[1], 0))',
         'kept.copy_(split(exact, "split16")[1])',
         "A remainder begins with what rounding lost of other values than the parameter has.",
-        ("tests/optim/test_shard.py", "tests/optim/test_state_dict.py", "tests/zero/test_amp.py"),
+        (
+            "tests/mutants/test_found.py::test_a_remainder_begins_with_what_rounding_lost_of_the_value_that_is_there",
+            "tests/optim/test_shard.py",
+        ),
     ),
     Mutant(
         "remainder_kept_after_a_write",

@@ -20,10 +20,14 @@ from torch import Tensor, nn
 import zerokern as zk
 from zerokern.comm import Group, group_on
 from zerokern.comm.fake import FakeWorld
+from zerokern.core.errors import IoError
 from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
 from zerokern.memory.here import Here
 from zerokern.optim.exchange import Inflow
+from zerokern.optim.formats import Slot
+from zerokern.optim.state import begin
+from zerokern.saving.background import Lane, Saving
 from zerokern.saving.files import FileWriter
 from zerokern.saving.filling import Around
 from zerokern.schedule.passes import Ahead, turn
@@ -301,3 +305,21 @@ def test_around_elements_lie_all_blocks_that_these_are_in(begin: int, numel: int
     around = Around(Here.span(torch.Size([512]), 0, 512), begin, numel)
     assert around.begin % 128 == around.end % 128 == 0
     assert around.cut(torch.arange(around.begin, around.end)).tolist() == list(range(begin, begin + numel))
+
+
+def test_what_a_save_failed_with_is_raised_by_the_next_and_once(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise IoError("the disk has gone", path="x", errno=5)
+
+    lane = Lane()
+    lane.start(Saving(tmp_path / "x", fail), shared=False)
+    with pytest.raises(IoError, match="the disk has gone"):
+        lane.settle()
+    lane.settle()
+
+
+def test_a_remainder_begins_with_what_rounding_lost_of_the_value_that_is_there() -> None:
+    param, exact = torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([1.0 + 2.0**-12, 5.0 + 2.0**-10])
+    kept = torch.zeros(2, dtype=torch.int16)
+    begin(param, Slot("remainder", torch.int16, "param", "remainder"), kept, exact)
+    assert kept[0] and not kept[1]
