@@ -77,7 +77,10 @@ MUTANTS = (
         'kept.copy_(torch.where(_rounds_to(param, exact), split(exact, "split16")[1], 0))',
         'kept.copy_(split(exact, "split16")[1])',
         "A remainder begins with what rounding lost of other values than the parameter has.",
-        ("tests/optim/test_shard.py", "tests/optim/test_state_dict.py", "tests/zero/test_amp.py"),
+        (
+            "tests/mutants/test_found.py::test_a_remainder_begins_with_what_rounding_lost_of_the_value_that_is_there",
+            "tests/optim/test_shard.py",
+        ),
     ),
     Mutant(
         "remainder_kept_after_a_write",
@@ -120,11 +123,11 @@ MUTANTS = (
         ("tests/optim/test_gradient_edits.py", "tests/optim/test_offload_played.py"),
     ),
     Mutant(
-        "parameters_stored_beside_the_compute_that_reads_them",
+        "gradient_leaves_before_the_last_one_was_read",
         "zerokern/optim/conductor.py",
-        "ready = None if host is None else host.here()",
-        "ready = None",
-        "Updated parameters are copied to the device while what was launched before may still read the old ones.",
+        "for twin in twins:\n                    twin.free = False",
+        "for twin in twins:\n                    twin.free = True",
+        "A gradient leaves for host memory in which a delayed update still reads the one before.",
         ("tests/optim/test_offload_played.py",),
     ),
     Mutant(
@@ -133,7 +136,11 @@ MUTANTS = (
         "for record, slot in mine:\n                self._wait(slot)\n                disk.view(slot, record).zero_()",
         "for record, slot in mine:\n                disk.view(slot, record).zero_()",
         "A load fills slots of the ring whose last records are still on their way to the disk.",
-        ("tests/optim/test_exchange.py", "tests/optim/test_nvme_state.py"),
+        (
+            "tests/mutants/test_found.py::test_a_load_fills_no_slot_that_is_still_written_out",
+            "tests/optim/test_exchange.py",
+            "tests/optim/test_nvme_state.py",
+        ),
     ),
     Mutant(
         "masters_on_disk_do_not_follow_a_write",

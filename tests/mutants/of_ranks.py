@@ -53,7 +53,7 @@ MUTANTS = (
         "if add or out.dtype != bucket.dtype else out",
         "if out.dtype != bucket.dtype else out",
         "With replicas, a second reduction writes over what it should be added to.",
-        ("tests/zero/test_hybrid_states.py", "tests/zero/test_hybrid.py"),
+        ("tests/zero/test_hybrid.py",),
     ),
     Mutant(
         "agreement_on_nothing_in_particular",

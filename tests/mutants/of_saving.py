@@ -21,7 +21,10 @@ MUTANTS = (
         "os.ftruncate(self._fd, row.nbytes)\n            os.fsync(self._fd)",
         "os.ftruncate(self._fd, row.nbytes)",
         "A checkpoint is published while bytes of its data files may be in memory only.",
-        ("tests/saving/test_files.py", "tests/saving/test_folder.py", "tests/saving/test_storage.py"),
+        (
+            "tests/mutants/test_found.py::test_a_data_file_is_synced_when_it_is_finished",
+            "tests/saving/test_files.py",
+        ),
     ),
     Mutant(
         "interrupted_publishing_not_finished",
@@ -69,7 +72,7 @@ MUTANTS = (
         "said.append(crc32c(plain.data_ptr(), plain.numel() * plain.element_size()))",
         "said.append(plain.numel())",
         "Tensors in extra that differ between ranks are saved once, as rank 0 has them.",
-        ("tests/saving/test_resume.py", "tests/saving/test_reviewed_ranks.py", "tests/saving/test_ranks_agree.py"),
+        ("tests/saving/test_resume.py", "tests/saving/test_ranks_agree.py"),
     ),
     Mutant(
         "buffers_of_all_ranks_mixed",
@@ -77,7 +80,7 @@ MUTANTS = (
         "return super().create_global_plan(_undivided(all_plans))",
         "return super().create_global_plan(all_plans)",
         "Buffers that ranks count by themselves are saved as a mixture of several ranks'.",
-        ("tests/saving/test_reviewed_optimizers.py", "tests/saving/test_loading.py"),
+        ("tests/saving/test_loading.py",),
     ),
     Mutant(
         "remainder_lost_in_a_conversion",
@@ -93,7 +96,7 @@ MUTANTS = (
         "if counters is not None:\n            self.opt.decision.begin(**counters)",
         "if counters is None:\n            self.opt.decision.begin(None, 0)",
         "A load does not bring back how many steps were skipped, nor the last norm.",
-        ("tests/saving/test_subject.py", "tests/saving/test_save_load.py"),
+        ("tests/saving/test_save_load.py",),
     ),
     Mutant(
         "training_goes_on_before_the_copy_is_taken",
@@ -117,7 +120,10 @@ MUTANTS = (
         "self.end = min(-(-(max(map(self._flat, last)) + 1) // BLOCK) * BLOCK, total)",
         "self.end = min(-(-max(map(self._flat, last)) // BLOCK) * BLOCK, total)",
         "int8 state that is cut otherwise than by blocks misses its last block where one element lies in it.",
-        ("tests/saving/test_reviewed.py", "tests/saving/test_loading.py", "tests/saving/test_formats.py"),
+        (
+            "tests/mutants/test_found.py::test_around_elements_lie_all_blocks_that_these_are_in",
+            "tests/saving/test_formats.py",
+        ),
     ),
     Mutant(
         "failed_save_not_heard_by_the_next",
@@ -125,6 +131,9 @@ MUTANTS = (
         "self._ended()\n        if not self._told:\n            self._tell()",
         "self._ended()",
         "The error of a save in the background that nobody asked for is forgotten.",
-        ("tests/saving/test_async.py",),
+        (
+            "tests/mutants/test_found.py::test_what_a_save_failed_with_is_raised_by_the_next_and_once",
+            "tests/saving/test_async.py",
+        ),
     ),
 )

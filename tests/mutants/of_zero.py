@@ -13,7 +13,11 @@ MUTANTS = (
         "before, self.reduction.synchronizes = self.reduction.synchronizes, False",
         "before, self.reduction.synchronizes = self.reduction.synchronizes, True",
         "Backward passes under no_sync are reduced like all others.",
-        ("tests/zero/test_traffic.py", "tests/zero/test_hybrid_states.py", "tests/zero/test_bad_input.py"),
+        (
+            "tests/zero/test_traffic.py",
+            "tests/zero/test_hybrid.py",
+            "tests/zero/test_bad_input.py",
+        ),
     ),
     Mutant(
         "mean_of_one_dimension_of_two",
@@ -29,7 +33,7 @@ MUTANTS = (
         "if self.summing.counts_again:\n            self.summing.share_out",
         "if self.summing.counts_again and not self.replicated:\n            self.summing.share_out",
         "At stage 0 a second pass adds up over the ranks what the first has summed already.",
-        ("tests/zero/test_hybrid_states.py", "tests/zero/test_parameters.py"),
+        ("tests/zero/test_hybrid.py", "tests/zero/test_parameters.py"),
     ),
     Mutant(
         "stale_gradient_of_an_unused_parameter",
@@ -40,7 +44,6 @@ MUTANTS = (
         (
             "tests/mutants/test_found.py::test_a_parameter_that_a_second_pass_leaves_out_keeps_the_gradient_of_the_first",
             "tests/zero/test_modules.py",
-            "tests/zero/test_graphs.py",
         ),
     ),
     Mutant(
@@ -49,7 +52,10 @@ MUTANTS = (
         "self.local &= lives",
         "self.local &= self._places",
         "A gradient of a pass under no_sync that the program has dropped is added all the same.",
-        ("tests/zero/test_graphs.py", "tests/zero/test_hybrid_states.py", "tests/conformance/test_conformance.py"),
+        (
+            "tests/zero/test_hybrid.py",
+            "tests/conformance/test_conformance.py",
+        ),
     ),
     Mutant(
         "gradient_of_a_second_leaf_lost",
@@ -57,7 +63,10 @@ MUTANTS = (
         "for place, grad in self.beside:\n            self._put(place, grad)",
         "for place, grad in self.beside[1:]:\n            self._put(place, grad)",
         "The gradient of a parameter that is used outside of its module as well is not added.",
-        ("tests/zero/test_gathered_graphs.py", "tests/zero/test_graphs.py", "tests/zero/test_penalties.py"),
+        (
+            "tests/zero/test_gathered.py",
+            "tests/zero/test_penalties.py",
+        ),
     ),
     Mutant(
         "late_gradients_not_told",
@@ -65,7 +74,7 @@ MUTANTS = (
         "self.late_places.add(place)",
         "self.late_places.discard(place)",
         "A gradient that arrives after its bucket was sent is reduced on no rank.",
-        ("tests/zero/test_graphs.py", "tests/zero/test_penalties.py", "tests/conformance/test_conformance.py"),
+        ("tests/zero/test_penalties.py", "tests/conformance/test_conformance.py"),
     ),
     Mutant(
         "scratch_shared_by_two_reductions",
@@ -83,7 +92,6 @@ MUTANTS = (
         "Ranks reduce their buckets in the order in which their own became complete.",
         (
             "tests/mutants/test_found.py::test_ranks_whose_first_passes_differ_reduce_in_one_order",
-            "tests/zero/test_graphs.py",
             "tests/zero/test_different_calls.py",
         ),
     ),
@@ -101,7 +109,11 @@ MUTANTS = (
         "self._last_of[numbers[spot.param]] = number",
         "self._last_of[numbers[spot.param]] = number - (number > 1)",
         "A forward under overlap waits for one bucket less than it needs.",
-        ("tests/optim/test_offload_overlap.py", "tests/optim/test_offload_played.py", "tests/zero/test_versions.py"),
+        (
+            "tests/optim/test_offload_overlap.py",
+            "tests/optim/test_offload_played.py",
+            "tests/zero/test_interception.py",
+        ),
     ),
     Mutant(
         "unit_gathered_before_its_update_is_there",
@@ -125,7 +137,7 @@ MUTANTS = (
         "self.group.broadcast(source).wait()\n        lost",
         "self.group.broadcast(source.clone()).wait()\n        lost",
         "Each rank begins with its own random values, and not with those of rank 0.",
-        ("tests/zero/test_bad_input.py", "tests/zero/test_hybrid_states.py"),
+        ("tests/zero/test_bad_input.py", "tests/zero/test_hybrid.py"),
     ),
     Mutant(
         "cut_within_a_block",
@@ -144,7 +156,7 @@ MUTANTS = (
         (
             "tests/mutants/test_found.py::test_clipping_again_counts_what_was_clipped_before",
             "tests/optim/test_shard_clip.py",
-            "tests/zero/test_clipping.py",
+            "tests/zero/test_squares.py",
         ),
     ),
     Mutant(
@@ -155,7 +167,7 @@ MUTANTS = (
         "A norm that is not finite spoils the gradients of the batch after it.",
         (
             "tests/mutants/test_found.py::test_the_factor_of_a_step_that_is_skipped_is_no_part_of_the_next",
-            "tests/zero/test_pipeline_norms.py",
+            "tests/zero/test_squares.py",
         ),
     ),
     Mutant(
@@ -180,7 +192,7 @@ MUTANTS = (
         "for other in vectors[1:]:\n            other.copy_(total)",
         "for other in vectors[2:]:\n            other.copy_(total)",
         "Of two copies of a weight on one rank the second keeps its own part of the gradient.",
-        ("tests/zero/test_tied_stages.py", "tests/zero/test_tied_stages_unforeseen.py"),
+        ("tests/zero/test_tied_stages.py",),
     ),
     Mutant(
         "spilled_gradient_not_stored",
@@ -196,7 +208,7 @@ MUTANTS = (
         "span = torch.empty_like(span)\n                self._host.fetch(out, span).gate()",
         "span = torch.zeros_like(span)",
         "A second pass writes over the gradient that rests in host memory.",
-        ("tests/zero/test_tiers_on_device.py", "tests/zero/test_disk_to_device.py"),
+        ("tests/zero/test_tiers_on_device.py",),
     ),
     Mutant(
         "measured_square_of_an_older_gradient",

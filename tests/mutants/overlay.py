@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -60,7 +61,7 @@ class Native:
             self._begin()
         if mutant is None:
             return self._pristine / "build" / LIBRARY.name
-        kept = self._kept / f"{mutant.name}.so"
+        kept = self._kept / f"{mutant.name}-{zlib.crc32(mutant.new.encode()):08x}.so"
         if kept.exists():
             return kept
         shutil.rmtree(self._work, ignore_errors=True)

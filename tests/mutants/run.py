@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -57,6 +58,11 @@ class Runner:
         self._servers: SimpleQueue[Server] = SimpleQueue()
         for _ in range(jobs):
             self._servers.put(Server(tree.python, through))
+
+    def close(self) -> None:
+        """Ends the processes that runs of tests are forked from."""
+        while not self._servers.empty():
+            self._servers.get().close()
 
     def verdicts(self, mutants: Sequence[Mutant], *, whole: bool) -> Iterator[Verdict]:
         """Of each, as they come in their order."""
@@ -175,7 +181,7 @@ class Runner:
         """The commit, and what has been changed since."""
         asked = (["rev-parse", "HEAD"], ["diff", "HEAD", "--", "zerokern", "cpu", "tests", ":!tests/mutants"])
         said = [subprocess.check_output(["git", *one], cwd=self.tree.root, text=True) for one in asked]
-        return f"{said[0].strip()} {hash_of(said[1])}"
+        return f"{said[0].strip()} {zlib.crc32(said[1].encode()):08x}"
 
 
 def is_folder(target: str) -> bool:
@@ -231,6 +237,7 @@ def main() -> None:
             keep(asked.json, verdict)
             print(f"{verdict.lane:<9}{verdict.seconds:7.1f} s  {verdict.name}  {verdict.by} {verdict.note}", flush=True)
             survivors += [verdict.name] * (verdict.lane == SURVIVED)
+        runner.close()
     print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants found" + f"; not: {survivors}" * bool(survivors))
     if asked.json == RESULTS:
         write()

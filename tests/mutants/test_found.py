@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +20,16 @@ from torch import Tensor, nn
 import zerokern as zk
 from zerokern.comm import Group, group_on
 from zerokern.comm.fake import FakeWorld
+from zerokern.core.errors import IoError
 from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
+from zerokern.memory.here import Here
+from zerokern.optim.exchange import Inflow
+from zerokern.optim.formats import Slot
+from zerokern.optim.state import begin
+from zerokern.saving.background import Lane, Saving
+from zerokern.saving.files import FileWriter
+from zerokern.saving.filling import Around
 from zerokern.schedule.passes import Ahead, turn
 from zerokern.zero.homes import home_of
 from zerokern.zero.keeping import Keeper
@@ -224,3 +235,91 @@ def test_clipping_again_counts_what_was_clipped_before() -> None:
     (1e4 * model(torch.randn(4, 16), False)).backward()
     norms = [float(zk.clip_grad_norm_(model.parameters(), limit)) for limit in (2.0, 1.0, float("inf"))]
     assert norms[0] > 4.0 and norms[1:] == pytest.approx([2.0, 1.0], rel=1e-4)
+
+
+def test_a_data_file_is_synced_when_it_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = [], os.fsync
+
+    def sync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with FileWriter(tmp_path / "data") as writer:
+        writer.append(b"some bytes")
+        writer.finish()
+    assert str(tmp_path / "data") in synced
+
+
+class OnItsWay:
+    """A record on its way to a disk that nobody hurries."""
+
+    def __init__(self) -> None:
+        self.was_awaited = False
+
+    def wait(self) -> None:
+        self.was_awaited = True
+
+
+class Rack:
+    """A disk as `Inflow` knows it: slots, and what is on its way from each of them."""
+
+    def __init__(self, count: int) -> None:
+        self.ring = SimpleNamespace(slots=[SimpleNamespace(index=index) for index in range(count)])
+        self.leaving: dict[int, OnItsWay] = {}
+
+    def begin_change(self) -> None:
+        """Nothing is read ahead."""
+
+    def view(self, slot: Any, record: Any) -> Any:
+        return SimpleNamespace(slot=slot, zero_=lambda: self.check(slot))
+
+    def check(self, slot: Any) -> None:
+        assert slot.index not in self.leaving or self.leaving[slot.index].was_awaited
+
+    def store(self, record: Any, view: Any) -> OnItsWay:
+        return self.leaving.setdefault(view.slot.index, OnItsWay())
+
+
+class Anything:
+    """With whatever attributes, and a hash."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
+def test_a_load_fills_no_slot_that_is_still_written_out() -> None:
+    places = [Anything(record=Anything(unsettled=set()), begun=False) for _ in range(7)]
+    disk = Rack(4)
+    inflow: Any = Inflow(disk, [(0, Anything(places=places, slots=[], spans=lambda place: (), kept=False))])  # type: ignore
+    for some in inflow.rounds():
+        for _, slot in some.records:
+            disk.leaving.pop(slot.index, None)
+        inflow.put(some)
+    inflow.finish()
+    assert all(place.begun for place in places) and all(one.was_awaited for one in disk.leaving.values())
+
+
+@pytest.mark.parametrize("begin, numel", [(0, 1), (0, 128), (0, 129), (100, 29), (100, 157), (511, 1)])
+def test_around_elements_lie_all_blocks_that_these_are_in(begin: int, numel: int) -> None:
+    around = Around(Here.span(torch.Size([512]), 0, 512), begin, numel)
+    assert around.begin % 128 == around.end % 128 == 0
+    assert around.cut(torch.arange(around.begin, around.end)).tolist() == list(range(begin, begin + numel))
+
+
+def test_what_a_save_failed_with_is_raised_by_the_next_and_once(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise IoError("the disk has gone", path="x", errno=5)
+
+    lane = Lane()
+    lane.start(Saving(tmp_path / "x", fail), shared=False)
+    with pytest.raises(IoError, match="the disk has gone"):
+        lane.settle()
+    lane.settle()
+
+
+def test_a_remainder_begins_with_what_rounding_lost_of_the_value_that_is_there() -> None:
+    param, exact = torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([1.0 + 2.0**-12, 5.0 + 2.0**-10])
+    kept = torch.zeros(2, dtype=torch.int16)
+    begin(param, Slot("remainder", torch.int16, "param", "remainder"), kept, exact)
+    assert kept[0] and not kept[1]
