@@ -97,8 +97,9 @@ def test_a_lesser_machine_is_no_failure(
     width: int, environment: dict[str, str], limit: Callable[[], None], tmp_path: Path
 ) -> None:
     picture = tmp_path / "demo.png"
+    command = [sys.executable, "-c", SMALL, str(picture), str(width)]
     ran = subprocess.run(
-        [sys.executable, "-c", SMALL, str(picture), str(width)], capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        command, capture_output=True, text=True, timeout=300, cwd=tmp_path,
         env=os.environ | environment, preexec_fn=limit,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
