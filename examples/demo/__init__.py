@@ -116,11 +116,16 @@ def close(args: argparse.Namespace, view: View, found: Results, clock: Clock) ->
 
 def pictured(path: Path, found: Results, seconds: float) -> str:
     """Draws the picture; returns where it lies, or why there is none."""
+    from .act import has_no_room
+
     try:
         from . import plot
-    except ImportError as error:
+
+        return str(path.resolve()) if plot.draw(path, found, seconds) else "none, there is nothing to draw"
+    except Exception as error:
+        if not (isinstance(error, ImportError) or has_no_room(error)):
+            raise
         return f"none, {error}"
-    return str(path.resolve()) if plot.draw(path, found, seconds) else "none, there is nothing to draw"
 
 
 def command() -> str:

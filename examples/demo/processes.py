@@ -121,7 +121,10 @@ class Processes:
                 self._heard.append(heard)
                 errors = str(Path(self._folder.name, str(number)))
                 process = context.Process(target=live, args=(module, list(words), told, errors))
-                process.start()
+                try:
+                    process.start()
+                except (EOFError, ConnectionError) as error:
+                    raise NotHereError("no process can be forked here: the server that imports torch ended") from error
                 told.close()
                 self.running.append(process)
         except BaseException:

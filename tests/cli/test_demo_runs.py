@@ -31,7 +31,7 @@ SMALL = """
 import sys
 from zerokern.cli.main import main
 from zerokern.examples.demo import sizes
-sizes.WIDTHS, sizes.RACE_S = (256,), 2.0
+sizes.WIDTHS, sizes.RACE_S = (int(sys.argv[2]),), 2.0
 sys.exit(main(["demo", "--out", sys.argv[1]]))
 """
 
@@ -84,19 +84,22 @@ def one_core() -> None:
 
 
 def little_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (600 << 20, 600 << 20))
+    resource.setrlimit(resource.RLIMIT_DATA, (900 << 20, 900 << 20))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "environment, limit",
-    [(AVX2, lambda: None), ({}, one_core), ({}, little_memory)],
+    "width, environment, limit",
+    [(256, AVX2, lambda: None), (256, {}, one_core), (768, {}, little_memory)],
     ids=["avx2", "one core", "little memory"],
 )
-def test_a_lesser_machine_is_no_failure(environment: dict[str, str], limit: Callable[[], None], tmp_path: Path) -> None:
+def test_a_lesser_machine_is_no_failure(
+    width: int, environment: dict[str, str], limit: Callable[[], None], tmp_path: Path
+) -> None:
     picture = tmp_path / "demo.png"
+    command = [sys.executable, "-c", SMALL, str(picture), str(width)]
     ran = subprocess.run(
-        [sys.executable, "-c", SMALL, str(picture)], capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        command, capture_output=True, text=True, timeout=300, cwd=tmp_path,
         env=os.environ | environment, preexec_fn=limit,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
