@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("whole", "optim", "zero", "comm")]
-
 from programs import Program, follow, programs, small_rings
 from worlds import World, alone, on_hybrid_threads, on_ranks, on_threads, ranked
 
