@@ -44,7 +44,10 @@ class Resting:
         self.phase = "building the model"
 
     def tier(self, name: str) -> Any:
-        return zk.Nvme(f"{self.folder}/{name}", ring_nbytes=self.act.ring_nbytes) if self.folder else "device"
+        if not self.folder:
+            return "device"
+        Path(self.folder).mkdir(exist_ok=True)
+        return zk.Nvme(f"{self.folder}/{name}", ring_nbytes=self.act.ring_nbytes)
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model never lies in memory as a whole, unless it is to rest there."""

@@ -111,7 +111,8 @@ def test_exact_follows_torch_until_the_clock_stops_all() -> None:
     wide, exact, narrow, exact_narrow, int8 = lanes
     assert max(abs(a - b) for a, b in zip(wide.losses, exact.losses, strict=True)) < 1e-4
     assert wide.losses[-1] < wide.losses[0] - 1
-    assert abs(race.loss_gap(exact_narrow, lanes)) < 0.01 and abs(race.loss_gap(int8, lanes)) < 0.02
+    rounding = 2 * 2**-8 * narrow.held_out  # bf16 has 8 bits: two roundings of a number as large as the loss
+    assert abs(race.loss_gap(exact_narrow, lanes)) < rounding and abs(race.loss_gap(int8, lanes)) < rounding
     assert narrow.state_nbytes / exact_narrow.state_nbytes == pytest.approx(16 / 10, rel=1e-3)
 
 

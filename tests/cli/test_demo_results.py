@@ -147,7 +147,7 @@ def test_what_torch_or_the_machine_lacks_is_no_failure() -> None:
 def ended(monkeypatch: pytest.MonkeyPatch, picture: Path, fail: BaseException | None = None) -> tuple[int, list[str]]:
     """The exit code and the lines of a demo whose second act is played, and whose third breaks off."""
     stream = io.StringIO()
-    monkeypatch.setattr(view, "Console", lambda **_: Console(file=stream, width=60))
+    monkeypatch.setattr(view, "terminal", lambda **_: Console(file=stream, width=60))
 
     def acts(_: argparse.Namespace, found: Results, *__: object) -> None:
         found.lanes = lanes(2.5, 0.5)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from zerokern.examples import demo
 from zerokern.examples.demo import larger, memory, processes, sizes, together, view
@@ -37,7 +38,7 @@ sys.exit(main(["demo", "--out", sys.argv[1]]))
 
 
 def quiet() -> view.View:
-    return view.View(view.Console(quiet=True))
+    return view.View(Console(quiet=True))
 
 
 def performed(monkeypatch: pytest.MonkeyPatch, out: Path, act: str = "all") -> tuple[int, Results]:
@@ -46,7 +47,7 @@ def performed(monkeypatch: pytest.MonkeyPatch, out: Path, act: str = "all") -> t
     small = sizes.Acts(
         (replace(ACT, contenders=("torch", "int8-split8")),),
         replace(ACT, shape=Shape(1, 64, 32), contenders=("torch", "exact-fp32")),
-        ACT,
+        RANKS,
         ACT,
     )
     monkeypatch.setattr(sizes, "fitting", lambda _: small)
