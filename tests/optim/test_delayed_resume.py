@@ -23,6 +23,7 @@ import zerokern as zk
 
 STEPS = 14
 SMALLEST = (("state_format", "int8"), ("master_format", "split8"))
+STATELESS = (("momentum", 0.0),)  # of SGD: an update that is pending is all that a fp32 parameter has
 
 # Killed before the first delayed call, at it, at the call that publishes nothing, and later.
 KILLED = {
@@ -36,10 +37,11 @@ KILLED = {
     "lion": (Row("plain", "fp32", "random", name="lion", steps=STEPS), 1, 7),
     "sgd": (Row("plain", "bf16", "random", name="sgd", steps=STEPS), 0, 7),
     "sgd without momentum": (
-        Row("plain", "bf16", "random", name="sgd", steps=STEPS, formats=(("momentum", 0.0),)),
+        Row("plain", "bf16", "random", name="sgd", steps=STEPS, formats=STATELESS),
         3,
         2,
     ),
+    "without any state": (Row("plain", "fp32", "random", name="sgd", steps=STEPS, formats=STATELESS), 1, 2),
 }
 VICTIM = """
 import os, signal, sys, torch
@@ -59,9 +61,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def begun(world: World, row: Row, after: int, seed: int = 0) -> tuple[nn.Module, Any]:
+def begun(world: World, row: Row, after: int, seed: int = 0, tier: Any = "cpu") -> tuple[nn.Module, Any]:
     model = row.model(world, seed)
-    return model, optimizer_of(row, model, tier="cpu", schedule=zk.Delayed(after=after))
+    return model, optimizer_of(row, model, tier=tier, schedule=zk.Delayed(after=after))
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +111,20 @@ def copies(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": entries, "param_groups": copy.deepcopy(state["param_groups"])}
 
 
-def resume(world: World, row: Row, after: int, kill: int) -> None:
+def resume(world: World, row: Row, after: int, kill: int, disk: Path | None = None) -> None:
+    """`disk`: a folder for state on disk."""
     row = replace(row, steps=kill)
-    model, optimizer = begun(world, row, after)
+    tiers = ["cpu", "cpu"] if disk is None else [zk.Nvme(disk / f"{i}{world.rank}", ring_nbytes="1M") for i in "ab"]
+    model, optimizer = begun(world, row, after, tier=tiers[0])
     train(world, row, model, optimizer)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     states = copies(optimizer.state_dict())
     rest = range(kill, kill + 4)
     expected = train(world, row, model, optimizer, rest)
-    again, loaded = begun(world, row, after, seed=8)
+    again, loaded = begun(world, row, after, seed=8, tier=tiers[1])
     again.load_state_dict(weights)
     loaded.load_state_dict(states)
+    same_states(copied(loaded.state_dict()), copied(states))
     agree(train(world, row, again, loaded, rest), expected)
 
 
@@ -127,6 +132,28 @@ def resume(world: World, row: Row, after: int, kill: int) -> None:
 @pytest.mark.parametrize("size, dtype", [(2, "bf16"), (3, "fp32"), *rarely((1, "mixed"))])
 def test_resumed_at_every_stage(size: int, wrap: str, dtype: str) -> None:
     anywhere(size, resume, Row(wrap, dtype, accumulate=2), 2, 5)
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["cpu", "nvme"])
+@pytest.mark.parametrize("wrap", ["plain", "stage 0", "stage 1", "stage 2", "stage 3"])
+def test_resumed_without_any_state_but_what_is_pending(wrap: str, disk: bool, tmp_path: Path) -> None:
+    row = Row(wrap, name="sgd", formats=STATELESS)
+    anywhere(1 if wrap == "plain" else 2, resume, row, 1, 2, tmp_path if disk else None)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.filterwarnings("error")
+def test_loading_what_has_no_state_forgets_what_is_pending(name: str) -> None:
+    """The parameters, as they are seen, count; nobody wrote them, so nothing is to be said of it either."""
+    row, world = Row(name=name, steps=3, formats=STATELESS if name == "sgd" else ()), World(0, 1)
+    model, used = begun(world, row, 1)
+    train(world, row, model, used)
+    fresh, optimizer = begun(world, row, 1)
+    fresh.load_state_dict(model.state_dict())
+    used.load_state_dict(optimizer.state_dict())
+    for group in used.param_groups:  # of which the other one says nothing
+        group["delayed_calls"] = 0
+    agree(train(world, row, model, used), train(world, row, fresh, optimizer))
 
 
 @ranked
@@ -248,13 +275,15 @@ def test_the_checkpoint_of_one_process_loads_into_any_stage(size: int, dtype: st
     anywhere(size, loaded_elsewhere, f"stage {stage}", dtype)
 
 
+@pytest.mark.parametrize("row", [Row(dtype="bf16", steps=4), Row(name="sgd", steps=4, formats=STATELESS)], ids=str)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
-def test_a_copy_made_while_an_update_is_pending_goes_its_own_way(how: Callable) -> None:
-    row, world = Row(dtype="bf16", steps=4), World(0, 1)
+def test_a_copy_made_while_an_update_is_pending_goes_its_own_way(how: Callable, row: Row) -> None:
+    world = World(0, 1)
     model, optimizer = begun(world, row, 1)
     train(world, row, model, optimizer)
     other, twin = how((model, optimizer))
     kept = values(model), copied(optimizer.state_dict())
+    same_states(copied(twin.state_dict()), kept[1])
     rest = range(4, 8)
     trace = train(world, row, other, twin, rest)
     assert same_bits(values(model), kept[0])

@@ -87,7 +87,7 @@ class Exchange:
                     shown.update((value.slots[i].key, Column(stream, value, i)) for i in begun)
                 elif key != PENDING or self.late:
                     shown[key] = home.show(key, value)
-            found.append(shown)
+            found.append(shown or None)
         return found
 
     def layout(self, group: dict[str, Any], param: Tensor, keys: Sequence[str]) -> tuple[Layout, frozenset[str]]:
@@ -145,6 +145,7 @@ class Exchange:
             with present(twin.values), present(twin.near):
                 twin.pending = not torch.equal(twin.values.detach(), twin.near.detach().to(twin.values.device))
             twin.loaded = twin.bits if twin.pending else None
+        local.bound([twin.values for twin in twins], self._here.state)
 
     def counters(self) -> dict[str, Any]:
         """What the optimizer counts beside its state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -65,18 +65,19 @@ def take_over(
     course.abandon(groups)
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
     merged = merged_groups(here.algorithm, groups, state_dict["param_groups"])
-    apart = bool(state_dict["state"]) and here.is_apart(groups)
+    said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
+    # an update may be pending of parameters that have no other state; twins that there are forget theirs
+    apart = (bool(state_dict["state"]) or any(said) or here.host is not None) and here.is_apart(groups)
     stands_in = apart or sharded(groups) or here.group is not None
     local = localised(here.local, groups, host=here.hosting(groups), group=here.group) if stands_in else None
     subject = (groups, merged, state_dict) if local is None else local.loading(groups, merged, state_dict)
     rest, pending = _set_apart(subject[2], local, [param for group in merged for param in group["params"]])
-    state = _loaded_state(here, *subject[:2], rest, keep)
+    state = _loaded_state(here, *subject[:2], rest, keep, waiting=pending)
     for mine, group in zip(groups, merged, strict=True):
         mine.update(group)
     here.local = local
     here.state = WatchedState(state if local is None else local.loaded(state, pending))
     here.renew(loaded=filled)
-    said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
     course.keep_back(any(said) if said else bool(pending))
 
 
@@ -97,13 +98,14 @@ def room_for(here: Holdings, entries: Sequence[Checked]) -> HostPlace | None:
 
 
 def _loaded_state(
-    here: Holdings, groups: Groups, merged: Groups, state_dict: dict[str, Any], keep: Keep
+    here: Holdings, groups: Groups, merged: Groups, state_dict: dict[str, Any], keep: Keep, *, waiting: Container[int]
 ) -> dict[Any, Any]:
-    """The state_dict's state by parameter."""
+    """The state_dict's state by parameter. `waiting`: places of parameters that have an entry even where it is empty
+    here, because pending values have been set apart from it."""
     algorithm = here.algorithm
     saved_ids = chain.from_iterable(saved["params"] for saved in state_dict["param_groups"])
     owned = [(param, group) for group in merged for param in group["params"]]
-    places = dict(zip(saved_ids, zip(owned, names_of(groups), strict=True), strict=True))
+    places = dict(zip(saved_ids, enumerate(zip(owned, names_of(groups), strict=True)), strict=True))
     moments = {key for key, _ in algorithm.moments}
     entries: list[Checked] = []
     others: dict[Any, Any] = {}
@@ -111,8 +113,8 @@ def _loaded_state(
         if key not in places:
             others[key] = entry
             continue
-        (param, group), name = places[key]
-        if not entry:
+        place, ((param, group), name) = places[key]
+        if not entry and place not in waiting:
             continue
         layout = algorithm.layout(group, param.dtype, any(entry.get(moment) is not None for moment in moments))
         check_entry(name, param, entry, layout, optional=algorithm.optional)

@@ -235,6 +235,7 @@ class Local:
                 values = entry.pop(PENDING)
                 if self.host is not None and self.host.delays:
                     self.host.pend(near, values)
+                    self._show_pending(entry, near, piece)
                 else:
                     with present(values), present(near):
                         if not torch.equal(values.to(near.device), near):
@@ -275,17 +276,26 @@ class Local:
         self._outer = outer
 
     def bound(self, pieces: Iterable[Tensor], outer: WatchedState) -> None:
-        """State has been made for these: what it did not take of their first values is of no use."""
-        for piece in pieces:
+        """State has been made for these: what it did not take of their first values is of no use.
+
+        With a delay each of them has an entry, even where the update rule keeps no state: an update of it may wait.
+        """
+        mine = {id(piece): piece for piece in pieces}
+        for piece in mine.values():
             self.exact(piece, kept=True)
         if self.host is not None and self.host.delays:
-            shown = {id(twin.values): twin.shown for twin in self.host.twins.values()}
-            for piece in self.pieces:  # who flattens a state_dict asks a fresh optimizer for its keys
-                entry, found = self.state.get(piece), shown.get(id(piece))
-                if entry and id(piece) in shown:  # what is frozen has nothing pending, and may be exchanged meanwhile
-                    entry.setdefault(PENDING, piece.detach() if found is None else found)
+            for near, piece in zip(self.near, self.pieces, strict=True):
+                if id(piece) in mine or self.state.get(piece):
+                    self._show_pending(self.state[piece], near, piece)
             self.state.watch_all()  # that was us: what is bound stays bound
         self.export(outer)
+
+    def _show_pending(self, entry: dict[str, Any], near: Tensor, piece: Tensor) -> None:
+        """Let the entry have the twin's values, pending or not: who flattens a state_dict of a fresh optimizer asks it
+        for its keys."""
+        twin = None if self.host is None else self.host.twins.get(id(near))
+        if twin is not None and twin.values is piece:  # what is frozen has nothing pending, and may be exchanged
+            entry.setdefault(PENDING, piece.detach() if twin.shown is None else twin.shown)
 
     def loading(
         self, groups: Groups, merged: Groups, state_dict: dict[str, Any]
