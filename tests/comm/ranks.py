@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -29,7 +28,7 @@ GRACE_S = 3.0  # between the first failure and the end of the others: what they 
 PRELOAD = (
     "pytest torch torch._dynamo torch.distributed torch.distributed.device_mesh torch.distributed.fsdp "
     "torch.distributed.checkpoint zerokern zerokern.api zerokern.comm.device zerokern.kernels zerokern.optim "
-    "zerokern.saving.loader zerokern.saving.saver warm"
+    "zerokern.saving.loader zerokern.saving.saver"
 )
 NOTHING = object()
 
@@ -81,15 +80,6 @@ def server_context() -> Any:
     """Its processes are forked from a server with all of PRELOAD imported, one for each process of tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD.split())
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([path] if path else [])])  # for `warm`
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        if path is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = path
     return context
 
 
