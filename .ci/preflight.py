@@ -15,7 +15,7 @@ import sys
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_COMPILER = 10
-OLDEST_TORCH = (2, 10)
+OLDEST_TORCH = (2, 10)  # as in zerokern/__init__.py
 PROBE = b"#include <atomic>\n#include <thread>\nint main() { return std::thread::hardware_concurrency() == 0; }\n"
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import ModuleType
 
-    from rich.console import Console
 
 PEERS = tuple(peers.MODULES)
 DEFAULT_PEERS = {"io": ("fio",), "save": ("fio", "dcp", "torch")}
@@ -92,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
     After Ctrl-C whole contests and rounds count: they are printed and written, but not drawn, and it returns 130.
     """
-    from rich.console import Console
+    from zerokern.examples import terminal
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal.console(highlight=False, soft_wrap=True)
     try:
         on_disk = args.path is not None
         measured = RANKED[args.op].measure if args.op in RANKED else _measure_disk if on_disk else _measure
@@ -162,7 +161,7 @@ def _shape(args: argparse.Namespace) -> Shape:
     return shape(args.shape, args.numel or (SMOKE_NUMEL if args.smoke else FULL_NUMEL))
 
 
-def _measure(args: argparse.Namespace, console: Console, command: str) -> tuple[dict[str, Any], ModuleType]:
+def _measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[str, Any], ModuleType]:
     """The JSON of an op's contests, and what draws it."""
     from zerokern.core import env, native
     from zerokern.examples.progress import Rounds
@@ -187,7 +186,7 @@ def _measure(args: argparse.Namespace, console: Console, command: str) -> tuple[
     return report.document(measured.outcomes, machine.context(measured, command)), plot
 
 
-def _measure_disk(args: argparse.Namespace, console: Console, command: str) -> tuple[dict[str, Any], ModuleType]:
+def _measure_disk(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[str, Any], ModuleType]:
     """The same of a disk."""
     from zerokern.examples.progress import Rounds
 

@@ -13,6 +13,7 @@ import pytest
 from zerokern.core import env
 
 from .contest import Missing, Provider, Request
+from .ops import KERNELS
 from .shapes import shape
 
 NUMEL = 1 << 20
@@ -36,7 +37,8 @@ def providers(op: str) -> Iterator[tuple[str, Provider]]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "provider" in metafunc.fixturenames:
-        names, found = zip(*providers(metafunc.module.OP), strict=True)
+        named = [(f"{op}, {name}", provider) for op in KERNELS for name, provider in providers(op)]
+        names, found = zip(*named, strict=True)
         metafunc.parametrize("provider", found, ids=names)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .widen import WideLinear
+from .widen import WideAttention, WideLinear, attend
 
 VOCABULARY = 256
 HEAD_WIDTH = 64
@@ -55,9 +55,8 @@ class Block(nn.Module):
     def attention(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         heads = self.linear(self.qkv, x).view(batch, length, 3, width // HEAD_WIDTH, HEAD_WIDTH)
-        query, key, value = (heads.float() if self.widen else heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.linear(self.mix, mixed.transpose(1, 2).reshape(batch, length, width).to(x.dtype))
+        mixed = WideAttention.apply(heads) if self.widen else attend(heads)
+        return self.linear(self.mix, mixed.transpose(1, 2).reshape(batch, length, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_attention(x))

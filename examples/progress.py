@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import Any
 
 PLAIN_INTERVAL_S = 5.0
 
@@ -15,25 +13,24 @@ class Rounds:
     """Rounds of repeated work, and what is said between them.
 
     >>> from io import StringIO
+    >>> from zerokern.examples.terminal import console
     >>> heard = StringIO()
-    >>> with Rounds(Console(file=heard)) as rounds:
+    >>> with Rounds(console(file=heard)) as rounds:
     ...     rounds.say("inputs are ready")
     ...     rounds.at("adam", 3, 3)
     >>> heard.getvalue().splitlines()
     ['inputs are ready', 'adam: 3/3 rounds']
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Any) -> None:
         self.console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=console, transient=True, disable=not console.is_terminal,
-        )  # fmt: skip
+        self._bar = _bar(console) if console.is_terminal else None
         self._last_line = float("-inf")
 
     def __enter__(self) -> Rounds:
-        self._bar.start()
-        self._task = self._bar.add_task("", visible=False)
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", visible=False)
         return self
 
     def say(self, text: str) -> None:
@@ -41,7 +38,7 @@ class Rounds:
 
     def at(self, name: str, done: int, total: int) -> None:
         """Round `done` of `total` is over."""
-        if self.console.is_terminal:
+        if self._bar is not None:
             self._bar.update(self._task, description=name, completed=done, total=total, visible=True)
         elif done == total or time.monotonic() - self._last_line >= PLAIN_INTERVAL_S:
             self._last_line = time.monotonic()
@@ -50,4 +47,12 @@ class Rounds:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar(console: Any) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)

@@ -11,11 +11,13 @@ import random
 import signal
 import sys
 import tempfile
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,14 +28,16 @@ sys.path.insert(0, str(Path(__file__).with_name("comm")))  # ranks and forked ch
 from products import covering, settings
 
 SKIPS = Path(__file__).with_name("skips.txt")
-LONG = Path(__file__).with_name("long.txt")
-LONG_S = {"quick": 8, "slow": 60}  # what a file of either lane may take without being listed
 FRESH = ("empty", "empty_like", "empty_strided", "empty_permuted")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the tests marked slow as well, and every case of the kernels")
     parser.addoption("--rest", action="store_true", help="the tests marked slow, and no others")
+    parser.addoption(
+        "--minutes", type=float, default=0, help="stop after so many, in an order drawn from --seed; 0: all"
+    )
+    parser.addoption("--seed", default="0", help="draws the order of a run that --minutes limits")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     interpret_triton_without_a_gpu()
     hear_interrupts()
     config.pluginmanager.register(SkipAccount(read_skips(SKIPS)), "skip-account")
-    config.pluginmanager.register(LongFiles(read_rows(LONG), config.getoption("--rest")), "long-files")
+    config.pluginmanager.register(SlowestFiles(), "slowest-files")
+    if config.getoption("--minutes"):
+        config.pluginmanager.register(Budget(config), "budget")
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Turns(config.workerinput["testrunuid"]), "turns")
 
@@ -75,7 +81,6 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow_beyond_pairs(items)
-    long_files_first(items, read_rows(LONG))
     if config.getoption("--all"):
         return
     rest = config.getoption("--rest")
@@ -85,18 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if bool(item.get_closest_marker("slow")) == rest]
 
 
-def long_files_first(items: list[pytest.Item], long: Sequence[str]) -> None:
-    """Workers take files in this order: one that takes long must not be begun when all others are done.
-
-    The files of `long` first, as they are listed, then those of many tests.
-    """
-    place = {file: number for number, file in enumerate(long)}
-    count = Counter(map(file_of, items))
-    items.sort(key=lambda item: (place.get(file_of(item), len(long)), -count[file_of(item)], file_of(item)))
-
-
-def file_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def pytest_collection_finish() -> None:
@@ -248,21 +243,64 @@ class Turns:
         self.path.unlink(missing_ok=True)  # by the first worker that ends: all of them have opened it
 
 
-class LongFiles:
-    """Names the files that took long and are not listed as long: this run's workers may have waited for one."""
+class Budget:
+    """Stops a run when its minutes are over, and says how many tests it left out.
 
-    def __init__(self, listed: Sequence[str], rest: bool) -> None:
-        self.listed = frozenset(listed)
-        self.limit_s = LONG_S["slow" if rest else "quick"]
+    The functions are shuffled by the seed, so runs with other seeds leave out others. Rows of one function stay
+    together, since they share what their module sets up.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        if not hasattr(config, "workerinput"):
+            config.option.began = time.time()  # xdist hands options to its workers
+        self.config = config
+        self.minutes, self.seed = config.getoption("--minutes"), config.getoption("--seed")
+        self.ends = config.option.began + 60 * self.minutes
+        self.ran = self.left_out = 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: zlib.crc32(f"{self.seed} {item.nodeid.partition('[')[0]}".encode()))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        if time.time() < self.ends:
+            self.ran += 1
+            return None
+        self.left_out += 1
+        return True
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["budget"] = self.ran, self.left_out
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        ran, left_out = getattr(node, "workeroutput", {}).get("budget", (0, 0))
+        self.ran += ran
+        self.left_out += left_out
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        of = f"{self.ran} of {self.ran + self.left_out} tests"
+        terminalreporter.line(f"budget: {of} ran in {self.minutes:g} minutes, in the order of seed {self.seed}")
+
+
+class SlowestFiles:
+    """Names the files that took longest."""
+
+    SHOWN = 10
+
+    def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+        self.seconds[file_of(report.nodeid)] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        long = [file for file, seconds in self.seconds.most_common() if seconds > self.limit_s]
-        for file in [file for file in long if file not in self.listed]:
-            terminalreporter.line(f"long, and not in tests/long.txt: {file}, {self.seconds[file]:.0f} s")
+        terminalreporter.section("slowest files")
+        for file, seconds in self.seconds.most_common(self.SHOWN):
+            terminalreporter.line(f"{seconds:6.1f} s  {file}")
 
 
 class SkipAccount:

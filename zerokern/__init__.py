@@ -8,8 +8,38 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+OLDEST_TORCH = (2, 10)
+
+
+def _check_torch() -> None:
+    """Refuses a torch that does not fit. It is no dependency, so that no installation ever exchanges the one there is.
+
+    torch itself is not imported: that takes seconds, and a command that shows its help needs none of it.
+    """
+    oldest, torch = ".".join(map(str, OLDEST_TORCH)), sys.modules.get("torch")
+    try:
+        found = str(torch.__version__) if torch is not None else version("torch")
+    except PackageNotFoundError:
+        if importlib.util.find_spec("torch") is not None:
+            return  # built in place: it has no metadata, and says what it lacks when it is used
+        raise ImportError(
+            f"zerokern needs torch {oldest} or newer, and there is none; install the build that fits your machine, "
+            "or: pip install 'zerokern[torch]'"
+        ) from None
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST_TORCH:
+        raise ImportError(
+            f"zerokern needs torch {oldest} or newer, and torch {found} is installed; it was left as it is. Upgrade it "
+            f"yourself, to the build that fits your machine, or: pip install --upgrade 'torch>={oldest}'"
+        )
+
+
+_check_torch()
 
 if TYPE_CHECKING:
     from zerokern import io, kernels

@@ -6,12 +6,14 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from zerokern.core.errors import got
 from zerokern.core.units import in_units, parse_nbytes
 
 PICTURES = (".png", ".svg", ".pdf")
+EXTRA = ("rich", "matplotlib")  # what `pip install 'zerokern[cli]'` brings
 
 
 def numbers(
@@ -93,15 +95,26 @@ def names(name: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]
 
 
 def picture(name: str) -> Callable[[str], Path]:
-    """A file for a picture."""
+    """A file for a picture, which matplotlib draws."""
 
     def parse(text: str) -> Path:
+        if find_spec("matplotlib") is None:
+            raise ArgumentTypeError(f"{text}: {needs_extra('matplotlib')}")
         path = Path(text)
         if path.suffix.lower() not in PICTURES or not path.resolve().parent.is_dir():
             raise ArgumentTypeError(got(name, text, f"a {', '.join(PICTURES)} file in a folder that exists"))
         return path
 
     return parse
+
+
+def needs_extra(package: str) -> str:
+    """What a command says that lacks a package of the extra ``cli``.
+
+    >>> needs_extra("matplotlib")
+    "matplotlib is not installed; pip install 'zerokern[cli]' brings it"
+    """
+    return f"{package} is not installed; pip install 'zerokern[cli]' brings it"
 
 
 def new_file(text: str) -> Path:

@@ -15,7 +15,6 @@ from ..zero.command import chosen, contests
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from rich.console import Console
 
 PEERS = ("deepspeed", "fsdp2")
 DEFAULTS: dict[str, Any] = {"ranks": (2,), "model": ("25M",), "dtype": ("bf16",), "batch": 0, "micro": (1, 4, 8)}
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cap", type=cap, help="infinity --largest: memory beyond an empty process (900MB)")
 
 
-def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[dict[str, Any], ModuleType]:
+def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[str, Any], ModuleType]:
     """Runs the contests one after the other and prints each; returns the JSON of them all, and what draws it.
 
     What rests on disk lies in a folder below --path, which is removed afterwards; without it there is no disk.
@@ -77,7 +76,7 @@ def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[d
     return {**report.document(outcomes, command), **interrupted}, plot
 
 
-def _measure_largest(args: argparse.Namespace, console: Console, command: str) -> dict[str, Any]:
+def _measure_largest(args: argparse.Namespace, console: Any, command: str) -> dict[str, Any]:
     """One model from building to exporting, under a cap."""
     from zerokern.examples.progress import Rounds
 
@@ -90,7 +89,7 @@ def _measure_largest(args: argparse.Namespace, console: Console, command: str) -
     return largest.document(outcome, command)
 
 
-def _measure_hidden(args: argparse.Namespace, console: Console, command: str) -> dict[str, Any]:
+def _measure_hidden(args: argparse.Namespace, console: Any, command: str) -> dict[str, Any]:
     """Steps whose compute is played; what the plans say of them lies beside the JSON before anything runs."""
     from .. import foretold
     from . import hidden

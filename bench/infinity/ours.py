@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerokern as zk
+from zerokern.io.place import below
 
 from ..contest import Missing
 from ..zero.job import HYPER, MAX_NORM
@@ -57,7 +57,7 @@ def tier_of(name: str, seat: Seat) -> Any:
     kind = name.removesuffix(VERTICAL)
     if kind == NVME:
         own = f"{name.replace(', ', '-').replace(' ', '-')}-{next(_numbers)}"
-        return zk.Nvme(Path(seat.job.folder) / own / f"rank-{seat.rank}")
+        return below(zk.Nvme(seat.job.folder), own, f"rank-{seat.rank}")
     return {RESIDENT: "device", CPU: "cpu"}[kind]
 
 

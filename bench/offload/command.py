@@ -12,7 +12,6 @@ from ..zero.command import chosen, contests
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from rich.console import Console
 
 NONE = "none"
 PEERS = (NONE, "deepspeed", "fsdp2", "torchao")
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[dict[str, Any], ModuleType]:
+def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[str, Any], ModuleType]:
     """Runs the contests one after the other and prints each; returns the JSON of them all, and what draws it."""
     from ..zero.asked import verdict_lines
     from . import plot, report
@@ -55,7 +54,7 @@ def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[d
     return {**report.document(outcomes, command), **interrupted}, plot
 
 
-def _measure_hidden(args: argparse.Namespace, console: Console, command: str) -> dict[str, Any]:
+def _measure_hidden(args: argparse.Namespace, console: Any, command: str) -> dict[str, Any]:
     """A step on a played device; what the simulator says of it lies beside the JSON before anything runs."""
     from zerokern.core import native
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import ModuleType
 
-    from rich.console import Console
 
 PEERS: tuple[str, ...] = ("ddp", "zero1", "fsdp2", "fsdp2-ours", "deepspeed")
 MODELS = ("tiny", "25M", "100M")
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure(args: argparse.Namespace, console: Console, command: str) -> tuple[dict[str, Any], ModuleType]:
+def measure(args: argparse.Namespace, console: Any, command: str) -> tuple[dict[str, Any], ModuleType]:
     """Runs the contests one after the other and prints each; returns the JSON of them all, and what draws it."""
     from . import asked, plot, report, turns
     from .job import Job
@@ -76,7 +75,7 @@ def contests(
     args: argparse.Namespace,
     jobs: Iterable[Any],
     usual_effort: Callable[[int], Any],
-    console: Console,
+    console: Any,
     measure: Callable[..., Any],
     report: ModuleType,
 ) -> tuple[list[Any], dict[str, str]]:

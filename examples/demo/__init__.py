@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,90 +17,115 @@ from zerokern import arguments
 
 if TYPE_CHECKING:
     from .results import Results
+    from .sizes import Clock
     from .view import View
 
-WITHIN_S = 170.0  # all of it, where the machine lets each act do its least: the second takes what is left
-SHARED_ACT_S, LARGER_ACT_S = 50.0, 60.0  # what the acts behind the second need
-LEAST_S = 10.0
-
-
-parse_nbytes = arguments.nbytes("cap")
+WITHIN_S = 72.0  # of the default demo: what is left of 90 seconds is for the picture and a busy machine
+ACTS = ("1", "2", "3", "4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zerokern demo`."""
     parser.add_argument(
         "--act",
-        choices=("1", "2", "3", "4", "all"),
+        choices=(*ACTS, "all"),
         default="all",
         help="1: under a memory cap; 2: in turn; 3: on 2 processes; 4: larger than memory",
     )
-    parser.add_argument("--steps", type=arguments.count, help="steps of the second act (80)")
-    parser.add_argument(
-        "--cap",
-        type=parse_nbytes,
-        help="memory cap of the first act (1.5GB; a second one of 0.6GB is for state on disk)",
-    )
     parser.add_argument("--out", type=arguments.picture("out"), default=Path("demo.png"), help="the picture (demo.png)")
-    parser.add_argument("--quick", action="store_true", help="small models, the least number of steps: about a minute")
+    parser.add_argument("--full", action="store_true", help="larger models, all steps, all tables: about 5 minutes")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Performs the acts, and draws after each; returns 1 when a run failed by itself, or none of zerokern's fitted."""
-    from . import plot
+    """Performs the acts and draws what they found; returns 1 when zerokern itself failed."""
+    start = time.monotonic()
+    # before torch is loaded, which reads it: threads that spin while they wait make a busy machine 2 to 6 times as slow
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from .processes import server
     from .results import Results
+    from .sizes import Clock
     from .view import View
 
-    view, found, start = View(), Results(), time.perf_counter()
-    drawn = False
+    server()  # imports torch while this process does
+    clock = Clock(None if args.full else WITHIN_S, start)
+    view, found = View(details=args.full), Results()
     try:
-        for act in perform(args, found, view, start):
-            drawn = plot.draw(args.out, found)
-            view.say(f"  act {act} is over after {time.perf_counter() - start:.0f} s")
+        perform(args, found, view, clock)
     except KeyboardInterrupt:
-        close(view, found, args.out if drawn else None, "Stopped before the end")
+        found.ended = "Stopped before the end"
         raise
-    close(view, found, args.out if drawn else None)
+    finally:
+        close(args, view, found, clock)
     return int(bool(found.failures))
 
 
-def perform(args: argparse.Namespace, found: Results, view: View, start: float) -> Iterator[str]:
-    """The acts in turn, each named when its part of the results is there."""
-    from . import larger, memory, race, together
+def perform(args: argparse.Namespace, found: Results, view: View, clock: Clock) -> None:
+    """The acts in turn. One that this machine has no room for is left out, and those behind it go on."""
+    from . import larger, memory, race, sizes, together
 
-    quick: bool = args.quick
-    chosen = ("1", "2", "3", "4") if args.act == "all" else (args.act,)
-    if "1" in chosen:
-        capped = memory.QUICK if quick else memory.FULL
-        capped = replace(capped, cap=args.cap or capped.cap)
-        found.capped.append((capped, memory.perform(capped, view)))
-        yield "1"
-        lower = memory.QUICK_LOWER if quick else memory.LOWER
-        found.capped.append((lower, memory.perform(lower, view, "The same GPT")))
-        yield "1, with a lower cap,"
-    if "2" in chosen:
-        raced = race.QUICK if quick else race.FULL
-        left = (
-            WITHIN_S - (time.perf_counter() - start) - ("3" in chosen) * SHARED_ACT_S - ("4" in chosen) * LARGER_ACT_S
-        )
-        seconds = min(raced.seconds, max(left, LEAST_S))
-        found.lanes = race.perform(replace(raced, steps=args.steps or raced.steps, seconds=seconds), view)
-        yield "2"
-    if "3" in chosen:
-        found.ranks = together.perform(together.QUICK if quick else together.FULL, view)
-        yield "3"
-    if "4" in chosen:
-        found.rested = larger.perform(larger.QUICK if quick else larger.FULL, view)
-        yield "4"
+    chosen = ACTS if args.act == "all" else (args.act,)
+    acts = sizes.FULL
+    if not args.full:
+        acts = sizes.small(sizes.WIDTHS[-1])
+        with attempt("measuring a step", found, view):
+            acts = sizes.fitting(clock.deadline(chosen[0], chosen[1:]))
+
+    for number, act in enumerate(chosen):
+        deadline = clock.deadline(act, chosen[number + 1 :])
+        with attempt(act, found, view):
+            if act == "1":
+                for one, title in zip(acts.memory, ("Act 1: a GPT", "The same GPT"), strict=False):
+                    found.capped.append(memory.perform(one, view, title, deadline))
+            elif act == "2":
+                left = acts.race.seconds if deadline is None else deadline - time.monotonic()
+                found.lanes = race.perform(replace(acts.race, seconds=min(acts.race.seconds, left)), view)
+            elif act == "3":
+                found.ranks = together.perform(acts.together, view, deadline)
+            else:
+                found.rested = larger.perform(acts.larger, view, deadline)
+        view.say(f"  ended after {clock.elapsed:.0f} s")
 
 
-def close(view: View, found: Results, picture: Path | None, ended: str = "") -> None:
-    """Three lines: what was found, where the picture lies, what to do next."""
-    failures = [f"FAILED: {text}" for text in found.failures]
-    said = [*found.findings, *failures, *([ended] if ended else [])] or ["Nothing, no act came to a result"]
-    view.say(f"\nFound:   {'. '.join(said)}.")
-    view.say(f"Picture: {picture.resolve() if picture else 'none, there is nothing to draw'}")
-    view.say(f"Next:    {command()} bench adam --vs torch, then README.md, 'Use it', for a loop of your own")
+@contextlib.contextmanager
+def attempt(act: str, found: Results, view: View) -> Iterator[None]:
+    """Goes on behind an act that fails, and notes whether it was the machine's limits or an error of zerokern."""
+    from .act import NotHereError, has_no_room
+    from .processes import first_line
+
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, NotHereError) or has_no_room(error):
+            found.left_out[act] = first_line(error)
+            view.say(f"  left out: {first_line(error)}")
+        else:
+            found.broken.append(f"{type(error).__name__}: {first_line(error)}")
+            view.say(traceback.format_exc())
+
+
+def close(args: argparse.Namespace, view: View, found: Results, clock: Clock) -> None:
+    """What was found, a line each; where the picture lies, and what to do next."""
+    lines = [*found.findings, *(("FAILED", text) for text in found.failures)]
+    if found.ended:
+        lines.append(("Ended", found.ended))
+    view.say()
+    for name, text in [*lines, ("Picture", pictured(args.out, found, clock.elapsed))]:
+        view.say(f"{name + ':':<10} {text}")
+    view.say(f"{'Next:':<10} {command()} demo --full, or README.md, 'Use it', for a loop of your own")
+
+
+def pictured(path: Path, found: Results, seconds: float) -> str:
+    """Draws the picture; returns where it lies, or why there is none."""
+    from .act import has_no_room
+
+    try:
+        from . import plot
+
+        return str(path.resolve()) if plot.draw(path, found, seconds) else "none, there is nothing to draw"
+    except Exception as error:
+        if not (isinstance(error, ImportError) or has_no_room(error)):
+            raise
+        return f"none, {error}"
 
 
 def command() -> str:

@@ -1,4 +1,4 @@
-"""One training run under a memory cap, in a process of its own, which is told ACT CONTENDER FOLDER.
+"""One training run under a memory cap, in a process of its own, whose `main` is told ACT CONTENDER FOLDER.
 
 The cap is RLIMIT_DATA: private writable memory, which is where every tensor lies; the code of shared libraries does
 not count. It is set above what the process holds once libraries are loaded and threads are running, so that it
@@ -7,32 +7,26 @@ bounds the training alone. With FOLDER "" the state of its optimizer rests in me
 
 from __future__ import annotations
 
+import errno
 import gc
 import resource
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from zerokern.core.errors import BudgetError
 from zerokern.core.units import Tier
 from zerokern.io import Nvme
 
 from ..contenders import CONTENDERS, Contender, state_nbytes
-from ..model import GPT, Shape
+from ..model import GPT
 from ..text import Batches, read_text
 from ..widen import bf16_is_slow
-from .act import Act
-from .processes import emit, return_freed_memory, status_nbytes
-
-OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (MemoryError, BudgetError)) or any(words in str(error) for words in OUT_OF_MEMORY)
+from .act import Act, is_out_of_memory
+from .processes import emit, first_line, return_freed_memory, status_nbytes
 
 
 def set_cap(nbytes: int) -> None:
@@ -40,13 +34,13 @@ def set_cap(nbytes: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = status_nbytes("VmData") + nbytes
     if hard != resource.RLIM_INFINITY and hard < limit:
-        raise OSError(f"cap={nbytes} B lies above this process's hard RLIMIT_DATA of {hard} B; raise `ulimit -Hd`")
+        raise MemoryError(f"a cap of {nbytes:,} B lies above what this process may have (ulimit -Hd: {hard:,} B)")
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     try:
         torch.empty(2 * nbytes, dtype=torch.uint8)
     except (RuntimeError, MemoryError):
         return
-    raise OSError(f"cap={nbytes} B: this kernel does not enforce RLIMIT_DATA; needs Linux 4.7 or later")
+    raise OSError(errno.ENOMEM, "this kernel does not enforce RLIMIT_DATA; a memory cap needs Linux 4.7 or later")
 
 
 def lift_cap() -> None:
@@ -82,14 +76,17 @@ class Run:
         return Nvme(f"{self.folder}/{name}", ring_nbytes=self.act.ring_nbytes) if self.folder else "device"
 
     def warm_up(self) -> bool:
-        """Loads what is loaded lazily and starts the threads, on a tiny model; tells whether bf16 products are slow."""
+        """Loads what is loaded lazily and starts the threads, on one layer; tells whether bf16 products are slow.
+
+        A thread that starts later would count for the training, with 8 MB of stack.
+        """
         contender = self.contender
         widen = contender.dtype == torch.bfloat16 and bf16_is_slow()
-        shape = Shape(layers=1, width=128, context=32)
+        shape = replace(self.act.shape, layers=1)
         model = GPT(shape, widen).to(contender.dtype)
         optimizer = contender.optimizer(model.parameters(), 0.0, self.tier("warm-up"))
         for _ in range(2):
-            tokens = torch.zeros(4, shape.context, dtype=torch.long)
+            tokens = torch.zeros(self.act.rows, shape.context, dtype=torch.long)
             model(tokens, tokens).backward()
             contender.step(optimizer)
             optimizer.zero_grad()
@@ -127,8 +124,11 @@ class Run:
 
     def train(self, widen: bool) -> None:
         model, optimizer = self.build(widen)
+        start = time.perf_counter()
         for number in range(1, self.act.steps + 1):
             self.step(model, optimizer, number)
+            if self.act.is_over(number, time.perf_counter() - start):
+                return
 
     def held_nbytes(self) -> dict[str, int]:
         """Bytes of each role that exist now."""
@@ -144,15 +144,15 @@ def guarded(train: Callable[[], None]) -> str | None:
     """Runs; returns the message of an out-of-memory error, and lets any other error out."""
     try:
         train()
-    except (RuntimeError, MemoryError, BudgetError) as error:
+    except Exception as error:
         lift_cap()
         if not is_out_of_memory(error):
             raise
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return first_line(error)
     return None
 
 
-def main(text: str, name: str, folder: str) -> int:
+def main(text: str, name: str, folder: str) -> None:
     act = Act.of_json(text)
     run = Run(act, CONTENDERS[name], folder)
     return_freed_memory()
@@ -165,8 +165,3 @@ def main(text: str, name: str, folder: str) -> int:
     stored = {} if run.optimizer is None else state_nbytes(run.optimizer, on_disk=True)
     peak, held = status_nbytes("VmHWM"), run.held_nbytes()
     emit("end", message=message, phase=run.phase, peak=peak, held=held, stored=stored)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..contenders import CONTENDERS, ON_DISK
 from ..model import Shape
-from .act import Act
+from .act import Act, NotHereError, cap_between
 from .place import temporary
 from .processes import Processes
 from .view import View, megabytes
 
 DISK_MARGIN = 1.2
+MARGIN = 1 / 8  # of what training from disk needs less than training in memory
 BEGINNING = 1  # step, which finds no state on the disk
 RESIDENT, RESTING = "all in memory, no cap", "all on disk, capped"
 
 # In memory it needs 14 bytes per parameter; gradients alone wait there, 2 bytes, beside the rings and a few units.
 FULL = Act(
-    Shape(8, 1024, 64), (), rows=4, steps=20, lr=2e-4, cap=500_000_000, ring_nbytes=32 << 20, stage=3,
-    warmup=8,
-)  # fmt: skip
-QUICK = Act(
-    Shape(8, 512, 64), (), rows=2, steps=20, lr=3e-4, cap=240_000_000, ring_nbytes=8 << 20, stage=3,
+    Shape(8, 1024, 64), (), rows=4, steps=20, lr=2e-4, ring_nbytes=32 << 20, stage=3,
     warmup=8,
 )  # fmt: skip
 
@@ -39,19 +37,24 @@ class Told:
     written: list[int] = field(default_factory=list)
     resident: int = 0
     peak: int = 0
+    needed: int = 0
+    widen: bool = False
     failure: str = ""
+    no_room: str = ""
 
     def take(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "ready":
             self.resident = event["resident"]
+        elif kind == "needed":
+            self.needed, self.widen = event["nbytes"], event["widen"]
         elif kind == "step":
             self.losses.append(event["loss"])
             for name in ("seconds", "read", "written"):
                 getattr(self, name).append(event[name])
         elif kind == "end":
             self.peak = event["peak"]
-            self.failure = f"out of memory ({event['phase']}): {event['message']}" if event["message"] else ""
+            self.no_room = f"out of memory ({event['phase']}): {event['message']}" if event["message"] else ""
 
     @property
     def taken(self) -> int:
@@ -71,6 +74,7 @@ class Outcome:
     resident: Told
     resting: Told
     place: str = ""
+    needed: int = 0  # from disk, without a cap
 
     @property
     def differs(self) -> int:
@@ -88,7 +92,7 @@ class Outcome:
     @property
     def told(self) -> bool:
         """Whether there is something to show."""
-        return all(one.losses and not one.failure for one in (self.resident, self.resting))
+        return all(one.losses and not (one.failure or one.no_room) for one in (self.resident, self.resting))
 
     @property
     def failed(self) -> bool:
@@ -105,14 +109,17 @@ def at_rest(act: Act) -> int:
     return sum(nbytes for role, nbytes in needs(act).items() if role in {*ON_DISK, "parameters"})
 
 
-def train(act: Act, name: str, view: View, folder: str = "") -> Told:
+def train(act: Act, name: str, view: View, folder: str = "", widen: str = "", deadline: float | None = None) -> Told:
     told = Told()
-    with closing(Processes("rest", [[act.to_json(), folder]])) as processes, view.rounds() as rounds:
+    with closing(Processes("rest", [[act.to_json(), folder, widen]], deadline)) as processes, view.rounds() as rounds:
         for _, event in processes.events():
             told.take(event)
             if event["event"] == "step":
                 rounds.at(f"  {name}, loss {told.losses[-1]:.3f}", len(told.losses), act.steps)
-        told.failure = told.failure or processes.failures().get(0, "" if told.peak else "ended without a word")
+        failure = processes.failures().get(0, "" if told.peak or told.needed else "ended without a word")
+        if failure:
+            told.no_room = told.no_room or processes.reason()
+            told.failure = "" if told.no_room else failure
     return told
 
 
@@ -128,6 +135,7 @@ def table_rows(outcome: Outcome) -> list[list[str]]:
         return f"{nbytes / numel:.2f} B per parameter" if nbytes else "-"
 
     return [
+        row("measured need, without a cap", "-", megabytes(outcome.needed)),
         row("cap", "-", megabytes(act.cap)),
         row("memory that training took", *(megabytes(told.taken) for told in both)),
         row("at rest on disk", "-", megabytes(at_rest(act))),
@@ -149,24 +157,53 @@ def shown(count: int) -> list[int]:
     return sorted({1, count // 2, count} - {0}) if count else []
 
 
-def perform(act: Act, view: View) -> Outcome | None:
-    """Runs the act and prints its table; None where no folder has room for it."""
+def cap_over(needed: int, act: Act) -> int:
+    """A cap between what training from disk needs, as measured, and what it needs in memory, nearer to the first.
+
+    >>> act = Act(Shape(8, 512, 64), (), rows=2, steps=10, lr=1e-3)
+    >>> [f"{nbytes / 1e6:.0f}" for nbytes in (sum(needs(act).values()), cap_over(155_000_000, act))]
+    ['355', '180']
+    """
+    in_memory = sum(needs(act).values())
+    cap = cap_between(needed, in_memory, MARGIN)
+    if needed >= cap:
+        raise NotHereError(f"from disk it needs {megabytes(needed)} here, in memory {megabytes(in_memory)}: no less")
+    return cap
+
+
+def there(told: Told) -> Told:
+    """The same, where the machine had room for it; raises NotHereError where it had not."""
+    if told.no_room:
+        raise NotHereError(told.no_room)
+    return told
+
+
+def perform(act: Act, view: View, deadline: float | None = None) -> Outcome:
+    """Runs the act and prints its table; raises NotHereError where this machine has no room for it."""
     held = sum(needs(act).values())
     view.title(
-        f"Act 4: a GPT of {act.shape.numel / 1e6:.0f}M parameters, with state and gradients {megabytes(held)}, under a "
-        f"memory cap of {megabytes(act.cap)}"
+        f"Act 4: GPT of {act.shape.numel / 1e6:.0f}M parameters, {megabytes(held)} with state and gradients, from disk"
     )
-    nbytes = round(at_rest(act) * DISK_MARGIN)
+    nbytes = round(2 * at_rest(act) * DISK_MARGIN)  # the training that is measured lies there at the same time
     with temporary(nbytes) as place:
         if place is None:
-            view.say(f"  left out, because no folder for temporary files has {megabytes(nbytes)} free")
-            return None
+            raise NotHereError(f"no folder for temporary files has {megabytes(nbytes)} free")
         view.say(f"  parameters and state rest in {place}, a temporary folder that is removed afterwards")
-        resting = train(act, RESTING, view, str(place.folder))
-        outcome = Outcome(act, Told(), resting, str(place))
+        measured = train(act, RESTING, view, str(place.folder), deadline=deadline)
+        if measured.failure or measured.no_room:
+            return Outcome(act, Told(), there(measured), str(place))
+        act = replace(act, cap=cap_over(measured.needed, act))
+        view.say(
+            f"  two steps needed {megabytes(measured.needed)}; the cap is {megabytes(act.cap)}, a margin of "
+            f"{megabytes(act.cap - measured.needed)}"
+        )
+        widen = str(int(measured.widen))
+        resting = there(train(act, RESTING, view, str(place.folder), widen, deadline))
+    outcome = Outcome(act, Told(), resting, str(place), measured.needed)
     if not resting.failure:
-        outcome.resident = train(act, RESIDENT, view)
-    if not resting.failure and not outcome.resident.failure:
+        same = replace(act, steps=len(resting.losses), seconds=math.inf)
+        outcome.resident = there(train(same, RESIDENT, view, "", widen, deadline))
+    if outcome.told and view.details:
         view.say()
         view.table(["", RESIDENT, RESTING], table_rows(outcome))
         view.say(

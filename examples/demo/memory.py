@@ -1,4 +1,4 @@
-"""First act: one model, one memory cap, four optimizers, each in a process of its own; then a cap for disk alone."""
+"""First act: one model, one memory cap, some optimizers, each in a process of its own; then a cap for disk alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from ..contenders import CONTENDERS, ON_DISK, Contender
 from ..model import Shape
-from .act import Act
+from .act import Act, NotHereError, cap_between
+from .cost import measure
 from .place import temporary
 from .processes import Processes
 from .view import View, megabytes
@@ -20,17 +21,13 @@ DISK = " on disk"  # behind a contender's name: its state rests there
 DISK_MARGIN = 1.2
 
 
-# The first cap is 15 bytes per parameter: torch's AdamW needs 16. The second is 6, and the least in memory needs 7.
-FULL = Act(
-    Shape(8, 1024, 64), ("torch", "torch-bf16", "exact", "int8-split8"), rows=4, steps=20, lr=2e-4,
-    cap=1_500_000_000, warmup=8,
-)  # fmt: skip
-LOWER = replace(FULL, contenders=("int8-split8", f"exact{DISK}"), cap=600_000_000)
-QUICK = replace(
-    FULL, shape=Shape(8, 512, 64), contenders=("torch", "int8-split8"), rows=2, lr=1e-3,
-    cap=300_000_000, ring_nbytes=4 << 20,
-)  # fmt: skip
-QUICK_LOWER = replace(QUICK, contenders=("int8-split8", f"exact{DISK}"), cap=170_000_000)
+CAP_SHARE = 0.5  # where the cap lies between what zerokern needs and what the other needs
+LEAST_MARGIN = 0.02  # of the cap, on either side of it
+
+
+# The first cap lies between 14 and 16 bytes per parameter, the second between 4 and 7.
+FULL = Act(Shape(8, 1024, 64), ("torch", "torch-bf16", "exact", "int8-split8"), rows=4, steps=20, lr=2e-4, warmup=8)
+LOWER = replace(FULL, contenders=("int8-split8", f"exact{DISK}"))
 
 
 def needs(act: Act, name: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -40,6 +37,33 @@ def needs(act: Act, name: str) -> tuple[dict[str, int], dict[str, int]]:
         return roles, {}
     held = {role: nbytes for role, nbytes in roles.items() if role not in ON_DISK}
     return held | {"ring": act.ring_nbytes}, {role: nbytes for role, nbytes in roles.items() if role in ON_DISK}
+
+
+def meant_to_train(act: Act) -> list[str]:
+    """Those that the cap shall leave room for: with state on disk where there are such, else zerokern's."""
+    on_disk = [name for name in act.contenders if name.endswith(DISK)]
+    return on_disk or [name for name in act.contenders if not CONTENDERS[name].is_torch]
+
+
+def capped(act: Act, compute: int) -> tuple[Act, int]:
+    """The act with a cap, and the margin: what the cap leaves to those that shall train, and lacks for the others.
+
+    `compute` is what forward and backward need beside parameters and gradients, as measured. Whose needs are too near
+    to those of the others for this machine to tell them apart takes no part.
+    """
+    ours = {name: sum(needs(act, name)[0].values()) + compute for name in meant_to_train(act)}
+    others = [sum(needs(act, name)[0].values()) for name in act.contenders if name not in ours]
+    theirs = min(others)
+    chosen = act.contenders
+    for name in sorted(ours, key=lambda one: -ours[one]):
+        cap = cap_between(ours[name], theirs, CAP_SHARE)
+        margin = theirs - cap
+        if margin >= LEAST_MARGIN * cap:
+            return replace(act, contenders=chosen, cap=cap), margin
+        chosen = tuple(one for one in chosen if one != name)
+    raise NotHereError(
+        f"forward and backward alone need {megabytes(compute)} here, so no cap lies between the optimizers"
+    )
 
 
 @dataclass
@@ -58,6 +82,7 @@ class Outcome:
     phase: str = "starting"
     out_of_memory: str = ""
     failure: str = ""
+    no_room: str = ""  # why this machine could not even start it
 
     @property
     def contender(self) -> Contender:
@@ -73,12 +98,12 @@ class Outcome:
 
     @property
     def trained(self) -> bool:
-        return bool(self.losses) and not (self.out_of_memory or self.failure)
+        return bool(self.losses) and not (self.out_of_memory or self.failure or self.no_room)
 
     @property
     def failed(self) -> bool:
-        """By itself; to run out of memory is what a cap is for, but not where state rests on disk."""
-        return bool(self.failure) or (self.on_disk and not self.trained)
+        """By itself, and zerokern's; to run out of memory is what a cap is for."""
+        return bool(self.failure) and not self.contender.is_torch
 
     @property
     def loss_span(self) -> str:
@@ -89,6 +114,8 @@ class Outcome:
     def verdict(self) -> str:
         if self.out_of_memory:
             return f"OUT OF MEMORY ({self.phase})"
+        if self.no_room:
+            return f"left out: {self.no_room}"
         return f"FAILED ({self.phase})" if self.failure else f"trained {len(self.losses)} steps"
 
     @property
@@ -111,16 +138,23 @@ class Outcome:
             self.out_of_memory = event["message"] or ""
 
 
-def train_capped(act: Act, name: str, view: View, folder: str = "") -> Outcome:
+def train_capped(act: Act, name: str, view: View, folder: str = "", deadline: float | None = None) -> Outcome:
     """Trains in a child process under the cap; a failure becomes part of the outcome."""
     outcome = Outcome(name)
     arguments = [act.to_json(), name.removesuffix(DISK), folder]
-    with closing(Processes("child", [arguments])) as processes, view.rounds() as rounds:
+    with closing(Processes("child", [arguments], deadline)) as processes, view.rounds() as rounds:
         for _, event in processes.events():
             outcome.take(event)
             if event["event"] == "step":
                 rounds.at(f"  {outcome.label}, loss {outcome.losses[-1]:.3f}", len(outcome.losses), act.steps)
-        outcome.failure = processes.failures().get(0, "" if outcome.ended else "ended without a word")
+        failure = processes.failures().get(0, "" if outcome.ended else "ended without a word")
+        reason = processes.reason() if failure else ""
+    if outcome.resident and reason and not processes.late:
+        outcome.out_of_memory = reason  # under the cap, where the process ended before it could say so
+    elif reason:
+        outcome.no_room = reason
+    else:
+        outcome.failure = failure
     view.say(f"  {outcome.label}: {outcome.verdict}")
     return outcome
 
@@ -180,11 +214,12 @@ def explain(act: Act, outcomes: list[Outcome], view: View) -> None:
         )
     view.say(
         f"The cap is RLIMIT_DATA (private writable memory), set {megabytes(act.cap)} above what each process holds "
-        "once torch is loaded and its threads run."
+        "once torch is loaded and its threads run. It lies in the middle between what zerokern needs, with what a step "
+        "was measured to need for computing, and what torch needs."
     )
 
 
-def train_on_disk(act: Act, name: str, view: View) -> list[Outcome]:
+def train_on_disk(act: Act, name: str, view: View, deadline: float | None = None) -> list[Outcome]:
     """With its state in a temporary folder; nothing where no folder has room for it."""
     nbytes = round(sum(needs(act, name)[1].values()) * DISK_MARGIN)
     with temporary(nbytes) as place:
@@ -192,18 +227,25 @@ def train_on_disk(act: Act, name: str, view: View) -> list[Outcome]:
             view.say(f"  {name}: left out, because no folder for temporary files has {megabytes(nbytes)} free")
             return []
         view.say(f"  {name}: its state rests in {place}, a temporary folder that is removed afterwards")
-        return [train_capped(act, name, view, str(place.folder))]
+        return [train_capped(act, name, view, str(place.folder), deadline)]
 
 
-def perform(act: Act, view: View, title: str = "Act 1: a GPT") -> list[Outcome]:
-    """Runs the act and prints its table."""
-    shape = act.shape
-    view.title(f"{title} of {shape.numel / 1e6:.0f}M parameters under a memory cap of {megabytes(act.cap)}")
+def perform(
+    act: Act, view: View, title: str = "Act 1: a GPT", deadline: float | None = None
+) -> tuple[Act, list[Outcome]]:
+    """Runs the act under a cap from what is measured first, and prints its table."""
+    compute = measure(act, meant_to_train(act)[0].removesuffix(DISK), deadline).nbytes
+    act, margin = capped(act, compute)
+    view.title(f"{title} of {act.shape.numel / 1e6:.0f}M parameters under a memory cap of {megabytes(act.cap)}")
+    view.say(f"  a step needs {megabytes(compute)} for computing; the cap leaves a margin of {megabytes(margin)}")
     outcomes: list[Outcome] = []
     for name in act.contenders:
         on_disk = name.endswith(DISK)
-        outcomes += train_on_disk(act, name, view) if on_disk else [train_capped(act, name, view)]
-    view.say()
-    view.table(["", *(outcome.label for outcome in outcomes)], table_rows(act, outcomes))
-    explain(act, outcomes, view)
-    return outcomes
+        outcomes += (
+            train_on_disk(act, name, view, deadline) if on_disk else [train_capped(act, name, view, "", deadline)]
+        )
+    if view.details:
+        view.say()
+        view.table(["", *(outcome.label for outcome in outcomes)], table_rows(act, outcomes))
+        explain(act, outcomes, view)
+    return act, outcomes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import textwrap
 from collections.abc import Callable
@@ -10,12 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
+import torch
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.ticker import MaxNLocator
+
+import zerokern
+from zerokern.core.env import usable_cpus
 
 from . import larger, memory, race, results, together
 from .act import Act
@@ -187,7 +192,8 @@ def draw_times(axes: Axes, lanes: list[race.Lane]) -> None:
     for y, (lane, ms) in enumerate(zip(lanes, times, strict=True)):
         axes.barh(y, ms, BAR_WIDTH, color=colour_of(lane))
         theirs = race.peer(lane, lanes)
-        ahead = "" if lane is theirs else f"   {race.ratio(theirs.optimizer_seconds, lane.optimizer_seconds):.2f}x"
+        faster = race.ratio(theirs.optimizer_seconds, lane.optimizer_seconds)
+        ahead = f"   {faster:.1f}x" if faster > 1 + results.SAME_SHARE else ""
         text = f"{ms:.1f} ms{ahead}\nstate {lane.state_nbytes / 1e6:,.0f} MB"
         boxed(axes, text, (ms, y), (5, 0), va="center", fontsize=11.5, fontweight="bold" if ahead else "normal")
     axes.set_yticks(range(len(lanes)), [named(lane).replace(", ", ",\n", 1) for lane in lanes])
@@ -242,18 +248,13 @@ def panels(found: results.Results) -> list[Panel]:
                 partial(draw_losses, lanes=lanes),
             )
         )
-        made.append(
-            (
-                results.time_finding(lanes),
-                f"GPT of {millions(lanes[0].numel)} parameters; ratio to torch",
-                partial(draw_times, lanes=lanes),
-            )
-        )
+        if results.optimizer_ratio(lanes) > 1 + results.SAME_SHARE:
+            ran = f"GPT of {millions(lanes[0].numel)} parameters; factors: to torch, same precision"
+            made.append((results.time_finding(lanes), ran, partial(draw_times, lanes=lanes)))
     ranks, rested = found.ranks, found.rested
     if ranks and ranks.told:
-        act, alone = ranks.act, ranks.plain.step_seconds
-        slower = results.compared(alone / ranks.ranks[0].step_seconds, "less time", "more time", "the same time")
-        ran = f"{millions(act.shape.numel)} parameters, ZeRO stage {act.stage}; a step takes {slower}"
+        act = ranks.act
+        ran = f"GPT of {millions(act.shape.numel)} fp32 parameters, ZeRO stage {act.stage}"
         made.append((results.ranks_finding(ranks), ran, partial(draw_ranks, outcome=ranks)))
     if rested and rested.told:
         ran = f"GPT of {millions(rested.act.shape.numel)} parameters; parameters and state at rest"
@@ -271,7 +272,16 @@ def titled(figure: SubFigure, finding: str, ran: str) -> Axes:
     return axes
 
 
-def draw(path: Path, found: results.Results) -> bool:
+def measured_on(seconds: float | None) -> str:
+    """The machine and the versions that the picture is of, a line each."""
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    took = [f"the demo took {seconds:.0f} s"] if seconds else []
+    versions = f"torch {torch.__version__.split('+')[0]}, zerokern {zerokern.__version__}"
+    cores = usable_cpus()
+    return "\n".join(["Measured on", *names[:1], f"{cores} core{'s' * (cores > 1)}", versions, *took])
+
+
+def draw(path: Path, found: results.Results, seconds: float | None = None) -> bool:
     """Writes the picture, two panels a row; False where there is nothing to show."""
     made = panels(found)
     if not made:
@@ -285,6 +295,9 @@ def draw(path: Path, found: results.Results) -> bool:
         place: SubFigure
         for place, (finding, ran, paint) in zip(places, made, strict=False):
             paint(titled(place, finding, ran))
+        if len(made) < rows * columns:
+            rest: SubFigure = list(figure.subfigs)[-1]
+            rest.text(0.14, 0.7, measured_on(seconds), va="top", fontsize=12, color=PALE, linespacing=1.7)
         figure.savefig(path)
         plt.close(figure)
     return True

@@ -1,4 +1,4 @@
-"""One process of the third act: `python -m zerokern.examples.demo.rank ACT STEPS RANK PORT`.
+"""One process of the third act, whose `main` is told ACT STEPS RANK PORT.
 
 With port 0 it is alone and plain torch; else one rank of a stage of ZeRO, joined by gloo to the others; their store
 is in the parent.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -29,8 +26,8 @@ from zerokern.core.env import usable_cpus
 from ..contenders import CONTENDERS, Contender
 from ..model import GPT, Shape
 from ..text import Batches, read_text
-from .act import Act
-from .processes import emit, return_freed_memory, status_nbytes
+from .act import Act, NotHereError
+from .processes import emit, first_line, return_freed_memory, status_nbytes
 
 WATCHED_STEP = 2  # the first that knows in which order units are gathered, and gathers ahead
 PATIENCE = timedelta(minutes=5)  # of a busy machine's ranks for each other; one that died is known at once
@@ -124,8 +121,11 @@ def main(text: str, *numbers: str) -> None:
     torch.set_num_threads(threads)
     native.set_threads(threads)
     if port:
-        store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=PATIENCE)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+        try:
+            store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=PATIENCE)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+        except RuntimeError as error:
+            raise NotHereError(f"two processes cannot connect by gloo here: {first_line(error)}") from error
     return_freed_memory()
     seat = Seat(act, rank, group_on(None, "cpu"))
     source = read_text()
@@ -135,14 +135,3 @@ def main(text: str, *numbers: str) -> None:
     emit("ready", threads=threads)
     seat.train(source, steps)
     emit("end", peak=status_nbytes("VmHWM") - resident)
-
-
-if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # at once: the threads of gloo may wait for ranks that are gone
-    sys.stdout.flush()
-    os._exit(0)

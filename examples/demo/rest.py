@@ -1,13 +1,12 @@
-"""One training of the fourth act, in a process of its own: `python -m zerokern.examples.demo.rest ACT FOLDER`.
+"""One training of the fourth act, in a process of its own, whose `main` is told ACT FOLDER.
 
-With FOLDER parameters and state rest on disk and a cap on memory holds, that of `child.py`; with "" both rest in
-memory and nothing is capped.
+With FOLDER parameters and state rest on disk and the act's cap on memory holds, that of `child.py`; where it has none
+yet, two steps tell what it would have to leave. With "" both rest in memory and nothing is capped.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import nn
 import zerokern as zk
 
 from ..contenders import CONTENDERS
-from ..model import GPT, Shape
+from ..model import GPT
 from ..text import Batches, read_text
 from ..widen import bf16_is_slow
 from .act import Act
@@ -28,6 +27,7 @@ from .processes import emit, return_freed_memory, status_nbytes
 
 CONTENDER = CONTENDERS["exact"]
 COUNTERS = Path("/proc/self/io")
+MEASURED_STEPS = 2  # the first finds no state, the second reads it
 
 
 def disk_nbytes() -> dict[str, int]:
@@ -44,7 +44,10 @@ class Resting:
         self.phase = "building the model"
 
     def tier(self, name: str) -> Any:
-        return zk.Nvme(f"{self.folder}/{name}", ring_nbytes=self.act.ring_nbytes) if self.folder else "device"
+        if not self.folder:
+            return "device"
+        Path(self.folder).mkdir(exist_ok=True)
+        return zk.Nvme(f"{self.folder}/{name}", ring_nbytes=self.act.ring_nbytes)
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model never lies in memory as a whole, unless it is to rest there."""
@@ -61,6 +64,7 @@ class Resting:
         act = self.act
         batches = Batches(read_text(), act.rows, act.shape.context, seed=0)
         model, optimizer = self.build()
+        began = time.perf_counter()
         for number in range(1, steps + 1):
             for group in optimizer.param_groups:
                 group["lr"] = act.lr_at(number)
@@ -72,24 +76,28 @@ class Resting:
             moved = {way: nbytes - before[way] for way, nbytes in disk_nbytes().items()}
             if tell:
                 emit("step", loss=loss.item(), seconds=time.perf_counter() - start, **moved)
+                if act.is_over(number, time.perf_counter() - began):
+                    return
 
 
-def main(text: str, folder: str) -> None:
+def main(text: str, folder: str, widen: str = "") -> None:
+    """`widen`: whether bf16 products are computed in fp32, "0" or "1"; with "" it is measured."""
     act = Act.of_json(text)
     return_freed_memory()
-    widen = bf16_is_slow()
-    small = replace(act, shape=Shape(2, 128, act.shape.context))
-    Resting(small, folder and f"{folder}/warm-up", widen).train(2, tell=False)
+    wide = bool(int(widen)) if widen else bf16_is_slow()
+    small = replace(act, shape=replace(act.shape, layers=2))
+    Resting(small, folder and f"{folder}/warm-up", wide).train(MEASURED_STEPS, tell=False)
     gc.collect()  # what is freed later would count for the training
+    if folder and not act.cap:
+        base = status_nbytes("VmSize")
+        Resting(act, f"{folder}/measured", wide).train(MEASURED_STEPS, tell=False)
+        emit("needed", nbytes=status_nbytes("VmPeak") - base, widen=wide)
+        return
     resident = status_nbytes("VmRSS")
     if folder:
         set_cap(act.cap)
-    emit("ready", resident=resident, widen=widen)
-    training = Resting(act, folder, widen)
+    emit("ready", resident=resident)
+    training = Resting(act, folder, wide)
     message = guarded(lambda: training.train(act.steps))
     lift_cap()
     emit("end", message=message, phase=training.phase, peak=status_nbytes("VmHWM"))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

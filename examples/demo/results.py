@@ -11,18 +11,9 @@ from .act import Act
 from .view import megabytes
 
 SAME_LOSS = 0.01  # nats per byte
+WRONG_LOSS = 0.1  # of an exact format: rounding comes to a tenth of this
+ORDER = ("Sizes", "Memory", "Loss", "Time", "Processes", "Disk")
 SAME_SHARE = 0.05  # of time or memory
-
-
-def compared(ratio: float, less: str, more: str, same: str) -> str:
-    """`ratio` is theirs to ours.
-
-    >>> [compared(ratio, "less time", "more time", "the same time") for ratio in (2.1, 0.5, 1.01)]
-    ['2.1x less time', '2.0x more time', 'the same time']
-    """
-    if abs(ratio - 1) < SAME_SHARE:
-        return same
-    return f"{ratio:.1f}x {less}" if ratio > 1 else f"{1 / ratio:.1f}x {more}"
 
 
 def listed(outcomes: Sequence[memory.Outcome], all_of_them: Sequence[memory.Outcome]) -> list[str]:
@@ -41,7 +32,8 @@ def capped_finding(act: Act, outcomes: Sequence[memory.Outcome]) -> str:
     ways = {
         ("trains", "train"): [one for one in outcomes if one.trained],
         ("runs out of memory", "run out of memory"): [one for one in outcomes if one.out_of_memory],
-        ("fails", "fail"): [one for one in outcomes if not (one.trained or one.out_of_memory)],
+        ("is left out", "are left out"): [one for one in outcomes if one.no_room],
+        ("fails", "fail"): [one for one in outcomes if one.failure],
     }
     if all(one.trained for one in outcomes):
         least = min(outcomes, key=lambda one: sum(memory.needs(act, one.name)[0].values()))
@@ -70,34 +62,49 @@ def loss_finding(lanes: list[race.Lane]) -> str:
     return f"Same loss as torch, within {max(1, math.ceil(abs(gap) * 1e4)) / 1e4:.4f}"
 
 
-def time_finding(lanes: list[race.Lane]) -> str:
-    """How long the update of the first exact lane takes beside its peer's, those of bf16 models first."""
+def timed(lanes: Sequence[race.Lane]) -> race.Lane:
+    """The exact lane whose time is told, one of a bf16 model first."""
     exact = [lane for lane in ours(lanes) if not lane.contender.lossy] or ours(lanes)
-    lane = min(exact, key=lambda one: one.contender.dtype.itemsize)
-    ratio = race.ratio(race.peer(lane, lanes).optimizer_seconds, lane.optimizer_seconds)
-    return compared(ratio, "less time", "more time", "the same time") + " in the optimizer"
+    return min(exact, key=lambda one: one.contender.dtype.itemsize)
 
 
-def race_finding(lanes: list[race.Lane]) -> str:
-    return f"{loss_finding(lanes)}, {time_finding(lanes)}"
+def optimizer_ratio(lanes: list[race.Lane]) -> float:
+    """torch's time for norm, clipping and update, to that of the lane whose time is told."""
+    lane = timed(lanes)
+    return race.ratio(race.peer(lane, lanes).optimizer_seconds, lane.optimizer_seconds)
+
+
+def time_finding(lanes: list[race.Lane]) -> str:
+    """How long the update takes beside torch's, where this machine shows a gain."""
+    ratio = optimizer_ratio(lanes)
+    if ratio < 1 + SAME_SHARE:
+        return "Norm, clipping and update: this machine shows no gain with a model of this size"
+    return f"Norm, clipping and update take {ratio:.1f}x less time than torch's ({timed(lanes).name})"
 
 
 def ranks_finding(outcome: together.Outcome) -> str:
     """How much less a rank holds than one process, and whether the losses are the same."""
     share = outcome.held_by_a_rank / outcome.plain.held
-    amount = (
-        "as much as one"
-        if abs(share - 1) < 0.005
-        else f"{100 * abs(1 - share):.0f} % {'less' if share < 1 else 'more'}"
-    )
+    amount = "no less" if abs(share - 1) < 0.005 else f"{100 * abs(1 - share):.0f} % {'less' if share < 1 else 'more'}"
     same = "other losses" if outcome.failed else "same loss"
-    return f"Each of {outcome.act.world} processes holds {amount}, {same}"
+    return f"Each of {outcome.act.world} processes holds {amount} than one process, {same}"
 
 
 def rested_finding(outcome: larger.Outcome) -> str:
     times = sum(larger.needs(outcome.act).values()) / outcome.act.cap
     bits = f"other losses from step {outcome.differs} on" if outcome.differs else "same bits"
     return f"A training of {times:.1f}x its memory cap runs from disk, {bits}"
+
+
+def wrong_losses(lanes: list[race.Lane]) -> list[str]:
+    """The lanes of zerokern whose losses are no numbers, or, of the exact ones, far from torch's."""
+    said = []
+    for lane in ours(lanes):
+        gap = race.loss_gap(lane, lanes)
+        theirs = race.peer(lane, lanes).loss
+        if math.isfinite(theirs) and not (math.isfinite(gap) and (lane.contender.lossy or abs(gap) < WRONG_LOSS)):
+            said.append(f"{lane.name} ends with loss {lane.loss:.4f}, torch with {theirs:.4f}")
+    return said
 
 
 @dataclass
@@ -108,25 +115,34 @@ class Results:
     lanes: list[race.Lane] = field(default_factory=list)
     ranks: together.Outcome | None = None
     rested: larger.Outcome | None = None
+    left_out: dict[str, str] = field(default_factory=dict)  # acts that this machine has no room for, and why
+    broken: list[str] = field(default_factory=list)  # errors of zerokern, or of the demo itself
+    ended: str = ""
 
     @property
-    def findings(self) -> list[str]:
-        """A finding of each act that came to one."""
-        return [
-            *(capped_finding(act, outcomes) for act, outcomes in self.capped if outcomes),
-            *([race_finding(self.lanes)] if self.lanes else []),
-            *([ranks_finding(self.ranks)] if self.ranks and self.ranks.told else []),
-            *([rested_finding(self.rested)] if self.rested and self.rested.told else []),
-        ]
+    def findings(self) -> list[tuple[str, str]]:
+        """What each act came to, with a word that names it."""
+        found = [("Memory", capped_finding(act, outcomes)) for act, outcomes in self.capped if outcomes]
+        if self.lanes:
+            found += [("Loss", loss_finding(self.lanes)), ("Time", time_finding(self.lanes))]
+        if self.ranks and self.ranks.told:
+            found.append(("Processes", ranks_finding(self.ranks)))
+        elif self.ranks and self.ranks.peer_failure:
+            found.append(("Processes", f"torch alone failed: {self.ranks.peer_failure}"))
+        if self.rested and self.rested.told:
+            found.append(("Disk", rested_finding(self.rested)))
+        names = {"1": "Memory", "2": "Loss", "3": "Processes", "4": "Disk"}
+        said = [(names.get(act, "Sizes"), f"Left out here: {why}") for act, why in self.left_out.items()]
+        return sorted(found + said, key=lambda one: ORDER.index(one[0]))
 
     @property
     def failures(self) -> list[str]:
-        """Of runs that failed by themselves, and of a first cap that none of zerokern's fitted."""
+        """What zerokern did wrong; that a machine has no room, or that torch fails, is none."""
         outcomes = [one for _, several in self.capped for one in several]
-        first = [one for one in self.capped[0][1] if not one.contender.is_torch] if self.capped else []
         return [
-            *(f"{one.label}: {one.failure or 'out of memory'}" for one in outcomes if one.failed),
-            *(["nothing of zerokern's fitted the cap"] if first and not any(one.trained for one in first) else []),
+            *self.broken,
+            *(f"{one.label}: {one.failure}" for one in outcomes if one.failed),
+            *wrong_losses(self.lanes),
             *([self.ranks.fault] if self.ranks and self.ranks.failed else []),
             *([self.rested.failure] if self.rested and self.rested.failed else []),
         ]

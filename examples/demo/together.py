@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 import zerokern as zk
 
 from ..model import GPT, Shape
-from .act import Act
+from .act import Act, NotHereError
 from .processes import Processes
 from .rank import WATCHED_STEP
 from .view import View, megabytes
@@ -25,7 +25,6 @@ NAMES = {"gathered": "units gathered", "buffers": "bucket buffers", "scratch": "
 
 
 FULL = Act(Shape(8, 512, 64), (), rows=4, steps=30, lr=3e-4, seconds=12.0, world=2, stage=3)
-QUICK = Act(Shape(4, 256, 64), (), rows=4, steps=20, lr=5e-4, world=2, stage=3)
 
 
 def plan(act: Act) -> zk.Plan:
@@ -74,6 +73,7 @@ class Outcome:
     plain: Told
     ranks: list[Told]
     failure: str = ""
+    peer_failure: str = ""  # of plain torch
 
     @property
     def gap(self) -> float:
@@ -94,37 +94,45 @@ class Outcome:
     @property
     def told(self) -> bool:
         """Whether there is something to show."""
-        return not self.failure and all(one.losses and one.roles for one in (self.plain, *self.ranks))
+        return not (self.failure or self.peer_failure) and all(
+            one.losses and one.roles for one in (self.plain, *self.ranks)
+        )
 
     @property
     def fault(self) -> str:
         """Why it failed, if it did."""
-        return self.failure or ("" if self.gap <= LOSS_TOLERANCE else f"the losses differ by {self.gap:.0e}")
+        return self.failure or (
+            "" if self.peer_failure or self.gap <= LOSS_TOLERANCE else f"the losses differ by {self.gap:.0e}"
+        )
 
     @property
     def failed(self) -> bool:
         return bool(self.fault)
 
 
-def train(act: Act, steps: int, port: int, name: str, view: View) -> tuple[list[Told], str]:
+def train(
+    act: Act, steps: int, port: int, name: str, view: View, deadline: float | None = None
+) -> tuple[list[Told], str]:
     """What each process said, and why they failed, if they did; with port 0 it is one, of plain torch."""
     ranks = range(act.world if port else 1)
     told = [Told() for _ in ranks]
     arguments = [[act.to_json(), *map(str, (steps, rank, port))] for rank in ranks]
-    with contextlib.closing(Processes("rank", arguments)) as processes, view.rounds() as rounds:
+    with contextlib.closing(Processes("rank", arguments, deadline)) as processes, view.rounds() as rounds:
         for rank, event in processes.events():
             told[rank].take(event)
             if event["event"] == "step" and rank == 0:
                 rounds.at(f"  {name}, loss {event['loss']:.3f}", len(told[0].losses), steps)
         failure = "; ".join(f"process {rank}: {text}" for rank, text in processes.failures().items())
+        if failure and processes.reason():
+            raise NotHereError(processes.reason())
     if not failure and not all(one.peak for one in told):
         failure = "a process ended without a word"
     return told, failure
 
 
-def train_on_ranks(act: Act, steps: int, view: View) -> tuple[list[Told], str]:
+def train_on_ranks(act: Act, steps: int, view: View, deadline: float | None = None) -> tuple[list[Told], str]:
     store = TCPStore("127.0.0.1", 0, act.world, is_master=True, wait_for_workers=False)
-    return train(act, steps, store.port, f"zk.shard on {act.world} processes", view)
+    return train(act, steps, store.port, f"zk.shard on {act.world} processes", view, deadline)
 
 
 def loss_rows(outcome: Outcome) -> list[list[str]]:
@@ -182,31 +190,32 @@ def explain(outcome: Outcome, view: View) -> None:
     )
 
 
-def perform(act: Act, view: View) -> Outcome:
-    """Runs the act and prints its tables."""
+def perform(act: Act, view: View, deadline: float | None = None) -> Outcome:
+    """Runs the act and prints its tables; raises NotHereError where this machine has no room for it."""
     view.title(
         f"Act 3: a GPT of {act.shape.numel / 1e6:.0f}M fp32 parameters on {act.world} processes, ZeRO stage {act.stage}"
     )
     planned = plan(act)
     view.say(f"  planned for each rank: {megabytes(planned.total)} beside activations")
-    (plain,), failure = train(act, act.steps, 0, "torch in one process", view)
-    outcome = Outcome(act, planned, plain, [Told() for _ in range(act.world)], failure)
+    (plain,), failure = train(act, act.steps, 0, "torch in one process", view, deadline)
+    outcome = Outcome(act, planned, plain, [Told() for _ in range(act.world)], peer_failure=failure)
     if not failure:
-        outcome.ranks, outcome.failure = train_on_ranks(act, len(plain.losses), view)
-    if outcome.failure:
-        view.say(f"  FAILED: {outcome.failure}")
+        outcome.ranks, outcome.failure = train_on_ranks(act, len(plain.losses), view, deadline)
+    if outcome.failure or outcome.peer_failure:
+        view.say(f"  FAILED: {outcome.failure}" if outcome.failure else f"  torch failed: {outcome.peer_failure}")
         return outcome
     count = len(outcome.ranks[0].losses)
     if count < act.steps:
         view.say(f"  stopped at step {count}: {act.seconds:.0f} s are over")
-    names = [f"rank {rank}" for rank in range(act.world)]
-    view.say()
-    view.table(
-        ["loss of step", "torch, 1 process", f"zk.shard, {act.world} processes", "difference"], loss_rows(outcome)
-    )
-    view.say()
-    view.table(["", "torch, 1 process", "planned for a rank", *names], memory_rows(outcome))
-    explain(outcome, view)
+    if view.details:
+        names = [f"rank {rank}" for rank in range(act.world)]
+        view.say()
+        view.table(
+            ["loss of step", "torch, 1 process", f"zk.shard, {act.world} processes", "difference"], loss_rows(outcome)
+        )
+        view.say()
+        view.table(["", "torch, 1 process", "planned for a rank", *names], memory_rows(outcome))
+        explain(outcome, view)
     if outcome.failed:
         view.say(f"FAILED: {outcome.fault}, more than {LOSS_TOLERANCE:.0e}")
     return outcome

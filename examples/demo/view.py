@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from rich.console import Console
+from typing import Any
 
 from ..progress import Rounds
+from ..terminal import console as terminal
 
 
 def megabytes(nbytes: float) -> str:
@@ -62,8 +62,10 @@ def fitting(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 class View:
     """Where the demo's output goes."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+    def __init__(self, console: Any = None, details: bool = True) -> None:
+        """`details`: whether the acts print their tables."""
+        self.console = console or terminal(highlight=False)
+        self.details = details
 
     def say(self, text: str = "", style: str | None = None) -> None:
         soft_wrap = not self.console.is_terminal  # lines of a file are as long as they are

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from zerokern import arguments
 from zerokern.core.units import BINARY
 
+from .. import terminal
+
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
     from .timeline import Picture
@@ -54,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows each schedule as soon as it has run, or is simulated."""
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal.console(highlight=False, soft_wrap=True)
     traced = []
     for name in args.schedule:
         try:
@@ -83,7 +82,7 @@ def mismatch(args: argparse.Namespace) -> str:
     return ""
 
 
-def show(traced: Traced, steps: int, console: Console) -> None:
+def show(traced: Traced, steps: int, console: Any) -> None:
     """The title, and the picture below it."""
     from .timeline import picture
 

@@ -17,16 +17,22 @@ Work = tuple[dict[str, Any], int]
 
 
 def compiling(**more: str) -> dict[str, str]:
-    """The environment of such a child."""
+    """The environment of a child that compiles."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | more
     environment.pop("TRITON_INTERPRET", None)
     return environment
 
 
+def said_by(program: Path) -> str:
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, env=compiling())
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
 def compile_all(wanted: dict[str, Work], folder: Path, cache: Path) -> dict[str, dict[str, Any]]:
     """Facts by name, from one process for each CPU."""
     names = list(wanted)
-    count = max(min(usable_cpus(), len(names) // 4), 1)
+    count = max(min(usable_cpus(), len(names) // 20), 1)  # a start costs as much as four jobs
     environment = compiling(TRITON_CACHE_DIR=str(cache))
     children = []
     for i in range(count):

@@ -3,49 +3,87 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-from ahead_of_time import LAUNCHES, compiling
+from ahead_of_time import LAUNCHES, Work, compile_all, said_by
 from compile import access_widths, facts_of_ptx
+from products import covering
+from tables import run_table
 
 from zerokern.kernels.triton import ahead, sumsq
 
-Work = tuple[dict[str, Any], int]
-FactsOf = Callable[[Work], dict[str, Any]]
+
+def in_turn(every: bool) -> list[Work]:
+    """The jobs, each for the next architecture."""
+    return [
+        (job, ahead.ARCHITECTURES[number % len(ahead.ARCHITECTURES)]) for number, job in enumerate(ahead.jobs(every))
+    ]
 
 
-def test_registers_stay_under_the_bound_and_nothing_spills(work: Work, facts_of: FactsOf) -> None:
-    facts, promises = facts_of(work), work[0]["promises"]
+def one_of_each() -> list[Work]:
+    """One for each kernel, and for each algorithm of the update."""
+    return list(
+        {(job["kernel"], algorithm_of(job["case"])): (job, at) for job, at in reversed(in_turn(False))}.values()
+    )
+
+
+def algorithm_of(case: str) -> str:
+    return found[0] if (found := re.match("adam|lion|adagrad|sgd", case)) else ""
+
+
+def many() -> list[Work]:
+    """Jobs in which any two settings of a kernel meet, for an architecture in turn, and what represents all for each.
+
+    A compiler takes a second for each, and every job would be 535.
+    """
+    by_kernel: dict[str, list[Work]] = {}
+    for work in in_turn(every=True):
+        by_kernel.setdefault(work[0]["kernel"], []).append(work)
+    met = [some[place] for some in by_kernel.values() for place in sorted(covering(settings_of(some)))]
+    return met + [(job, architecture) for job in ahead.jobs(every=False) for architecture in ahead.ARCHITECTURES]
+
+
+def settings_of(work: list[Work]) -> list[list[str]]:
+    """What differs between the jobs of a kernel, as rows."""
+    rows = [{**job["signature"], **job["constexprs"]} for job, _ in work]
+    names = sorted({name for row in rows for name in row if len({repr(one.get(name)) for one in rows}) > 1})
+    return [[repr(row.get(name)) for name in names] for row in rows]
+
+
+def name_of(work: Work) -> str:
+    job, architecture = work
+    return f"{job['kernel'].rpartition(':')[2]}-{job['case']}-sm_{architecture}"
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one of each", "many"])
+def test_each_kernel_keeps_its_promises(every: bool, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Triton's cache is kept from run to run: it knows a kernel by its source, that of what it calls, its options."""
+    wanted = {name_of(work): work for work in (many() if every else one_of_each())}
+    kept = getattr(pytestconfig, "cache", None)
+    facts = compile_all(wanted, tmp_path, cache=kept.mkdir("triton") if kept else tmp_path / "cache")
+    rows = [(name, facts[name], work[0]["promises"]) for name, work in wanted.items()]
+    run_table(assert_promises, ["kernel", "facts", "promises"], rows)
+
+
+def assert_promises(kernel: str, facts: dict[str, Any], promises: dict[str, Any]) -> None:
+    assert "error" not in facts, facts["error"]
     assert facts["registers"] <= promises["registers"]
     assert facts["stack"] <= promises["spilled"]
     assert facts["spills"] == 0 or promises["spilled"]
     assert facts["shared"] <= promises["shared"]
-
-
-def test_the_widest_arrays_move_128_bits_at_a_time(work: Work, facts_of: FactsOf) -> None:
-    facts = facts_of(work)
-    for way in work[0]["promises"]["wide"]:
-        assert "128" in facts[f"{way}s"], f"{way}s: {facts[f'{way}s']}"
-
-
-def test_every_fused_multiply_add_is_one_that_the_source_names(work: Work, facts_of: FactsOf) -> None:
-    facts, promises = facts_of(work), work[0]["promises"]
+    for way in promises["wide"]:
+        assert "128" in facts[f"{way}s"], f"the widest arrays move 128 bits at a time: {way}s: {facts[f'{way}s']}"
     assert facts["contractible"] == {}, "the assembler may fuse what is not marked as rounded"
     if promises["fma"] is not None:
-        assert facts["fma"] == {kind: count for kind, count in promises["fma"].items() if count}
-
-
-def test_exact_kernels_neither_approximate_nor_flush(work: Work, facts_of: FactsOf) -> None:
-    facts = facts_of(work)
-    if work[0]["promises"]["exact"]:
+        named = {kind: count for kind, count in promises["fma"].items() if count}
+        assert facts["fma"] == named, "every fused multiply-add is one that the source names"
+    if promises["exact"]:
         assert facts["approximate"] == {}
     assert {*facts["flushing"]} <= {*facts["approximate"]}
 
@@ -73,16 +111,13 @@ def test_widths_of_accesses_are_told_apart() -> None:
     assert access_widths(ptx, "st") == {"128": 1}
 
 
-def test_jobs_survive_json_and_name_every_argument() -> None:
-    for job in ahead.jobs(every=True):
-        assert json.loads(json.dumps(job)) == job
-        assert {*job["constexprs"]} == {name for name, kind in job["signature"].items() if kind == "constexpr"}
-
-
-def test_jobs_have_names_of_their_own() -> None:
+def test_jobs_survive_json_name_every_argument_and_have_names_of_their_own() -> None:
     for every in (False, True):
-        names = [(job["kernel"], job["case"]) for job in ahead.jobs(every)]
-        assert len(set(names)) == len(names)
+        jobs = ahead.jobs(every)
+        assert json.loads(json.dumps(jobs)) == jobs
+        assert len({(job["kernel"], job["case"]) for job in jobs}) == len(jobs)
+        for job in jobs:
+            assert {*job["constexprs"]} == {name for name, kind in job["signature"].items() if kind == "constexpr"}
 
 
 def test_a_job_that_leaves_an_argument_out_is_refused() -> None:
@@ -91,19 +126,17 @@ def test_a_job_that_leaves_an_argument_out_is_refused() -> None:
         ahead.make_job(sumsq.sumsq_chunks, "bad", {"out": "*fp64"}, {"CHUNKS": 1}, promises, num_warps=1)
 
 
-def test_an_interpreted_kernel_says_why_it_cannot_be_compiled() -> None:
-    code = "from zerokern.kernels.triton import ahead, sumsq; ahead.compile_job(sumsq.aot_jobs(every=False)[0], 90)"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "1"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert "sumsq_chunks is interpreted in this process; allowed: a process started without" in ran.stderr
+def test_an_interpreted_kernel_says_why_it_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = sumsq.aot_jobs(every=False)[0]
+    monkeypatch.setattr(sumsq, "sumsq_chunks", sumsq.sumsq_chunks.fn)  # not a JITFunction, as under TRITON_INTERPRET
+    with pytest.raises(ValueError, match="sumsq_chunks is interpreted in this process; allowed: a process started"):
+        ahead.compile_job(job, 90)
 
 
 def test_what_is_launched_is_what_was_compiled() -> None:
     """Argument by argument: types, constants, alignment, warps. A launch that no job covers would compile by itself."""
-    ran = subprocess.run([sys.executable, LAUNCHES], capture_output=True, text=True, env=compiling())
-    assert ran.returncode == 0, ran.stderr
     covered = [essence(job) for job in ahead.jobs(every=True)]
-    launches = json.loads(ran.stdout)
+    launches = json.loads(said_by(LAUNCHES))
     assert len(launches) > 500
     for launch in launches:
         assert essence(launch) in covered, launch
@@ -112,6 +145,5 @@ def test_what_is_launched_is_what_was_compiled() -> None:
 
 def essence(job: dict[str, Any]) -> dict[str, Any]:
     """What tells one compiled kernel from another."""
-    return {name: job[name] for name in ("kernel", "signature", "constexprs", "num_warps")} | {
-        "aligned": sorted(job["aligned"])
-    }
+    taken = {name: job[name] for name in ("kernel", "signature", "constexprs", "num_warps")}
+    return taken | {"aligned": sorted(job["aligned"])}

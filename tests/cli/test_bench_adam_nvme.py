@@ -1,4 +1,4 @@
-"""`zerokern bench adam --tier nvme`: the step beside its two halves, on the same records."""
+"""`zerokern bench adam --tier nvme`, the step beside its halves on the same records, and `bench save`, whole states."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ import torch
 
 from zerokern.cli.main import main
 
-adam, contest, shapes = (import_module(f"zerokern.bench.{name}") for name in ("disk.adam", "disk.contest", "shapes"))
+adam, contest, save, shapes, stall, wrong = (
+    import_module(f"zerokern.bench.{name}")
+    for name in ("disk.adam", "disk.contest", "disk.save", "shapes", "disk.stall", "contest")
+)
 NUMEL = 300_000
 EXACT, INT8 = (layout.name for layout in adam.FORMATS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The disk is probed once for this file, and not into anybody's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -40,9 +36,7 @@ def test_steps_on_disk_and_in_memory_are_the_same_bits(made) -> None:
 def test_a_step_that_differs_gets_no_time(made) -> None:
     made[0].check()
     made[0].memory_params[0][7] += 1.0
-    with pytest.raises(
-        import_module("zerokern.bench.contest").WrongResult, match=r"parameter 0\[\d+\] is .* with state on disk"
-    ):
+    with pytest.raises(wrong.WrongResult, match=r"parameter 0\[\d+\] is .* with state on disk"):
         made[0].check()
 
 
@@ -101,3 +95,44 @@ def test_the_longer_half_is_taken_round_by_round(made) -> None:
     assert found[EXACT].ratio["the longer of both"].median == pytest.approx(0.9)
     assert found[INT8].ratio[EXACT].median == pytest.approx(4.0)
     assert found[f"{EXACT}: compute alone"].roof_share is None
+
+
+# `bench save`: against torch's ways and the disk, each checked before it is timed.
+
+
+@pytest.fixture
+def training():
+    return save.Training(shapes.shape("flat", 5000))
+
+
+def test_the_state_is_twelve_bytes_per_parameter(training) -> None:
+    assert training.nbytes == save.NBYTES_PER_PARAMETER * 5000 + 4, "and the step"
+
+
+def test_what_loads_other_values_gets_no_time(training) -> None:
+    tensors = training.tensors()
+    with pytest.raises(wrong.WrongResult, match=r"somebody: model.0 and \d others"), training.compared("somebody"):
+        pass
+    with training.compared("somebody"):
+        pass  # all is zero now, and zero it stays
+    assert not any(tensor.any() for tensor in tensors.values())
+
+
+@pytest.mark.slow
+def test_smoke_of_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place, result, chart = tmp_path / "disk", tmp_path / "result.json", tmp_path / "chart.png"
+    place.mkdir()
+    arguments = ["--path", str(place), "--vs", "dcp,torch", "--smoke", "--json", str(result), "--plot", str(chart)]
+    assert main(["bench", "save", *arguments]) == 0
+    content = json.loads(result.read_text())
+    rows = {(row["contest"], row["name"]): row for row in content["rows"]}
+    assert rows["save", "zk.save"]["ratio"].keys() == {"dcp", "dcp-2-threads", "torch"}
+    for how in ("checked first", 'verify="reading"'):
+        loads = [row for (_, name), row in rows.items() if name.startswith("zk.load")]
+        assert any(how in row["name"] + row["wiring"] for row in loads)
+        assert all(row["ratio"].keys() == {"dcp", "torch"} for row in loads)
+    assert rows[stall.NAME, "zk.save(wait=False)"]["ratio"].keys() == {stall.COPY, "dcp.async_save"}
+    assert all(row["ns"] > 0 for row in rows.values())
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert "training stands still" in capsys.readouterr().out
+    assert list(place.iterdir()) == []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import shutil
 from importlib import import_module
 
 import pytest
 from disk_cases import MIB, RANDOM, READ, WRITE, task
+from tables import each
 
 contest, deepspeed, fio, pattern, peers, torch_file, workfile = (
     import_module(f"zerokern.bench.{name}")
@@ -58,21 +58,6 @@ class TestFio:
         )
         assert {"--scramble_buffers=0", "--norandommap=1", f"--filename={file.path}"} <= set(said)
 
-    def test_the_grid_is_that_of_the_protocol(self) -> None:
-        grid = fio.coarse(READ)
-        assert {setting.engine for setting in grid} == {"libaio", "io_uring, registered"}
-        near = {one for setting in grid for one in fio.neighbours(setting)} | set(grid)
-        assert {one.engine for one in near} == set(fio.ENGINES)
-        assert {one.block for one in near} == {256 << 10, 512 << 10, MIB, 2 * MIB, 4 * MIB, 8 * MIB}
-        assert {one.depth for one in near} == {8, 16, 32, 64, 128}
-        assert {one.jobs for one in near} == {1, 2}
-
-    @pytest.mark.parametrize("wanted", RANDOM, ids=lambda one: one.name)
-    def test_small_blocks_have_the_same_depth_and_one_thread(self, wanted) -> None:
-        grid = fio.coarse(wanted)
-        assert {(one.block, one.depth, one.jobs) for one in grid} == {(wanted.block, wanted.depth, 1)}
-        assert {one.batch for one in grid} == {1, 8, 16}
-
     def test_missing_is_named(self, file, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)
         with pytest.raises(Missing, match="fio is not installed"):
@@ -114,13 +99,7 @@ class TestOtherPeers:
         with pytest.raises(Missing, match="no request smaller than an operation"):
             peers.candidates("deepspeed", "io", task(file, RANDOM[0]))()
 
-    def test_deepspeed_search_changes_one_thing_at_a_time(self) -> None:
-        start = deepspeed.Setting(MIB, 32, 1)
-        for near in deepspeed.neighbours(start):
-            changed = [f.name for f in dataclasses.fields(start) if getattr(near, f.name) != getattr(start, f.name)]
-            assert len(changed) == 1
-
-    @pytest.mark.parametrize("wanted", [READ, WRITE], ids=lambda one: one.name)
+    @each("wanted", [READ, WRITE])
     def test_torch_is_labelled_buffered(self, file, wanted) -> None:
         (mover,) = torch_file.io(task(file, wanted))
         assert "buffered" in mover.note

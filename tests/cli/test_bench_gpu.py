@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tables import each
 from tries import Missed, in_time
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +86,17 @@ class TestRehearsal:
         missing = {who: why for about in content(rehearsal)["contests"] for who, why in about["missing"].items()}
         assert {who: why for who, why in missing.items() if "is not installed" not in why} == {}
 
+    def test_every_stage_takes_part_in_the_section_zero(self, rehearsal: tuple[Path, str]) -> None:
+        zero = import_module("zerokern.bench.gpu.sections.zero")
+        found = content(rehearsal)
+        ours = [
+            row["name"]
+            for row in found["rows"]
+            if row["contest"].startswith("step of a bf16 GPT, ") and not row["peer"]
+        ]
+        assert ours[:4] == [zero.name_of(stage, "no process group") for stage in zero.STAGES] and len(ours) == 8
+        assert {"zero.overhead", "zero.reserved"} <= found["figures"].keys()
+
     def test_every_line_that_is_asked_for_is_there(self, rehearsal: tuple[Path, str]) -> None:
         told = {line["key"]: line["measured"] for line in content(rehearsal)["asked"]}
         assert list(told) == [one.key for one in asked.ASKED]
@@ -128,20 +140,13 @@ class TestRehearsal:
 
 
 class TestScript:
-    @pytest.mark.slow
-    def test_it_rehearses_one_section(self, tmp_path: Path) -> None:
-        environment = {**os.environ, "PYTHON": sys.executable}
-        ran = subprocess.run([SCRIPT, "--rehearse", tmp_path, "ops"], env=environment, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        found = json.loads((tmp_path / "rehearsal-ops.json").read_text())
-        assert found["contests"] and not any(about["missing"] for about in found["contests"])
-
-    @pytest.mark.parametrize("arguments", [[], ["a", "b", "c"], ["--rehearse"], ["--help"]])
+    @each("arguments", [[], ["a", "b", "c"], ["--rehearse"], ["--help"]])
     def test_usage(self, arguments: list[str]) -> None:
         ran = subprocess.run([SCRIPT, *arguments], capture_output=True, text=True)
         assert ran.returncode == 2
         assert "bench/gpu.sh OUT [SECTION]" in ran.stderr
 
+    @pytest.mark.slow
     def test_an_unknown_section_is_taught(self, tmp_path: Path) -> None:
         environment = {**os.environ, "PYTHON": sys.executable}
         ran = subprocess.run([SCRIPT, "--rehearse", tmp_path, "upd"], env=environment, capture_output=True, text=True)

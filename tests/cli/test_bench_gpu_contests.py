@@ -13,6 +13,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from tables import each
 
 MODULES = (
     "gpu.asked", "gpu.clock", "gpu.lists", "gpu.ours", "gpu.problem", "gpu.report", "gpu.sections", "gpu.settings",
@@ -84,30 +85,16 @@ class TestTurns:
         }
         assert "WRONG, and so not timed: element 3" in said
 
-    def test_a_piece_that_is_missing_is_one_line(self) -> None:
-        def make() -> list:
-            import zerokern.no_such_module  # noqa: F401
-
-            return []
-
-        found, _ = measured({}, {"a": make}, {})
-        assert found.missing == {"a": "ModuleNotFoundError: No module named 'zerokern.no_such_module'"}
-        assert found.rows == []
-
     def test_late_means_fewer_rounds_and_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(settings, "TOY", dataclasses.replace(settings.TOY, rounds=50))
         found, said = measured({"a": 1.0}, {"a": lambda: [provider("a")]}, {}, budget=0.0)
         assert f"late: {turns.LEAST_ROUNDS} rounds instead of 50" in said
         assert found.rows[0].ns.median == 1.0
 
-    def test_sets_of_inputs_take_turns(self) -> None:
-        one = turns.in_turn([provider("a"), provider("b"), provider("c")])
-        assert [one.run() for _ in range(5)] == ["a", "b", "c", "a", "b"]
-
 
 class TestProblem:
-    @pytest.mark.parametrize("at", [0, 127, 128, 4999])
-    @pytest.mark.parametrize("numels", [(5000,), (1, 4000, 999, 17)])
+    @each("at", [0, 127, 128, 4999])
+    @each("numels", [(5000,), (1, 4000, 999, 17)])
     def test_one_wrong_element_is_found(
         self, numels: tuple[int, ...], at: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -189,7 +176,7 @@ class TestEightBitPeers:
 
 
 class TestVerdict:
-    @pytest.mark.parametrize(
+    @each(
         "key, value, met",
         [
             ("update.copy_share", 0.92, "yes"),
@@ -218,9 +205,7 @@ class TestVerdict:
         assert "10 ns" not in "\n".join(report.outcome_lines(found, rehearsal=True))
 
 
-@pytest.mark.parametrize(
-    "module", [asked, pytest_section, sections, settings, turns], ids=lambda module: module.__name__
-)
+@each("module", [asked, pytest_section, sections, settings, turns])
 def test_examples_run(module: types.ModuleType) -> None:
     assert doctest.testmod(module).failed == 0
     assert doctest.testmod(module).attempted > 0

@@ -1,4 +1,4 @@
-"""The offload sections of `bench/gpu.sh`: who trains wrongly is not timed, the worst is told of, peaks the system's."""
+"""The sections of `bench/gpu.sh` that train: who trains wrongly is not timed, and the worst is what is told of."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from tables import each
 
 asked, contest, device, infinity, offload, offload7b, offloadmax, run, sections, settings, syncs, timers, watch = (
     import_module(f"zerokern.bench.{name}")
@@ -23,14 +23,18 @@ asked, contest, device, infinity, offload, offload7b, offloadmax, run, sections,
         "timers", "offload.watch",
     )
 )  # fmt: skip
-case = import_module("zerokern.bench.offload.case")
+case, plain, training, zero = (
+    import_module(f"zerokern.bench.{name}")
+    for name in ("offload.case", "gpu.peers.plain_training", "gpu.training", "gpu.sections.zero")
+)
+NAMES = [zero.name_of(stage, "no process group") for stage in zero.STAGES]
 STAGE = device.Stage(torch.device("cpu"), offload.TOY)
 KIND = f"{offload.RESIDENT}, int8"
 SMALL = case.Case(device.SYNC, "exact", 6, 512, 32, (32,), 3, "cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [section.name for section in sections.ALONE])
+@each("name", [section.name for section in sections.ALONE])
 def test_a_section_is_rehearsed(name: str, tmp_path: Path) -> None:
     # in a process of its own: sections are forks, and one of this process, which has OpenMP threads, would wait for
     # threads that a fork does not have
@@ -58,18 +62,13 @@ def test_a_run_of_everything_does_without_them() -> None:
 
 
 @pytest.fixture(scope="module")
-def course() -> Iterator[dict[str, list]]:
+def course(world: None) -> dict[str, list]:
     """Everyone of the contest at toy size, in a world of one rank."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield offload.entrants(STAGE, 64)
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
+    return offload.entrants(STAGE, 64)
 
 
 class TestEntrants:
-    @pytest.mark.parametrize("form", device.FORMATS)
+    @each("form", device.FORMATS)
     def test_ours_have_the_losses_of_fp32(self, course, form: str) -> None:
         mine = [entrant for entrant, kept in (*course[""], *course[f"{offload.RESIDENT}, {form}"]) if kept == form]
         assert len(mine) == 4
@@ -121,10 +120,13 @@ class Desk:
 
     def __init__(self, rehearse: bool = False) -> None:
         self.settings = settings.Settings(rehearse)
-        self.figures, self.refused = {}, {}
+        self.figures, self.facts, self.refused = {}, {}, {}
 
     def figure(self, key: str, value: object, of: str = "") -> None:
         self.figures[key] = (value, of)
+
+    def fact(self, name: str, value: object) -> None:
+        self.facts[name] = value
 
     def could_not(self, key: str, why: str) -> None:
         self.refused[key] = why
@@ -136,11 +138,11 @@ def outcome_of(ratios: dict[tuple[str, str], float], missing: dict[str, str] | N
     rows = [
         run.Row(
             name, one, 1.0, 1, "", math.nan,
-            {peer: timers.Estimate(ratio, ratio, ratio) for (who, peer), ratio in ratios.items() if who == name},
+            {peer: timers.Estimate(of, of - 0.01, of + 0.01) for (who, peer), of in ratios.items() if who == name},
         )
         for name in dict.fromkeys(who for who, _ in ratios)
     ]  # fmt: skip
-    return run.Outcome("step", rows, {}, missing or {}, "", {})
+    return run.Outcome("step", rows, {plain.OURS: {"wiring": "plain parameters"}}, missing or {}, "", {})
 
 
 class TestJudge:
@@ -235,7 +237,58 @@ class TestWatch:
         assert watch.DeviceWatch().close() is None
 
 
-@pytest.mark.parametrize("module", [syncs, case, offloadmax])
+@each("module", [syncs, case, offloadmax, zero])
 def test_examples(module: object) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0 and found.failed == 0
+
+
+# The section `zero`.
+
+
+@pytest.fixture(scope="module")
+def trained() -> object:
+    return training.Training(settings.Settings(rehearse=True))
+
+
+def test_the_fp32_truth_falls(trained) -> None:
+    assert trained.truth[-1] < trained.truth[0] * (1 - 2 * training.TOLERANCE)
+
+
+@each("stage", zero.STAGES)
+def test_a_stage_that_forgets_its_update_is_found(trained, stage: int) -> None:
+    def build() -> Callable:
+        model = zero.zk.shard(trained.model(), stage=stage)
+        return trained.step(model, lambda: model.zero_grad())
+
+    with pytest.raises(contest.WrongResult, match=r"lazy: the loss of step [234] is 5\.\d+, in fp32 it is"):
+        trained.provider("lazy", build, 1.0).check()
+
+
+def test_everyone_begins_alike_and_the_dice_are_kept(trained) -> None:
+    before = torch.get_rng_state()
+    wide, narrow = trained.model(torch.float32), trained.model()
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(a, b.float()) for a, b in zip(wide.parameters(), narrow.parameters(), strict=True))
+
+
+def test_the_slowest_stage_is_told_of() -> None:
+    desk = Desk()
+    zero._judge(
+        desk,
+        outcome_of({(name, plain.OURS): ratio for name, ratio in zip(NAMES, (1.0, 0.99, 0.8, 1.1), strict=True)}),
+        NAMES,
+    )
+    value, of = desk.figures["zero.overhead"]
+    assert value.median == pytest.approx(25.0) and value.low < 25.0 < value.high
+    assert of == f"{NAMES[2]}, vs zk.AdamW on plain parameters"
+    assert desk.facts == {
+        "zero: overhead in % of the step, vs zk.AdamW": dict(zip(NAMES, (0.0, 1.01, 25.0, -9.09), strict=True))
+    }
+
+
+def test_without_one_stage_there_is_no_figure() -> None:
+    desk = Desk()
+    zero._judge(desk, outcome_of({(NAMES[0], plain.OURS): 1.0}, {NAMES[1]: "its result is wrong"}), NAMES[:2])
+    assert desk.figures == {}
+    assert desk.refused == {"zero.overhead": f"{NAMES[1]}: its result is wrong"}

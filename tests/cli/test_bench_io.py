@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from disk_cases import MIB, MIXED, PATTERNS, RANDOM, READ, WRITE, task
+from tables import each
 from tries import best
 
 import zerokern as zk
@@ -29,14 +30,7 @@ contest, deepspeed, fio, io, ours, pattern, peers, report, search, tickets, time
 )  # fmt: skip
 PROBE = zk.io.Probe(4, MIB, "auto", True, memory_align=4096, offset_align=4096)
 ENGINES = ["threads", *([] if zk.io.why_no_uring() else ["uring"])]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The disk is probed once for this file, and not into anybody's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def share_moved(run: Callable[[], object], allowed: float) -> float:
@@ -62,7 +56,7 @@ class TestFile:
         assert len(set(first)) == 256
         assert len({first[at : at + 512] for at in range(0, MIB, 512)}) == 2048
 
-    @pytest.mark.parametrize("at", [0, 4096 * 700 + 17, 3 * MIB - 1])
+    @each("at", [0, 4096 * 700 + 17, 3 * MIB - 1])
     def test_one_wrong_byte_is_found(self, file, at: int) -> None:
         generation = file.renew()
         memory = file.content(5 * MIB, torch.empty(3 * MIB, dtype=torch.uint8), generation)
@@ -223,7 +217,7 @@ class TestOurs:
             one.offset for one in shifted if one.op == "write"
         }
 
-    @pytest.mark.parametrize("wanted", [READ, WRITE, MIXED], ids=lambda one: one.name)
+    @each("wanted", [READ, WRITE, MIXED])
     def test_the_store_moves_the_same(self, file, wanted) -> None:
         arena = Arena(ours.RING_NBYTES)
         made = ours.StoreMover(task(file, wanted), PROBE, arena)
@@ -286,29 +280,6 @@ class TestCommand:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": MIB}))
         assert main(["bench", "io", "--smoke", "--path", str(tmp_path)]) == 1
         assert "has 1 MiB free and this needs 256 MiB" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        "arguments, says",
-        [
-            (["io"], "Name a folder on the disk to measure: --path"),
-            (["io", "--path", ".", "--numel", "1M"], "--numel has no meaning"),
-            (["io", "--path", ".", "--threads", "1"], "--threads has no meaning"),
-            (["adam", "--path", "."], "a folder with io, save and --tier nvme"),
-            (["adam", "--tier", "nvme"], "Name a folder on the disk"),
-            (["adam", "--tier", "nvme", "--path", ".", "--vs", "torch"], "--vs has no meaning"),
-            (["lion", "--tier", "nvme", "--path", "."], "cpu with any other op than adam"),
-        ],
-    )
-    def test_options_that_do_not_fit_are_taught(
-        self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["bench", *arguments]) == 2
-        assert says in capsys.readouterr().err
-
-    def test_a_folder_that_is_not_there_is_taught(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            main(["bench", "io", "--path", "no-such-folder"])
-        assert "a folder that exists, on the disk to measure" in capsys.readouterr().err
 
 
 def test_lines_show_time_and_cpu_against_each_peer() -> None:

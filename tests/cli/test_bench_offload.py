@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from tables import each
 
 from zerokern.cli.main import main
 
@@ -30,26 +29,12 @@ def silent(*_: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def lone_seat() -> Iterator[object]:
+def lone_seat(world: None) -> object:
     """A world of one rank in this process, with one thread as in the command's ranks."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield trainer.Seat(jobs.OffloadJob("tiny", "fp32", 1, 2, peers=("none", "fsdp2")), 0)
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
+    return trainer.Seat(jobs.OffloadJob("tiny", "fp32", 1, 2, peers=("none", "fsdp2")), 0)
 
 
-class TestJob:
-    def test_it_travels_as_text(self) -> None:
-        job = jobs.OffloadJob("25M", "bf16", 4, 6, 1, ("none",), {"none": "a wiring"}, ("none", "zk sync"), stage=3)
-        assert jobs.OffloadJob.from_json(job.to_json()) == job
-        assert job.name == "GPT 25M, bf16, 4 ranks, stage 3"
-
-    def test_every_model_has_a_batch(self) -> None:
-        assert jobs.BATCHES.keys() == zero.MODELS.keys()
-
-
+@pytest.mark.usefixtures("no_waiting")
 class TestDelayedTruth:
     """The contest's own reference of the delayed schedule: what it publishes, and when."""
 
@@ -76,6 +61,7 @@ class TestDelayedTruth:
         assert seen[2] == pytest.approx(model(*data.of_all(2)).item())
 
 
+@pytest.mark.usefixtures("no_waiting")
 class TestContest:
     def test_wrong_losses_of_ours_end_it(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ours clips at twice the norm of the others."""
@@ -144,19 +130,7 @@ class TestMemory:
 
 
 class TestMeasure:
-    def test_ratios_are_formed_within_rounds(self) -> None:
-        """The machine is twice slower in the second round, and three times in the second set: no ratio sees it."""
-        first = zero_measure.Turns({"zk sync": [1.0, 2.0], "none": [0.9, 1.8]}, {"zk sync": 2.0})
-        second = zero_measure.Turns(
-            {"zk sync": [3.0, 3.0], "deepspeed": [6.0, 6.0], plain.NAME: [1.5, 1.5]}, {"zk sync": 2.0}
-        )
-        row = zero_measure.row("zk sync", "", JOB, [first, second], ours.NAMES)
-        assert {peer: ratio.median for peer, ratio in row.ratio.items()} == {"none": 0.9, "deepspeed": 2.0}
-        assert (row.roof_share, row.is_peer, row.is_roof) == (0.5, False, False)
-        roof = zero_measure.row(plain.NAME, "", JOB, [zero_measure.Turns(second.times, {plain.NAME: 1.0})], ours.NAMES)
-        assert (roof.ratio, roof.roof_share, roof.is_peer, roof.is_roof) == ({}, None, True, True)
-
-    @pytest.mark.parametrize("gib, sets", [(6, 3), (9, 2), (100, 1)])
+    @each("gib, sets", [(6, 3), (9, 2), (100, 1)])
     def test_sets_hold_every_peer_once_and_ours_always(self, gib: int, sets: int) -> None:
         names = [*ours.NAMES, ours.RESIDENT, "deepspeed", plain.NAME]
         gigabyte = measure.Weight(10**9, 2 * 10**9)
@@ -206,30 +180,3 @@ class TestCommand:
         rows = {row["name"]: row for row in content["rows"]}
         assert "deepspeed" in content["contests"][0]["missing"] or "deepspeed" in rows[ours.SYNC]["ratio"]
         assert all(row["host_peak_per_param"] is not None for row in rows.values())
-
-    @pytest.mark.parametrize(
-        "arguments, says",
-        [
-            (["zero", "--stage", "2"], "--stage belongs to offload"),
-            (["zero", "--hidden"], "--hidden belongs to offload"),
-            (["offload", "--hidden", "--model", "25M"], "--model has no meaning"),
-            (["adam", "--vs", "none"], "vs='none' belongs to offload"),
-            (["adam", "--ranks", "2"], "--ranks belongs to zero"),
-            (["offload", "--numel", "1M"], "--numel has no meaning"),
-            (["offload", "--tier", "nvme"], "--tier has no meaning"),
-            (
-                ["offload", "--vs", "ddp"],
-                "vs='ddp': must be a list of none, deepspeed, fsdp2, torchao",
-            ),
-        ],
-    )
-    def test_options_that_do_not_fit_are_taught(
-        self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["bench", *arguments]) == 2
-        assert says in capsys.readouterr().err
-
-    def test_a_stage_that_does_not_exist_is_taught(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            main(["bench", "offload", "--stage", "4"])
-        assert "stage='4': must be a list of 1, 2, 3" in capsys.readouterr().err

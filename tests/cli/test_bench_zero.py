@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from tables import each
 
-from zerokern.bench.zero import command as bench_zero
 from zerokern.cli.main import main
 
 asked, jobs, launch, measure, ours, plain, rank, trainer, tuning, turns = (
@@ -23,6 +21,7 @@ asked, jobs, launch, measure, ours, plain, rank, trainer, tuning, turns = (
         "zero.trainer", "zero.tuning", "zero.turns",
     )
 )  # fmt: skip
+offload, infinity = (import_module(f"zerokern.bench.{name}.job") for name in ("offload", "infinity"))
 JOB = jobs.Job("tiny", "fp32", 2, 2)
 ALL = (*ours.NAMES, plain.NAME, "ddp", "zero1", "fsdp2", "fsdp2-ours", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 EFFORT = turns.Effort(rounds=2, steps=1, trial_rounds=1, trial_steps=1, check_steps=3)
@@ -34,10 +33,19 @@ def silent(*_: object) -> None:
 
 class TestJob:
     def test_it_travels_as_text(self) -> None:
-        job = jobs.Job("25M", "bf16", 4, 6, 1, ("ddp",), {"ddp": "a wiring"}, ("ddp", "zero1"))
-        assert jobs.Job.from_json(job.to_json()) == job
+        names = ("none",), {"none": "a wiring"}, ("none", "zk sync")
+        for job, name in (
+            (jobs.Job("25M", "bf16", 4, 6, 1, *names), "GPT 25M, bf16, 4 ranks"),
+            (offload.OffloadJob("25M", "bf16", 4, 6, 1, *names, stage=3), "GPT 25M, bf16, 4 ranks, stage 3"),
+            (infinity.InfinityJob("25M", "bf16", 2, 16, micro=8), "GPT 25M, bf16, 2 ranks, 8 micro-batches"),
+        ):
+            assert (type(job).from_json(job.to_json()), job.name) == (job, name)
 
-    @pytest.mark.parametrize("name, numel", [("25M", 25e6), ("100M", 100e6)])
+    def test_every_model_has_a_batch_and_means_of_micro_batches_are_exact(self) -> None:
+        assert offload.BATCHES.keys() == infinity.BATCHES.keys() == jobs.MODELS.keys()
+        assert all(batch & (batch - 1) == 0 for batch in infinity.BATCHES.values())
+
+    @each("name, numel", [("25M", 25e6), ("100M", 100e6)])
     def test_models_have_the_size_of_their_name(self, name: str, numel: float) -> None:
         assert jobs.MODELS[name].numel == pytest.approx(numel, rel=0.02)
 
@@ -60,23 +68,16 @@ class TestJob:
         assert torch.equal(parts[0], parts[1]) and torch.equal(parts[2], parts[3])
         assert torch.equal(whole, torch.cat(parts[::2])) and job.tokens == 4 * job.shape.context
 
-    @pytest.mark.parametrize(
-        "model, ranks, tp, says", [("25M", 3, 2, "divides --ranks, 3"), ("tiny", 2, 2, "1 of tiny")]
-    )
+    @each("model, ranks, tp, says", [("25M", 3, 2, "divides --ranks, 3"), ("tiny", 2, 2, "1 of tiny")])
     def test_ranks_that_cannot_share_a_model_are_refused(self, model: str, ranks: int, tp: int, says: str) -> None:
         with pytest.raises(ValueError, match=says):
             jobs.Job(model, "fp32", ranks, 2, tp=tp).refuse()
 
 
 @pytest.fixture(scope="module")
-def lone_seat() -> Iterator[object]:
+def lone_seat(world: None) -> object:
     """A world of one rank in this process, with one thread as in the command's ranks."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield trainer.Seat(jobs.Job("tiny", "fp32", 1, 2, peers=("ddp",)), 0)
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
+    return trainer.Seat(jobs.Job("tiny", "fp32", 1, 2, peers=("ddp",)), 0)
 
 
 @pytest.fixture
@@ -89,6 +90,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns.Floor, "turn", turn)
 
 
+@pytest.mark.usefixtures("no_waiting")
 class TestFloor:
     def test_wrong_losses_of_ours_end_the_contest(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ours clips at twice the norm of the others."""
@@ -141,7 +143,7 @@ class TestFloor:
         best = tuning._best(turns.Floor(lone_seat, silent), rivals, EFFORT)
         assert (best.wiring, len(built)) == ("no, no, yes", 6)
 
-    @pytest.mark.parametrize("talk, wanted", [(16.0, 19), (5.0, 5), (0.5, 1)])
+    @each("talk, wanted", [(16.0, 19), (5.0, 5), (0.5, 1)])
     def test_the_batch_is_where_ddp_communicates_as_asked(
         self, lone_seat, pretended: None, talk: float, wanted: int
     ) -> None:
@@ -171,7 +173,7 @@ class TestMeasure:
         peer = measure.row("ddp", "", JOB, [first, second], ours.NAMES)
         assert (peer.ratio, peer.is_peer) == ({}, True)
 
-    @pytest.mark.parametrize("gib", [4, 12, 22, 500])
+    @each("gib", [4, 12, 22, 500])
     def test_sets_hold_every_peer_once_and_ours_always(self, gib: int) -> None:
         sets = measure.split(ALL, jobs.Job("100M", "fp32", 2, 6), gib * 2**30)
         peers = [name for names in sets for name in names if name not in (*ours.NAMES, plain.NAME)]
@@ -245,16 +247,9 @@ class TestCommand:
         assert "fsdp2-ours: the losses are right" in shown
 
     @pytest.mark.slow
-    def test_beside_tensor_parallelism(self, tmp_path: Path) -> None:
-        content = run(tmp_path, "--model", "25M", "--ranks", "2", "--tp", "2", "--batch", "1", "--pairs", "1")
-        assert [row["name"] for row in content["rows"]] == [*ours.NAMES, "fsdp2"]
-        assert content["contests"][0]["tp"] == 2
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("dtype", bench_zero.DTYPES)
-    def test_tuned_against_deepspeed(self, tmp_path: Path, dtype: str) -> None:
+    def test_tuned_against_deepspeed(self, tmp_path: Path) -> None:
         """Minutes where DeepSpeed has to compile first."""
-        content = run(tmp_path, "--model", "tiny", "--dtype", dtype, "--pairs", "1", "--vs", "ddp,deepspeed")
+        content = run(tmp_path, "--model", "tiny", "--dtype", "bf16", "--pairs", "1", "--vs", "ddp,deepspeed")
         (found,) = content["contests"]
         assert found["sequences_per_rank"] >= 1
         assert 0 <= found["ddp_communication_share"] < 1
@@ -269,34 +264,3 @@ class TestCommand:
         shown = capsys.readouterr()
         assert "its loss in step 2 is 7; no speed is told of a wrong result" in shown.err
         assert "tokens/s" not in shown.out
-
-    @pytest.mark.parametrize(
-        "arguments, says",
-        [
-            (["adam", "--ranks", "2"], "--ranks belongs to zero"),
-            (["zero", "--numel", "1M"], "--numel has no meaning"),
-            (["zero", "--tier", "nvme"], "--tier has no meaning"),
-            (["zero", "--vs", "torch,ddp"], "vs='torch': must be a list of ddp, zero1"),
-        ],
-    )
-    def test_options_that_do_not_fit_are_taught(
-        self, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["bench", *arguments]) == 2
-        assert says in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        "option, value, says",
-        [
-            ("--ranks", "0", "numbers from 1 to 64"),
-            ("--ranks", "2,x", "numbers from 1 to 64"),
-            ("--model", "7B", "a list of tiny, 25M, 100M"),
-            ("--dtype", "fp16", "a list of fp32, bf16"),
-            ("--batch", "0", "from 1 on"),
-            ("--tp", "0", "from 1 on"),
-        ],
-    )
-    def test_values_are_taught(self, option: str, value: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            main(["bench", "zero", option, value])
-        assert says in capsys.readouterr().err

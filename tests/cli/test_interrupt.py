@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tables import each
 
 from zerokern.cli.main import main
 
@@ -21,6 +22,7 @@ timers = import_module("zerokern.bench.timers")
 bench_run = import_module("zerokern.bench.run")
 bench_measure = import_module("zerokern.bench.measure")
 disk_contest = import_module("zerokern.bench.disk.contest")
+pytestmark = pytest.mark.usefixtures("no_waiting")
 BENCH = "from zerokern.cli.main import main; import sys; sys.exit(main(['bench', *sys.argv[1:]]))"
 
 
@@ -44,7 +46,7 @@ def test_whole_rounds_are_kept() -> None:
     assert times.interrupted == "after 2 of 60 rounds"
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
+@each("call", [1, 2, 3])
 def test_without_a_whole_round_it_is_an_interrupt(call: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         timers.interleave([ends_in(call)], 60, at_least_s=0.0)
@@ -77,7 +79,7 @@ def test_rounds_of_disks_too() -> None:
     assert found == {"one": [1, 2]} and found.interrupted == "after 2 of 9 rounds"
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
+@each("rounds", [1, 3])
 def test_behind_the_last_round_it_is_an_interrupt_too(rounds: int) -> None:
     def after_round(done: int) -> None:
         if done == rounds:
@@ -103,7 +105,7 @@ def contests(*checks: Any) -> list[Any]:
     return [contest.Contest(name, 1, [one], {}) for name, one in zip(names, providers, strict=False)]
 
 
-@pytest.mark.parametrize("over", [1, 2])
+@each("over", [1, 2])
 def test_contests_that_were_over_are_written(
     over: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +209,7 @@ def test_what_was_measured_is_printed_and_written(tmp_path: Path) -> None:
         assert content["rows"] and content["rows"][0]["name"] in running.said()
 
 
+@pytest.mark.slow
 def test_before_anything_was_measured_nothing_is_written(tmp_path: Path) -> None:
     with Running(tmp_path, "zero", "--smoke", "--vs", "ddp") as running:
         running.until("GPT tiny")
@@ -214,6 +217,7 @@ def test_before_anything_was_measured_nothing_is_written(tmp_path: Path) -> None
         assert not running.json.exists()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_ranks(tmp_path: Path) -> None:
     with Running(tmp_path, "zero", "--smoke", "--vs", "ddp") as running:
         running.until("GPT tiny")

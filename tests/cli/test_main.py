@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tables import each
 
 from zerokern.cli.main import main
 
@@ -33,7 +34,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "--version") == (0, f"zerokern {zk.__version__}\n", "")
 
 
-@pytest.mark.parametrize(
+@each(
     "words, usage, says",
     [
         (("plam",), "usage: zerokern ", "Did you mean plan?"),
@@ -78,20 +79,20 @@ def test_a_terminal_that_knows_ascii_alone() -> None:
     assert done.stdout.isascii()
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_info_is_no_wider_than_the_terminal(width: int) -> None:
+def test_info_is_no_wider_than_the_terminal() -> None:
     import zerokern as zk
     from zerokern.cli.info import folded
 
-    lines = folded(str(zk.info()), width).splitlines()
-    words = max(len(word) for word in str(zk.info()).split())
-    indent = max(len(line) - len(line.lstrip()) for line in lines)
-    assert all(len(line) <= max(width, indent + words) for line in lines)
-    assert " ".join(" ".join(lines).split()) == " ".join(str(zk.info()).split())
+    text = str(zk.info())
+    for width in (40, 80):
+        lines = folded(text, width).splitlines()
+        indent = max(len(line) - len(line.lstrip()) for line in lines)
+        assert all(len(line) <= max(width, indent + max(map(len, text.split()))) for line in lines)
+        assert " ".join(" ".join(lines).split()) == " ".join(text.split())
 
 
-@pytest.mark.parametrize("command", ["", "info", "plan", "bench", "checkpoint", "demo", "trace"])
-@pytest.mark.parametrize("width", [80, 120])
+@each("command", ["", "info", "plan", "bench", "checkpoint", "demo", "trace"])
+@each("width", [80, 120])
 def test_help_is_no_wider_than_the_terminal(
     command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

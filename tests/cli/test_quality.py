@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tables import each
 
 quality = import_module("zerokern.bench.quality")
 
@@ -29,10 +30,7 @@ def test_learning_rate_rises_and_falls() -> None:
     assert rates[peak + 1 :] == sorted(rates[peak + 1 :], reverse=True)
 
 
-@pytest.mark.parametrize(
-    "lossy, holds",
-    [([1.00, 1.21, 1.39], True), ([1.11, 1.31, 1.51], True), ([1.21, 1.41, 1.61], False)],
-)
+@each("lossy, holds", [([1.00, 1.21, 1.39], True), ([1.11, 1.31, 1.51], True), ([1.21, 1.41, 1.61], False)])
 def test_the_gap_is_held_against_the_spread(lossy: list[float], holds: bool) -> None:
     """Exact runs at 1.0, 1.2 and 1.4 have a standard deviation of 0.2."""
     found = quality.summarize(rows([1.0, 1.2, 1.4], lossy), ["exact", "int8-split8"])["held_out"]
@@ -47,7 +45,7 @@ def test_a_seed_counts_once_all_its_formats_are_there() -> None:
     assert "loss" not in quality.summarize(rows([1.0, 1.2], [1.0]), ["exact", "int8-split8"])
 
 
-@pytest.mark.parametrize("text", ["exact,int4", "exact,exact", ""])
+@each("text", ["exact,int4", "exact,exact", ""])
 def test_unknown_formats_are_named(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="must be torch, torch-bf16, exact-fp32"):
         quality.parse_formats(text)

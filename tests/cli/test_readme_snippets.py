@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 
 from zerokern.cli.main import main
 from zerokern.examples.model import GPT, Shape
@@ -59,13 +60,18 @@ def started(command: str, folder: Path) -> subprocess.Popen[str]:
 def trained(commands: list[str], folder: Path) -> list[float]:
     """The mean over ranks of each step's loss; all ranks, on all nodes, must have come to the end."""
     (folder / "train.py").write_text(PROGRAM)
-    nodes = [started(command, folder) for command in commands]
-    try:
-        texts = [node.communicate(timeout=400)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0] * len(nodes), "\n".join(texts)
+    if commands[0].startswith("python"):  # in a fork of a process that has torch imported
+        done = run_forked(f"import os; os.chdir({str(folder)!r})\n{PROGRAM}", timeout=400)
+        texts, codes = [done.stdout + done.stderr], [done.returncode]
+    else:
+        nodes = [started(command, folder) for command in commands]
+        try:
+            texts = [node.communicate(timeout=400)[0] for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+        codes = [node.returncode for node in nodes]
+    assert codes == [0] * len(codes), "\n".join(texts)
     assert not re.search("warn", "".join(texts).replace("OMP_NUM_THREADS", ""), re.IGNORECASE), "\n".join(texts)
     losses: dict[int, list[float]] = defaultdict(list)
     for _, _, step, loss in SAID.findall("".join(texts)):
@@ -82,10 +88,58 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[s
     return losses, torch.load(folder / "gpt.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("name", [name for name, one in SNIPPETS.items() if one is not PROGRAM])
+def slow_if_long(name: str) -> object:
+    """Frameworks take seconds to import; `tests/integrations` trains in them quickly."""
+    return pytest.param(name, marks=pytest.mark.slow) if name.startswith("frameworks") else name
+
+
+@pytest.mark.parametrize("name", [slow_if_long(name) for name, one in SNIPPETS.items() if one is not PROGRAM])
 def test_a_snippet_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_it_was: None) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(SNIPPETS[name], name, "exec"), {"__name__": "readme"})
+
+
+BEFORE = """
+import torch
+from types import SimpleNamespace
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, batch):
+        for layer in self.layers:
+            batch = torch.relu(layer(batch))
+        return SimpleNamespace(loss=batch.square().mean())
+
+model, data = Net(), [torch.randn(4, 8) for _ in range(3)]
+"""
+AFTER = """
+print("ranks", torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "command, ranks",
+    [
+        ("python loop.py", [0]),
+        pytest.param("torchrun --standalone --nproc-per-node=2 loop.py", [2, 2], marks=pytest.mark.slow),
+    ],
+)
+def test_the_loop_as_it_is_after_the_change_runs(command: str, ranks: list[int], tmp_path: Path) -> None:
+    """The block that shows a loop with what is taken out and what is put in, run in a process of its own."""
+    (block,) = re.findall(r"^```diff\n(.*?)^```", TEXTS["README.md"], re.MULTILINE | re.DOTALL)
+    lines = block.splitlines()
+    assert all(line[:1] in ("", " ", "+", "-") for line in lines)
+    kept = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    (tmp_path / "loop.py").write_text(BEFORE + kept + AFTER)
+    process = started(command, tmp_path)
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, text
+    assert [int(found) for found in re.findall(r"ranks (\d)", text)] == ranks, text
 
 
 def test_there_are_commands_for_one_process_one_node_and_several() -> None:
@@ -122,8 +176,8 @@ def same_as(alone: tuple[list[float], dict[str, torch.Tensor]], losses: list[flo
 
 
 def test_the_plan_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """Replace what stands between the markers by the first table of what the command prints."""
-    (command,) = re.findall(r"`zerokern (plan --numel [^`]+--device-memory 80GB)`", ZERO)
+    """Replace what stands between the markers by the table of all stages that the command prints."""
+    (command,) = re.findall(r"`zerokern (plan --numel [^`]+--device-memory 80GB --all)`", ZERO)
     assert main(shlex.split(command)) == 0
-    table = next(part for part in capsys.readouterr().out.split("\n\n") if part.startswith("|"))
+    table = next(part for part in capsys.readouterr().out.split("\n\n") if "  stage 0 | " in part)
     assert ZERO.split("<!-- plan:begin -->\n")[1].split("\n<!-- plan:end -->")[0] == table

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tables import each
 
 readme = import_module("zerokern.bench.readme")
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,7 @@ def test_table_replaces_what_is_between_the_markers() -> None:
     assert readme.written(page, {"bench/results/a.json": CONTENT}) == page
 
 
-@pytest.mark.parametrize("page", ["no markers", f"{readme.BEGIN}", PAGE + PAGE])
+@each("page", ["no markers", f"{readme.BEGIN}", PAGE + PAGE])
 def test_a_page_without_its_markers_is_refused(page: str) -> None:
     with pytest.raises(ValueError, match="once each"):
         readme.between_markers(page)
@@ -117,7 +118,7 @@ def test_the_command_is_shown_without_where_its_result_went() -> None:
     assert "`zerokern bench adam --vs torch`" in readme.conditions(told)
 
 
-@pytest.mark.parametrize("op", [*sorted(readme.MARKERS), ""])
+@each("op", [*sorted(readme.MARKERS), ""])
 def test_a_page_shows_what_was_measured(op: str) -> None:
     """Numbers are those of the files that the page names; `python -m bench.readme <file> ...` writes them."""
     page = ROOT / readme.PAGES.get(op, "README.md")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tables import each
 from tries import best
 
 from zerokern.cli.main import main
@@ -147,7 +148,7 @@ def test_a_played_device(monkeypatch) -> None:
         assert all(found <= most for one in seen for found, most in zip(one, hidden, strict=True))
 
 
-@pytest.mark.parametrize("schedule", ["sync", "delayed"])
+@each("schedule", ["sync", "delayed"])
 def test_this_machine(schedule: str, monkeypatch) -> None:
     """On a CPU nothing crosses; a step in place is noted too, though no program ran."""
     monkeypatch.setattr(tracing, "ON_CPU", (Shape(layers=2, width=64, context=32), 2))
@@ -198,7 +199,7 @@ def test_colours_on_a_terminal_say_the_same() -> None:
     assert "\x1b[32mS" in coloured.getvalue() and "\x1b[34mF" in coloured.getvalue()
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments, says",
     [
         (("--schedule", "late"), "schedule='late': must be a list of sync, overlap, delayed"),

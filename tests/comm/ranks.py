@@ -7,10 +7,12 @@ without a word, may hang: whoever is left is ended by its pid, and what each of 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -27,7 +29,7 @@ GRACE_S = 3.0  # between the first failure and the end of the others: what they 
 PRELOAD = (
     "pytest torch torch._dynamo torch.distributed torch.distributed.device_mesh torch.distributed.fsdp "
     "torch.distributed.checkpoint zerokern zerokern.api zerokern.comm.device zerokern.kernels zerokern.optim "
-    "zerokern.saving.loader zerokern.saving.saver"
+    "zerokern.saving.loader zerokern.saving.saver warm"
 )
 NOTHING = object()
 
@@ -79,6 +81,15 @@ def server_context() -> Any:
     """Its processes are forked from a server with all of PRELOAD imported, one for each process of tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD.split())
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([path] if path else [])])  # for `warm`
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
     return context
 
 
@@ -179,6 +190,7 @@ def _collect(ranks: list[Rank], timeout: float, dies: frozenset[int]) -> list:
 
 def _live(rank: int, n: int, what: tuple, env: dict, patience: float, port: int, connection: Any, stacks: str) -> None:
     """What a rank's process does."""
+    gc.freeze()  # a collection would write to all that the server has imported, and so copy it
     stack_file = open(stacks, "w")  # noqa: SIM115  (open for as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     try:

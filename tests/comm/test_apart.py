@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tables import each
 
 import zerokern as zk
 from zerokern.core.errors import say_once
@@ -34,7 +35,7 @@ def test_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     assert said.startswith(SAID)
 
 
-@pytest.mark.parametrize("size", [None, "", "1", "many"])
+@each("size", [None, "", "1", "many"])
 def test_a_process_by_itself_hears_nothing(
     size: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from comm_cases import REDUCTIONS, gather, refused, values
 from library_double import LibraryDouble
+from tables import each
 
 from zerokern.comm import FakeWorld, Group, collectives, common, device, group_on, joining
 from zerokern.comm.agreement import Board, Failure
@@ -64,7 +65,7 @@ def everything(group: Group) -> list[torch.Tensor]:
     return [*results, x, y, torch.tensor(group.exchange([group.rank, "x" * group.rank])[-1][0])]
 
 
-@pytest.mark.parametrize("names", ["old", "both", "new"])
+@each("names", ["old", "both", "new"])
 def test_torch_of_every_version_gives_the_same_and_warns_nobody(run, names: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -73,7 +74,7 @@ def test_torch_of_every_version_gives_the_same_and_warns_nobody(run, names: str)
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("case", REDUCTIONS, ids=str)
+@each("case", REDUCTIONS)
 def test_sums_differ_from_the_slow_twins_by_the_librarys_rounding(run, case) -> None:
     """The library rounds to the bucket's dtype after each of two additions, fp16 also before them."""
     for rank, (ours, twin) in enumerate(
@@ -119,7 +120,7 @@ def test_reductions_have_a_communicator_of_their_own(run) -> None:
     assert double.lanes_made == 2, "one for each rank"
 
 
-@pytest.mark.parametrize("size, dtype, calls", [(2, "bfloat16", 1), (3, "bfloat16", 0), (3, "float32", 1)])
+@each("size, dtype, calls", [(2, "bfloat16", 1), (3, "bfloat16", 0), (3, "float32", 1)])
 def test_the_library_takes_means_where_its_factor_is_exact_enough(run, size: int, dtype: str, calls: int) -> None:
     """One pass less. A third rounded to bf16 would bend every gradient the same way."""
     kind = getattr(torch, dtype)
@@ -214,7 +215,7 @@ def test_each_waiter_is_gated_and_the_sum_is_taken_once(run, monkeypatch: pytest
     assert sorted(marks) == ["followed"] * 2 + ["made"] * 2
 
 
-@pytest.mark.parametrize("name", ["scatter", "gather", "all_reduce", "broadcast"])
+@each("name", ["scatter", "gather", "all_reduce", "broadcast"])
 def test_a_launch_that_fails_is_a_comm_error(run, name: str) -> None:
     double = LibraryDouble(2, "new")
     double.fails = name

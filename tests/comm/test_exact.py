@@ -6,6 +6,7 @@ import pytest
 import torch
 from comm_cases import REDUCTIONS, every_operation, many_at_once, values
 from ranks import run_ranks
+from tables import each
 
 from zerokern.comm import FakeWorld, group_on
 
@@ -23,7 +24,7 @@ def same_bits(real: list[list[torch.Tensor]], fake: list[list[torch.Tensor]]) ->
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (rank, i)
 
 
-@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 8))])
 def test_gloo_returns_the_bits_of_the_slow_twin(size: int) -> None:
     real = run_ranks(size, over_gloo)
     same_bits([one for one, _ in real], FakeWorld(size).run(every_operation))
@@ -35,7 +36,7 @@ def test_one_rank_returns_the_bits_of_the_slow_twin() -> None:
     same_bits([many_at_once(group_on())], FakeWorld(1).run(many_at_once))
 
 
-@pytest.mark.parametrize("case", REDUCTIONS, ids=str)
+@each("case", REDUCTIONS)
 def test_the_slow_twin_is_no_further_from_float64_than_rounding_explains(case) -> None:
     """W additions and products in fp32, then one rounding to the target's dtype."""
     for rank, out in enumerate(FakeWorld(3).run(case.run)):

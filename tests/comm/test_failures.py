@@ -25,6 +25,7 @@ from zerokern.comm import Group, agreement, group_on
 PATIENCE_S = 180.0  # the groups' timeout, which nobody waits for
 SOON_S = 6.0  # for what a closed connection or the store shows, in the best of some tries
 LATE_S = 60.0  # where one try must do
+SLOW = pytest.mark.slow
 Words = tuple[str, tuple[int, ...], str]
 
 
@@ -72,16 +73,12 @@ def one_dies(rank: int, act: str, late: bool) -> tuple[Words, float]:
 
 
 WAITING, BEFORE = "while others wait", "before others begin"
-SHORT = {("gather", WAITING), ("sum_up", WAITING), ("step", WAITING), ("reduce", BEFORE)}
+SHORT = {("sum_up", WAITING), ("reduce", BEFORE)}
 
 
 @pytest.mark.parametrize(
     "act, when",
-    [
-        pytest.param(act, when, marks=() if (act, when) in SHORT else pytest.mark.slow)
-        for act in ACTS
-        for when in (WAITING, BEFORE)
-    ],
+    [pytest.param(act, when, marks=() if (act, when) in SHORT else SLOW) for act in ACTS for when in (WAITING, BEFORE)],
 )
 def test_a_dead_rank_is_named(act: str, when: str) -> None:
     def named() -> float:
@@ -183,7 +180,9 @@ def other_sizes(rank: int, kind: str) -> tuple[Words, float, Words]:
     return words, seconds, refused(group, sum_up)
 
 
-@pytest.mark.parametrize("kind", ["reduce", "gather", "dtype", "few"])
+@pytest.mark.parametrize(
+    "kind", ["reduce", "dtype", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gather", "few"))]
+)
 def test_ranks_that_move_different_sizes_hear_which(kind: str) -> None:
     """Without the sizes in the tags gloo ends the process."""
     for (words, gone, _), seconds, (afterwards, _, _) in run_ranks(3, other_sizes, kind, patience=PATIENCE_S):
@@ -211,7 +210,7 @@ def another_order(rank: int, size: int) -> tuple[Words, float]:
     return timed(group, act)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=SLOW)])
 def test_a_rank_that_leaves_the_order_raises_everywhere(size: int) -> None:
     for (words, _, _), seconds in run_ranks(size, another_order, size, patience=PATIENCE_S):
         assert "ranks differ in step 6" in words

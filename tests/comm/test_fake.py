@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from tables import each
 from tries import Missed, best, in_time
 
 from zerokern.comm import CommError, FakeWorld, Group
@@ -68,7 +69,7 @@ def test_different_orders_are_told() -> None:
         FakeWorld(2).run(act)
 
 
-@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_reduce"])
+@each("operation", ["reduce_scatter", "all_gather", "all_reduce"])
 def test_changing_what_is_being_sent_is_caught(operation: str) -> None:
     def act(group: Group) -> None:
         x = torch.ones(4)
@@ -118,7 +119,7 @@ def test_a_handle_knows_when_all_have_come() -> None:
     assert FakeWorld(2).run(act)[0] == [False, True]
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 2.0])
+@each("size", [0, -1, True, 2.0])
 def test_a_world_has_ranks(size: object) -> None:
     with pytest.raises(ValueError, match="size"):
         FakeWorld(size)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from comm_cases import values
 from ranks import run_ranks
+from tables import each
 
 from zerokern.comm import CommError, FakeWorld, Group, Handle, group_on, lonely
 
@@ -141,7 +142,7 @@ def test_without_a_process_group_everything_is_local() -> None:
     assert group.traffic.total() == 0
 
 
-@pytest.mark.parametrize("value", [None, 3, "ö", [1, {"a": None}], {"x": 1.5}])
+@each("value", [None, 3, "ö", [1, {"a": None}], {"x": 1.5}])
 def test_values_are_exchanged(value: object) -> None:
     def act(group: Group) -> list:
         return group.exchange([group.rank, value] if group.rank else value)
@@ -155,33 +156,29 @@ def test_a_value_that_json_cannot_carry_is_refused() -> None:
         group_on().exchange(torch.ones(2))
 
 
-def bad(call: str, says: str) -> pytest.param:
-    return pytest.param(call, says, id=says)
-
-
-@pytest.mark.parametrize(
+@each(
     "call, says",
     [
-        bad("g.reduce_scatter(z(7), z(3))", "bucket has 7 elements; allowed: a multiple of the 2 ranks"),
-        bad("g.reduce_scatter(z(8), z(3))", "out has 3 elements; allowed: 4"),
-        bad("g.reduce_scatter(z(8, dtype=torch.int64), z(4))", "bucket has dtype torch.int64"),
-        bad("g.reduce_scatter(x, x[1:5])", "out shares memory with bucket"),
-        bad("g.reduce_scatter(x, x[g.rank * 4:][:4], add=True)", "count the own span twice"),
-        bad("g.reduce_scatter(x, z(4), scratch=z(3))", "scratch has 3 elements; allowed: 4 or more"),
-        bad("g.reduce_scatter(x, z(4), scratch=z(9, dtype=torch.bfloat16))", "scratch has dtype torch.bfloat16"),
-        bad("g.reduce_scatter(x, z(4), scratch=x)", "scratch shares memory"),
-        bad("g.all_reduce(x, scratch=x)", "scratch shares memory"),
-        bad("g.reduce_scatter([1.0], z(4))", "bucket is a list; allowed: a tensor"),
-        bad("g.all_gather(z(7))", "full has 7 elements"),
-        bad("g.all_gather(x, z(3))", "shard has 3 elements; allowed: 4"),
-        bad("g.all_gather(x, z(4, dtype=torch.bfloat16))", "shard has dtype torch.bfloat16; allowed: torch.float32"),
-        bad("g.all_gather(x, x[1:5])", "shard shares memory with full"),
-        bad("g.all_gather(z(4, 4).t())", "has strides"),
-        bad("g.all_gather(z(4, device='meta'))", "full is on device meta; this group moves tensors on cpu"),
-        bad("g.all_reduce(x, 'min')", "op='min': must be 'sum', 'mean' or 'max'"),
-        bad("g.all_reduce(z(4, dtype=torch.int32))", "tensor has dtype torch.int32"),
-        bad("g.broadcast(x, src=2)", "src=2: must be a rank of this group: 0 to 1"),
-        bad("g.broadcast(x, src=True)", "src=True: must be"),
+        ("g.reduce_scatter(z(7), z(3))", "bucket has 7 elements; allowed: a multiple of the 2 ranks"),
+        ("g.reduce_scatter(z(8), z(3))", "out has 3 elements; allowed: 4"),
+        ("g.reduce_scatter(z(8, dtype=torch.int64), z(4))", "bucket has dtype torch.int64"),
+        ("g.reduce_scatter(x, x[1:5])", "out shares memory with bucket"),
+        ("g.reduce_scatter(x, x[g.rank * 4:][:4], add=True)", "count the own span twice"),
+        ("g.reduce_scatter(x, z(4), scratch=z(3))", "scratch has 3 elements; allowed: 4 or more"),
+        ("g.reduce_scatter(x, z(4), scratch=z(9, dtype=torch.bfloat16))", "scratch has dtype torch.bfloat16"),
+        ("g.reduce_scatter(x, z(4), scratch=x)", "scratch shares memory"),
+        ("g.all_reduce(x, scratch=x)", "scratch shares memory"),
+        ("g.reduce_scatter([1.0], z(4))", "bucket is a list; allowed: a tensor"),
+        ("g.all_gather(z(7))", "full has 7 elements"),
+        ("g.all_gather(x, z(3))", "shard has 3 elements; allowed: 4"),
+        ("g.all_gather(x, z(4, dtype=torch.bfloat16))", "shard has dtype torch.bfloat16; allowed: torch.float32"),
+        ("g.all_gather(x, x[1:5])", "shard shares memory with full"),
+        ("g.all_gather(z(4, 4).t())", "has strides"),
+        ("g.all_gather(z(4, device='meta'))", "full is on device meta; this group moves tensors on cpu"),
+        ("g.all_reduce(x, 'min')", "op='min': must be 'sum', 'mean' or 'max'"),
+        ("g.all_reduce(z(4, dtype=torch.int32))", "tensor has dtype torch.int32"),
+        ("g.broadcast(x, src=2)", "src=2: must be a rank of this group: 0 to 1"),
+        ("g.broadcast(x, src=True)", "src=True: must be"),
     ],
 )
 def test_bad_input_is_refused_before_anything_moves(call: str, says: str) -> None:
@@ -193,13 +190,13 @@ def test_bad_input_is_refused_before_anything_moves(call: str, says: str) -> Non
     assert group.traffic.total() == 0
 
 
-@pytest.mark.parametrize("mesh", ["cpu", 3, object()])
+@each("mesh", ["cpu", 3, object()])
 def test_what_is_no_mesh_is_refused(mesh: object) -> None:
     with pytest.raises(TypeError, match=r"a 1-D DeviceMesh, a zerokern\.comm\.Group or None for the world"):
         group_on(mesh)
 
 
-@pytest.mark.parametrize("rank, size", [(2, 2), (-1, 2), (0, 0), (True, 2), (0.0, 1)])
+@each("rank, size", [(2, 2), (-1, 2), (0, 0), (True, 2), (0.0, 1)])
 def test_a_lonely_rank_must_be_possible(rank: object, size: object) -> None:
     with pytest.raises(ValueError, match="must be"):
         lonely(rank, size)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from comm_cases import values
 from ranks import run_ranks
+from tables import each
 
 from zerokern.comm import FakeWorld, Group, collectives, group_on
 
@@ -79,7 +79,7 @@ def expected(size: int) -> dict[str, int]:
     return {"reduce": others, "gather": others, "other": 2 * others}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@each("size", [2, 3])
 def test_each_byte_is_sent_once_and_from_where_it_lies(size: int) -> None:
     for found in run_ranks(size, counted, False):
         assert found == {kind: (nbytes, nbytes, True) for kind, nbytes in expected(size).items()}
@@ -113,7 +113,7 @@ def test_the_kernel_saw_at_least_that_much() -> None:
     assert seen >= 0.95 * (said + also)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@each("size", [1, 2, 4])
 def test_fake_ranks_count_alike(size: int) -> None:
     def count(group: Group) -> dict[str, int]:
         bucket = values(group.rank, group.size * SPAN, torch.bfloat16)

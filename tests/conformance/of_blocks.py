@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from programs import Run, program
+from small_programs import RANKS_DIFFER, Run, loss_program, model_program, program, trained
 from torch import Tensor, nn
 from zero_cases import IN, OUT, WIDTH, Block, Net
-
-import zerokern as zk
 
 
 class Dropping(Net):
@@ -39,7 +37,7 @@ def stochastic_depth(run: Run) -> None:
     run.train(model, 4, loss)
 
 
-@program(refused=((zk.ZerokernError,), ("ranks differ", "units=", "around them"), "stage 3, *"))
+@program(refused=RANKS_DIFFER)
 def stochastic_depth_of_each_rank(run: Run) -> None:
     drop_on_each_rank(run, run.shard(Dropping))
 
@@ -79,13 +77,10 @@ class Exiting(Block):
         return (x, done) if done else (super().forward(x), done)
 
 
-@program()
-def early_exit(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        model.depth = step % 3 + 1
-        return run.mse(model, step)
-
-    run.train(run.shard(EarlyExit), 4, loss)
+@loss_program(EarlyExit, steps=4)
+def early_exit(run: Run, model: nn.Module, step: int) -> Tensor:
+    model.depth = step % 3 + 1
+    return run.mse(model, step)
 
 
 class Routed(nn.Module):
@@ -135,7 +130,7 @@ def mixture_of_experts_with_a_stored_loss(run: Run) -> None:
     run.train(run.shard(model, units=whole_layers(model)), 4, lambda model, step: balanced(run, model, step))
 
 
-@program(refused=((zk.ZerokernError,), ("ranks differ", "units=", "around them"), "stage 3, *"))
+@program(refused=RANKS_DIFFER)
 def experts_that_are_units_of_their_own(run: Run) -> None:
     run.train(run.shard(Routing), 4, lambda model, step: balanced(run, model, step))
 
@@ -207,9 +202,7 @@ class Passing(Net):
         return answer.out + answer.hidden[1]
 
 
-@program()
-def a_forward_that_returns_nothing(run: Run) -> None:
-    run.train(run.shard(Passing))
+trained("a_forward_that_returns_nothing", Passing)
 
 
 class MeasuredInNumPy(Block):
@@ -217,11 +210,8 @@ class MeasuredInNumPy(Block):
         return super().forward(x) * (1 + float(self.up.weight.detach().numpy().mean()))
 
 
-@program()
-def weights_read_in_numpy_within_the_forward(run: Run) -> None:
-    def make() -> nn.Module:
-        net = Net()
-        net.blocks = nn.ModuleList(MeasuredInNumPy(20 + number) for number in range(3))
-        return net
-
-    run.train(run.shard(make))
+@model_program()
+def weights_read_in_numpy_within_the_forward() -> nn.Module:
+    net = Net()
+    net.blocks = nn.ModuleList(MeasuredInNumPy(20 + number) for number in range(3))
+    return net

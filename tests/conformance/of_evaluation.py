@@ -7,7 +7,7 @@ import contextlib
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, loss_program, program
 from torch import Tensor, nn
 from zero_cases import Net
 
@@ -20,29 +20,17 @@ def looked_at(run: Run, model: nn.Module, step: int) -> None:
 
 
 @program()
-def evaluation_between_steps(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(4):
-        run.train(model, 1, lambda model, _, step=step: run.mse(model, step), optimizer)
-        looked_at(run, model, step)
-
-
-@program()
 def evaluation_before_the_first_step(run: Run) -> None:
     model = run.shard(Net)
     looked_at(run, model, 0)
     run.train(model)
 
 
-@program()
-def evaluation_between_forward_and_backward(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        made = run.mse(model, step)
-        looked_at(run, model, step)
-        return made
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def evaluation_between_forward_and_backward(run: Run, model: nn.Module, step: int) -> Tensor:
+    made = run.mse(model, step)
+    looked_at(run, model, step)
+    return made
 
 
 @program()
@@ -54,15 +42,6 @@ def evaluation_between_backward_and_step(run: Run) -> None:
         looked_at(run, model, step)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@program()
-def generation_between_steps(run: Run) -> None:
-    model = run.shard(cases.Tied)
-    optimizer = run.optimizer(model.parameters())
-    for step in range(3):
-        run.train(model, 1, lambda model, _, step=step: cases.next_word(model, step, run.world), optimizer)
-        run.see(cases.generated(model, step))
 
 
 @program()
@@ -168,9 +147,7 @@ def gradients_of_the_whole_beside_a_forward(run: Run) -> None:
         loss = run.mse(model, step)
         with run.gathered(model.leave):
             loss = loss + model.leave.weight.square().sum()
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, loss)
 
 
 @program()
@@ -211,9 +188,7 @@ def a_forward_that_fails_and_goes_on(run: Run) -> None:
             with contextlib.suppress(ZeroDivisionError):
                 run.mse(model, step)
             handle.remove()
-        run.backward(run.mse(model, step))
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, run.mse(model, step))
 
 
 def struck(*arguments: object) -> None:

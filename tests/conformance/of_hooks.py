@@ -7,7 +7,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from of_modules import Bags
-from programs import Run, program
+from small_programs import Run, program
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -241,9 +241,7 @@ def a_momentum_encoder(run: Run) -> None:
         x, _ = run.data(step)
         with torch.no_grad():
             aim = target(x + 0.1)
-        run.backward(2 - 2 * F.cosine_similarity(model(x), aim).mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, 2 - 2 * F.cosine_similarity(model(x), aim).mean())
         pull(run, target, model)
 
 
@@ -258,9 +256,7 @@ def a_target_network_copied_now_and_then(run: Run) -> None:
         x, y = run.data(step)
         with torch.no_grad():
             best = y + 0.9 * target(x).max(1, keepdim=True).values
-        run.backward(F.smooth_l1_loss(model(x), best))
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, F.smooth_l1_loss(model(x), best))
         if step % 2:
             with run.gathered(model):
                 target.load_state_dict(model.state_dict())

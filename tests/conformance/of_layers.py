@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, loss_program, model_program, program, trained
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune, spectral_norm
 from zero_cases import IN, OUT, WIDTH, Block, Net
@@ -40,20 +40,14 @@ def of_blocks(kind: type, count: int = 3, base: type = Net) -> Any:
     return make
 
 
-@program()
-def a_function_of_ones_own(run: Run) -> None:
-    run.train(run.shard(of_blocks(Fused)))
+trained("a_function_of_ones_own", of_blocks(Fused))
 
 
-@program()
-def a_loss_of_two_weights_without_a_forward(run: Run) -> None:
+@loss_program(Net)
+def a_loss_of_two_weights_without_a_forward(run: Run, model: nn.Module, step: int) -> Tensor:
     """The modules never run; their weights are read."""
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        return F.mse_loss(FusedLinear.apply(F.linear(x, model.enter.weight), model.leave.weight), y)
-
-    run.train(run.shard(Net), loss=loss)
+    x, y = run.data(step)
+    return F.mse_loss(FusedLinear.apply(F.linear(x, model.enter.weight), model.leave.weight), y)
 
 
 class Headless(Net):
@@ -61,24 +55,16 @@ class Headless(Net):
         return self.body(self.enter(x))
 
 
-@program()
-def a_fused_head_after_the_forward(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        return F.mse_loss(FusedLinear.apply(model(x), model.leave.weight), y)
-
-    run.train(run.shard(Headless), loss=loss)
+@loss_program(Headless)
+def a_fused_head_after_the_forward(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    return F.mse_loss(FusedLinear.apply(model(x), model.leave.weight), y)
 
 
-@program()
-def a_fused_head_of_a_units_weight(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        return (
-            F.mse_loss(model(x), y) + FusedLinear.apply(x @ x.t() @ x[:, :1], model.blocks[1].up.weight[:, :1]).mean()
-        )
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def a_fused_head_of_a_units_weight(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    return F.mse_loss(model(x), y) + FusedLinear.apply(x @ x.t() @ x[:, :1], model.blocks[1].up.weight[:, :1]).mean()
 
 
 class Hyper(nn.Module):
@@ -94,9 +80,7 @@ class Hyper(nn.Module):
         return F.linear(F.gelu(F.linear(x, first.view(WIDTH, IN))), second.view(OUT, WIDTH))
 
 
-@program()
-def a_hypernetwork(run: Run) -> None:
-    run.train(run.shard(Hyper))
+trained("a_hypernetwork", Hyper)
 
 
 class AutoEncoder(nn.Module):
@@ -114,18 +98,17 @@ class AutoEncoder(nn.Module):
         return x
 
 
-@program()
-def an_auto_encoder_with_transposed_weights(run: Run) -> None:
-    run.train(run.shard(AutoEncoder), loss=lambda model, step: F.mse_loss(model(run.data(step)[0]), run.data(step)[0]))
+trained(
+    "an_auto_encoder_with_transposed_weights",
+    AutoEncoder,
+    lambda run, model, step: F.mse_loss(model(run.data(step)[0]), run.data(step)[0]),
+)
 
 
-@program()
-def siamese_twins(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        a, b = model(run.data(step)[0]), model(run.data(step + 40)[0])
-        return F.cosine_embedding_loss(a, b, torch.tensor([1.0, -1.0, 1.0, -1.0])) + run.mse(model, step)
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def siamese_twins(run: Run, model: nn.Module, step: int) -> Tensor:
+    a, b = model(run.data(step)[0]), model(run.data(step + 40)[0])
+    return F.cosine_embedding_loss(a, b, torch.tensor([1.0, -1.0, 1.0, -1.0])) + run.mse(model, step)
 
 
 class Tree(nn.Module):
@@ -146,9 +129,7 @@ class Tree(nn.Module):
         return self.leave(self.node(x))
 
 
-@program()
-def a_recursive_network(run: Run) -> None:
-    run.train(run.shard(Tree))
+trained("a_recursive_network", Tree)
 
 
 class Equilibrium(Net):
@@ -162,20 +143,15 @@ class Equilibrium(Net):
         return 0.5 * z + 0.1 * super().body(z) + x
 
 
-@program()
-def a_deep_equilibrium(run: Run) -> None:
-    run.train(run.shard(Equilibrium))
+trained("a_deep_equilibrium", Equilibrium)
 
 
-@program()
-def pruned_weights(run: Run) -> None:
-    def make() -> nn.Module:
-        net = Net()
-        for block in net.blocks:
-            prune.l1_unstructured(block.up, "weight", amount=0.4)
-        return net
-
-    run.train(run.shard(make))
+@model_program()
+def pruned_weights() -> nn.Module:
+    net = Net()
+    for block in net.blocks:
+        prune.l1_unstructured(block.up, "weight", amount=0.4)
+    return net
 
 
 @program()
@@ -209,9 +185,7 @@ class Squared(Block):
             return super().forward(x) + self.square(x) + self.square(self.norm(x))
 
 
-@program()
-def a_parametrization_of_ones_own(run: Run) -> None:
-    run.train(run.shard(of_blocks(Squared)))
+trained("a_parametrization_of_ones_own", of_blocks(Squared))
 
 
 class Double(nn.Module):
@@ -274,9 +248,7 @@ class Handed(nn.Linear):
         return super().forward(x), self.weight
 
 
-@program()
-def a_weight_as_an_output(run: Run) -> None:
-    run.train(run.shard(Handing))
+trained("a_weight_as_an_output", Handing)
 
 
 class Deep(nn.Module):
@@ -295,13 +267,10 @@ class Deep(nn.Module):
         return outs
 
 
-@program()
-def deep_supervision(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        return sum(F.mse_loss(out, y) / (1 + depth) for depth, out in enumerate(model(x)))
-
-    run.train(run.shard(Deep), loss=loss)
+@loss_program(Deep)
+def deep_supervision(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    return sum(F.mse_loss(out, y) / (1 + depth) for depth, out in enumerate(model(x)))
 
 
 class Detached(Deep):
@@ -313,15 +282,11 @@ class Detached(Deep):
         return outs
 
 
-@program()
-def greedy_training_of_each_layer(run: Run) -> None:
+@loss_program(Detached)
+def greedy_training_of_each_layer(run: Run, model: nn.Module, step: int) -> Tensor:
     """Each block learns from its own loss; nothing flows back from one to the one before."""
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        return sum(F.mse_loss(out, y) for out in model(x))
-
-    run.train(run.shard(Detached), loss=loss)
+    x, y = run.data(step)
+    return sum(F.mse_loss(out, y) for out in model(x))
 
 
 class Straight(Net):
@@ -334,9 +299,7 @@ class Straight(Net):
         return x
 
 
-@program()
-def quantization_with_a_straight_through_gradient(run: Run) -> None:
-    run.train(run.shard(Straight))
+trained("quantization_with_a_straight_through_gradient", Straight)
 
 
 @program()
@@ -363,11 +326,8 @@ class Narrow(Block):
         return super().forward(x.to(self.up.weight.dtype)).float()
 
 
-@program()
-def a_block_in_bfloat16(run: Run) -> None:
-    def make() -> nn.Module:
-        net = of_blocks(Narrow)()
-        net.blocks[1].to(torch.bfloat16)
-        return net
-
-    run.train(run.shard(make))
+@model_program()
+def a_block_in_bfloat16() -> nn.Module:
+    net = of_blocks(Narrow)()
+    net.blocks[1].to(torch.bfloat16)
+    return net

@@ -5,10 +5,10 @@ from __future__ import annotations
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, loss_program, program
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 from zero_cases import IN, OUT, WIDTH, Block, Net, batch
 
 import zerokern as zk
@@ -22,9 +22,7 @@ def accumulation_without_reduction(run: Run) -> None:
         with run.no_sync(model):
             run.backward(run.mse(model, 3 * step) / 3)
             run.backward(run.mse(model, 3 * step + 1) / 3)
-        run.backward(run.mse(model, 3 * step + 2) / 3)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, run.mse(model, 3 * step + 2) / 3)
 
 
 @program(exact=False)
@@ -82,12 +80,8 @@ def two_models_that_compete(run: Run) -> None:
     for step in range(3):
         x, y = run.data(step)
         loss = F.softplus(judge(maker(x).detach())).mean() + F.softplus(-judge(y)).mean()
-        run.backward(loss)
-        second.step()
-        second.zero_grad()
-        run.backward(F.softplus(-judge(maker(x))).mean())
-        first.step()
-        first.zero_grad()
+        run.step(second, loss)
+        run.step(first, F.softplus(-judge(maker(x))).mean())
         judge.zero_grad()
 
 
@@ -99,12 +93,8 @@ def two_models_that_compete_by_one_forward(run: Run) -> None:
     for step in range(3):
         x, y = run.data(step)
         made = maker(x)
-        run.backward(F.softplus(judge(made.detach())).mean() + F.softplus(-judge(y)).mean())
-        second.step()
-        second.zero_grad()
-        run.backward(F.softplus(-judge(made)).mean())
-        first.step()
-        first.zero_grad()
+        run.step(second, F.softplus(judge(made.detach())).mean() + F.softplus(-judge(y)).mean())
+        run.step(first, F.softplus(-judge(made)).mean())
         judge.zero_grad()
 
 
@@ -128,12 +118,8 @@ def actor_and_critic_in_one_module(run: Run) -> None:
     for step in range(3):
         x, y = run.data(step)
         policy, value = model(x)
-        run.backward(F.mse_loss(value, y.mean(1, keepdim=True)))
-        critic.step()
-        critic.zero_grad()
-        run.backward((F.mse_loss(policy, y, reduction="none") * value.detach()).mean())
-        actor.step()
-        actor.zero_grad()
+        run.step(critic, F.mse_loss(value, y.mean(1, keepdim=True)))
+        run.step(actor, (F.mse_loss(policy, y, reduction="none") * value.detach()).mean())
 
 
 @program()
@@ -142,76 +128,25 @@ def a_model_given_to_another_as_a_part(run: Run) -> None:
     body, head = run.shard(lambda: Net(2)), run.shard(Judge)
     optimizer = run.optimizer([*body.parameters(), *head.parameters()])
     for step in range(3):
-        run.backward(head(body(run.data(step)[0])).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, head(body(run.data(step)[0])).square().mean())
 
 
 @program()
 def a_plain_head_trained_by_hand(run: Run) -> None:
     """A plain frozen module before the sharded one, its output's gradient is asked for."""
     front = run.make(lambda: nn.Linear(IN, IN).requires_grad_(False))
-    run.train(
-        run.shard(Net),
-        loss=lambda model, step: F.mse_loss(model(front(run.data(step)[0])), run.data(step)[1]),
-    )
+    run.train(run.shard(Net), loss=lambda model, step: F.mse_loss(model(front(run.data(step)[0])), run.data(step)[1]))
 
 
-@program()
-def checkpointed_blocks(run: Run) -> None:
-    run.train(run.shard(cases.Checkpointed))
-
-
-@program()
-def checkpointed_inside_of_blocks(run: Run) -> None:
-    run.train(run.shard(cases.CheckpointedInside))
-
-
-@program()
-def blocks_that_checkpoint_themselves(run: Run) -> None:
-    run.train(run.shard(cases.self_checkpointed))
-
-
-class Over(Net):
-    def body(self, x: Tensor) -> Tensor:
-        def pair(x: Tensor) -> Tensor:
-            return self.blocks[1](self.blocks[0](x))
-
-        return self.blocks[2](checkpoint(pair, x, use_reentrant=False))
-
-
-@program()
-def one_checkpoint_over_several_units(run: Run) -> None:
-    run.train(run.shard(Over))
-
-
-class InSegments(Net):
-    def body(self, x: Tensor) -> Tensor:
-        return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
-
-
-@program()
-def checkpointed_in_segments(run: Run) -> None:
-    run.train(run.shard(InSegments))
-
-
-@program()
-def the_whole_model_checkpointed(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        return F.mse_loss(checkpoint(model, x, use_reentrant=False), y)
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def the_whole_model_checkpointed(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    return F.mse_loss(checkpoint(model, x, use_reentrant=False), y)
 
 
 @program(refused=((zk.ZerokernError, RuntimeError), ("use_reentrant=False",)))
 def checkpointed_reentrantly(run: Run) -> None:
     run.train(run.shard(cases.CheckpointedReentrantly))
-
-
-@program()
-def autocast(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.autocast(model, step, run.world))
 
 
 class Truncated(nn.Module):
@@ -239,9 +174,7 @@ def truncated_backpropagation_through_time(run: Run) -> None:
             x, y = run.data(10 * step + turn)
             out, states = model(x, states)
             loss = loss + F.mse_loss(out, y)
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, loss)
         states = [state.detach() for state in states]
 
 
@@ -258,22 +191,16 @@ def a_game_of_unknown_length(run: Run) -> None:
     run.train(model, loss=loss)
 
 
-@program()
-def depth_that_grows(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        model.order = tuple(range(min(step + 1, 3)))
-        return run.mse(model, step)
-
-    run.train(run.shard(cases.Reordered), 5, loss)
+@loss_program(cases.Reordered, steps=5)
+def depth_that_grows(run: Run, model: nn.Module, step: int) -> Tensor:
+    model.order = tuple(range(min(step + 1, 3)))
+    return run.mse(model, step)
 
 
-@program()
-def batches_of_changing_size(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = batch(step, run.rank, 2 + 3 * (step % 3))
-        return F.mse_loss(model(x), y)
-
-    run.train(run.shard(Net), 4, loss)
+@loss_program(Net, steps=4)
+def batches_of_changing_size(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = batch(step, run.rank, 2 + 3 * (step % 3))
+    return F.mse_loss(model(x), y)
 
 
 @program()
@@ -302,9 +229,7 @@ def a_retained_graph_over_two_steps(run: Run) -> None:
         loss = run.mse(model, step)
         run.backward(loss, retain_graph=True)
         model.zero_grad()
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, loss)
 
 
 @program()
@@ -313,19 +238,13 @@ def two_sharded_models_of_one_optimizer_by_turns(run: Run) -> None:
     optimizer = run.optimizer([param for model in models for param in model.parameters()])
     for step in range(4):
         x, y = run.data(step)
-        run.backward(F.mse_loss(models[0](x), y) if step % 2 else models[1](y).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, F.mse_loss(models[0](x), y) if step % 2 else models[1](y).square().mean())
 
 
-@program()
-def a_backward_in_a_forward(run: Run) -> None:
+@loss_program(Net)
+def a_backward_in_a_forward(run: Run, model: nn.Module, step: int) -> Tensor:
     """Test-time training: an inner gradient of an activation, within the loss."""
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        hidden = model.enter(x).detach().requires_grad_()
-        (slope,) = torch.autograd.grad(model.blocks[0](hidden).square().mean(), hidden)
-        return F.mse_loss(model.leave(model.body(model.enter(x) - slope)), y)
-
-    run.train(run.shard(Net), loss=loss)
+    x, y = run.data(step)
+    hidden = model.enter(x).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model.blocks[0](hidden).square().mean(), hidden)
+    return F.mse_loss(model.leave(model.body(model.enter(x) - slope)), y)

@@ -2,98 +2,56 @@
 
 from __future__ import annotations
 
-import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, loss_program, program, trained
 from torch import Tensor, nn
 from zero_cases import Net
 
 import zerokern as zk
 
 
-@program(exact=False)
-def two_backward_passes_through_one_graph(run: Run) -> None:
-    model = run.shard(Net)
-    optimizer = run.optimizer(model.parameters(), zk.SGD)
-    for step in range(3):
-        loss = run.mse(model, step)
-        run.backward(loss, retain_graph=True)
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+@loss_program(Net)
+def wasserstein_with_a_penalty_and_several_forwards(run: Run, model: nn.Module, step: int) -> Tensor:
+    real, made = run.data(step)[0], run.data(step + 30)[0]
+    between = (0.3 * real + 0.7 * made).requires_grad_()
+    (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+    return model(made).mean() - model(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
 
 
-@program()
-def two_forwards_and_a_lost_one(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.two_losses(model, step, run.world))
-
-
-@program()
-def gradients_of_inputs(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.penalized(model, step, run.world))
-
-
-@program()
-def a_gradient_penalty(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: cases.doubly_penalized(model, step, run.world))
-
-
-@program()
-def wasserstein_with_a_penalty_and_several_forwards(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        real, made = run.data(step)[0], run.data(step + 30)[0]
-        between = (0.3 * real + 0.7 * made).requires_grad_()
-        (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
-        return model(made).mean() - model(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
-
-    run.train(run.shard(Net), loss=loss)
-
-
-@program()
-def an_adversarial_step_on_the_input(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        x.requires_grad_()
-        (slope,) = torch.autograd.grad(F.mse_loss(model(x), y), x)
-        return F.mse_loss(model(x.detach() + 0.1 * slope.sign()), y)
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def an_adversarial_step_on_the_input(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(F.mse_loss(model(x), y), x)
+    return F.mse_loss(model(x.detach() + 0.1 * slope.sign()), y)
 
 
 def squares(params: object) -> Tensor:
     return sum(param.square().sum() for param in params)  # type: ignore[attr-defined]
 
 
-@program()
-def weight_decay_in_the_loss_after_the_forward(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: run.mse(model, step) + 1e-2 * squares(model.parameters()))
-
-
-@program()
-def weight_decay_in_the_loss_before_the_forward(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: 1e-2 * squares(model.parameters()) + run.mse(model, step))
-
-
-@program()
-def a_penalty_on_a_part_of_a_unit_before_the_forward(run: Run) -> None:
-    run.train(
-        run.shard(Net),
-        loss=lambda model, step: model.blocks[1].up.weight.abs().mean() + run.mse(model, step),
-    )
-
-
-@program()
-def a_penalty_on_a_part_of_a_unit_after_the_forward(run: Run) -> None:
-    run.train(
-        run.shard(Net),
-        loss=lambda model, step: run.mse(model, step) + model.blocks[1].up.weight.abs().mean(),
-    )
-
-
-@program()
-def a_penalty_alone(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: squares(model.blocks[0].parameters()))
+trained(
+    "weight_decay_in_the_loss_after_the_forward",
+    Net,
+    lambda run, model, step: run.mse(model, step) + 1e-2 * squares(model.parameters()),
+)
+trained(
+    "weight_decay_in_the_loss_before_the_forward",
+    Net,
+    lambda run, model, step: 1e-2 * squares(model.parameters()) + run.mse(model, step),
+)
+trained(
+    "a_penalty_on_a_part_of_a_unit_before_the_forward",
+    Net,
+    lambda run, model, step: model.blocks[1].up.weight.abs().mean() + run.mse(model, step),
+)
+trained(
+    "a_penalty_on_a_part_of_a_unit_after_the_forward",
+    Net,
+    lambda run, model, step: run.mse(model, step) + model.blocks[1].up.weight.abs().mean(),
+)
+trained("a_penalty_alone", Net, lambda run, model, step: squares(model.blocks[0].parameters()))
 
 
 @program(exact=False)
@@ -102,9 +60,7 @@ def a_penalty_with_a_pass_of_its_own(run: Run) -> None:
     optimizer = run.optimizer(model.parameters(), zk.SGD)
     for step in range(3):
         run.backward(run.mse(model, step))
-        run.backward(1e-2 * squares(model.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, 1e-2 * squares(model.parameters()))
 
 
 @program(exact=False)  # the order of sums of a product with itself depends on addresses
@@ -181,31 +137,22 @@ def distillation_from_a_sharded_teacher(run: Run) -> None:
     run.train(run.shard(Net), loss=loss)
 
 
-@program()
-def contrastive_pairs(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        a = F.normalize(model(run.data(step)[0]), dim=1)
-        b = F.normalize(model(run.data(step)[0] + 0.1), dim=1)
-        return F.cross_entropy(a @ b.t() / 0.2, torch.arange(len(a)))
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def contrastive_pairs(run: Run, model: nn.Module, step: int) -> Tensor:
+    a = F.normalize(model(run.data(step)[0]), dim=1)
+    b = F.normalize(model(run.data(step)[0] + 0.1), dim=1)
+    return F.cross_entropy(a @ b.t() / 0.2, torch.arange(len(a)))
 
 
-@program()
-def triplets(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        return F.triplet_margin_loss(*(model(run.data(step + 20 * turn)[0]) for turn in range(3)))
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def triplets(run: Run, model: nn.Module, step: int) -> Tensor:
+    return F.triplet_margin_loss(*(model(run.data(step + 20 * turn)[0]) for turn in range(3)))
 
 
-@program()
-def label_smoothing_and_ignored_rows(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, _ = run.data(step)
-        return F.cross_entropy(model(x), torch.tensor([0, 2, -100, 1]), label_smoothing=0.1)
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def label_smoothing_and_ignored_rows(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, _ = run.data(step)
+    return F.cross_entropy(model(x), torch.tensor([0, 2, -100, 1]), label_smoothing=0.1)
 
 
 @program()
@@ -223,19 +170,14 @@ def uncertainty_weights_beside_the_model(run: Run) -> None:
     run.train(model, loss=loss, optimizer=optimizer)
 
 
-@program()
-def a_loss_of_some_outputs_on_some_ranks(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        out = model(x)
-        return F.mse_loss(out[:, :2], y[:, :2]) if (step + run.rank) % 2 else out.square().mean()
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def a_loss_of_some_outputs_on_some_ranks(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    out = model(x)
+    return F.mse_loss(out[:, :2], y[:, :2]) if (step + run.rank) % 2 else out.square().mean()
 
 
-@program()
-def a_loss_of_zero(run: Run) -> None:
-    run.train(run.shard(Net), loss=lambda model, step: run.mse(model, step) * (step % 2))
+trained("a_loss_of_zero", Net, lambda run, model, step: run.mse(model, step) * (step % 2))
 
 
 @program()
@@ -247,9 +189,7 @@ def gradients_of_all_parameters_by_autograd_grad(run: Run) -> None:
         params = list(model.parameters())
         grads = torch.autograd.grad(run.mse(model, step), params)
         run.see(*(grad.norm() for grad in grads))
-        run.backward(run.mse(model, step))
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, run.mse(model, step))
 
 
 @program()
@@ -272,13 +212,10 @@ def a_jacobian_of_the_input(run: Run) -> None:
     run.train(model)
 
 
-@program()
-def a_vectorized_forward(run: Run) -> None:
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x, y = run.data(step)
-        return F.mse_loss(torch.func.vmap(model)(x), y)
-
-    run.train(run.shard(Net), loss=loss)
+@loss_program(Net)
+def a_vectorized_forward(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    return F.mse_loss(torch.func.vmap(model)(x), y)
 
 
 @program(exact=False)
@@ -300,6 +237,4 @@ def backward_from_a_gradient_of_the_output(run: Run) -> None:
     optimizer = run.optimizer(model.parameters())
     for step in range(3):
         x, y = run.data(step)
-        run.backward(model(x), gradient=y)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, model(x), gradient=y)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import module_cases as cases
 import torch
 import torch.nn.functional as F
-from programs import Run, program
+from small_programs import Run, model_program, program, trained
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 from zero_cases import IN, OUT, WIDTH, Net
@@ -13,122 +13,28 @@ from zero_cases import IN, OUT, WIDTH, Net
 WORDS = cases.WORDS
 
 
-@program()
-def plain(run: Run) -> None:
-    run.train(run.shard(Net))
+@model_program()
+def old_weight_norm() -> nn.Module:
+    net = Net()
+    for block in net.blocks:
+        weight_norm(block.up)
+    return net
 
 
-@program()
-def tied(run: Run) -> None:
-    run.train(run.shard(cases.Tied), loss=lambda model, step: cases.next_word(model, step, run.world))
+@model_program()
+def units_whose_weights_hooks_make_anew() -> nn.Module:
+    net = Net()
+    net.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    weight_norm(net.blocks[0])
+    prune.l1_unstructured(net.blocks[1], "weight", amount=0.3)
+    return net
 
 
-@program()
-def tied_across_units(run: Run) -> None:
-    run.train(run.shard(cases.tied_across))
-
-
-@program()
-def frozen_in_part(run: Run) -> None:
-    run.train(run.shard(cases.frozen))
-
-
-@program()
-def unused_everywhere(run: Run) -> None:
-    run.train(run.shard(cases.Unused))
-
-
-@program()
-def experts_chosen_by_some_ranks(run: Run) -> None:
-    run.train(run.shard(cases.Mixture), 4, lambda model, step: cases.routed(model, step, run.world))
-
-
-@program()
-def weights_used_outside_of_their_module(run: Run) -> None:
-    run.train(run.shard(cases.External))
-
-
-@program()
-def blocks_run_repeatedly(run: Run) -> None:
-    run.train(run.shard(cases.Repeated))
-
-
-@program()
-def nested_units(run: Run) -> None:
-    run.train(run.shard(cases.Nested))
-
-
-@program()
-def lora_on_a_frozen_base(run: Run) -> None:
-    run.train(run.shard(cases.lora))
-
-
-@program()
-def units_in_another_order(run: Run) -> None:
-    run.train(run.shard(cases.Reordered), 4, lambda model, step: cases.in_another_order(model, step, run.world))
-
-
-@program()
-def structured_outputs(run: Run) -> None:
-    run.train(run.shard(cases.Structured), loss=lambda model, step: cases.structured(model, step, run.world))
-
-
-@program()
-def odd_parameters(run: Run) -> None:
-    run.train(run.shard(cases.Odd))
-
-
-@program()
-def torchs_transformer(run: Run) -> None:
-    run.train(run.shard(cases.transformer))
-
-
-@program()
-def weight_norm_by_parametrization(run: Run) -> None:
-    run.train(run.shard(cases.weight_normed))
-
-
-@program()
-def old_weight_norm(run: Run) -> None:
-    def make() -> nn.Module:
-        net = Net()
-        for block in net.blocks:
-            weight_norm(block.up)
-        return net
-
-    run.train(run.shard(make))
-
-
-@program()
-def units_whose_weights_hooks_make_anew(run: Run) -> None:
-    def make() -> nn.Module:
-        net = Net()
-        net.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        weight_norm(net.blocks[0])
-        prune.l1_unstructured(net.blocks[1], "weight", amount=0.3)
-        return net
-
-    run.train(run.shard(make))
-
-
-@program()
-def orthogonal_parametrization(run: Run) -> None:
-    def make() -> nn.Module:
-        net = Net()
-        parametrizations.orthogonal(net.blocks[0].up)
-        return net
-
-    run.train(run.shard(make))
-
-
-@program()
-def recurrent_layers(run: Run) -> None:
-    run.train(run.shard(cases.Recurrent))
-
-
-@program()
-def expanded_gradients(run: Run) -> None:
-    run.train(run.shard(cases.Summed))
+@model_program()
+def orthogonal_parametrization() -> nn.Module:
+    net = Net()
+    parametrizations.orthogonal(net.blocks[0].up)
+    return net
 
 
 class Cells(nn.Module):
@@ -145,9 +51,7 @@ class Cells(nn.Module):
         return self.leave(torch.cat([h, g], 1))
 
 
-@program()
-def recurrent_cells_unrolled(run: Run) -> None:
-    run.train(run.shard(Cells))
+trained("recurrent_cells_unrolled", Cells)
 
 
 class Picture(nn.Module):
@@ -168,9 +72,7 @@ class Picture(nn.Module):
         return self.leave(y.flatten(1))
 
 
-@program()
-def a_u_net(run: Run) -> None:
-    run.train(run.shard(Picture))
+trained("a_u_net", Picture)
 
 
 class Normed(nn.Module):
@@ -208,14 +110,8 @@ class Bags(nn.Module):
         return self.leave(torch.cat([self.words[0](number).sum(1), self.words[1](number)], 1))
 
 
-@program()
-def embeddings_and_bags(run: Run) -> None:
-    run.train(run.shard(Bags))
-
-
-@program()
-def embedding_with_gradients_scaled_by_frequency(run: Run) -> None:
-    run.train(run.shard(lambda: Bags(scale_grad_by_freq=True)))
+trained("embeddings_and_bags", Bags)
+trained("embedding_with_gradients_scaled_by_frequency", lambda: Bags(scale_grad_by_freq=True))
 
 
 class Attending(nn.Module):
@@ -232,6 +128,4 @@ class Attending(nn.Module):
         return self.leave(self.mix(x.mean(1), x[:, 0]))
 
 
-@program()
-def multihead_attention_and_bilinear(run: Run) -> None:
-    run.train(run.shard(Attending))
+trained("multihead_attention_and_bilinear", Attending)

@@ -5,59 +5,40 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from programs import Run, program
+from small_programs import Run, program
 from torch import nn
 from zero_cases import Net
 
 import zerokern as zk
 
-
-def with_optimizer(run: Run, kind: type, **settings: Any) -> None:
-    model = run.shard(Net)
-    run.train(model, 4, optimizer=run.optimizer(model.parameters(), kind, **settings))
-
-
-@program()
-def adamw(run: Run) -> None:
-    with_optimizer(run, zk.AdamW, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
-
-
-@program()
-def adam_with_l2(run: Run) -> None:
-    with_optimizer(run, zk.Adam, weight_decay=0.1)
+RULES: dict[str, tuple[type, dict[str, Any]]] = {
+    "adamw": (zk.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}),
+    "adam_with_l2": (zk.Adam, {"weight_decay": 0.1}),
+    "lion": (zk.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
+    "adagrad": (zk.Adagrad, {}),
+    "sgd_with_nesterov": (zk.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "sgd_without_momentum": (zk.SGD, {"lr": 0.05, "momentum": 0.0}),
+    "state_in_bfloat16": (zk.AdamW, {"state_format": "bf16"}),
+    "state_in_eight_bits": (zk.AdamW, {"state_format": "int8"}),
+    "clipped_within_the_update": (zk.AdamW, {"max_grad_norm": 0.3}),
+}
 
 
-@program()
-def lion(run: Run) -> None:
-    with_optimizer(run, zk.Lion, lr=1e-3, weight_decay=0.1)
+def by_rule(name: str) -> Callable[[Run], None]:
+    def loop(run: Run) -> None:
+        model, (kind, settings) = run.shard(Net), RULES[name]
+        run.train(model, 4, optimizer=run.optimizer(model.parameters(), kind, **settings))
+
+    loop.__name__ = name
+    return loop
 
 
-@program()
-def adagrad(run: Run) -> None:
-    with_optimizer(run, zk.Adagrad)
-
-
-@program()
-def sgd_with_nesterov(run: Run) -> None:
-    with_optimizer(run, zk.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
-
-
-@program()
-def sgd_without_momentum(run: Run) -> None:
-    with_optimizer(run, zk.SGD, lr=0.05, momentum=0.0)
-
-
-@program()
-def state_in_bfloat16(run: Run) -> None:
-    with_optimizer(run, zk.AdamW, state_format="bf16")
-
-
-@program()
-def state_in_eight_bits(run: Run) -> None:
-    with_optimizer(run, zk.AdamW, state_format="int8")
+for rule in RULES:
+    program()(by_rule(rule))
 
 
 def decayed(model: nn.Module) -> list[dict[str, Any]]:
@@ -122,11 +103,6 @@ def a_rate_changed_between_backward_and_step(run: Run) -> None:
         optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@program()
-def clipped_within_the_update(run: Run) -> None:
-    with_optimizer(run, zk.AdamW, max_grad_norm=0.3)
 
 
 @program(exact=False)
@@ -342,9 +318,7 @@ def frozen_and_thawed_by_turns(run: Run) -> None:
     optimizer = run.optimizer(model.parameters())
     for step in range(6):
         model.blocks[0].requires_grad_(step % 2 == 0)
-        run.backward(run.mse(model, step))
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, run.mse(model, step))
     model.blocks[0].requires_grad_(True)
 
 
@@ -355,9 +329,7 @@ def frozen_between_forward_and_backward(run: Run) -> None:
     for step in range(4):
         loss = run.mse(model, step)
         model.blocks[0].requires_grad_(step % 2 == 1)
-        run.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.step(optimizer, loss)
         model.blocks[0].requires_grad_(True)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import traceback
 import zlib
-from typing import Any
 
 import of_blocks  # noqa: F401
+import of_cases  # noqa: F401
 import of_evaluation  # noqa: F401
 import of_hooks  # noqa: F401
 import of_layers  # noqa: F401
@@ -16,7 +16,8 @@ import of_losses  # noqa: F401
 import of_modules  # noqa: F401
 import of_optimizers  # noqa: F401
 import pytest
-from programs import MODES, PROGRAMS, Plain, Trace, Zero, compare
+import torch
+from small_programs import MODES, PROGRAMS, Plain, Trace, Zero, compare
 from worlds import World, on_threads, says
 
 PLACES = [(stage, mode) for stage in (0, 1, 2, 3) for mode in MODES]
@@ -29,17 +30,6 @@ def places_of(name: str) -> set[tuple[int, str]]:
     modes = list(MODES)
     first = number % 4
     return {(3, modes[first]), (number // 4 % 3, modes[(first + 1 + number // 12 % 3) % 4])}
-
-
-def rows() -> list[Any]:
-    table = []
-    for name in PROGRAMS:
-        for stage, mode in PLACES:
-            if mode == "delayed" and not PROGRAMS[name].late:
-                continue
-            marks = [] if (stage, mode) in places_of(name) else [pytest.mark.slow]
-            table.append(pytest.param(name, stage, mode, marks=marks, id=f"{name}-{stage}-{mode}"))
-    return table
 
 
 def in_plain_torch(world: World, name: str, exact_calls: int | None) -> Trace:
@@ -73,9 +63,7 @@ def sharded(world: World, name: str, stage: int, mode: str) -> Trace:
     return run.finish()
 
 
-@pytest.mark.filterwarnings("ignore:.*written while an update")
-@pytest.mark.parametrize("name, stage, mode", rows())
-def test_the_same_as_in_plain_torch(name: str, stage: int, mode: str) -> None:
+def follow(name: str, stage: int, mode: str) -> None:
     one = PROGRAMS[name]
     refused = one.refusal(stage, mode)
     if refused is not None:
@@ -86,6 +74,31 @@ def test_the_same_as_in_plain_torch(name: str, stage: int, mode: str) -> None:
     reference = expected(name, MODES[mode].exact_calls)
     for mine, theirs in zip(played(name, stage, mode), reference, strict=True):
         compare(mine, theirs, one.exact)
+
+
+def at_places(name: str, quick: bool) -> None:
+    """At the places of `make test`, or at all others; the first that differs is named in the error."""
+    for stage, mode in PLACES:
+        if ((stage, mode) in places_of(name)) is quick and (mode != "delayed" or PROGRAMS[name].late):
+            torch.manual_seed(zlib.crc32(name.encode()))
+            try:
+                follow(name, stage, mode)
+            except BaseException as error:
+                error.add_note(f"{name} at stage {stage}, {mode}")
+                raise
+
+
+@pytest.mark.filterwarnings("ignore:.*written while an update")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_same_as_in_plain_torch(name: str) -> None:
+    at_places(name, quick=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*written while an update")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_same_at_every_other_place(name: str) -> None:
+    at_places(name, quick=False)
 
 
 def test_every_program_and_every_place_has_its_turn() -> None:

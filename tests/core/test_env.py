@@ -6,6 +6,7 @@ import os
 
 import pytest
 from forked import run_forked
+from tables import each
 
 from zerokern.core import env
 
@@ -40,7 +41,7 @@ def test_omp_num_threads_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.default_threads() == before
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
+@each("text", ["0", "-1", "two", "1.5"])
 def test_a_thread_count_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("ZEROKERN_THREADS", text)
     with pytest.raises(ValueError, match=r"ZEROKERN_THREADS=.*whole number from 1 on"):
@@ -60,7 +61,7 @@ print(env.usable_cpus(), native.threads())
     assert result.stdout.split() == ["1", "1"]
 
 
-@pytest.mark.parametrize(("text", "cpus"), [("max 100000", float("inf")), ("150000 100000", 1.5)])
+@each("text, cpus", [("max 100000", float("inf")), ("150000 100000", 1.5)])
 def test_control_group_quota(monkeypatch: pytest.MonkeyPatch, text: str, cpus: float) -> None:
     monkeypatch.setattr(env.Path, "read_text", lambda self: text)
     assert env._cgroup_cpus() == cpus

@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from forked import run_forked
+from tables import each
 
 from zerokern.core import native, units
 from zerokern.core.errors import BackendError
 
-
-def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, check=False
-    )
+# A fork of a process that has all of it imported; what it imports of these then, it runs anew.
+ANEW = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("zerokern", "triton")]:
+    del sys.modules[name]
+"""
 
 
 def forked(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -53,29 +54,27 @@ def test_structs_have_the_size_of_the_header(tmp_path: Path) -> None:
     assert [int(x) for x in found] == expected
 
 
+def library(folder: Path, program: str) -> Path:
+    source, made = folder / "program.c", folder / "libprogram.so"
+    source.write_text(program + "\n")
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    return made
+
+
 def test_another_abi_number_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "other.c"
-    source.write_text("int zk_abi(void) { return 999; }\n")
-    other = tmp_path / "libother.so"
-    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
+    other = library(tmp_path, "int zk_abi(void) { return 999; }")
     with pytest.raises(BackendError, match=rf"has ABI 999, and this package needs ABI {native.ABI}; reinstall"):
         native._open(other)
 
 
 def test_a_library_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "early.c"
-    source.write_text(f"int zk_abi(void) {{ return {native.ABI}; }}\n")
-    early = tmp_path / "libearly.so"
-    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(early)], check=True)
+    early = library(tmp_path, f"int zk_abi(void) {{ return {native.ABI}; }}")
     with pytest.raises(BackendError, match=r"lacks zk_\w+: it is of another build; reinstall"):
         native._open(early)
 
 
 def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "stranger.c"
-    source.write_text("int nothing(void) { return 0; }\n")
-    stranger = tmp_path / "libstranger.so"
-    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(stranger)], check=True)
+    stranger = library(tmp_path, "int nothing(void) { return 0; }")
     with pytest.raises(BackendError, match="is no zerokern library"):
         native._open(stranger)
     text = tmp_path / "libtext.so"
@@ -87,7 +86,7 @@ def test_a_library_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_import_does_not_load_the_library() -> None:
-    result = run("import zerokern; print(zerokern.__version__)", ZEROKERN_LIBRARY="/nonexistent/lib.so")
+    result = forked(ANEW + "import zerokern; print(zerokern.__version__)", ZEROKERN_LIBRARY="/nonexistent/lib.so")
     assert result.returncode == 0, result.stderr
     result = forked("import zerokern.core.native as n; n.library()", ZEROKERN_LIBRARY="/nonexistent/lib.so")
     assert "BackendError" in result.stderr and "/nonexistent" in result.stderr
@@ -95,11 +94,11 @@ def test_import_does_not_load_the_library() -> None:
 
 def test_import_needs_no_triton() -> None:
     code = (
-        "import sys; sys.modules['triton'] = None\n"
+        "sys.modules['triton'] = None\n"
         "import zerokern as zk, torch\n"
         "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3); zk.AdamW([p]).step()"
     )
-    result = run(code)
+    result = forked(ANEW + code)
     assert result.returncode == 0, result.stderr
 
 
@@ -120,7 +119,7 @@ def test_the_last_one_that_suits_this_maker_is_active() -> None:
     assert set(native.isa_usable()) <= set(native.isa_names())
 
 
-@pytest.mark.parametrize("count", [0, -1, 1025, True, 1.0, "2"])
+@each("count", [0, -1, 1025, True, 1.0, "2"])
 def test_thread_counts_that_are_none(count: object) -> None:
     before = native.threads()
     with pytest.raises(ValueError, match=r"count=.*1 to 1024"):

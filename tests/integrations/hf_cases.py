@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import zerokern as zk
 
@@ -22,7 +24,13 @@ from ranks import run_ranks
 
 STEPS, ROWS, LENGTH, ACCUMULATED, CLIP = 6, 2, 8, 2, 0.3
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SCALE = 2.0**10
+HOST, SMALL = {"tier": "cpu"}, {"tier": "cpu", "state_format": "int8", "master_format": "split8"}
+PLAIN = (  # autocast, dtype, settings: what frameworks are tried with on one rank
+    (None, FP32, HOST), (None, BF16, SMALL), (BF16, FP32, {**HOST, "schedule": "overlap"}),
+    (None, BF16, {**HOST, "schedule": zk.Delayed(after=2)}), (FP16, FP32, HOST),
+)  # fmt: skip
 
 
 def on_ranks(size: int, function: Callable, *arguments: Any) -> list:
@@ -56,23 +64,12 @@ def arguments(folder: Path | str, **settings: Any) -> Any:
     from transformers import TrainingArguments
 
     common = {
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": ROWS,
-        "per_device_eval_batch_size": ROWS,
-        "gradient_accumulation_steps": ACCUMULATED,
-        "learning_rate": SETTINGS["lr"],
-        "max_grad_norm": CLIP,
-        "weight_decay": 0.1,
-        "warmup_steps": 2,
-        "lr_scheduler_type": "linear",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "train_sampling_strategy": "sequential",
-        "report_to": [],
-        "disable_tqdm": True,
+        "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": ROWS, "per_device_eval_batch_size": ROWS,
+        "gradient_accumulation_steps": ACCUMULATED, "learning_rate": SETTINGS["lr"], "max_grad_norm": CLIP,
+        "weight_decay": 0.1, "warmup_steps": 2, "lr_scheduler_type": "linear", "logging_steps": 1,
+        "save_strategy": "no", "train_sampling_strategy": "sequential", "report_to": [], "disable_tqdm": True,
         "dataloader_pin_memory": False,
-    }
+    }  # fmt: skip
     return TrainingArguments(output_dir=str(folder), **{**common, **settings})
 
 
@@ -199,6 +196,44 @@ def by_hand(
         optimizer.flush()
     run.params = values(model)
     return run
+
+
+def torchs_clip(model: nn.Module) -> Callable[[], Tensor]:
+    return lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+
+def expected(
+    kind: Any,
+    amp: Any = None,
+    dtype: torch.dtype = torch.float32,
+    scale: float = SCALE,
+    *,
+    means: bool,
+    **settings: Any,
+) -> Run:
+    """The loop by hand: of one process or DDP (None), of FSDP2, or of a stage of zk.shard."""
+    model = language_model(dtype=dtype)
+    wrapped, clip, waits = model, torchs_clip(model), contextlib.nullcontext
+    if isinstance(kind, int):
+        zk.shard(model, stage=kind)
+        clip, waits = lambda: zk.clip_grad_norm_(model, CLIP), lambda: zk.no_sync(model)
+    elif kind == "fsdp2":
+        for block in model.transformer.h:
+            fully_shard(block)
+        fully_shard(model)
+
+        @contextlib.contextmanager
+        def waits() -> Iterator[None]:
+            model.set_requires_gradient_sync(False)
+            yield
+            model.set_requires_gradient_sync(True)
+
+    elif dist.is_initialized():
+        wrapped = DistributedDataParallel(model)
+        waits = wrapped.no_sync
+    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
+    scaler = scaler_of(amp, scale)
+    return by_hand(wrapped, optimizer, clip=clip, waits=waits, autocast=amp, scaler=scaler, means=means)
 
 
 @contextlib.contextmanager

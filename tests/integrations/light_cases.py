@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zerokern as zk
@@ -155,18 +156,11 @@ def trainer(case: Case, world: int, folder: Path | str, **more: Any) -> pl.Train
         plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE))]
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": world,
-        "strategy": strategy(case, world),
-        "precision": None if plugins else case.precision,
-        "plugins": plugins,
-        "max_epochs": case.epochs,
-        "gradient_clip_val": case.clip,
-        "accumulate_grad_batches": case.accumulated,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": str(folder),
-        **quiet,
-    }
+        "accelerator": "cpu", "devices": world, "strategy": strategy(case, world), "plugins": plugins,
+        "precision": None if plugins else case.precision, "max_epochs": case.epochs, "gradient_clip_val": case.clip,
+        "accumulate_grad_batches": case.accumulated, "num_sanity_val_steps": 0,
+        "default_root_dir": str(folder), **quiet,
+    }  # fmt: skip
     return pl.Trainer(**{**settings, **more})
 
 
@@ -262,3 +256,43 @@ def resumed(case: Case, world: int, folder: Path | str, again: Case | None = Non
     torch.manual_seed(99 + rank)  # what is random goes on from the checkpoint
     rest = fitted(again or case, world, folder, ckpt_path=str(Path(folder) / "epoch=0.ckpt"))
     return (uninterrupted[0][BATCHES:], uninterrupted[1]), rest
+
+
+# what each of two ranks does, all of it in one start
+
+ON_TWO = {
+    "ddp": Case(),
+    "0": Case(stage=0),
+    "1": Case(stage=1),
+    "2 bf16": Case(stage=2, precision="bf16-mixed"),
+    "3": Case(stage=3, inside="self"),
+    "3 fp16": Case(stage=3, precision="16-mixed", accumulated=1),
+}
+RESUMED_ON_TWO = {
+    "ddp": Case(),
+    "2": Case(stage=2, dropout=0.2, shuffle=True, settings={"tier": "cpu"}),
+    "3 int8": Case(stage=3, dropout=0.2, state_format="int8", precision="bf16-mixed"),
+}
+SMALLER = Case(stage=3, epochs=1)
+
+
+def everything(rank: int, folder: str, full: bool) -> dict[str, Any]:
+    """All of it, or what represents it."""
+    found: dict[str, Any] = {"fits": {}, "resumed": {}}
+    for name, case in ON_TWO.items():
+        if full or name in ("ddp", "2 bf16", "3"):
+            wrap = DistributedDataParallel if case.stage is None else None
+            found["fits"][name] = fitted(case, 2, Path(folder) / "fits"), looped(case, rank, 2, wrap)
+    for name, case in RESUMED_ON_TWO.items():
+        if full or name == "3 int8":
+            found["resumed"][name] = resumed(case, 2, Path(folder) / name)
+    if full:
+        found["restaged"] = resumed(Case(stage=3), 2, Path(folder) / "restaged", again=Case(stage=1))
+    kept = {"enable_checkpointing": True, "callbacks": [keeper(Path(folder) / "smaller")]}
+    found["smaller"] = fitted(SMALLER, 2, folder, **kept)
+    return found
+
+
+def one_of_two(rank: int, folder: str) -> Any:
+    """What two ranks have saved, on one, at another stage: there is nothing left to train."""
+    return fitted(replace(SMALLER, stage=2), 1, folder, ckpt_path=str(Path(folder) / "smaller" / "epoch=0.ckpt"))

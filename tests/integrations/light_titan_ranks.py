@@ -1,56 +1,85 @@
-"""What each rank does with torchtitan; run by `ranks.run_ranks`, all of it in one start."""
+"""What each rank does with torchtitan, all in one start: its Trainer with zerokern, beside FSDP2 or a plain loop."""
 
 from __future__ import annotations
 
+import dataclasses
 import runpy
 import sys
 import types
+import warnings
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from light_titan import LENGTH, ROWS, STEPS, Data, options, started, tiny
+from light_titan import LENGTH, ROWS, Data, options, started, tiny
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import zerokern as zk
 
-ROWS_OF_CASES: dict[str, tuple[dict[str, Any], int]] = {  # settings of zerokern, batches that are accumulated
-    "cpu": ({"tier": "cpu"}, 1),
-    "accumulated": ({"tier": "cpu"}, 2),
-    "overlap": ({"tier": "cpu", "schedule": "overlap"}, 1),
-    "int8": ({"state_format": "int8"}, 1),
-}
+Layout = dict[str, int]  # degrees by the names that torchtitan has for them, shorter
+Logged = tuple[list[float], list[float]]  # losses and norms
+
+OF_CASES: dict[str, tuple[dict[str, Any], int]] = {  # settings of zerokern, batches that are accumulated
+    "accumulated": ({"tier": "cpu"}, 2), "cpu": ({"tier": "cpu"}, 1),
+    "overlap": ({"tier": "cpu", "schedule": "overlap"}, 1), "int8": ({"state_format": "int8"}, 1),
+}  # fmt: skip
 RESUMED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "cpu": ({"tier": "cpu"}, ()),
-    "async": ({"tier": "cpu"}, ("--checkpoint.async_mode=async",)),
+    "cpu": ({"tier": "cpu"}, ()), "async": ({"tier": "cpu"}, ("--checkpoint.async_mode=async",)),
     "int8": ({"tier": "cpu", "state_format": "int8"}, ()),
     "delayed": ({"tier": "cpu", "schedule": zk.Delayed(after=1)}, ()),
-}
-Found = tuple[list[float], dict[str, Tensor]]
+}  # fmt: skip
+KEPT = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only")
+NAMES = {
+    "pp": "pipeline_parallel", "replicate": "data_parallel_replicate", "shard": "data_parallel_shard",
+    "cp": "context_parallel", "tp": "tensor_parallel",
+}  # fmt: skip
 
 
-def local(value: Any) -> Any:
-    return value.to_local().detach().clone() if isinstance(value, DTensor) else value.detach().clone()
-
-
-def full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def params(trainer: Any) -> dict[str, Tensor]:
-    return {name: local(param) for name, param in trainer.model_parts[0].named_parameters()}
-
-
-def trained(settings: dict[str, Any], folder: Path, *more: str, accumulated: int = 1, steps: int = STEPS) -> Any:
-    trainer = started(tiny(**settings), folder, *more, accumulated=accumulated, steps=steps)
+def trained(spec: Any, folder: Path, *more: str, layout: Layout | None = None, **keywords: Any) -> Any:
+    """torchtitan's Trainer at its end. `layout`: without one all ranks are FSDP2's."""
+    if layout is not None:
+        degrees = {"shard": 1, **layout}
+        more = (*(f"--parallelism.{NAMES[name]}_degree={degree}" for name, degree in degrees.items()), *more)
+        keywords["batches"] = layout.get("replicate", 1) * layout.get("shard", 1)
+    trainer = started(spec, folder, *more, **keywords)
     trainer.train()
     trainer.close()
     return trainer
 
 
-def by_hand(settings: dict[str, Any], folder: Path, rates: list[float], accumulated: int) -> Found:
+def logged(trainer: Any) -> Logged:
+    return trainer.metrics_processor.losses, trainer.metrics_processor.norms
+
+
+def spans(trainer: Any) -> dict[str, Tensor]:
+    """What this rank has of the parameters, and of the optimizer's state."""
+    parts = trainer.model_parts
+    found = {name: local_of(param).detach().clone() for part in parts for name, param in part.named_parameters()}
+    for part, opt in zip(parts, trainer.optimizers, strict=True):
+        for name, param in part.named_parameters():
+            for key, value in opt.state[param].items():
+                found[f"{name} {key}"] = local_of(value).clone() if isinstance(value, Tensor) else torch.tensor(value)
+    return found
+
+
+def local_of(tensor: Any) -> Tensor:
+    tensor = getattr(tensor, "local", tensor)  # of what is divided at stage 3
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def resumed(train: Callable[..., Any], *more: str) -> Any:
+    """Four steps, and the last two of them again from the checkpoint of the second, by torchtitan's own options."""
+    runs = [train(*KEPT, *more), train(*KEPT, *more, "--checkpoint.load_step=2")]
+    return [(logged(trainer), spans(trainer)) for trainer in runs]
+
+
+def by_hand(
+    settings: dict[str, Any], folder: Path, rates: list[float], accumulated: int
+) -> tuple[list[float], dict[str, Tensor]]:
     """The model that torchtitan builds, in a loop of four lines."""
     model = started(tiny(), folder).model_parts[0]
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -73,26 +102,22 @@ def by_hand(settings: dict[str, Any], folder: Path, rates: list[float], accumula
         opt.zero_grad()
         dist.all_reduce(total)
         losses.append(total.item())
-    return losses, {name: local(param) for name, param in model.named_parameters()}
-
-
-QUICK = ("accumulated", "cpu")
+    return losses, {name: local_of(param).detach().clone() for name, param in model.named_parameters()}
 
 
 def everything(rank: int, folder: str, full: bool) -> dict[str, Any]:
     """All of it, or what represents it."""
     found: dict[str, Any] = {"fits": {}, "resumed": {}}
-    for name, (settings, accumulated) in ROWS_OF_CASES.items():
-        if not full and name not in QUICK[:1]:
-            continue
-        trainer = trained(settings, Path(folder) / name, accumulated=accumulated)
-        metrics = trainer.metrics_processor
-        other = by_hand(settings, Path(folder) / name, metrics.rates, accumulated)
-        found["fits"][name] = (metrics.losses, params(trainer)), other, metrics.norms
+    for name, (settings, accumulated) in OF_CASES.items():
+        if full or name == "accumulated":
+            trainer = trained(tiny(**settings), Path(folder) / name, accumulated=accumulated)
+            other = by_hand(settings, Path(folder) / name, trainer.metrics_processor.rates, accumulated)
+            losses, norms = logged(trainer)
+            found["fits"][name] = (losses, {key: spans(trainer)[key] for key in other[1]}), other, norms
     for name, (settings, more) in RESUMED.items():
-        if not full and name not in QUICK[1:]:
-            continue
-        found["resumed"][name] = resumed(settings, Path(folder) / f"resumed {name}", *more)
+        if full or name == "cpu":
+            at, spec = Path(folder) / f"resumed {name}", tiny(**settings)
+            found["resumed"][name] = resumed(lambda *more, at=at, spec=spec: trained(spec, at, *more), *more)
     found["hooks"], found["refusals"] = hooks(), refusals()
     return found
 
@@ -169,16 +194,14 @@ def refusals() -> list[tuple[str, str]]:
     return said
 
 
-KEPT = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only")
-
-
 def optimizer_state(trainer: Any) -> dict[str, Tensor]:
     state = trainer.optimizers.state_dict()
-    return {name: full(value) for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
+    whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
+    return {name: value for name, value in whole.items() if isinstance(value, Tensor) and value.ndim}
 
 
 def saved(rank: int, folder: str) -> dict[str, Tensor]:
-    return optimizer_state(trained({"tier": "cpu"}, Path(folder), *KEPT, steps=2))
+    return optimizer_state(trained(tiny(tier="cpu"), Path(folder), *KEPT, steps=2))
 
 
 def loaded(rank: int, folder: str) -> dict[str, Tensor]:
@@ -188,9 +211,62 @@ def loaded(rank: int, folder: str) -> dict[str, Tensor]:
     return optimizer_state(trainer)
 
 
-def resumed(settings: dict[str, Any], folder: Path, *more: str) -> tuple[Found, Found]:
-    """Four steps, and the last two of them again from the checkpoint of the second, by torchtitan's own options."""
-    keeps = ("--checkpoint.enable", "--checkpoint.interval=2", *more)
-    whole = trained(settings, folder, *keeps)
-    rest = trained(settings, folder, *keeps, "--checkpoint.load_step=2")
-    return (whole.metrics_processor.losses[2:], params(whole)), (rest.metrics_processor.losses, params(rest))
+# layouts of ranks, by torchtitan's own FSDP2 and by zk.shard, from the same values
+
+
+def value_of(name: str, shape: torch.Size) -> Tensor:
+    rng = torch.Generator().manual_seed(zlib.crc32(name.removesuffix("_orig_mod.").encode()))
+    return torch.randn(shape, generator=rng) * 0.3 if len(shape) > 1 else torch.ones(shape)
+
+
+@torch.no_grad()
+def by_name(model: Any) -> None:
+    """Values that depend on a parameter's name alone: torch draws a DTensor's on each rank by itself, on a CPU."""
+    for name, param in model.named_parameters():
+        whole = value_of(name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), param.shape)
+        if isinstance(param, DTensor):
+            mesh = param.device_mesh
+            copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            param.to_local().copy_(copies.redistribute(placements=param.placements).to_local())
+        else:
+            param.copy_(whole)
+
+
+def spec_of(**settings: Any) -> Any:
+    spec = tiny()
+    from zerokern.integrations.torchtitan import train_spec
+
+    class Model(spec.model_cls):
+        def init_weights(self, buffer_device: Any = None) -> None:
+            super().init_weights(buffer_device=buffer_device)
+            by_name(self)
+
+    spec = dataclasses.replace(spec, model_cls=Model)
+    return train_spec(spec, **settings) if settings else spec
+
+
+def both(folder: Path, layout: Layout, stages: list[int], more: list[str], accumulated: int = 1) -> Any:
+    """Losses and norms of FSDP2, and of zk.shard at each stage."""
+    settings = [{}, *({"stage": stage, "tier": "cpu"} for stage in stages)]
+    runs = (trained(spec_of(**one), folder, *more, layout=layout, accumulated=accumulated) for one in settings)
+    theirs, *ours = map(logged, runs)
+    return theirs, ours
+
+
+def laid(rank: int, folder: str, rows: dict[str, tuple[Layout, list[int], list[str], int]]) -> dict[str, Any]:
+    """Of each row both, and resumed at the first of its stages; and what is warned of the stage."""
+    found = {}
+    for name, (layout, stages, more, accumulated) in rows.items():
+        here = Path(folder) / name
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            compared = both(here / "both", layout, stages, more, accumulated)
+        spec = spec_of(stage=stages[0], tier="cpu")
+
+        def train(*more: str, spec: Any = spec, layout: Layout = layout, at: Path = here / "resumed") -> Any:
+            return trained(spec, at, *more, layout=layout)
+
+        told = [str(one.message) for one in said if "data_parallel_shard_degree" in str(one.message)]
+        mixed = any("mixed_precision" in one for one in more)  # torch has no state of such optimizers before a step
+        found[name] = compared, None if mixed else resumed(train, *more), told
+    return found

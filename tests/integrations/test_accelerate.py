@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,18 @@ from hf_cases import (
     BF16,
     CLIP,
     FP16,
+    FP32,
+    HOST,
+    PLAIN,
     ROWS,
+    SCALE,
     SETTINGS,
+    SMALL,
     STEPS,
     Run,
     by_hand,
     decayed,
+    expected,
     fp16_on_a_cpu,
     fresh,
     fsdp2_on_a_cpu,
@@ -28,22 +32,21 @@ from hf_cases import (
     number_of,
     on_ranks,
     rows,
-    scaler_of,
     scheduled,
+    torchs_clip,
     total,
     values,
     world_size,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zerokern as zk
 from zerokern.core.errors import StateError
 
-FP32 = torch.float32
 PRECISION = {None: "no", BF16: "bf16", FP16: "fp16"}
+OVERLAP = {**HOST, "schedule": "overlap"}
 
 
 def accelerator_for(amp: Any = None, plain: bool = False) -> Any:
@@ -96,90 +99,47 @@ class Session:
         return self.run
 
 
-def torchs_clip(model: nn.Module) -> Callable[[], Tensor]:
-    return lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+def session_of(
+    kind: Any, amp: Any, dtype: torch.dtype, settings: dict[str, Any], plain: bool = False, dropout: float = 0.0
+) -> Session:
+    """Of one process or DDP (None), of FSDP2, or of a stage of zk.shard."""
+    accelerator, model = accelerator_for(amp, plain), language_model(dropout, dtype)
+    if isinstance(kind, int):
+        zk.shard(model, stage=kind)
+    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
+    if kind == "fsdp2":
+        fsdp2_on_a_cpu()
+    session = Session(accelerator, model, optimizer)
+    assert session.model is model or not isinstance(kind, int)
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    assert held == {id(param) for param in session.model.parameters()}, "its parameters were exchanged"
+    return session
 
 
-def same_as_by_hand(amp: Any, dtype: torch.dtype, scale: float = 2.0**10, plain: bool = True, **settings: Any) -> Run:
-    """One process, or DDP."""
+def as_by_hand(
+    kind: Any = None,
+    amp: Any = None,
+    dtype: torch.dtype = FP32,
+    scale: float = SCALE,
+    plain: bool = False,
+    **settings: Any,
+) -> Run:
     with fresh(), fp16_on_a_cpu(scale):
-        model = language_model(dtype=dtype)
-        session = Session(accelerator_for(amp, plain), model, zk.AdamW(decayed(model), **SETTINGS, **settings))
+        session = session_of(kind, amp, dtype, settings, plain)
         session.train()
         found = session.end()
-    model = language_model(dtype=dtype)
-    reduced = dist.is_initialized()
-    wrapped = DistributedDataParallel(model) if reduced else model
-    loop = {"means": True, "autocast": amp, "scaler": scaler_of(amp, scale), "clip": torchs_clip(model)}
-    waits = {"waits": wrapped.no_sync} if reduced else {}
-    found.same(by_hand(wrapped, zk.AdamW(decayed(model), **SETTINGS, **settings), **loop, **waits))
+    found.same(expected(kind, amp, dtype, scale, means=True, **settings))
     return found
-
-
-PLAIN = (
-    (None, FP32, {"tier": "cpu"}),
-    (None, BF16, {"tier": "cpu", "state_format": "int8", "master_format": "split8"}),
-    (BF16, FP32, {"tier": "cpu", "schedule": "overlap"}),
-    (None, BF16, {"tier": "cpu", "schedule": zk.Delayed(after=2)}),
-    (FP16, FP32, {"tier": "cpu"}),
-)
 
 
 @pytest.mark.parametrize("amp, dtype, settings", PLAIN)
 def test_the_losses_of_the_loop_by_hand(amp: Any, dtype: torch.dtype, settings: dict) -> None:
-    same_as_by_hand(amp, dtype, **settings)
+    as_by_hand(None, amp, dtype, plain=True, **settings)
 
 
 def test_the_rate_stays_where_a_step_was_skipped() -> None:
-    found = same_as_by_hand(FP16, FP32, 2.0**19, plain=False)
+    found = as_by_hand(None, FP16, FP32, 2.0**19)
     assert found.skipped in range(1, STEPS), found.norms
-
-
-def sharded_as_by_hand(
-    stage: int, amp: Any = None, dtype: torch.dtype = FP32, scale: float = 2.0**10, **settings: Any
-) -> Run:
-    with fresh(), fp16_on_a_cpu(scale):
-        accelerator = accelerator_for(amp)
-        model = zk.shard(language_model(dtype=dtype), stage=stage)
-        session = Session(accelerator, model, zk.AdamW(decayed(model), **SETTINGS, **settings))
-        assert session.model is model
-        session.train()
-        found = session.end()
-    model = zk.shard(language_model(dtype=dtype), stage=stage)
-    loop = {"means": True, "autocast": amp, "scaler": scaler_of(amp, scale), "waits": lambda: zk.no_sync(model)}
-    clip = {"clip": lambda: zk.clip_grad_norm_(model, CLIP)}
-    found.same(by_hand(model, zk.AdamW(decayed(model), **SETTINGS, **settings), **loop, **clip))
-    return found
-
-
-def divided(model: nn.Module) -> nn.Module:
-    for block in model.transformer.h:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def fsdp2_as_by_hand(dtype: torch.dtype, **settings: Any) -> Run:
-    with fresh():
-        accelerator = accelerator_for(plain=True)
-        model = language_model(dtype=dtype)
-        optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
-        fsdp2_on_a_cpu()
-        session = Session(accelerator, model, optimizer)
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        assert held == {id(param) for param in session.model.parameters()}, "its parameters were exchanged"
-        session.train()
-        found = session.end()
-    model = divided(language_model(dtype=dtype))
-
-    @contextlib.contextmanager
-    def waits() -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
-    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
-    found.same(by_hand(model, optimizer, means=True, clip=torchs_clip(model), waits=waits))
-    return found
 
 
 def moved_state(settings: dict[str, Any], dtype: torch.dtype = FP32) -> None:
@@ -198,14 +158,7 @@ def moved_state(settings: dict[str, Any], dtype: torch.dtype = FP32) -> None:
     runs[1].same(runs[0])
 
 
-KINDS = (
-    ({"tier": "cpu"}, FP32),
-    ({"tier": "cpu", "state_format": "int8", "master_format": "split8"}, BF16),
-    ({"schedule": zk.Delayed(after=2)}, BF16),
-)
-
-
-@pytest.mark.parametrize("settings, dtype", KINDS)
+@pytest.mark.parametrize("settings, dtype", [(HOST, FP32), (SMALL, BF16), ({"schedule": zk.Delayed(after=2)}, BF16)])
 def test_state_that_was_moved_behind_its_back(settings: dict, dtype: torch.dtype, monkeypatch: Any) -> None:
     """On a CPU nothing moves: here a copy is what comes back, as it would from a device."""
     import accelerate.optimizer
@@ -214,14 +167,9 @@ def test_state_that_was_moved_behind_its_back(settings: dict, dtype: torch.dtype
         if isinstance(value, Tensor):
             seen.append(value.dtype)
             return value.clone()
-        return (
-            accelerate.optimizer.honor_type(value, map(one, value))
-            if isinstance(value, list | tuple)
-            else ({key: one(item) for key, item in value.items()} if isinstance(value, dict) else value)
-        )
-
-    def one(value: Any) -> Any:
-        return copied(value, None)
+        if isinstance(value, dict):
+            return {key: copied(item, device) for key, item in value.items()}
+        return [copied(item, device) for item in value] if isinstance(value, list) else value
 
     seen: list[torch.dtype] = []
     monkeypatch.setattr(accelerate.optimizer, "move_to_device", copied)
@@ -238,11 +186,10 @@ def test_parameters_that_were_exchanged_before_the_first_step() -> None:
         session.optimizer._switch_parameters(dict(pairs))
         session.train()
         found = session.end()
-    found.same(same_as_by_hand(None, FP32, tier="cpu"))
+    found.same(expected(None, means=True, tier="cpu"))
 
 
 def test_what_cannot_work_is_refused_before_training() -> None:
-
     from zerokern.integrations.accelerate import Accelerator
 
     def refuses(words: str, kind: type[Exception], accelerator: Any, model: nn.Module, optimizer: Any = None) -> None:
@@ -270,23 +217,12 @@ def test_what_cannot_work_is_refused_before_training() -> None:
         refuses("distributed_type", ValueError, accelerator, divided(3))
 
 
-def session_of(kind: Any, dtype: torch.dtype, settings: dict[str, Any]) -> Session:
-    """Of one process or DDP (None), of FSDP2, or of a stage of zk.shard."""
-    accelerator, model = accelerator_for(), language_model(0.2, dtype)
-    if isinstance(kind, int):
-        zk.shard(model, stage=kind)
-    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
-    if kind == "fsdp2":
-        fsdp2_on_a_cpu()
-    return Session(accelerator, model, optimizer)
-
-
 def saved_and_resumed(folder: str, kinds: tuple[Any, Any], dtype: torch.dtype = FP32, **settings: Any) -> None:
     """By Accelerate's own buttons: three steps, saved, three more; and these three in other objects."""
     runs = []
     for number, kind in enumerate(kinds):
         with fresh():
-            session = session_of(kind, dtype, settings)
+            session = session_of(kind, None, dtype, settings, dropout=0.2)
             torch.manual_seed(100 * number + (dist.get_rank() if dist.is_initialized() else 0))
             if number:
                 session.accelerator.load_state(folder)
@@ -302,19 +238,16 @@ def saved_and_resumed(folder: str, kinds: tuple[Any, Any], dtype: torch.dtype = 
         torch.testing.assert_close(runs[1].losses, runs[0].losses[3:], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype, settings", [(FP32, {"tier": "cpu"}), (BF16, {"schedule": zk.Delayed(after=1)})])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype, settings: dict) -> None:
-    saved_and_resumed(str(tmp_path), (None, None), dtype, **settings)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_resumed_run_of_a_divided_model_goes_on_bit_for_bit(tmp_path: Path, stage: int) -> None:
-    saved_and_resumed(str(tmp_path), (stage, stage), BF16, tier="cpu")
+@pytest.mark.parametrize(
+    "kind, dtype, settings", [(None, FP32, HOST), (None, BF16, {"schedule": zk.Delayed(after=1)}), (3, BF16, HOST)]
+)
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: Any, dtype: torch.dtype, settings: dict) -> None:
+    saved_and_resumed(str(tmp_path), (kind, kind), dtype, **settings)
 
 
 def two(rank: int) -> None:
-    plain = same_as_by_hand(None, FP32, tier="cpu")
-    for found in (sharded_as_by_hand(2), sharded_as_by_hand(3), fsdp2_as_by_hand(FP32, tier="cpu")):
+    plain = as_by_hand(plain=True, **HOST)
+    for found in (as_by_hand(2), as_by_hand(3), as_by_hand("fsdp2", plain=True, **HOST)):
         torch.testing.assert_close(found.losses, plain.losses, rtol=1e-5, atol=0)
     with fresh():
         alone = zk.shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
@@ -323,43 +256,34 @@ def two(rank: int) -> None:
             accelerator.prepare(alone)
 
 
-def test_two_ranks() -> None:
-    on_ranks(2, two)
-
-
-def two_at_length(rank: int, folder: str) -> None:
-    same_as_by_hand(None, BF16, plain=False, tier="cpu", schedule=zk.Delayed(after=2))
-    moved_state({"tier": "cpu", "state_format": "int8", "master_format": "split8"}, BF16)
-    sharded_as_by_hand(2, BF16)
-    sharded_as_by_hand(3, None, BF16, tier="cpu", schedule="overlap")
-    assert sharded_as_by_hand(3, FP16, scale=2.0**19).skipped > 0
-    fsdp2_as_by_hand(BF16, tier="cpu", schedule="overlap")
+def two_at_length(rank: int, folder: str) -> dict[str, Tensor]:
+    """At its end what two ranks have saved, for one to go on with."""
+    two(rank)
+    as_by_hand(None, None, BF16, **HOST, schedule=zk.Delayed(after=2))
+    moved_state(SMALL, BF16)
+    as_by_hand(2, None, BF16)
+    as_by_hand(3, None, BF16, **OVERLAP)
+    assert as_by_hand(3, FP16, scale=2.0**19).skipped > 0
+    as_by_hand("fsdp2", None, BF16, **OVERLAP)
     saved_and_resumed(f"{folder}/ddp", (None, None), BF16, schedule=zk.Delayed(after=1))
-    saved_and_resumed(f"{folder}/3", (3, 3), BF16, tier="cpu", schedule="overlap")
+    saved_and_resumed(f"{folder}/3", (3, 3), BF16, **OVERLAP)
     saved_and_resumed(f"{folder}/2-3", (2, 3))
-    saved_and_resumed(f"{folder}/fsdp2", ("fsdp2", "fsdp2"), tier="cpu")
+    saved_and_resumed(f"{folder}/fsdp2", ("fsdp2", "fsdp2"), **HOST)
     saved_and_resumed(f"{folder}/late", ("fsdp2", "fsdp2"), BF16, schedule=zk.Delayed(after=1))
-
-
-@pytest.mark.slow
-def test_two_ranks_at_length(tmp_path: Path) -> None:
-    on_ranks(2, two_at_length, str(tmp_path))
-
-
-def saved_by_two(rank: int, folder: str) -> dict[str, Tensor]:
-    session = session_of(3, BF16, {"tier": "cpu"})
-    session.train(0, 3)
-    session.accelerator.save_state(folder)
-    return values(session.model)
-
-
-@pytest.mark.slow
-def test_one_rank_goes_on_with_what_two_saved(tmp_path: Path) -> None:
-    expected, _ = on_ranks(2, saved_by_two, str(tmp_path))
     with fresh():
-        session = session_of(2, BF16, {})
-        session.accelerator.load_state(str(tmp_path))
+        session = session_of(3, None, BF16, HOST, dropout=0.2)
+        session.train(0, 3)
+        session.accelerator.save_state(f"{folder}/two")
+        return values(session.model)
+
+
+@pytest.mark.slow
+def test_two_ranks_at_length_and_one_goes_on(tmp_path: Path) -> None:
+    of_two, _ = on_ranks(2, two_at_length, str(tmp_path))
+    with fresh():
+        session = session_of(2, None, BF16, {}, dropout=0.2)
+        session.accelerator.load_state(str(tmp_path / "two"))
         found = values(session.model)
         session.train(0, 3)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert all(torch.equal(value, of_two[name]) for name, value in found.items())
     assert {float(entry["step"]) for entry in session.optimizer.state.values()} == {6.0}

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import light_ranks
 import lightning.fabric.utilities.optimizer as moving
 import pytest
 import torch
@@ -19,9 +18,11 @@ from light_cases import (
     Case,
     Task,
     batches,
+    everything,
     fitted,
     left_clean,
     looped,
+    one_of_two,
     resumed,
     run_ranks,
     same,
@@ -70,15 +71,21 @@ def alone() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture(scope="module", params=[pytest.param(False, id="some"), pytest.param(True, id="all", marks=slow)])
-def both(folder: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What two ranks found; started once, for Lightning takes seconds to import."""
-    return run_ranks(2, light_ranks.everything, folder, request.param, timeout=240, patience=60)
+@pytest.mark.parametrize("full", [pytest.param(False, id="some"), pytest.param(True, id="all", marks=slow)])
+def test_two_ranks_have_the_same_bits_as_a_plain_loop_and_resume(full: bool, tmp_path: Path) -> None:
+    """Started once, for Lightning takes seconds to import."""
+    both = run_ranks(2, everything, str(tmp_path), full, timeout=240, patience=60)
+    for found in both:
+        for one, other in [*found["fits"].values(), *found["resumed"].values()]:
+            same(one, other)
+    assert both[0]["fits"]["3"][0][0] != both[1]["fits"]["3"][0][0]  # each had its own batches
+    if full:  # at another stage, and on fewer ranks
+        for found in both:
+            one, other = found["restaged"]
+            torch.testing.assert_close(other[0], one[0], rtol=1e-6, atol=0)
+        losses, params = run_ranks(1, one_of_two, str(tmp_path))[0]
+        assert losses == []
+        same(([], params), ([], both[0]["smaller"][1]))
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +103,6 @@ def test_the_same_bits_as_a_plain_loop(name: str, tmp_path: Path) -> None:
     same(fitted(FITS[name], 1, tmp_path), looped(FITS[name]))
 
 
-def test_two_ranks_have_the_same_bits_as_a_plain_loop(both: list[dict[str, Any]]) -> None:
-    for found in both:
-        for one, other in found["fits"].values():
-            same(one, other)
-    assert both[0]["fits"]["3"][0][0] != both[1]["fits"]["3"][0][0]  # each had its own batches
-
-
 @pytest.mark.parametrize("name", rows(RESUMED))
 def test_resumed_as_if_never_stopped(name: str, tmp_path: Path) -> None:
     case = RESUMED[name]
@@ -111,21 +111,6 @@ def test_resumed_as_if_never_stopped(name: str, tmp_path: Path) -> None:
         same(*resumed(first, 1, tmp_path, again=second))
     else:
         same(*resumed(case, 1, tmp_path))
-
-
-def test_two_ranks_resumed_as_if_never_stopped(both: list[dict[str, Any]]) -> None:
-    for found in both:
-        for one, other in found["resumed"].values():
-            same(one, other)
-
-
-@slow
-def test_resumed_at_another_stage_and_on_fewer_ranks(both: list[dict[str, Any]], folder: str) -> None:
-    for one, other in (found["restaged"] for found in both if "restaged" in found):
-        torch.testing.assert_close(other[0], one[0], rtol=1e-6, atol=0)
-    losses, params = run_ranks(1, light_ranks.one_of_two, folder)[0]
-    assert losses == []
-    same(([], params), ([], both[0]["smaller"][1]))
 
 
 def test_a_plain_checkpoint_goes_on_divided(saved: Path, tmp_path: Path) -> None:
@@ -241,10 +226,10 @@ def test_refusals(tmp_path: Path) -> None:
         run.save_checkpoint(tmp_path / "there", storage_options={})
 
 
-@pytest.mark.parametrize("name, stage", [("zerokern", None), *((f"zerokern_stage_{one}", one) for one in range(4))])
-def test_aliases(name: str, stage: int | None, tmp_path: Path) -> None:
-    found = trainer(STAGE_3, 1, tmp_path, strategy=name).strategy
-    assert type(found) is ZerokernStrategy and found.stage == stage
+def test_aliases(tmp_path: Path) -> None:
+    for name, stage in [("zerokern", None), *((f"zerokern_stage_{one}", one) for one in range(4))]:
+        found = trainer(STAGE_3, 1, tmp_path, strategy=name).strategy
+        assert type(found) is ZerokernStrategy and found.stage == stage
 
 
 @slow

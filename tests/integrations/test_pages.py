@@ -86,22 +86,17 @@ def wrong_calls(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["adoption.md", "troubleshooting.md", "checkpoint-format.md"])
-def test_what_is_called_exists(name: str) -> None:
-    assert len(called(doc_pages.page(name))) >= 3
-    assert wrong_calls(doc_pages.page(name)) == []
+def test_what_is_called_exists() -> None:
+    for name in ("adoption.md", "troubleshooting.md", "checkpoint-format.md"):
+        assert len(called(doc_pages.page(name))) >= 3
+        assert wrong_calls(doc_pages.page(name)) == []
+    wrong = "`zk.shard(model, level=3)`, `zk.fully(model)`, `zk.build(fn, stage=3)`"
+    assert wrong_calls(wrong) == ["zk.shard(level=)", "zk.fully"]
 
 
-def test_a_call_of_nothing_is_found() -> None:
-    assert wrong_calls("`zk.shard(model, level=3)`, `zk.fully(model)`, `zk.build(fn, stage=3)`") == [
-        "zk.shard(level=)",
-        "zk.fully",
-    ]
-
-
-@pytest.mark.parametrize("quote", doc_pages.quoted("troubleshooting.md"))
-def test_a_quoted_message_exists(quote: str) -> None:
-    assert doc_pages.is_said(quote, doc_pages.messages())
+def test_quoted_messages_exist() -> None:
+    quotes = doc_pages.quoted("troubleshooting.md")
+    assert [quote for quote in quotes if not doc_pages.is_said(quote, doc_pages.messages())] == []
 
 
 def test_what_nobody_says_is_found() -> None:
@@ -121,20 +116,17 @@ REAL: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("quote", REAL)
-def test_a_message_is_raised_as_quoted(quote: str, folder: Path) -> None:
-    assert quote in doc_pages.quoted("troubleshooting.md")
-    with pytest.raises((ValueError, TypeError, zk.ZerokernError)) as raised:
-        REAL[quote]()
-    assert doc_pages.is_said(quote, (str(raised.value),))
+def test_messages_are_raised_as_quoted(folder: Path) -> None:
+    for quote, work in REAL.items():
+        assert quote in doc_pages.quoted("troubleshooting.md")
+        with pytest.raises((ValueError, TypeError, zk.ZerokernError)) as raised:
+            work()
+        assert doc_pages.is_said(quote, (str(raised.value),))
 
 
 KINDS = {
-    "mapped": "Mapped",
-    "ignored": "Ignored, and why",
-    "yours": "Left to you",
-    "refused": "Refused, and what to do",
-}
+    "mapped": "Mapped", "ignored": "Ignored, and why", "yours": "Left to you", "refused": "Refused, and what to do",
+}  # fmt: skip
 
 
 def table_of_keys() -> str:

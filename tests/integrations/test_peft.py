@@ -23,23 +23,12 @@ ERROR = 2e-6  # torch's AdamW and ours round differently; over five steps of a l
 
 
 SFT: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "max_steps": cases.STEPS,
-    "per_device_train_batch_size": cases.ROWS,
-    "learning_rate": cases.LR,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": cases.CLIP,
+    "use_cpu": True, "bf16": False, "max_steps": cases.STEPS, "per_device_train_batch_size": cases.ROWS,
+    "learning_rate": cases.LR, "lr_scheduler_type": "constant", "max_grad_norm": cases.CLIP,
     "weight_decay": 0.01,  # torch's default, which the plain loop has
-    "max_length": None,
-    "gradient_checkpointing": False,
-    "train_sampling_strategy": "sequential",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-}
+    "max_length": None, "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "logging_steps": 1,
+    "save_strategy": "no", "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False,
+}  # fmt: skip
 
 
 def here(function: Any, *arguments: Any) -> list:
@@ -120,16 +109,10 @@ def test_a_bf16_base_and_fp32_adapters(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("settings", [{"tier": "cpu", "schedule": "overlap"}, {"state_format": "int8"}], ids=str)
-def test_offloaded_and_compressed(stage: int, settings: dict[str, Any]) -> None:
+def test_offloaded_compressed_and_checkpointed(stage: int) -> None:
     _, plain = cases.sharded(stage)
-    _, losses = cases.sharded(stage, **settings)
-    assert losses == (plain if "tier" in settings else pytest.approx(plain, abs=0.02))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradient_checkpointing_alters_nothing(stage: int) -> None:
-    _, plain = cases.sharded(stage)
+    assert cases.sharded(stage, tier="cpu", schedule="overlap")[1] == plain
+    assert cases.sharded(stage, state_format="int8")[1] == pytest.approx(plain, abs=0.02)
     model = cases.adapted()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
@@ -139,9 +122,12 @@ def test_gradient_checkpointing_alters_nothing(stage: int) -> None:
     assert cases.trained(model, opt) == plain
 
 
-def test_an_adapter_is_switched_off_and_merged() -> None:
+def test_an_adapter_is_switched_off_and_merged(tmp_path: Path) -> None:
+    """And saving what is divided says what to do."""
     rows = next(cases.batches())
     model, _ = cases.sharded(3)
+    with pytest.raises(TypeError, match=r"with zk.gathered\(model\)"):
+        model.save_pretrained(tmp_path)
     with torch.no_grad(), model.disable_adapter():
         bare = model(input_ids=rows).logits
     with torch.no_grad():
@@ -152,12 +138,6 @@ def test_an_adapter_is_switched_off_and_merged() -> None:
         merged = model(input_ids=rows).logits
     assert not torch.equal(apart, bare)
     torch.testing.assert_close(merged, apart, rtol=1e-4, atol=1e-4)
-
-
-def test_saving_what_is_divided_says_what_to_do(tmp_path: Path) -> None:
-    model, _ = cases.sharded(3)
-    with pytest.raises(TypeError, match=r"with zk.gathered\(model\)"):
-        model.save_pretrained(tmp_path)
 
 
 def tuned(rank: int, folder: str, stages: tuple[int | None, ...]) -> dict[Any, Any]:
@@ -175,7 +155,8 @@ def tuned(rank: int, folder: str, stages: tuple[int | None, ...]) -> dict[Any, A
     torch.set_num_threads(1)
     disable_progress_bars()
     logging.disable(logging.WARNING)
-    seen: dict[Any, Any] = {}
+    model, losses = cases.by_torch()
+    seen: dict[Any, Any] = {"torch": (losses, cases.adapter_of(model))}
     for stage in stages:
         args = SFTConfig(output_dir=f"{folder}/{stage}", **SFT)
         common = {
@@ -195,12 +176,6 @@ def tuned(rank: int, folder: str, stages: tuple[int | None, ...]) -> dict[Any, A
     return seen
 
 
-def plain_loop(rank: int) -> tuple[list[float], dict[str, Tensor]]:
-    torch.set_num_threads(1)
-    model, losses = cases.by_torch()
-    return losses, cases.adapter_of(model)
-
-
 @WORLDS
 def test_sft_trainer_reaches_the_losses_of_a_plain_loop(worlds: Any, tmp_path: Path) -> None:
     if sys.version_info < (3, 11):
@@ -208,7 +183,7 @@ def test_sft_trainer_reaches_the_losses_of_a_plain_loop(worlds: Any, tmp_path: P
     from peft import PeftModel
 
     results = worlds(tuned, str(tmp_path), (None, 2, 3))
-    plain, adapter = worlds(plain_loop)[0]
+    plain, adapter = results[0].pop("torch")
     for stage, (losses, ours) in results[0].items():
         assert losses == pytest.approx(plain, abs=ERROR), stage
         for name, value in adapter.items():

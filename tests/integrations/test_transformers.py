@@ -11,29 +11,28 @@ import torch
 import torch.distributed as dist
 from hf_cases import (
     BF16,
-    CLIP,
     FP16,
-    SETTINGS,
+    FP32,
+    HOST,
+    PLAIN,
+    SCALE,
     Run,
     arguments,
-    by_hand,
-    decayed,
+    expected,
     fp16_on_a_cpu,
     fresh,
     fsdp2_on_a_cpu,
     language_model,
     on_ranks,
     rows,
-    scaler_of,
     seen_by,
     values,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 import zerokern as zk
 from zerokern.core.errors import StateError
 
-FP32 = torch.float32
+SLOW = pytest.mark.slow
 
 
 def trainer(model: Any, args: Any, kind: Any = None, **settings: Any) -> Any:
@@ -56,51 +55,21 @@ def under_fsdp2(model: Any, args: Any, **settings: Any) -> Any:
     return trainer(model, args, Forced, **settings)
 
 
-def same_as_by_hand(folder: Path | str, amp: Any, dtype: torch.dtype, scale: float = 2.0**10, **settings: Any) -> Run:
-    with fresh(), fp16_on_a_cpu(scale):
+def as_by_hand(folder: Path | str, kind: Any, amp: Any, dtype: torch.dtype, **settings: Any) -> Run:
+    with fresh(), fp16_on_a_cpu(SCALE):
         args = arguments(folder, bf16=amp is BF16, fp16=amp is FP16)
-        run = trainer(language_model(dtype=dtype), args, **settings)
+        model = language_model(dtype=dtype)
+        run = trainer(zk.shard(model.to(args.device), stage=kind) if isinstance(kind, int) else model, args, **settings)
         run.train()
         found = seen_by(run)
-    model = language_model(dtype=dtype)
-    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
-    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
-
-    def clip() -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-
-    waits = {"waits": wrapped.no_sync} if dist.is_initialized() else {}
-    found.same(by_hand(wrapped, optimizer, clip=clip, autocast=amp, scaler=scaler_of(amp, scale), **waits))
+    found.same(expected(kind, amp, dtype, means=False, **settings))
     assert found.losses[-1] != found.losses[0]
     return found
 
 
-PLAIN = (
-    (None, FP32, {"tier": "cpu"}),
-    (None, BF16, {"tier": "cpu", "state_format": "int8", "master_format": "split8"}),
-    (BF16, FP32, {"tier": "cpu", "schedule": "overlap"}),
-    (None, BF16, {"tier": "cpu", "schedule": zk.Delayed(after=2)}),
-    (FP16, FP32, {"tier": "cpu"}),
-)
-
-
 @pytest.mark.parametrize("amp, dtype, settings", PLAIN)
 def test_the_losses_of_the_loop_by_hand(tmp_path: Path, amp: Any, dtype: torch.dtype, settings: dict) -> None:
-    same_as_by_hand(tmp_path, amp, dtype, **settings)
-
-
-def sharded_as_by_hand(folder: str, stage: int, amp: Any = None, dtype: torch.dtype = FP32, **settings: Any) -> Run:
-    scale = 2.0**10
-    with fresh(), fp16_on_a_cpu(scale):
-        args = arguments(folder, bf16=amp is BF16, fp16=amp is FP16)
-        run = trainer(zk.shard(language_model(dtype=dtype).to(args.device), stage=stage), args, **settings)
-        run.train()
-        found = seen_by(run)
-    model = zk.shard(language_model(dtype=dtype), stage=stage)
-    optimizer = zk.AdamW(decayed(model), **SETTINGS, **settings)
-    loop = {"clip": lambda: zk.clip_grad_norm_(model, CLIP), "waits": lambda: zk.no_sync(model)}
-    found.same(by_hand(model, optimizer, autocast=amp, scaler=scaler_of(amp, scale), **loop))
-    return found
+    as_by_hand(tmp_path, None, amp, dtype, **settings)
 
 
 def whole_on_the_main_process(folder: str, stage: int) -> None:
@@ -125,7 +94,7 @@ def test_a_divided_model_is_saved_as_trainer_saves_models(tmp_path: Path) -> Non
     whole_on_the_main_process(str(tmp_path), 3)
 
 
-@pytest.mark.parametrize("only_model", [True, False])
+@pytest.mark.parametrize("only_model", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_best_model_is_what_is_left(tmp_path: Path, only_model: bool) -> None:
     from transformers import GPT2LMHeadModel
 
@@ -152,22 +121,12 @@ def refuses(words: str, kind: type[Exception], begin: Any, **settings: Any) -> N
             begin(model, args).train()
 
 
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"bf16_full_eval": True}, "bf16_full_eval"),
-        ({"fp16_full_eval": True}, "fp16_full_eval"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
-        ({"torch_compile": True}, "torch_compile"),
-        ({"fp16": True}, "GradScaler"),
-    ],
-)
-def test_what_would_move_or_convert_a_divided_model_is_refused(settings: dict, words: str) -> None:
-    refuses(words, ValueError, trainer, **settings)
-
-
-def test_other_optimizers_are_refused_before_training() -> None:
+def test_what_a_divided_model_cannot_have_is_refused_before_training() -> None:
     from zerokern.integrations.transformers import Trainer
+
+    for name in ("bf16_full_eval", "fp16_full_eval", "auto_find_batch_size", "torch_compile"):
+        refuses(name, ValueError, trainer, **{name: True})
+    refuses("GradScaler", ValueError, trainer, fp16=True)
 
     def with_torchs(model: Any, args: Any) -> Any:
         return Trainer(model, args, train_dataset=rows(), optimizers=(torch.optim.SGD(model.parameters()), None))
@@ -199,18 +158,6 @@ def test_adamw_is_what_a_divided_model_gets(tmp_path: Path) -> None:
     assert type(made) is zk.AdamW
     assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
     assert made.param_groups[0]["betas"] == (0.9, 0.95)
-
-
-def two(rank: int, folder: str) -> None:
-    plain = same_as_by_hand(folder, None, FP32, tier="cpu")
-    for stage in (2, 3):
-        found = sharded_as_by_hand(folder, stage)
-        torch.testing.assert_close(found.losses, plain.losses, rtol=1e-5, atol=0)
-
-
-@pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
-    on_ranks(2, two, str(tmp_path))
 
 
 def saved_and_resumed(folder: str, settings: dict[str, Any], dtype: torch.dtype, stages: tuple[Any, Any]) -> None:
@@ -245,7 +192,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype, s
 
 
 @pytest.mark.parametrize(
-    "stages, dtype", [((3, 3), BF16), ((2, 3), FP32), pytest.param((3, None), FP32, marks=pytest.mark.slow)]
+    "stages, dtype", [((2, 3), FP32), *(pytest.param(*row, marks=SLOW) for row in [((3, 3), BF16), ((3, None), FP32)])]
 )
 def test_a_resumed_run_of_a_divided_model(tmp_path: Path, stages: tuple[Any, Any], dtype: torch.dtype) -> None:
     """As it was, at another stage, or without zk.shard; plain bf16 gradients would add up in another dtype."""
@@ -253,17 +200,21 @@ def test_a_resumed_run_of_a_divided_model(tmp_path: Path, stages: tuple[Any, Any
 
 
 def two_at_length(rank: int, folder: str) -> None:
-    same_as_by_hand(folder, None, BF16, tier="cpu", schedule=zk.Delayed(after=2))
-    sharded_as_by_hand(folder, 2, None, BF16, tier="cpu", schedule="overlap")
-    sharded_as_by_hand(folder, 3, BF16)
-    sharded_as_by_hand(folder, 3, FP16)
+    plain = as_by_hand(folder, None, None, FP32, **HOST)
+    for stage in (2, 3):
+        found = as_by_hand(folder, stage, None, FP32)
+        torch.testing.assert_close(found.losses, plain.losses, rtol=1e-5, atol=0)
+    as_by_hand(folder, None, None, BF16, **HOST, schedule=zk.Delayed(after=2))
+    as_by_hand(folder, 2, None, BF16, **HOST, schedule="overlap")
+    as_by_hand(folder, 3, None, BF16)
+    as_by_hand(folder, 3, FP16, FP32)
     saved_and_resumed(f"{folder}/ddp", {"schedule": zk.Delayed(after=1)}, BF16, (None, None))
-    saved_and_resumed(f"{folder}/3", {"tier": "cpu", "schedule": "overlap"}, BF16, (3, 3))
+    saved_and_resumed(f"{folder}/3", {**HOST, "schedule": "overlap"}, BF16, (3, 3))
     saved_and_resumed(f"{folder}/2", {}, FP32, (2, 2))
-    saved_and_resumed(f"{folder}/fsdp2", {"tier": "cpu"}, FP32, ("fsdp2", "fsdp2"))
+    saved_and_resumed(f"{folder}/fsdp2", HOST, FP32, ("fsdp2", "fsdp2"))
     whole_on_the_main_process(f"{folder}/whole", 3)
 
 
-@pytest.mark.slow
+@SLOW
 def test_two_ranks_at_length(tmp_path: Path) -> None:
     on_ranks(2, two_at_length, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Every test that takes `engine` runs on every engine; what this machine lacks is a skip that says so."""
+"""A test that takes `engine` runs on every engine, quickly on two; what this machine lacks is a skip that says so."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from children import Nursery
-from io_cases import ENGINES, EngineCase
+from io_cases import EngineCase, slow_but
 
 from zerokern.memory import Arena
 
 
-@pytest.fixture(params=ENGINES, ids=[case.name for case in ENGINES])
+@pytest.fixture(params=slow_but("uring", "threads"))
 def engine(request: pytest.FixtureRequest) -> EngineCase:
     """One of the engines: `engine.open(folder)` makes a store on it, and asserts that it is the one that runs."""
     case: EngineCase = request.param

@@ -22,15 +22,8 @@ BLOCK, DEPTH = 64 << 10, 8
 PAGE = 4096
 CHANCE = 65536
 # A bad day, on which everything still succeeds: 30 % late, 15 % short, 8 % interrupted, busy or without a place.
-BAD_DAY = {
-    "seed": 11,
-    "delay": 20000,
-    "delay_us": 300,
-    "shorten": 10000,
-    "interrupt": 5000,
-    "again": 5000,
-    "full": 5000,
-}
+BAD_DAY = {"seed": 11, "delay": 20000, "delay_us": 300, "shorten": 10000}
+BAD_DAY |= {"interrupt": 5000, "again": 5000, "full": 5000}
 
 
 @dataclass(frozen=True)
@@ -77,10 +70,17 @@ ENGINES = (
 BY_NAME = {case.name: case for case in ENGINES}
 
 
+def slow_but(*names: str) -> list[Any]:
+    """Every engine, but those that are not named are slow."""
+    return [pytest.param(one, id=one.name, marks=() if one.name in names else pytest.mark.slow) for one in ENGINES]
+
+
 def quick_on(*names: str) -> pytest.MarkDecorator:
-    """For long tests: every engine, but those that are not named are slow."""
-    rows = [pytest.param(one, id=one.name, marks=() if one.name in names else pytest.mark.slow) for one in ENGINES]
-    return pytest.mark.parametrize("engine", rows, indirect=True)
+    """For tests that other engines than those of `conftest.py` go through quickly."""
+    return pytest.mark.parametrize("engine", slow_but(*names), indirect=True)
+
+
+quick_everywhere = quick_on(*(one.name for one in ENGINES))
 
 
 @cache

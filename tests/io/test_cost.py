@@ -9,20 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import ENGINES, PAGE, EngineCase, open_descriptors, pattern, read, resident_nbytes, same
+from io_cases import PAGE, EngineCase, open_descriptors, pattern, quick_on, read, resident_nbytes, same
 from tries import best
 
 from zerokern.io import Store
 from zerokern.memory import Arena
 
-MOST_US = 20.0
-QUICK = [case for case in ENGINES if not case.faults]
-
-
-def opened(case: EngineCase, folder: Path, **settings: object) -> Store:
-    if case.requirement():
-        pytest.skip(case.requirement())
-    return case.open(folder, **settings)
+MOST_US = 40.0  # 6 to 12 on a busy EPYC of 2019: a machine of half its speed, or a busy one, passes
 
 
 def churn(store: Store, tensors: list[torch.Tensor], count: int) -> None:
@@ -38,33 +31,33 @@ def churn(store: Store, tensors: list[torch.Tensor], count: int) -> None:
     store.sync()
 
 
-@pytest.mark.parametrize(
-    "case", [QUICK[0], *(pytest.param(one, marks=pytest.mark.slow) for one in QUICK[1:])], ids=lambda case: case.name
-)
-def test_a_hundred_thousand_tickets_leak_nothing(case: EngineCase, folder: Path, arena: Arena) -> None:
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@quick_on("uring")
+def test_tickets_leak_nothing(engine: EngineCase, folder: Path, arena: Arena, count: int) -> None:
     """Descriptors stay as they are, and so does memory once the slots of the first round are there."""
     tensors = [arena.lease(PAGE, "x").tensor() for _ in range(40)]
     tensors += [pattern(600, i) for i in range(10)]
     values = [tensor.clone() for tensor in tensors]
-    with opened(case, folder, arena=arena, depth=64, checksum=True) as store:
-        churn(store, tensors, 20_000)
+    with engine.open(folder, arena=arena, depth=64, checksum=True) as store:
+        churn(store, tensors, count // 5)
         gc.collect()
         grown = []
         for _ in range(3):  # a leak grows each time; what the tests before this one left behind, once
             descriptors, resident, objects = open_descriptors(), resident_nbytes(), len(gc.get_objects())
-            churn(store, tensors, 100_000)
+            churn(store, tensors, count)
             gc.collect()
             grown.append(resident_nbytes() - resident)
-            if grown[-1] < 4 << 20:
+            if grown[-1] < 40 * count:
                 break
         assert not open_descriptors() - descriptors
-        assert min(grown) < 4 << 20, grown
+        assert min(grown) < 40 * count, grown
         assert len(gc.get_objects()) - objects < 500
         assert len(store._transfers.pending) == 0 == store.stats()["pending"]
         for i, value in enumerate(values):
             assert same(read(store, f"{i}", value), value)
 
 
+@quick_on("uring")
 def test_stores_leak_nothing(engine: EngineCase, folder: Path, arena: Arena) -> None:
     def use() -> None:
         with engine.open(folder, arena=arena) as store:
@@ -88,12 +81,11 @@ def test_stores_leak_nothing(engine: EngineCase, folder: Path, arena: Arena) -> 
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_microseconds_of_python_per_ticket(case: EngineCase, folder: Path, arena: Arena) -> None:
+def test_microseconds_of_python_per_ticket(engine: EngineCase, folder: Path, arena: Arena) -> None:
     """CPU time of the calling thread, all of put and wait included; the device is another thread's business."""
     tensors = [arena.lease(PAGE, "x").tensor() for _ in range(64)]
     keys = [f"{i}" for i in range(64)]
-    with opened(case, folder, arena=arena, depth=64, budget="1M") as store:
+    with engine.open(folder, arena=arena, depth=64, budget="1M") as store:
         for key, tensor in zip(keys, tensors, strict=True):
             store.put(key, tensor)
         store.sync()

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import BLOCK, PAGE, EngineCase, data_of, pattern, read, same
+from io_cases import BLOCK, PAGE, EngineCase, data_of, pattern, quick_everywhere, read, same
+from tables import each
 
 from zerokern import IoError
 
 DATA, INDEX = "zerokern.0.data", "zerokern.index"
 
 
+@quick_everywhere
 def test_overwritten_bytes_are_told_by_key(engine: EngineCase, folder: Path) -> None:
     with engine.open(folder, checksum=True) as store:
         tensors = {f"{i}": pattern(3 * BLOCK, i) for i in range(4)}
@@ -52,7 +54,7 @@ def test_bytes_that_came_back_from_another_place(engine: EngineCase, folder: Pat
         assert same(read(store, "a", pattern(PAGE)), pattern(PAGE, 1))
 
 
-@pytest.mark.parametrize("checksum", [False, True])
+@each("checksum", [False, True])
 def test_a_truncated_file_is_told_by_key(engine: EngineCase, folder: Path, checksum: bool) -> None:
     with engine.open(folder, checksum=checksum) as store:
         tensors = {f"{i}": pattern(3 * BLOCK, i) for i in range(4)}
@@ -72,7 +74,7 @@ def test_a_truncated_file_is_told_by_key(engine: EngineCase, folder: Path, check
         assert "more" not in store
 
 
-@pytest.mark.parametrize("checksum", [False, True])
+@each("checksum", [False, True])
 def test_a_file_truncated_while_closed(engine: EngineCase, folder: Path, checksum: bool) -> None:
     with engine.open(folder, durable=True, checksum=checksum) as store:
         for i in range(4):
@@ -109,7 +111,7 @@ def test_a_file_that_is_gone(engine: EngineCase, folder: Path) -> None:
     assert (folder / INDEX).exists()
 
 
-@pytest.mark.parametrize("how", ["a bit", "cut", "empty", "longer", "other version"])
+@each("how", ["a bit", "cut", "empty", "longer", "other version"])
 def test_a_damaged_index_is_refused_and_nothing_is_touched(engine: EngineCase, folder: Path, how: str) -> None:
     with engine.open(folder, durable=True) as store:
         store.put("x", pattern(100))

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from children import Nursery
-from io_cases import ENGINES, EngineCase, direct_here, files_of, pattern, read, same
+from io_cases import ENGINES, EngineCase, direct_here, files_of, pattern, read, same, slow_but
+from tables import each
 
 import zerokern as zk
 from zerokern import BackendError
 from zerokern.core import native
 from zerokern.core.errors import say_once
-from zerokern.io import Engine, Store, files, why_no_uring
+from zerokern.io import Store, files, why_no_uring
 from zerokern.memory import Arena
 
 # What a container's seccomp profile does: the system calls of io_uring fail with an errno, real ones of the kernel.
@@ -98,17 +99,15 @@ def test_tmpfs_has_no_o_direct(tmp_path: Path) -> None:
         place.rmdir()
 
 
-@pytest.mark.parametrize("case", [case for case in ENGINES if case.direct], ids=lambda case: case.name)
-@pytest.mark.parametrize("memory_align, offset_align", [(4096, 4096), (512, 4096), (8192, 8192)])
+@each("memory_align, offset_align", [(4096, 4096), (512, 4096), (8192, 8192)])
+@pytest.mark.parametrize("engine", [one for one in slow_but("uring", "threads") if one.values[0].direct], indirect=True)
 def test_disks_with_other_rules(
-    case: EngineCase, folder: Path, monkeypatch: pytest.MonkeyPatch, memory_align: int, offset_align: int
+    engine: EngineCase, folder: Path, monkeypatch: pytest.MonkeyPatch, memory_align: int, offset_align: int
 ) -> None:
     """4Kn disks, and larger sectors: extents and padding follow what the kernel tells, not a guess."""
-    if case.requirement():
-        pytest.skip(case.requirement())
     monkeypatch.setattr(files, "alignment", lambda fd, folder: (memory_align, offset_align))
     arena = Arena(4 << 20, poison=True)
-    with case.open(folder, arena=arena) as store:
+    with engine.open(folder, arena=arena) as store:
         for nbytes in (1, 511, 512, 513, 4095, 4097, 8191, 100_001):
             lease = arena.lease(nbytes, "x")
             lease.tensor().copy_(pattern(nbytes, 1))
@@ -190,14 +189,6 @@ def test_an_arena_that_is_closed_under_a_store(engine: EngineCase, folder: Path)
             assert not base <= tensor.data_ptr() < base + (4 << 20)
             store.put("x", tensor)
             assert same(read(store, "x", tensor), tensor)
-
-
-def test_a_closed_engine_says_so() -> None:
-    engine = Engine("threads", depth=4, block=4096)
-    engine.close()
-    engine.close()
-    with pytest.raises(BackendError, match="closed"):
-        engine.stats()
 
 
 def test_nothing_is_left_behind_by_a_store_that_does_not_open(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import BLOCK, CHANCE, ENGINES, PAGE, EngineCase, pattern, quick_on, read, same
+from io_cases import BLOCK, CHANCE, ENGINES, PAGE, EngineCase, pattern, read, same
+from tables import each
 from tries import Missed, in_time
 
 from zerokern import IoError
@@ -38,7 +39,7 @@ def test_the_faults_are_real(case: EngineCase, folder: Path) -> None:
         assert stats["retries"] > 30 and stats["blocks"] >= 240 and overtaken > 0
 
 
-@pytest.mark.parametrize(
+@each(
     "faults",
     [
         {"shorten": CHANCE * 9 // 10},
@@ -47,7 +48,6 @@ def test_the_faults_are_real(case: EngineCase, folder: Path) -> None:
         {"full": CHANCE * 9 // 10},
         {"delay": CHANCE // 2, "delay_us": 3000},
     ],
-    ids=lambda faults: "+".join(faults),
 )
 def test_what_a_device_may_do_is_not_an_error(engine: EngineCase, folder: Path, faults: dict[str, int]) -> None:
     quiet = dict.fromkeys(engine.faults, 0)
@@ -60,7 +60,7 @@ def test_what_a_device_may_do_is_not_an_error(engine: EngineCase, folder: Path, 
         assert {"delay", "full"} & faults.keys() or store.stats()["retries"] > 20
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EREMOTEIO], ids=errno.errorcode.get)
+@each("number", [errno.EIO, errno.ENOSPC, errno.EREMOTEIO])
 def test_a_failed_put_names_itself_and_only_itself(engine: EngineCase, folder: Path, number: int) -> None:
     """The fourth block of the third of six puts, in the middle of a batch."""
     broken = 2 * 5 * BLOCK + 3 * BLOCK
@@ -159,7 +159,6 @@ def outcome(ticket: Ticket) -> IoError | None:
     return None
 
 
-@quick_on("uring", "threads")
 def test_a_device_that_fails_now_and_then(engine: EngineCase, folder: Path) -> None:
     """What returned success reads back, what failed raises with its own key, and so does reading what it was to be."""
     with engine.open(folder, faults={"seed": 21, "fail": CHANCE // 30, "fail_errno": errno.EIO}) as store:

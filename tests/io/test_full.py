@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from children import Nursery
-from io_cases import BLOCK, EngineCase, data_of, files_of, pattern, quick_on, read, same
+from io_cases import BLOCK, EngineCase, data_of, files_of, pattern, read, same
 
 from zerokern import BudgetError, IoError
 from zerokern.io import Store, files
@@ -120,7 +120,6 @@ def small_disk(engine: EngineCase, tmp_path: Path) -> Iterator[Path]:
         time.sleep(0.05)
 
 
-@quick_on("uring", "threads")
 def test_a_full_file_system_without_fallocate(
     engine: EngineCase, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +154,6 @@ def fill(store: Store, put: list[str]) -> None:
         put.append(f"{i}")
 
 
-@quick_on("uring", "threads")
 def test_a_full_file_system_is_told_before_a_byte_is_written(engine: EngineCase, small_disk: Path) -> None:
     with pytest.raises(BudgetError, match=r"(?s)does not fit on the file system.*free"):
         engine.open(small_disk, budget="64M")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
-from io_cases import BLOCK, PAGE, EngineCase, at_offset, pattern, quick_on, read, same
+from io_cases import BLOCK, PAGE, EngineCase, at_offset, pattern, quick_everywhere, quick_on, read, same
 
 from zerokern import BudgetError, IoError
 from zerokern.io import Ticket
@@ -205,6 +205,7 @@ def run(case: EngineCase, durable: bool, failing: bool, examples: int) -> int:
 
 @pytest.mark.parametrize("failing", [False, True], ids=["", "failing"])
 @pytest.mark.parametrize("durable", [False, True], ids=["swap", "durable"])
+@quick_everywhere
 def test_a_store_is_a_dictionary(engine: EngineCase, durable: bool, failing: bool) -> None:
     assert run(engine, durable, failing, examples=2) >= 50
 

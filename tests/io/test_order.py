@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import BLOCK, PAGE, EngineCase, pattern, quick_on, read, same
+from io_cases import BLOCK, PAGE, EngineCase, pattern, quick_everywhere, read, same
+from tables import each
 
 from zerokern.io import ticket as ticket_module
 from zerokern.memory import Arena
@@ -15,6 +16,7 @@ from zerokern.memory import Arena
 LATE = {"seed": 3, "delay": 50000, "delay_us": 2000}  # most completions are overtaken by others
 
 
+@quick_everywhere
 def test_a_get_sees_the_put_before_it(engine: EngineCase, folder: Path) -> None:
     with engine.open(folder, faults=LATE) as store:
         outs = []
@@ -37,7 +39,6 @@ def test_a_get_sees_nothing_of_the_put_behind_it(engine: EngineCase, folder: Pat
         assert same(read(store, "x", new), new)
 
 
-@quick_on("uring", "threads")
 def test_after_orders_across_keys(engine: EngineCase, folder: Path) -> None:
     """The ring's pattern: a slot is fetched into when what it held is on the disk, and nobody waits in between."""
     with engine.open(folder, faults=LATE) as store:
@@ -55,6 +56,7 @@ def test_after_orders_across_keys(engine: EngineCase, folder: Path) -> None:
             assert same(read(store, f"{i}", slot), pattern(5 * BLOCK, i) + 1)
 
 
+@quick_everywhere
 def test_after_and_the_own_order_hold_together(engine: EngineCase, folder: Path) -> None:
     """A put of y behind a slow get of y, and behind a get of x that fills the memory that is put."""
     with engine.open(folder, faults=LATE) as store:
@@ -72,7 +74,6 @@ def test_after_and_the_own_order_hold_together(engine: EngineCase, folder: Path)
             store.put("y", y).wait()
 
 
-@quick_on("uring", "threads")
 def test_room_is_not_used_again_while_a_transfer_moves_in_it(engine: EngineCase, folder: Path) -> None:
     """A full budget: each put needs the room of the key that was just deleted, whose get is still under way."""
     with engine.open(folder, budget=4 * BLOCK, faults=LATE) as store:
@@ -88,7 +89,6 @@ def test_room_is_not_used_again_while_a_transfer_moves_in_it(engine: EngineCase,
             store.delete("next")
 
 
-@quick_on("uring", "threads")
 def test_a_ticket_keeps_its_tensor(engine: EngineCase, folder: Path) -> None:
     """Nobody else holds what is put: its memory must not be used for the next tensor meanwhile."""
     with engine.open(folder, faults=LATE) as store:
@@ -150,7 +150,7 @@ def test_processors_that_reorder_loads(
             assert same(read(store, f"{i}", pattern(PAGE)), pattern(PAGE, i))
 
 
-@pytest.mark.parametrize("nbytes", [1, 3 * BLOCK])
+@each("nbytes", [1, 3 * BLOCK])
 def test_done_turns_true_without_a_wait(engine: EngineCase, folder: Path, nbytes: int) -> None:
     with engine.open(folder) as store:
         ticket = store.put("x", pattern(nbytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tables import each
 
 from zerokern.io.pieces import ALIGNMENT, PAGE, Width, columns, plan
 
@@ -18,7 +19,7 @@ def random_case(seed: int) -> tuple[list[int], list[tuple[Width, ...]], int]:
     return numels, [draw.choice([FP32_ADAM, INT8_SPLIT8, ()]) for _ in numels], draw.choice([64, 100, 300]) << 10
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_every_element_has_one_place_of_its_own(seed: int) -> None:
     numels, widths, slot_nbytes = random_case(seed)
     covered = [0] * len(numels)
@@ -35,7 +36,7 @@ def test_every_element_has_one_place_of_its_own(seed: int) -> None:
     assert covered == [numel if mine else 0 for numel, mine in zip(numels, widths, strict=True)]
 
 
-@pytest.mark.parametrize("widths", [FP32_ADAM, INT8_SPLIT8])
+@each("widths", [FP32_ADAM, INT8_SPLIT8])
 def test_records_of_a_large_parameter_are_full(widths: tuple[Width, ...]) -> None:
     *full, _ = plan([10_000_000], [widths], 1 << 20)
     per_parameter = sum(width.nbytes / width.per for width in widths)
@@ -59,8 +60,8 @@ def test_a_slot_that_is_too_small_is_refused() -> None:
         plan([1000], [FP32_ADAM], 512)
 
 
-def test_a_model_of_seventy_billion_parameters() -> None:
+def test_a_model_of_seven_billion_parameters() -> None:
     widths = (*FP32_ADAM, Width(2, 1))
-    pieces = plan([875_000_000] * 80, [widths] * 80, 8 << 20)
-    assert sum(segment.numel for piece in pieces for segment in piece.segments) == 70_000_000_000
-    assert sum(piece.nbytes for piece in pieces) == pytest.approx(10 * 70e9, rel=1e-3)
+    pieces = plan([875_000_000] * 8, [widths] * 8, 8 << 20)
+    assert sum(segment.numel for piece in pieces for segment in piece.segments) == 7_000_000_000
+    assert sum(piece.nbytes for piece in pieces) == pytest.approx(10 * 7e9, rel=1e-3)

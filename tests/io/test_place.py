@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tables import each
 
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.io import Nvme
@@ -78,8 +79,9 @@ def test_room_that_was_held_is_what_is_laid_out(place: NvmePlace) -> None:
     assert taken(place) == 0 and all(record.dropped for record in records)
 
 
-@pytest.mark.parametrize("other", [pages(1), []])
+@each("other", [pages(1), []])
 def test_room_that_was_held_for_something_else_is_given_back(place: NvmePlace, other: list[Wanted]) -> None:
+    place.evict(list(place.records.values()))
     place.reserve(SOME)
     place.reserve(SOME)
     records = place.lay_out(other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,6 @@ def test_beyond_the_budget_nothing_is_taken(place: Place[Any]) -> None:
     assert place.held() == {"inputs": BUDGET // 2}
     place.evict(kept)
     del kept
-    gc.collect()
     assert len(place.lay_out([large, SOME[0]])) == 2
 
 

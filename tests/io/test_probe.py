@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from io_cases import direct_here, files_of
+from tables import each
 from tries import best
 
 import zerokern as zk
@@ -83,7 +84,7 @@ def test_given_settings_need_no_probe(tmp_path: Path, cache: Path) -> None:
     assert not cache.exists()
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["", "{", "[]", "null", '"x"', "{}", json.dumps({**KEPT, "depth": 0}), json.dumps({**KEPT, "block": 5000}),
      json.dumps({**KEPT, "depth": "many"}), "\x00\xff"],

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import BLOCK, PAGE, EngineCase, alignment_of, at_offset, pattern, read, same
+from io_cases import BLOCK, PAGE, EngineCase, alignment_of, at_offset, pattern, quick_everywhere, read, same
+from tables import each
 
 from zerokern.memory import Arena
 
@@ -23,6 +24,7 @@ DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)},
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
+@quick_everywhere
 def test_every_size_around_every_edge(engine: EngineCase, folder: Path) -> None:
     with engine.open(folder) as store:
         tensors = {f"{nbytes}": pattern(nbytes, nbytes) for nbytes in EDGES}
@@ -58,7 +60,7 @@ def test_shapes_without_elements_and_without_dimensions(engine: EngineCase, fold
         assert store.nbytes == 4
 
 
-@pytest.mark.parametrize("offset", [0, 1, 64, 511, 512, 4095])
+@each("offset", [0, 1, 64, 511, 512, 4095])
 def test_any_address_and_nothing_beside_it(engine: EngineCase, folder: Path, offset: int) -> None:
     """Foreign memory, as torch's own at 64 modulo 4096: it is bounced where the disk wants it aligned."""
     nbytes = 2 * BLOCK + 333
@@ -74,6 +76,7 @@ def test_any_address_and_nothing_beside_it(engine: EngineCase, folder: Path, off
         assert (around[:PAGE] == 0x5C).all() and (around[PAGE + nbytes :] == 0x5C).all()
 
 
+@quick_everywhere
 def test_leases_move_without_a_copy(engine: EngineCase, folder: Path, arena: Arena) -> None:
     """Whole leases of odd lengths too: what lies behind them up to the alignment is their own."""
     sizes = (1, 100, PAGE, 3 * BLOCK, 3 * BLOCK + 777)
@@ -105,6 +108,7 @@ def test_parts_of_leases_leave_the_rest_alone(engine: EngineCase, folder: Path, 
             assert same(whole, expected)
 
 
+@quick_everywhere
 def test_foreign_bytes_are_counted_as_bounced(engine: EngineCase, folder: Path) -> None:
     nbytes = 2 * BLOCK + 5
     with engine.open(folder) as store:

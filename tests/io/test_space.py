@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from tables import each
 
 from zerokern import BackendError
 from zerokern.io.space import APART, Extent, Extents
@@ -25,8 +26,8 @@ def check(extents: Extents, taken: list[Extent], lengths: list[int]) -> None:
     assert all(one.offset % extents.align == 0 == one.nbytes % extents.align for one in taken)
 
 
-@pytest.mark.parametrize("align", [ALIGN, 16 * ALIGN])
-@pytest.mark.parametrize("seed", range(5))
+@each("align", [ALIGN, 16 * ALIGN])
+@each("seed", range(5))
 def test_random_use_never_overlaps(align: int, seed: int) -> None:
     chance = random.Random(seed)
     extents, taken, lengths = Extents(align), [], []
@@ -54,7 +55,7 @@ def test_random_use_never_overlaps(align: int, seed: int) -> None:
     assert extents.largest == max(length - length % align for length in lengths)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_files_that_exist_are_taken_over(seed: int) -> None:
     """As a durable store does: the same room is free as before."""
     chance = random.Random(seed)

@@ -1,7 +1,9 @@
 """Inputs and comparisons that the kernel tests share.
 
 A `Case` names the formats of one update; `make_rows` fills tensors of many sizes for it, each one inside a larger
-buffer whose margins must survive; `assert_same` compares with the reference bit for bit.
+buffer whose margins must survive; `assert_same` compares with the reference bit for bit. `check_updates` does so for
+all formats of an optimizer on all implementations, in one table. `@every_impl` and `@every_set` run a test on each
+implementation and on each instruction set that this machine has.
 """
 
 from __future__ import annotations
@@ -9,19 +11,30 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from products import where_they_meet
+from tables import each, run_table
 from torch import Tensor
 
+from zerokern.core import native
 from zerokern.kernels import ops, reference
+from zerokern.kernels.dispatch import available
 
 SIZES = (0, 1, 15, 16, 17, 63, 127, 128, 129, 255, 256, 257, 1000, (1 << 16) | 3)
 ALL_SIZES = tuple(range(258)) + tuple(128 * k + d for k in (4, 8, 512) for d in (-1, 0, 1)) + SIZES[-2:]
 INTERPRETED_SIZES = (0, 1, 8, 127, 129, 1024, 1029)  # an interpreted program takes 30 ms
 BLOCK = 128
 MARGIN = 64
+SETS = [f"cpu.{name}" for name in native.isa_usable()]
+IMPLS = [name for name in available() if name != "reference"]
+every_impl = each("impl", IMPLS)
+every_set = each("native_impl", SETS)  # tests of many steps, too long for the interpreter
+# Of a property of many steps, where each set gives the bits of the reference in each step.
+first_and_last_set = each("native_impl", dict.fromkeys((SETS[0], SETS[-1])))
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 # With int8 states the AVX-512 kernels approximate the reciprocal in Adam's update to this relative error;
 # nothing else may differ.
@@ -132,6 +145,12 @@ def spread_values(numel: int, generator: torch.Generator, low: float = -6.0, hig
     return torch.where(torch.rand(numel, generator=generator) < 1 / 16, 0.0, values)
 
 
+STATES = {
+    "adam": ("fp32", "bf16", "int8"),
+    "lion": ("fp32", "bf16", "int8"),
+    "adagrad": ("fp32", "bf16"),
+    "sgd": ("none", "fp32", "bf16"),
+}
 STATE_NAMES = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
@@ -318,7 +337,7 @@ def assert_published(rows: Sequence[Row]) -> None:
             assert same_bits(row["out"], row["param"].to(row["out"].dtype))
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=3)
 def expected_update(
     algorithm: str, case: Case, sizes: tuple[int, ...], misaligned: bool
 ) -> tuple[list[Row], list[Row], dict[str, object]]:
@@ -330,9 +349,9 @@ def expected_update(
     return before, expected, hyper
 
 
-def check_update(algorithm: str, case: Case, sizes: Sequence[int], impl: str, misaligned: bool = False) -> None:
+def check_update(algorithm: str, case: Case, sizes: tuple[int, ...], impl: str, misaligned: bool) -> None:
     """The op's result for all sizes in one call against the reference's."""
-    before, expected, hyper = expected_update(algorithm, case, tuple(sizes), misaligned)
+    before, expected, hyper = expected_update(algorithm, case, sizes, misaligned)
     rows = [row.placed(misaligned) for row in before]
     run_op(algorithm, rows, hyper, impl)
     approximate = algorithm == "adam" and case.state == "int8" and impl.startswith("cpu.avx512")
@@ -340,3 +359,29 @@ def check_update(algorithm: str, case: Case, sizes: Sequence[int], impl: str, mi
     if approximate:
         assert_close_parameters(rows, expected, before, case, hyper)
         assert_published(rows)
+
+
+def sizes_for(impl: str, every: bool) -> tuple[int, ...]:
+    """A few sizes around everything that a kernel cuts at, or every size."""
+    if impl == "triton":
+        return INTERPRETED_SIZES[:: 1 if every else 2]
+    return ALL_SIZES if every else SIZES
+
+
+def check_updates(algorithm: str, every: bool) -> None:
+    """Rows of formats and implementations in which any two settings meet, at a few sizes, and off their alignment.
+
+    `every`: rows in which any three meet, and representative formats at all sizes.
+    """
+    table = where_they_meet(list(itertools.product(cases(STATES[algorithm], every), IMPLS)), 3 if every else 2)
+    run_table(check_update, ["case", "impl", "sizes", "misaligned"], list(sized(table, False)), (algorithm,))
+    if every:
+        chosen = itertools.product(cases(STATES[algorithm], every=False), IMPLS)
+        run_table(check_update, ["case", "impl", "sizes", "misaligned"], list(sized(chosen, True)), (algorithm,))
+
+
+def sized(table: Iterable[tuple[Case, str]], every: bool) -> Iterator[tuple[Case, str, tuple[int, ...], bool]]:
+    """The implementations of a case follow each other, so that the reference computes it once."""
+    for case, impl in table:
+        yield case, impl, sizes_for(impl, every), False
+        yield case, impl, (1, 16, 129, 1000), True

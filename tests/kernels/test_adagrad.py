@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from kernel_cases import Case, check_update
+from kernel_cases import check_updates
+from tables import each
 
 from zerokern.kernels import reference
 
 
-def test_same_bits_as_the_reference(impl: str, case: Case, sizes: tuple[int, ...]) -> None:
-    check_update("adagrad", case, sizes, impl)
+def test_same_bits_as_the_reference_at_any_alignment(every: bool) -> None:
+    check_updates("adagrad", every)
 
 
-def test_same_bits_when_misaligned(impl: str, case: Case) -> None:
-    check_update("adagrad", case, (1, 16, 129, 1000), impl, misaligned=True)
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("lr_decay", [0.0, 0.01])
-@pytest.mark.parametrize("maximize", [True, False])
+@each("weight_decay", [0.0, 0.1])
+@each("lr_decay", [0.0, 0.01])
+@each("maximize", [True, False])
 def test_reference_follows_torch(weight_decay: float, lr_decay: float, maximize: bool) -> None:
     torch.manual_seed(0)
     param = torch.randn(1000)

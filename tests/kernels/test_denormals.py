@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BLOCK, Case, Row, assert_same, place, run_op, run_reference
+from kernel_cases import BLOCK, SETS, Case, Row, assert_same, place, run_op, run_reference
+from kernel_cases import STATE_NAMES as STATES
+from tables import each
 from torch import Tensor
 
-from zerokern.core import native
 from zerokern.kernels import reference
 
 FORMATS = {
@@ -27,12 +28,6 @@ FORMATS = {
     "adagrad.bf16": ("adagrad", Case("bf16", "bf16", "split16", "none")),
     "sgd.fp32": ("sgd", Case("bf16", "fp32", "split16", "none")),
     "sgd.bf16": ("sgd", Case("bf16", "bf16", "split16", "none")),
-}
-STATES = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "adagrad": ("state_sum",),
-    "sgd": ("momentum_buffer",),
 }
 HYPERS: tuple[dict[str, Any], ...] = (
     {"lr": 1e-3, "weight_decay": 0.1, "step": 3000},
@@ -136,38 +131,42 @@ def assert_bits_of_the_reference(algorithm: str, case: Case, before: Row, hyper:
     """From every set that this machine has."""
     expected = [before.clone()]
     run_reference(algorithm, expected, hyper)
-    for isa in native.isa_usable():
+    assert_bits_of(expected, SETS, algorithm, case, before, hyper)
+
+
+def assert_bits_of(
+    expected: list[Row], sets: list[str], algorithm: str, case: Case, before: Row, hyper: dict[str, Any]
+) -> None:
+    for impl in sets:
         rows = [before.clone()]
-        run_op(algorithm, rows, hyper, f"cpu.{isa}")
-        assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
+        run_op(algorithm, rows, hyper, impl)
+        assert_equal(algorithm, case, rows, expected, impl)
 
 
-@pytest.mark.parametrize("numel, one_in", [(200_005, 0), (100_005, 3000)], ids=["special", "usual beside rare"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_million_inputs_have_the_bits_of_the_reference(name: str, numel: int, one_in: int) -> None:
+@each("one_in", [0, 3000])
+@each("name", FORMATS)
+def test_special_inputs_have_the_bits_of_the_reference(name: str, one_in: int, every: bool) -> None:
     """With few special values most blocks take the fast path, and one with such a value another in the middle of it."""
     algorithm, case = FORMATS[name]
     for number, hyper in enumerate(hypers(algorithm)):
+        numel = 200_005 if every else 30_005
         before = special_row(algorithm, case, numel, number + (50 if one_in else 0), one_in)
         assert_bits_of_the_reference(algorithm, case, before, hyper)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_hundred_million_special_inputs_have_the_bits_of_the_scalar_set(name: str) -> None:
-    """Which has those of the reference for a million, above."""
+@each("name", FORMATS)
+def test_many_million_special_inputs_have_the_bits_of_the_scalar_set(name: str) -> None:
+    """Which has those of the reference, above."""
     algorithm, case = FORMATS[name]
     own = hypers(algorithm)
     drawn = [special_row(algorithm, case, (1 << 21) + 3, 1000 + one_in, one_in) for one_in in (0, 3000)]
-    for number in range(48):
+    for number in range(16):
         before = turned(drawn[number % 2], number)
         hyper = own[number % len(own)]
         expected = [before.clone()]
         run_op(algorithm, expected, hyper, "cpu.scalar")
-        for isa in native.isa_usable()[1:]:
-            rows = [before.clone()]
-            run_op(algorithm, rows, hyper, f"cpu.{isa}")
-            assert_equal(algorithm, case, rows, expected, f"cpu.{isa}")
+        assert_bits_of(expected, SETS[1:], algorithm, case, before, hyper)
 
 
 def idle_row(algorithm: str, case: Case, numel: int, seed: int, hyper: dict[str, Any]) -> Row:
@@ -208,19 +207,19 @@ def idle_row(algorithm: str, case: Case, numel: int, seed: int, hyper: dict[str,
     return row
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if "int8" not in name])
-def test_blocks_that_nobody_uses_have_the_bits_of_the_reference(name: str) -> None:
+@each("name", [name for name in FORMATS if "int8" not in name])
+def test_blocks_that_nobody_uses_have_the_bits_of_the_reference(name: str, every: bool) -> None:
     algorithm, case = FORMATS[name]
     usual: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "step": 3000}
     own = [*hypers(algorithm), *({**usual, "lr": lr, "weight_decay": wd} for lr in (1e-5, 1e-2) for wd in (0.0, 1e-2))]
     for number, hyper in enumerate(own):
         hyper = hypers(algorithm)[0] | hyper
-        before = idle_row(algorithm, case, 60_005, number, hyper)
+        before = idle_row(algorithm, case, 60_005 if every else 20_005, number, hyper)
         assert_bits_of_the_reference(algorithm, case, before, hyper)
 
 
-@pytest.mark.parametrize("eps", [1e-8, 0.0])
-@pytest.mark.parametrize("name", ["exact.fp32", "bf16.split16"])
+@each("eps", [1e-8, 0.0])
+@each("name", ["exact.fp32", "bf16.split16"])
 def test_averages_decay_to_their_last_units_as_in_the_reference(name: str, eps: float) -> None:
     """Through all denormals, with gradients of zero from the second step on."""
     algorithm, case = FORMATS[name]
@@ -247,8 +246,8 @@ def test_averages_decay_to_their_last_units_as_in_the_reference(name: str, eps: 
     assert 0 < float(row["exp_avg"].float().abs().max()) < 2.0**-126
 
 
-@pytest.mark.parametrize("scale", [3e-33, 1e-37, 2e-41, 3 * 2.0**-149])
-@pytest.mark.parametrize("name", ["int8.split16", "int8.split8", "lion.int8", "lion.bf16", "sgd.bf16"])
+@each("scale", [3e-33, 1e-37, 2e-41, 3 * 2.0**-149])
+@each("name", ["int8.split16", "int8.split8", "lion.int8", "lion.bf16", "sgd.bf16"])
 def test_rows_that_are_no_longer_used_decay_as_in_the_reference(name: str, scale: float) -> None:
     """From small averages through denormal ones to those that stay, beside blocks that still have gradients."""
     algorithm, case = FORMATS[name]
@@ -266,24 +265,18 @@ def test_rows_that_are_no_longer_used_decay_as_in_the_reference(name: str, scale
         squared = state == "exp_avg_sq"
         if case.state == "int8":
             place(start, state, draw.integers(0 if squared else -127, 256 if squared else 128).to(CODES[squared]))
-            of = (
-                torch.tensor([scale**0.5, 1.0, 1e-22, 0.0])[torch.arange(blocks) % 4]
-                if squared
-                else torch.tensor(scale)
-            )
-            place(start, f"{state}_scale", of.expand(blocks).contiguous())
+            scales = [scale**0.5, 1.0, 1e-22, 0.0] if squared else [scale] * 4
+            place(start, f"{state}_scale", torch.tensor(scales)[torch.arange(blocks) % 4])
         else:
             place(start, state, (torch.randn(numel, generator=draw.generator) * scale).bfloat16())
-    own = {"sgd": {"momentum": 0.9}, "lion": {"beta1": 0.9, "beta2": 0.8}, "adam": {"beta1": 0.9, "beta2": 0.8}}[
-        algorithm
-    ]
-    for isa in native.isa_usable():
-        row, expected = start.clone(), start.clone()
-        for step in range(1, 40):
-            hyper = {"lr": 1e-3, "weight_decay": 0.0, "step": step, **own}
-            run_reference(algorithm, [expected], hyper)
-            run_op(algorithm, [row], hyper, f"cpu.{isa}")
-            assert_equal(algorithm, case, [row], [expected], f"cpu.{isa}")
+    own = {"momentum": 0.9} if algorithm == "sgd" else {"beta1": 0.9, "beta2": 0.8}
+    expected, by_set = start.clone(), {name: start.clone() for name in SETS}
+    for step in range(1, 40):
+        hyper = {"lr": 1e-3, "weight_decay": 0.0, "step": step, **own}
+        run_reference(algorithm, [expected], hyper)
+        for impl, row in by_set.items():
+            run_op(algorithm, [row], hyper, impl)
+            assert_equal(algorithm, case, [row], [expected], impl)
 
 
 HUGE = torch.finfo(torch.float32).max
@@ -295,7 +288,7 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("what", EXTREMES)
+@each("what", EXTREMES)
 def test_what_cannot_be_divided_or_subtracted_is_a_nan_in_every_set(what: str) -> None:
     """Found by a reader of the fast paths, each of which had a finite number there."""
     name, hyper = EXTREMES[what]
@@ -325,7 +318,7 @@ def test_what_cannot_be_divided_or_subtracted_is_a_nan_in_every_set(what: str) -
     expected = start.clone()
     run_op(algorithm, [expected], hyper, "cpu.scalar")
     assert expected["param"].isnan().any()
-    for isa in native.isa_usable()[1:]:
+    for impl in SETS[1:]:
         row = start.clone()
-        run_op(algorithm, [row], hyper, f"cpu.{isa}")
+        run_op(algorithm, [row], hyper, impl)
         assert_same([row], [expected])

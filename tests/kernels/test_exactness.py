@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
-from kernel_cases import SIZES, Row, assert_margins_intact, place, run_op
+from kernel_cases import SIZES, Row, assert_margins_intact, every_set, first_and_last_set, place, run_op
+from tables import each
 from torch import Tensor
 
 from zerokern.kernels import ops
@@ -62,31 +62,13 @@ class Float64:
 
 
 def ours(state: dict[str, Tensor], h: Hyper, impl: str) -> None:
-    ops.adam(
-        *(state[name] for name in NAMES),
-        lr=h.lr,
-        beta1=h.beta1,
-        beta2=h.beta2,
-        eps=h.eps,
-        weight_decay=h.weight_decay,
-        step=h.step,
-        impl=impl,
-    )
+    ops.adam(*(state[name] for name in NAMES), **vars(h), impl=impl)
 
 
 def theirs(state: dict[str, Tensor], h: Hyper) -> None:
-    torch._fused_adamw_(
-        *([state[name]] for name in NAMES),
-        [],
-        [torch.tensor(float(h.step))],
-        lr=h.lr,
-        beta1=h.beta1,
-        beta2=h.beta2,
-        weight_decay=h.weight_decay,
-        eps=h.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    hyper = {name: value for name, value in vars(h).items() if name != "step"}
+    step = [torch.tensor(float(h.step))]
+    torch._fused_adamw_(*([state[name]] for name in NAMES), [], step, **hyper, amsgrad=False, maximize=False)
 
 
 def errors(got: Tensor, truth: np.ndarray, before: np.ndarray | float = 0.0) -> np.ndarray:
@@ -103,7 +85,8 @@ def assert_no_further_off(ours: np.ndarray, theirs: np.ndarray, name: str, measu
         assert of(ours) <= of(theirs), f"{name}: {measure} error {of(ours)} ulp, torch's {of(theirs)}"
 
 
-@pytest.mark.parametrize("misaligned", [False, True], ids=["aligned", "misaligned"])
+@each("misaligned", [False, True])
+@every_set
 def test_every_size_is_no_further_off_than_torch_fused(native_impl: str, misaligned: bool, every: bool) -> None:
     """Element by element at every small size and block edge, pooled: one tensor of 7 elements says little by itself."""
     generator = torch.Generator().manual_seed(0)
@@ -151,7 +134,8 @@ HYPERS = [
 ]
 
 
-@pytest.mark.parametrize("misaligned", [False, True], ids=["aligned", "misaligned"])
+@each("misaligned", [False, True])
+@every_set
 def test_nothing_is_further_off_than_torch_fused(native_impl: str, misaligned: bool) -> None:
     """One step from the middle of a run, pooled over hyperparameters."""
     pooled: dict[str, list[list[np.ndarray]]] = {name: [] for name in RESULTS}
@@ -176,23 +160,16 @@ def test_nothing_is_further_off_than_torch_fused(native_impl: str, misaligned: b
 def schedule(step: int) -> Hyper:
     """Hyperparameters that change: warm-up and decay of lr, betas and weight decay in stages."""
     lr = 1e-2 * min(step / 100, 1.0) * (0.5 if step > 600 else 1.0)
-    return Hyper(
-        step=step,
-        lr=lr,
-        beta1=0.9 if step <= 400 else 0.85,
-        beta2=0.999 if step <= 700 else 0.99,
-        weight_decay=(0.0, 0.1, 0.01)[step // 200 % 3],
-    )
+    betas = 0.9 if step <= 400 else 0.85, 0.999 if step <= 700 else 0.99
+    return Hyper(step, lr, *betas, weight_decay=(0.0, 0.1, 0.01)[step // 200 % 3])
 
 
+@first_and_last_set
 def test_a_thousand_steps_stay_no_further_from_float64_than_torch_fused(native_impl: str) -> None:
     generator = torch.Generator().manual_seed(0)
     numel = 1 << 13
-    start = {
-        "param": torch.randn(numel, generator=generator),
-        "exp_avg": torch.zeros(numel),
-        "exp_avg_sq": torch.zeros(numel),
-    }
+    start = {"param": torch.randn(numel, generator=generator)}
+    start |= {name: torch.zeros(numel) for name in ("exp_avg", "exp_avg_sq")}
     our_state = {name: tensor.clone() for name, tensor in start.items()}
     their_state = {name: tensor.clone() for name, tensor in start.items()}
     truth = Float64(start)

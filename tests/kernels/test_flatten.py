@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from kernel_cases import same_bits, spread_values
+from kernel_cases import every_impl, same_bits, spread_values
+from tables import each, pairwise
 from torch import Tensor
 
 from zerokern.kernels import flat, ops
@@ -64,7 +65,9 @@ def like(tensors: list[Tensor]) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+@pairwise
+@each("source, target", PAIRS)
+@every_impl
 def test_there_and_back_has_the_bits_of_the_reference(impl: str, source: torch.dtype, target: torch.dtype) -> None:
     tensors = tensors_of(SIZES, source)
     offsets = back_to_back(tensors)
@@ -79,7 +82,8 @@ def test_there_and_back_has_the_bits_of_the_reference(impl: str, source: torch.d
         assert same_bits(got, want)
 
 
-@pytest.mark.parametrize("name", views())
+@each("name", views())
+@every_impl
 def test_any_view_there_and_back(impl: str, name: str) -> None:
     view = views()[name]
     bucket = torch.full((view.numel() + 2,), 77.0)
@@ -91,6 +95,7 @@ def test_any_view_there_and_back(impl: str, name: str) -> None:
     assert same_bits(back, (view.float() * 2.0).to(view.dtype))
 
 
+@every_impl
 def test_what_lies_between_the_elements_of_a_strided_target_is_left_alone(impl: str) -> None:
     matrix = torch.full((40, 70), 77.0)
     flat.unflatten(torch.zeros(80 + 33), [matrix[:, 5:7], matrix[3, 9::2][:30], matrix[5:8, 10].t()], impl=impl)
@@ -99,6 +104,7 @@ def test_what_lies_between_the_elements_of_a_strided_target_is_left_alone(impl: 
     assert (matrix[touched] == 0.0).all() and (matrix[~touched] == 77.0).all()
 
 
+@every_impl
 def test_a_mixed_list_in_one_call(impl: str) -> None:
     tensors = [*tensors_of((5, 300), torch.bfloat16), *views().values(), *tensors_of((17, 0), torch.float32)]
     bucket = torch.zeros(sum(t.numel() for t in tensors), dtype=torch.bfloat16)
@@ -106,7 +112,9 @@ def test_a_mixed_list_in_one_call(impl: str) -> None:
     assert same_bits(bucket, torch.cat([t.float().reshape(-1) for t in tensors]).bfloat16())
 
 
-@pytest.mark.parametrize("target", DTYPES, ids=str)
+@pairwise
+@each("target", DTYPES)
+@every_impl
 def test_stats_are_of_what_was_written(impl: str, target: torch.dtype) -> None:
     tensors = [*tensors_of((1000, 7), torch.float32), views()["transposed"]]
     bucket, stats = bucket_for(tensors, target), torch.full((2,), math.nan, dtype=torch.float64)
@@ -119,9 +127,10 @@ def test_stats_are_of_what_was_written(impl: str, target: torch.dtype) -> None:
     assert stats[0].item() == pytest.approx(sum(t.double().square().sum().item() for t in back), rel=1e-13)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_element_that_is_not_finite_shows(impl: str, bad: float) -> None:
-    for numel, place in ((1, 0), (2100, 2099), (2100, 0), (70, 35)):
+@every_impl
+def test_one_element_that_is_not_finite_shows(impl: str) -> None:
+    places = ((1, 0, math.nan), (2100, 2099, math.inf), (2100, 0, -math.inf), (70, 35, math.nan), (70, 0, math.inf))
+    for numel, place, bad in places:
         tensor = torch.ones(numel)
         tensor[place] = bad
         for view in (tensor, tensor.view(-1, 2).t() if numel > 1 else tensor):
@@ -131,12 +140,14 @@ def test_one_element_that_is_not_finite_shows(impl: str, bad: float) -> None:
             assert same_bits(bucket[5:], view.reshape(-1))
 
 
+@every_impl
 def test_what_overflows_in_the_cast_counts_as_not_finite(impl: str) -> None:
     bucket, stats = torch.zeros(3, dtype=torch.float16), torch.zeros(2, dtype=torch.float64)
     flat.flatten([torch.tensor([1.0, 65504.0, 65520.0])], bucket, stats=stats, impl=impl)
     assert stats.tolist() == [math.inf, 1.0]
 
 
+@every_impl
 def test_nothing_to_move_is_a_sum_of_zero(impl: str) -> None:
     for tensors in ([], [torch.empty(0)], [torch.empty(3, 0).t(), torch.empty(0, dtype=torch.bfloat16)]):
         bucket, stats = torch.full((4,), 77.0), torch.full((2,), math.nan, dtype=torch.float64)
@@ -147,6 +158,7 @@ def test_nothing_to_move_is_a_sum_of_zero(impl: str) -> None:
         assert stats.tolist() == [0.0, 0.0] and (bucket == 77.0).all()
 
 
+@every_impl
 def test_scale_may_be_a_tensor(impl: str) -> None:
     tensors = [*tensors_of((300,), torch.float32), views()["columns"]]
     by_number, by_tensor = bucket_for(tensors, torch.bfloat16), bucket_for(tensors, torch.bfloat16)
@@ -155,6 +167,7 @@ def test_scale_may_be_a_tensor(impl: str) -> None:
     assert same_bits(by_number, by_tensor)
 
 
+@every_impl
 def test_tensors_that_are_their_own_spans_are_scaled_in_place(impl: str) -> None:
     bucket = torch.arange(10.0)
     flat.flatten([bucket[:4], bucket[4:10].view(2, 3)], bucket, scale=2.0, impl=impl)
@@ -163,6 +176,7 @@ def test_tensors_that_are_their_own_spans_are_scaled_in_place(impl: str) -> None
     assert same_bits(bucket, torch.arange(10.0))
 
 
+@every_impl
 def test_parameters_that_require_gradients(impl: str) -> None:
     parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4, 2).t())]
     bucket = torch.zeros(11)
@@ -171,6 +185,7 @@ def test_parameters_that_require_gradients(impl: str) -> None:
     assert all((p == 3.0).all() for p in parameters) and not bucket.requires_grad
 
 
+@every_impl
 def test_a_flattener_follows_other_tensors_and_other_buckets(impl: str) -> None:
     flattener = flat.Flattener([torch.empty(5), torch.empty(4, 3).t()], torch.float32, impl=impl)
     for seed in range(3):
@@ -183,6 +198,7 @@ def test_a_flattener_follows_other_tensors_and_other_buckets(impl: str) -> None:
         assert tensors[1].tolist() == [[-2.0 * seed] * 4] * 3
 
 
+@every_impl
 def test_fresh_values_of_the_same_tensors_are_seen(impl: str) -> None:
     tensor, bucket = torch.ones(9), torch.zeros(9)
     flattener = flat.Flattener([tensor], torch.float32, impl=impl)

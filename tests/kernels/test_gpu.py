@@ -9,6 +9,7 @@ from kernel_cases import (
     BLOCK,
     DTYPES,
     SIZES,
+    STATES,
     Case,
     Row,
     assert_close_parameters,
@@ -22,14 +23,13 @@ from kernel_cases import (
     run_reference,
     same_bits,
 )
+from tables import each
 from test_exactness import Float64, Hyper, errors, theirs, training_state
 
 from zerokern.kernels import ops
 
 pytestmark = pytest.mark.gpu
 
-ALGORITHMS = {"adam": ("fp32", "bf16", "int8"), "lion": ("fp32", "bf16", "int8"), "adagrad": ("fp32", "bf16")}
-ALGORITHMS["sgd"] = ("none", "fp32", "bf16")
 GPU_SIZES = (*SIZES, (1 << 20) | 3, 1 << 20)
 # On a GPU the root and the reciprocal of an int8 update are approximate, each within a unit in the last place; the
 # reference rounds to half of one.
@@ -54,13 +54,13 @@ def on_cpu(rows: list[Row]) -> list[Row]:
 
 
 def every_case(algorithm: str) -> list[Case]:
-    return cases(ALGORITHMS[algorithm], every=True)
+    return cases(STATES[algorithm], every=True)
 
 
-@pytest.mark.parametrize("misaligned", [False, True], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@each("misaligned", [False, True])
+@each("algorithm", STATES)
 def test_every_format_has_the_bits_of_the_reference(algorithm: str, misaligned: bool, every: bool) -> None:
-    chosen = every_case(algorithm) if every else cases(ALGORITHMS[algorithm], every=False)
+    chosen = every_case(algorithm) if every else cases(STATES[algorithm], every=False)
     for case in chosen:
         before = make_rows(algorithm, case, GPU_SIZES, seed=7, misaligned=misaligned)
         rows, hyper = on_gpu(before), hyperparameters(algorithm, case)
@@ -88,7 +88,7 @@ def assert_close(rows: list[Row], expected: list[Row], before: list[Row], case: 
         assert (row["exp_avg_sq"][positive] > 0).all()
 
 
-@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+@each("kind", ["exp_avg", "exp_avg_sq"])
 def test_codecs_have_the_bits_of_the_reference(kind: str) -> None:
     for exponent in range(-38, 38, 4):
         x = torch.randn(BLOCK * 40 + 5) * 10.0**exponent
@@ -105,7 +105,7 @@ def test_every_code_decodes_as_the_reference_has_it() -> None:
     assert same_bits(ops.decode_int8(codes.cuda(), scale.cuda()).cpu(), ops.decode_int8(codes, scale, impl="reference"))
 
 
-@pytest.mark.parametrize("master_format", ["split16", "split8"])
+@each("master_format", ["split16", "split8"])
 def test_splits_have_the_bits_of_the_reference(master_format: str) -> None:
     bits = torch.randint(-(2**31), 2**31, (1 << 20,), dtype=torch.int64).to(torch.int32)
     x = bits.view(torch.float32)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import torch
-from kernel_cases import Case, check_update, make_rows, run_op, run_reference, same_bits
+from kernel_cases import Case, check_updates, every_impl, make_rows, run_op, run_reference, same_bits
 
 from zerokern.kernels import reference
 
 
-def test_same_bits_as_the_reference(impl: str, case: Case, sizes: tuple[int, ...]) -> None:
-    check_update("lion", case, sizes, impl)
-
-
-def test_same_bits_when_misaligned(impl: str, case: Case) -> None:
-    check_update("lion", case, (1, 16, 129, 1000), impl, misaligned=True)
+def test_same_bits_as_the_reference_at_any_alignment(every: bool) -> None:
+    check_updates("lion", every)
 
 
 def test_reference_follows_the_formula_in_float64() -> None:
@@ -30,6 +26,7 @@ def test_reference_follows_the_formula_in_float64() -> None:
     torch.testing.assert_close(param.double(), p, rtol=1e-5, atol=1e-6)
 
 
+@every_impl
 def test_the_update_is_lr_up_lr_down_or_nothing(impl: str) -> None:
     row = make_rows("lion", Case("fp32", "fp32", "fp32", "none"), (6,))[0]
     row["param"].fill_(1.0)
@@ -43,6 +40,7 @@ def test_the_update_is_lr_up_lr_down_or_nothing(impl: str) -> None:
     assert same_bits(row["exp_avg"], expected["exp_avg"])
 
 
+@every_impl
 def test_a_negative_zero_survives_an_update_of_nothing(impl: str) -> None:
     row = make_rows("lion", Case("fp32", "fp32", "fp32", "none"), (4,))[0]
     row["param"].copy_(torch.tensor([0.0, -0.0, 0.0, -0.0]))

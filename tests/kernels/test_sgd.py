@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from kernel_cases import Case, check_update
+from kernel_cases import check_updates
+from tables import each
 
 from zerokern.kernels import reference
 
 
-def test_same_bits_as_the_reference(impl: str, case: Case, sizes: tuple[int, ...]) -> None:
-    check_update("sgd", case, sizes, impl)
+def test_same_bits_as_the_reference_at_any_alignment(every: bool) -> None:
+    check_updates("sgd", every)
 
 
-def test_same_bits_when_misaligned(impl: str, case: Case) -> None:
-    check_update("sgd", case, (1, 16, 129, 1000), impl, misaligned=True)
-
-
-@pytest.mark.parametrize(
+@each(
     "hyper",
     [
         {},
@@ -27,7 +23,6 @@ def test_same_bits_when_misaligned(impl: str, case: Case) -> None:
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
         {"momentum": 0.9, "maximize": True},
     ],
-    ids=lambda hyper: "+".join(hyper) or "plain",
 )
 def test_reference_follows_torch(hyper: dict[str, object]) -> None:
     torch.manual_seed(0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
+from kernel_cases import every_impl
+from tables import each, pairwise
 
 from zerokern.core import native
 from zerokern.kernels import ops
@@ -27,8 +28,10 @@ def outside(view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     return torch.cat([buffer[:start], buffer[start + view.numel() :]])
 
 
-@pytest.mark.parametrize("counts", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 4, 1), (8, 8, 8)], ids=str)
-@pytest.mark.parametrize("nbytes", [0, LINE, 17 * LINE, 5 * (1 << 18) + LINE])
+@pairwise
+@each("counts", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 4, 1), (8, 8, 8)])
+@each("nbytes", [0, LINE, 17 * LINE, 5 * (1 << 18) + LINE])
+@every_impl
 def test_reads_stay_and_writes_are_whole(impl: str, counts: tuple[int, int, int], nbytes: int) -> None:
     native.set_threads(2)
     if impl == "triton":  # interpreted: a few tiles show as much
@@ -47,6 +50,7 @@ def test_reads_stay_and_writes_are_whole(impl: str, counts: tuple[int, int, int]
         assert (outside(view, buffer) == 0x5A).all()
 
 
+@every_impl
 def test_updates_are_read_and_written(impl: str) -> None:
     view, _ = aligned(1 << 16, 0)
     ops.stream(updates=[view], impl=impl)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from copy_cases import PATIENCE, ThreadDriver
 from staging_cases import Device
+from tables import each
 
 from zerokern.core.errors import BackendError, StateError
 from zerokern.memory import Arena, Copies, CudaDriver, Ring
@@ -114,7 +115,7 @@ def test_two_streams_for_ever(quick: ThreadDriver) -> None:
     copies.close()
 
 
-@pytest.mark.parametrize("slow", ["out", "in"])
+@each("slow", ["out", "in"])
 def test_tensors_live_until_their_copy_has_ended(slow: str) -> None:
     driver = ThreadDriver(slow, delay=0.05)
     copies = Copies(driver)
@@ -123,19 +124,19 @@ def test_tensors_live_until_their_copy_has_ended(slow: str) -> None:
     move = copies.to_host if slow == "out" else copies.to_device
     ticket = move(src, dst)
     del src
-    gc.collect()
+    gc.collect(1)
     assert alive() is not None
     ticket.wait()
-    gc.collect()
+    gc.collect(1)
     assert alive() is None and dst.eq(3.0).all()
     kept = fresh(10)
     alive = weakref.ref(kept)
     move(kept, dst)  # nobody keeps the ticket
     del kept
-    gc.collect()
+    gc.collect(1)
     assert alive() is not None
     copies.close()
-    gc.collect()
+    gc.collect(1)
     assert alive() is None
     driver.end()
 
@@ -157,7 +158,7 @@ def test_copies_that_are_dropped_are_waited_for() -> None:
     copies, dst = Copies(driver), fresh(10)
     copies.to_host(fresh(10, 2.0), dst)
     del copies
-    gc.collect()
+    gc.collect(1)
     assert dst.eq(2.0).all()
     driver.end()
 
@@ -184,20 +185,22 @@ def test_a_failure_that_nobody_heard_is_raised_at_the_end(quick: ThreadDriver) -
     copies.close()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("refused"), KeyboardInterrupt()], ids=repr)
-def test_a_copy_that_is_refused_leaves_nothing_behind(quick: ThreadDriver, error: BaseException) -> None:
-    copies = Copies(quick)
-    quick.refusing[0] = error
+@each("error", [RuntimeError("refused"), KeyboardInterrupt()])
+def test_a_copy_that_is_refused_leaves_nothing_behind(error: BaseException) -> None:
+    driver = ThreadDriver()
+    copies = Copies(driver)
+    driver.refusing[0] = error
     with pytest.raises(type(error)):
         copies.to_host(fresh(4), fresh(4))
     dst = fresh(4)
     copies.to_host(fresh(4, 1.0), dst).wait()
     assert dst.eq(1.0).all()
     copies.close()
+    driver.end()
 
 
-@pytest.mark.parametrize("where", ["mark", "follow", "copy"])
-@pytest.mark.parametrize("nth", [1, 2])
+@each("where", ["mark", "follow", "copy"])
+@each("nth", [1, 2])
 def test_ctrl_c_keeps_tensors_until_their_copy_has_ended(where: str, nth: int) -> None:
     driver = ThreadDriver("out", delay=0.03)
     copies, left = Copies(driver), [nth]
@@ -224,7 +227,7 @@ def test_ctrl_c_keeps_tensors_until_their_copy_has_ended(where: str, nth: int) -
     if submitted:
         assert any(one() is not None for one in alive)
     copies.close()
-    gc.collect()
+    gc.collect(1)
     assert [one() for one in alive] == [None] * 3
     driver.end()
 
@@ -259,22 +262,22 @@ def test_threads_share_copies(quick: ThreadDriver) -> None:
     copies.close()
 
 
-@pytest.mark.parametrize(
-    "src, dst, error, says",
-    [
-        (torch.zeros(4), torch.zeros(5), ValueError, "copy 0 goes from 4 elements to 5"),
-        (torch.zeros(4), torch.zeros(4).half(), TypeError, "from torch.float32 to torch.float16; allowed: one dtype"),
-        ([torch.zeros(4)] * 2, [torch.zeros(4)], ValueError, "2 sources for 1 destinations"),
-        (torch.zeros(4, 4).t(), torch.zeros(16), ValueError, "the source of copy 0 has strides .1, 4."),
-        (torch.zeros(4), torch.zeros(8)[::2], ValueError, "the destination of copy 0 has strides"),
-        (torch.zeros(4, device="meta"), torch.zeros(4), ValueError, "the source of copy 0 is on meta; allowed: cpu"),
-    ],
-)
-def test_bad_copies_are_refused(quick: ThreadDriver, src, dst, error: type, says: str) -> None:
+NOT_COPIED = [
+    (torch.zeros(4), torch.zeros(5), ValueError, "copy 0 goes from 4 elements to 5"),
+    (torch.zeros(4), torch.zeros(4).half(), TypeError, "from torch.float32 to torch.float16; allowed: one dtype"),
+    ([torch.zeros(4)] * 2, [torch.zeros(4)], ValueError, "2 sources for 1 destinations"),
+    (torch.zeros(4, 4).t(), torch.zeros(16), ValueError, "the source of copy 0 has strides .1, 4."),
+    (torch.zeros(4), torch.zeros(8)[::2], ValueError, "the destination of copy 0 has strides"),
+    (torch.zeros(4, device="meta"), torch.zeros(4), ValueError, "the source of copy 0 is on meta; allowed: cpu"),
+]
+
+
+def test_bad_copies_are_refused(quick: ThreadDriver) -> None:
     copies = Copies(quick)
-    for move in (copies.to_host, copies.to_device):
-        with pytest.raises(error, match=says):
-            move(src, dst)
+    for src, dst, error, says in NOT_COPIED:
+        for move in (copies.to_host, copies.to_device):
+            with pytest.raises(error, match=says):
+                move(src, dst)
     assert quick.copies == [] and not copies._pending
     copies.close()
 

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from tables import each
 
 from zerokern.memory import Arena, Copies, CudaDriver
 
@@ -66,7 +67,7 @@ def test_the_driver_batches(copies: Copies) -> None:
         assert batches.batched
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
+@each("one_by_one", [False, True])
 def test_a_list_of_small_tensors(copies: Copies, one_by_one: bool) -> None:
     if one_by_one:
         copies.driver._batches.batched = False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from forked import run_forked
 
 from zerokern.memory.heap import keep_freed, map_large
 
@@ -40,7 +40,7 @@ def told_in_turn() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_who_is_told_last_counts() -> None:
-    ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=60)
+    ran = run_forked(Path(__file__).read_text())
     assert ran.returncode == 0, ran.stderr
 
 

@@ -8,16 +8,21 @@ import itertools
 import math
 import pickle
 import random
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from copy_cases import ThreadDriver
 from memory_cases import in_child
+from tables import each
 
 from zerokern.core.errors import BudgetError
 from zerokern.memory import Copies, DevicePlace, HostPlace, Wanted, layout
+from zerokern.memory.arena import HUGE_PAGE
 from zerokern.memory.layout import LINE, SKEW, nbytes_of, offsets_of
+from zerokern.memory.place import DevicePool
 
 MIB = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8, torch.uint8)
@@ -30,6 +35,7 @@ def host(wanted, owner="AdamW"):
 """
 COUNTED = """
 import random
+import re
 from zerokern.memory.layout import nbytes_of
 def locked():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmLck")).split()[1]) * 1024
@@ -75,7 +81,7 @@ def test_the_plan_is_what_the_system_counts() -> None:
     assert in_child(HOST + COUNTED).splitlines() == ["0 0 0 0 True True", "after: 0"] * 3
 
 
-@pytest.mark.parametrize("poison", ["0", "1"])
+@each("poison", ["0", "1"])
 def test_tensors_are_zeroed_disjoint_and_as_wanted(poison: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROKERN_POISON", poison)
     wanted = [((3, 5), torch.float32), ((), torch.int8), ((0, 4), torch.bfloat16), ((70_001,), torch.uint8)]
@@ -101,14 +107,14 @@ def test_tensors_outlive_the_object() -> None:
     assert first.fill_(3).sum() == 3000 and second.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("wanted", [[], [((0,), torch.float32), ((3, 0), torch.int8)]])
+@each("wanted", [[], [((0,), torch.float32), ((3, 0), torch.int8)]])
 def test_nothing_takes_nothing(wanted: list) -> None:
     place, tensors = host(wanted)
     assert place.nbytes == 0 and [tuple(t.shape) for t in tensors] == [shape for shape, _ in wanted]
     assert not place.arenas
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_a_layout_against_a_search(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [draw.choice([0, 1, 63, 64, 65, 4096, 3 * MIB, 4 * MIB, 16 * MIB, 100 * SKEW]) for _ in range(30)]
@@ -192,7 +198,7 @@ def test_cuda_is_told_of_it_once_and_until_the_object_goes(monkeypatch: pytest.M
     place, (first, _) = host([((5000,), torch.float32), ((3,), torch.int8)])
     assert place.arenas[0].pinned and calls == [(first.data_ptr(), nbytes_of([((5000,), 4), ((3,), 1)]), 3)]
     del place
-    gc.collect()
+    gc.collect(1)
     assert calls[1:] == [(first.data_ptr(),)] and first.fill_(1).sum() == 5000
 
 
@@ -213,7 +219,7 @@ place.check()
     assert "forked from it: the memory is not here" in said
 
 
-@pytest.mark.parametrize("place", [DevicePlace(torch.device("cpu"), "state"), HostPlace("state")])
+@each("place", [DevicePlace(torch.device("cpu"), "state"), HostPlace("state")])
 def test_a_refusal_without_advice_ends_with_its_table(place: DevicePlace | HostPlace) -> None:
     with pytest.raises(BudgetError, match=r"in all +[\d,]+\Z"):
         place.lay_out([Wanted("state", torch.Size([1 << 50]), torch.int8)])
@@ -237,3 +243,32 @@ def test_with_copies_transfers_run_on_the_streams_of_the_device() -> None:
     other.fetch(near, back, after=stored).wait()
     assert torch.equal(back, there)
     driver.end()
+
+
+# What stays in host memory for many steps comes on huge pages, where the system has any.
+
+
+def asked_for(address: int) -> bool:
+    """Whether the mapping at an address may have huge pages, by what the kernel says of it."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError("nothing is mapped there")
+
+
+@each("kind", ["zeros", "empty"])
+def test_large_tensors_ask_for_huge_pages(kind: str) -> None:
+    pool = DevicePool(torch.device("cpu"))
+    made = getattr(pool, kind)(16 * HUGE_PAGE, torch.uint8)
+    assert asked_for(made.data_ptr() + made.nbytes // 2)
+    assert made.untyped_storage().nbytes() == made.nbytes
+    made.untyped_storage().resize_(0)  # it stays torch's own, which zk.shard relies on
+
+
+def test_small_ones_are_torchs() -> None:
+    pool = DevicePool(torch.device("cpu"))
+    assert pool.zeros(0, torch.float32).numel() == 0
+    assert pool.zeros(1000, torch.bfloat16).count_nonzero() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tables import each
 
 from zerokern.memory import FreeSpans
 
@@ -21,7 +22,7 @@ def first_fit(free: list[bool], nbytes: int) -> int | None:
     return next((begin for begin, end in spans_of(free) if end - begin >= nbytes), None)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_random_sequences_against_the_model(seed: int) -> None:
     draw = random.Random(seed)
     spans, free, taken = FreeSpans(NBYTES), [True] * NBYTES, []
@@ -61,7 +62,7 @@ def test_a_range_grows_at_its_end() -> None:
     assert spans.rows() == [(0, 15)]
 
 
-@pytest.mark.parametrize("span", [(0, 5), (4, 2), (9, 1), (9, 11), (12, 4), (15, 10), (19, 2), (-1, 1), (10, 0)])
+@each("span", [(0, 5), (4, 2), (9, 1), (9, 11), (12, 4), (15, 10), (19, 2), (-1, 1), (10, 0)])
 def test_what_is_free_is_not_given_again(span: tuple[int, int]) -> None:
     spans = FreeSpans(30)
     assert spans.take(20) == 0
@@ -73,7 +74,7 @@ def test_what_is_free_is_not_given_again(span: tuple[int, int]) -> None:
     assert (spans.rows(), spans.total) == before
 
 
-@pytest.mark.parametrize("nbytes", [0, -1])
+@each("nbytes", [0, -1])
 def test_nothing_cannot_be_taken(nbytes: int) -> None:
     with pytest.raises(ValueError, match="a whole number from 1 on"):
         FreeSpans(10).take(nbytes)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from tables import each
 
 from zerokern.core.errors import say_once
 from zerokern.memory import Arena
@@ -40,8 +41,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     return runtime
 
 
-@pytest.mark.parametrize("end", ["close", "drop"])
+@each("end", ["close", "drop"])
 def test_registered_with_the_first_lease_and_unregistered_at_the_end(runtime: FakeRuntime, end: str) -> None:
+    runtime.calls.clear()
     arena = Arena(MIB + 5)
     base, nbytes = arena.base, arena.nbytes
     assert runtime.calls == [] and not arena.pinned
@@ -53,7 +55,7 @@ def test_registered_with_the_first_lease_and_unregistered_at_the_end(runtime: Fa
         arena.close()
         assert not arena.pinned
     del arena
-    gc.collect()
+    gc.collect(1)
     assert runtime.calls[1:] == [("unregister", base)]
 
 

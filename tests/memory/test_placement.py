@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from memory_cases import in_child
+from tables import each
 
 from zerokern.core import env, native
 from zerokern.core.errors import say_once
@@ -40,7 +41,7 @@ def tree(folder: Path, machine: dict[int, tuple[str, str]], memory: str, allowed
     return folder, folder / "status"
 
 
-@pytest.mark.parametrize(
+@each(
     "machine, memory, allowed, cpus, chosen",
     [
         (TWO_SOCKETS, "0-1", "0-1", range(32), (0, 1)),
@@ -61,7 +62,7 @@ def test_nodes_of_a_described_machine(tmp_path: Path, machine, memory, allowed, 
     assert nodes_for(found, set(cpus)) == chosen
 
 
-@pytest.mark.parametrize("lost", ["online", "has_memory", "node1/cpulist", "node0/distance"])
+@each("lost", ["online", "has_memory", "node1/cpulist", "node0/distance"])
 def test_what_the_system_hides_is_no_choice(tmp_path: Path, lost: str) -> None:
     places = tree(tmp_path, TWO_SOCKETS, "0-1", "0-1")
     (tmp_path / lost).write_text("?\n")
@@ -167,7 +168,7 @@ def test_the_library_refuses_what_is_no_node() -> None:
     arena.close()
 
 
-@pytest.mark.parametrize(
+@each(
     "usable, siblings, ranks, left",
     [
         (range(16), 8, 1, {0, 8}),
@@ -241,7 +242,7 @@ def test_cpus_on_a_gpus_side(one_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert cpus_near(gpu, folder) == frozenset(), "a torch that does not say"
 
 
-@pytest.mark.parametrize("ranks, kept, threads", [(1, range(16), 16), (8, range(8, 16), 2), (2, range(8, 16), 8)])
+@each("ranks, kept, threads", [(1, range(16), 16), (8, range(8, 16), 2), (2, range(8, 16), 8)])
 def test_ranks_keep_to_the_side_of_their_gpu(
     monkeypatch: pytest.MonkeyPatch, ranks: int, kept: range, threads: int
 ) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
+from tables import each
 
 from zerokern.core.errors import IoError
 from zerokern.io.place import Nvme, NvmePlace
@@ -43,7 +42,7 @@ def test_contents_come_back_at_the_same_address(rests: Rests) -> None:
     assert addresses == [one.memory.data_ptr() for one in ones]
 
 
-@pytest.mark.parametrize("numel", [0, 1, 1024, 1025, (2 << 20) // 4, (2 << 20) // 4 + 1])
+@each("numel", [0, 1, 1024, 1025, (2 << 20) // 4, (2 << 20) // 4 + 1])
 def test_any_length(rests: Rests, numel: int) -> None:
     one = filled(rests, 2.0, numel)
     rests.drain()
@@ -136,8 +135,8 @@ one.memory.sum()
 
 
 def test_memory_that_is_not_there_cannot_be_taken_for_values() -> None:
-    run = subprocess.run([sys.executable, "-c", TOUCHES], capture_output=True, text=True, env={**os.environ})
-    assert run.stdout == "made\n" and run.returncode == -signal.SIGSEGV
+    ran = run_forked(TOUCHES)
+    assert ran.stdout == "made\n" and ran.returncode == -signal.SIGSEGV
 
 
 def test_what_is_lent_is_told_apart_from_views_that_come_and_go(rests: Rests) -> None:
@@ -238,5 +237,5 @@ print(count() - before)
 
 def test_mappings_do_not_grow_in_number() -> None:
     """A system allows a process 65,530 of them."""
-    run = subprocess.run([sys.executable, "-c", MAPPINGS], capture_output=True, text=True, env={**os.environ})
-    assert run.returncode == 0 and int(run.stdout) < 20, run.stderr
+    ran = run_forked(MAPPINGS)
+    assert ran.returncode == 0 and int(ran.stdout) < 20, ran.stderr

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from staging_cases import ORDERS, Device
+from tables import each
 from tries import best
 
 from zerokern.core.errors import BudgetError, IoError, StateError
@@ -47,8 +48,8 @@ def assert_over(ring: Ring, device: Device) -> None:
     assert again.disk == [i + 1 for i in range(7)]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("slots, count", SHAPES)
+@each("order", ORDERS)
+@each("slots, count", SHAPES)
 def test_every_order_gives_the_same(arena: Arena, order: str, slots: int, count: int) -> None:
     ring = Ring(arena, slots, NBYTES, "test")
     for seed in range(10 if order == "random" else 1):
@@ -74,7 +75,7 @@ def test_the_queue_never_runs_dry(ring: Ring) -> None:
     assert device.submitted[3:17] == [pair for i in range(7) for pair in (("store", i), ("fetch", i + 3))]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each("order", ORDERS)
 def test_nobody_waits_for_a_store_before_the_end(ring: Ring, order: str) -> None:
     device = Device(12, order)
     run(ring, device)
@@ -84,7 +85,7 @@ def test_nobody_waits_for_a_store_before_the_end(ring: Ring, order: str) -> None
     assert checked == list(range(12)), "nobody asked how a store ended"
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each("order", ORDERS)
 def test_an_item_without_fetch_waits_for_the_store_before_it(ring: Ring, order: str) -> None:
     device = Device(9, order)
 
@@ -109,9 +110,9 @@ def test_progress_counts_items(ring: Ring) -> None:
     assert told == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("item", range(8))
-@pytest.mark.parametrize("kind", ["fetch", "store"])
+@each("order", ORDERS)
+@each("item", range(8))
+@each("kind", ["fetch", "store"])
 def test_a_transfer_that_fails(ring: Ring, kind: str, item: int, order: str) -> None:
     device = Device(8, order)
     error = IoError("no space", key=f"item {item}")
@@ -125,7 +126,7 @@ def test_a_transfer_that_fails(ring: Ring, kind: str, item: int, order: str) -> 
     assert_over(ring, device)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each("order", ORDERS)
 def test_the_first_error_is_raised_and_the_others_are_notes(ring: Ring, order: str) -> None:
     device = Device(8, order)
     for item in (3, 4, 5):
@@ -140,9 +141,9 @@ def test_the_first_error_is_raised_and_the_others_are_notes(ring: Ring, order: s
     assert_over(ring, device)
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
-@pytest.mark.parametrize("item", [0, 1, 3, 6, 7])
-@pytest.mark.parametrize("where", ["fetch", "compute", "store", "progress"])
+@each("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)])
+@each("item", [0, 1, 3, 6, 7])
+@each("where", ["fetch", "compute", "store", "progress"])
 def test_a_callback_that_raises(ring: Ring, where: str, item: int, error: BaseException) -> None:
     device = Device(8, "random", seed=item)
 
@@ -157,9 +158,9 @@ def test_a_callback_that_raises(ring: Ring, where: str, item: int, error: BaseEx
     assert_over(ring, device)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("item", [0, 2, 4, 7])
-@pytest.mark.parametrize("kind", ["fetch", "store"])
+@each("order", ORDERS)
+@each("item", [0, 2, 4, 7])
+@each("kind", ["fetch", "store"])
 def test_a_wait_that_is_interrupted_leaves_nothing_behind(ring: Ring, kind: str, item: int, order: str) -> None:
     """Even where each further wait is interrupted again, and the transfer fails in the end."""
     device = Device(8, order)
@@ -187,8 +188,8 @@ def test_the_failure_behind_an_interrupt_is_a_note(ring: Ring) -> None:
     assert caught.value.__notes__ == ["and then IoError: and it failed"]
 
 
-@pytest.mark.parametrize("where", ["fetch", "compute", "store", "progress"])
-@pytest.mark.parametrize("item", [0, 1, 4, 7])
+@each("where", ["fetch", "compute", "store", "progress"])
+@each("item", [0, 1, 4, 7])
 def test_ctrl_c_loses_no_ticket(ring: Ring, where: str, item: int) -> None:
     """It comes after the submission, before its ticket is anywhere: it is heard after the item."""
     device = Device(8, "stores starve")
@@ -273,7 +274,7 @@ def test_a_ring_that_does_not_fit_takes_nothing(arena: Arena) -> None:
     assert arena.free_nbytes == arena.nbytes
 
 
-@pytest.mark.parametrize("count", [-1, 1.5, True, None])
+@each("count", [-1, 1.5, True, None])
 def test_bad_counts_are_refused(ring: Ring, count: object) -> None:
     with pytest.raises(ValueError, match=f"count={count}: must be"):
         flow(ring, count, None, None, None)

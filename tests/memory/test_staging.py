@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tables import each
 
 from zerokern.core.errors import ZerokernError, say_once
 from zerokern.memory.staging import Batches, runtime_library
@@ -74,16 +75,18 @@ def copied(batches: Batches, count: int) -> bool:
     return all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
 
 
-@pytest.mark.parametrize("count", [1, 2, 1000])
+@each("count", [1, 2, 1000])
 def test_a_batch_is_one_call(runtime: Runtime, version: int, count: int) -> None:
+    runtime.reset()
     batches = Batches(runtime.library, runtime_version=version, driver_version=13000)
     assert batches.batched and copied(batches, count)
     expected = {"one": 0, "many": 1, "count": count, "order": 1, "flags": 0, "stream": STREAM, "cleared": 0}
     assert runtime.asked == expected
 
 
-@pytest.mark.parametrize("versions", [(12060, 13000), (13000, 12070)])
+@each("versions", [(12060, 13000), (13000, 12070)])
 def test_an_old_runtime_or_driver_copies_one_by_one(runtime: Runtime, versions: tuple[int, int]) -> None:
+    runtime.reset()
     batches = Batches(runtime.library, runtime_version=versions[0], driver_version=versions[1])
     assert not batches.batched and copied(batches, 5)
     asked = runtime.asked
@@ -97,7 +100,7 @@ def test_an_empty_batch_asks_for_nothing(runtime: Runtime, version: int) -> None
     assert runtime.asked["many"] == runtime.asked["one"] == 0
 
 
-@pytest.mark.parametrize("driver", [13000, 12000])
+@each("driver", [13000, 12000])
 def test_a_refusal_is_told_and_does_not_linger(runtime: Runtime, version: int, driver: int) -> None:
     batches = Batches(runtime.library, runtime_version=version, driver_version=driver)
     runtime.reset(refusal=1)

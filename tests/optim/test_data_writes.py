@@ -127,6 +127,7 @@ def run(name: str, folder: Path, write: Callable, *, counts: bool) -> list[Tenso
     dtype, settings = SETTINGS[name]
     params = make_params(dtype=dtype)
     if name == "disk":
+        folder.mkdir(exist_ok=True)
         settings = {**settings, "tier": zk.Nvme(folder / str(counts))}
     optimizer = AdamW(params, lr=1e-2, **settings)
     held = [param.detach() if counts else param.data for param in params]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_double import Double
 from ranks import run_ranks
 from torch import nn
 
@@ -100,6 +101,105 @@ def test_an_infinite_limit_measures_the_norm_and_clips_nothing(stage: Any) -> No
         squares = [p.numel() * 4.0 for p in one.parameters()]
     assert measured.grad_norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-12)
     assert stage is not None or plain.grad_norm is None
+
+
+@pytest.mark.parametrize("params", [
+    lambda param: [param],
+    lambda param: [{"params": param}],
+    lambda param: [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [param]}],
+    lambda param: [("phase", param)],
+], ids=["list", "tensor", "second group", "named"])  # fmt: skip
+@pytest.mark.parametrize("kind", [zk.AdamW, zk.SGD])
+def test_complex_parameters_are_refused_where_the_optimizer_is_built(kind: Any, params: Any) -> None:
+    param = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"dtype=torch\.complex64: must be torch\.float32.*torch\.view_as_real"):
+        kind(params(param), lr=0.1)
+    with pytest.raises(TypeError, match=r"complex64; allowed: dense, real tensors"):
+        zk.shard(nn.ParameterList([param]))
+    kind(params(param.requires_grad_(False)), lr=0.1)  # nothing updates it
+
+
+def not_finite(opt: Any, weight: nn.Parameter, value: float = math.inf, **of_the_scaler: Any) -> list[str]:
+    """What a step says whose gradient has such a number in it."""
+    weight.grad = torch.tensor([1.0, value])
+    for name, given in of_the_scaler.items():
+        setattr(opt, name, torch.tensor(given))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        opt.step()
+    return [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize("of_the_scaler, says", [
+    ({}, "their norm is nan"),
+    ({"grad_scale": 65536.0}, "their norm is nan, with a loss scale of 65536"),
+    ({"grad_scale": 1024.0, "found_inf": 1.0}, "the GradScaler found an infinity or NaN, with a loss scale of 1024"),
+], ids=["a norm", "a scale", "GradScaler"])  # fmt: skip
+def test_ten_skipped_steps_in_a_row_say_so_once(of_the_scaler: dict[str, float], says: str) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    opt = zk.AdamW([weight], lr=0.1, max_grad_norm=1.0)
+    assert [not_finite(opt, weight, math.nan, **of_the_scaler) for _ in range(9)] == [[]] * 9
+    (told,) = not_finite(opt, weight, math.nan, **of_the_scaler)
+    assert f"10 steps in a row changed nothing, for their gradients were not finite: {says}. This is said once" in told
+    assert [not_finite(opt, weight, math.nan, **of_the_scaler) for _ in range(15)] == [[]] * 15
+    assert opt.skipped_steps == 25 and weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_on_a_device_whoever_asks_how_many_were_skipped_is_told(every: int, double: Double) -> None:
+    """The device decides, and a step waits for nothing: asking does."""
+    with double.on(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        weight = nn.Parameter(torch.ones(2))
+        opt = zk.AdamW([weight], lr=0.1, max_grad_norm=1.0)
+        for step in range(1, 41):
+            weight.grad = torch.tensor([1.0, 1.0 if step in (9, 18) else math.nan])
+            opt.step()
+            if step % every == 0:
+                assert opt.skipped_steps == step - (step >= 9) - (step >= 18)
+                assert len(told) == (step >= (28 if every == 1 else 30))
+    assert "10 steps in a row changed nothing" in str(told[0].message)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+def test_skipped_steps_of_a_sharded_model_say_so_and_those_between_others_do_not(schedule: Any) -> None:
+    one = zk.shard(model(), stage=2)
+    opt = zk.AdamW(one.parameters(), lr=0.1, schedule=schedule)
+
+    def steps(value: float, count: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(count):
+                one(torch.full((2, 4), value)).sum().backward()
+                opt.step()
+                opt.zero_grad()
+            opt.flush()
+        return [str(each.message) for each in told if "in a row" in str(each.message)]
+
+    assert steps(math.inf, 9) == steps(1.0, 1) == steps(math.inf, 9) == steps(1.0, 1) == []
+    assert len(steps(math.inf, 12)) == 1 and opt.skipped_steps == 30
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_write_that_zk_gathered_does_not_keep_is_told(stage: Any) -> None:
+    one = zk.shard(model(), stage=stage)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with zk.gathered(one), torch.no_grad():
+            one.weight.zero_()
+        with zk.gathered(one, write=True), torch.no_grad():
+            one.bias.zero_()
+        with zk.gathered(one):  # no write: neither a pass, nor gradients
+            one(torch.ones(1, 4)).sum().backward()
+            one.zero_grad()
+        with zk.gathered(one), zk.gathered(one.weight, write=True), torch.no_grad():
+            one.weight.fill_(2.0)
+    lost = [each for each in told if "zk.gathered" in str(each.message)]
+    with zk.gathered(one):
+        assert one.bias.tolist() == [0.0] * 4 and one.weight.flatten().tolist() == [2.0] * 16
+    assert len(lost) == (stage == 3)  # below stage 3 it is the parameter itself that is written
+    assert all("what was written to 'weight' within zk.gathered is gone" in str(each.message) for each in lost)
+    assert all(each.filename == __file__ for each in lost)
 
 
 def state_on_disk(rank: int, folder: str) -> tuple[list[str], list[float]]:

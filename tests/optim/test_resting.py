@@ -68,6 +68,7 @@ def groups_of(model: Model) -> list[dict[str, Any]]:
 
 
 def tier_of(state: str, folder: Path) -> Any:
+    folder.parent.mkdir(exist_ok=True)
     return zk.Nvme(folder, ring_nbytes="1M") if state == "nvme" else state
 
 

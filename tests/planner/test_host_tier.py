@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -91,13 +92,6 @@ class TestPlanned:
             "device to host",
         }
 
-    def test_where_it_is_the_placement_that_fits(self) -> None:
-        """The host has room for twins, and not for state beside them."""
-        plan = zk.plan("8B", tier="cpu", device_memory="h100", host_memory="64GB", disk="1TB")
-        assert plan.missing
-        found = [(one.recipe.param_tier, one.recipe.tier) for one in plan.would_fit() if not one.recipe.is_lossy()]
-        assert found[0] == ("device", "nvme")
-
     def test_parameters_on_the_host_are_updated_in_place(self) -> None:
         for schedule in ("sync", "overlap"):
             assert not TWINS & set(zk.plan("1B", tier="cpu", device="cpu", schedule=schedule).roles)
@@ -127,18 +121,6 @@ class TestPlanned:
         assert f"* The optimizer locks {plan.pinned:,} bytes of host memory at stage 2, in whole pages." in text
         assert "Locked in host memory in other formats" in text
 
-    @pytest.mark.parametrize(
-        "asked, says",
-        [
-            ({"schedule": "late"}, "schedule='late': must be 'sync', 'overlap' or zk.Delayed"),
-            ({"schedule": "overlap"}, r"schedule='overlap': must be .* or tier='cpu'"),
-            ({"schedule": zk.Delayed()}, r"schedule=Delayed\(after=0\): must be"),
-        ],
-    )
-    def test_refused(self, asked: dict, says: str) -> None:
-        with pytest.raises(ValueError, match=says):
-            zk.plan("1B", **asked)
-
 
 def planned_and_measured(model: nn.Module, opt: torch.optim.Optimizer, **asked: object) -> tuple[zk.Plan, object]:
     plan = zk.plan(model, **asked)
@@ -147,19 +129,17 @@ def planned_and_measured(model: nn.Module, opt: torch.optim.Optimizer, **asked: 
     return plan, zk.measure(model, opt)
 
 
-@pytest.mark.parametrize("formats", [EXACT, SMALL, WITH_MASTER], ids=["exact", "small", "master"])
-@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_process_to_the_page(dtype: torch.dtype, schedule: object, formats: dict) -> None:
-    model = Odd(dtype)
-    opt = zk.AdamW(model.parameters(), tier="cpu", schedule=schedule, **formats)
-    asked = {"stage": 0, "tier": "cpu", "schedule": schedule, "device": "cpu", **formats}
-    plan, measured = planned_and_measured(model, opt, **asked)
-    assert measured.pinned == plan.pinned > 0
+def test_one_process_to_the_page(dtype: torch.dtype) -> None:
     padded = {"parameters", "gradients"}  # by zk.shard, which is not used here
-    assert {role: n for role, n in measured.roles.items() if role not in padded} == {
-        role: n for role, n in plan.roles.items() if role not in padded
-    }
+    for schedule, formats in product(("sync", "overlap", zk.Delayed()), (EXACT, SMALL, WITH_MASTER)):
+        model = Odd(dtype)
+        opt = zk.AdamW(model.parameters(), tier="cpu", schedule=schedule, **formats)
+        asked = {"stage": 0, "tier": "cpu", "schedule": schedule, "device": "cpu", **formats}
+        plan, measured = planned_and_measured(model, opt, **asked)
+        assert measured.pinned == plan.pinned > 0
+        held, said = ({role: n for role, n in one.roles.items() if role not in padded} for one in (measured, plan))
+        assert held == said, (schedule, formats)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

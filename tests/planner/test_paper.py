@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from zerokern.planner import Plan, Transformer, plan
@@ -34,26 +36,19 @@ def unit(cell: str) -> float:
     return 10.0 ** -len(cell.partition(".")[2])
 
 
-def zero_cells() -> list:
-    cells = []
-    for line in ZERO_STATES_GB.strip().splitlines():
-        world, *row = line.split()
-        for i, cell in enumerate(row):
-            numel, stage = ZERO_NUMELS[i // 3], 1 + i % 3
-            cells.append(pytest.param(numel, int(world), stage, cell, id=f"{numel}-{world}-{stage}"))
-    return cells
-
-
-@pytest.mark.parametrize("numel, world, stage, cell", zero_cells())
-def test_zero_model_states(numel: str, world: int, stage: int, cell: str) -> None:
+def test_zero_model_states() -> None:
     """2 bytes of fp16 parameters, 2 of gradients, 12 of fp32 master and averages: our fp16 default is the paper's."""
-    found = plan(numel, stage=stage, world=world, param_dtype="fp16").states / 1e9
-    assert abs(found - float(cell)) <= unit(cell)
+    for line in ZERO_STATES_GB.strip().splitlines():
+        world, *cells = line.split()
+        for i, cell in enumerate(cells):
+            numel, stage = ZERO_NUMELS[i // 3], 1 + i % 3
+            found = plan(numel, stage=stage, world=int(world), param_dtype="fp16").states / 1e9
+            assert abs(found - float(cell)) <= unit(cell), (numel, world, stage)
 
 
-@pytest.mark.parametrize("stage, psi", [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_zero_communication(stage: int, psi: int) -> None:
-    assert plan("1T", stage=stage, world=64).traffic.numel / 1e12 == pytest.approx(psi, rel=1e-8)
+def test_zero_communication() -> None:
+    volumes = [plan("1T", stage=stage, world=64).traffic.numel / 1e12 for stage in range(4)]
+    assert volumes == pytest.approx([2, 2, 2, 3], rel=1e-8)
 
 
 # The ZeRO paper's second table: degree of model parallelism, GPUs, and the largest models whose states fit 32 GB, in
@@ -87,12 +82,6 @@ def zk_plan(billions: float, stage: int, mesh: dict[str, int]) -> Plan:
     return plan(round(billions * 1e9), stage=stage, mesh=mesh, param_dtype="fp16")
 
 
-def test_a_trillion_parameters_in_three_dimensions() -> None:
-    """16-way model parallelism in each node and 64 replicas: the paper's way to a trillion on 1,024 GPUs of 32 GB."""
-    mesh = {"dp": 64, "tp": 16}
-    assert zk_plan(1000, 3, mesh).fits("v100") and not zk_plan(1000, 2, mesh).fits("v100")
-
-
 def test_traffic_of_model_parallelism() -> None:
     """12 elements for each of batch x seq x hidden and block, with activation checkpoints: six all-reduces."""
     shape = Transformer(8, 4096, heads=32, batch=2, seq=1024)
@@ -111,15 +100,11 @@ def test_what_a_cluster_trains_in_three_dimensions(numel: str, nodes: int) -> No
     assert not plan(numel, stage=1, mesh={"pp": nodes, "tp": 8}, param_dtype="fp16").fits("v100")
 
 
-def test_a_trillion_parameters_fit_1024_gpus_of_32_gb() -> None:
-    assert plan("1T", stage=3, world=1024, param_dtype="fp16").fits("v100")
-    assert not plan("1T", stage=2, world=1024, param_dtype="fp16").fits("v100")
-
-
 @pytest.mark.parametrize("line", INFINITY.strip().splitlines())
 def test_infinity_memory(line: str) -> None:
     trillions, layers, hidden, heads, *cells = line.split()
-    shape = {"layers": int(layers), "hidden": int(hidden) * 1024, "heads": int(heads), "seq": 1024}
+    shape: dict[str, Any] = {"layers": int(layers), "hidden": int(hidden) * 1024, "heads": int(heads), "seq": 1024}
+    shape["attention"] = "eager"  # as the paper counts
     full, working = Transformer(batch=32, **shape), Transformer(batch=4, **shape)
     found = [
         full.states / 2**40,

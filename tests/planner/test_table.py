@@ -6,7 +6,7 @@ import torch
 
 import zerokern as zk
 from zerokern.examples.model import GPT, Shape
-from zerokern.planner import Transformer, table
+from zerokern.planner import Transformer
 
 
 def gpt() -> torch.nn.Module:
@@ -68,13 +68,3 @@ class TestText:
         assert again.total - without.total == shape.checkpoints + shape.working_activations
         assert "activation checkpoints" in str(again) and "activation checkpoints" not in str(whole)
         assert "Not counted: activations" in str(without)
-
-    def test_numbers_of_ranks_below_each_other(self) -> None:
-        plans = [zk.plan("7.5B", world=world, param_dtype="fp16", device_memory="32GB") for world in (1, 4, 1024)]
-        lines = table.of_worlds(plans).splitlines()
-        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-        assert cells[2:] == [
-            ["1", "120", "120", "120", "120", "none"],
-            ["4", "120", "52.5", "41.3", "30.0", "stage 3"],
-            ["1,024", "120", "30.1", "15.1", "0.117", "stages 1, 2, 3"],
-        ]

@@ -15,7 +15,7 @@ BEGIN, END = "<!-- names:begin -->\n", "<!-- names:end -->"
 MADE = {"Plan", "Probe", "Saving", "Ticket"}  # by the library, and not by who reads this
 MODULES = {"zk": zk, "zk.io": zk.io, "zk.kernels": zk.kernels}
 # of every optimizer
-MEMBERS = ("statistics", "grad_norm", "skipped_steps", "max_grad_norm", "flush", "refresh_masters")
+MEMBERS = ("statistics", "grad_norm", "skipped_steps", "max_grad_norm", "flush", "refresh_masters", "close")
 
 
 def first_sentence(doc: str) -> str:

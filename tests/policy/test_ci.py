@@ -10,7 +10,7 @@ import pytest
 
 from .tree import ROOT
 
-NEEDED = "bash", "cat", "cut", "dirname", "env", "cp", "git", "mkdir", "nproc", "sed", "tail"
+NEEDED = "bash", "cat", "cut", "dirname", "env", "cp", "git", "mkdir", "nproc", "sed", "tail", "timeout"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 LEFT_OUT = "aarch64: NOT tested, no compiler or emulator"
 

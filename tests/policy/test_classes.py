@@ -6,7 +6,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Mapping
 
-from .tree import files, read
+from .tree import files, nodes, read
 
 SHARED = {  # the list may only become shorter
     "Ticket": "the protocol of whatever ends, in memory, and the ticket of a disk, which is one",
@@ -19,7 +19,7 @@ def homes(sources: Mapping[str, str]) -> dict[str, list[str]]:
     """By the name of a class, the files that define it."""
     found: dict[str, list[str]] = defaultdict(list)
     for path, source in sources.items():
-        for name in {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}:
+        for name in {node.name for node in nodes(source) if isinstance(node, ast.ClassDef)}:
             found[name].append(path)
     return found
 

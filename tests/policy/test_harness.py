@@ -66,7 +66,6 @@ if {serial}:
 def run_pytest(folder: Path, *arguments: str, **cases: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     (folder / "skips.txt").write_text("* | needs a CUDA GPU\n")
-    (folder / "long.txt").write_text("test_last.py\ntest_before.py\n")
     for name, text in cases.items():
         (folder / f"test_{name}.py").write_text(text)
     options = ["-q", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider", *arguments]
@@ -92,11 +91,28 @@ def test_any_two_values_meet_in_a_quick_row(tmp_path: Path) -> None:
     assert quick.stdout.count("test_one[") == 3
 
 
-def test_long_files_are_begun_first(tmp_path: Path) -> None:
-    one, two = "def test_one(): pass\n", "def test_two(): pass\n"
-    ran = run_pytest(tmp_path, "--co", alone=one, before=one, first=one + two, last=one)
-    begun = re.findall(r"test_(\w+)\.py", ran.stdout)
-    assert begun == ["last", "before", "first", "first", "alone"]
+def test_the_seed_of_a_budget_draws_the_order(tmp_path: Path) -> None:
+    rows = "".join(f"def test_{name}(): pass\n" for name in "abcdefgh")
+    orders = [
+        re.findall(r"::test_(\w)", run_pytest(tmp_path, "--co", "--minutes=1", f"--seed={seed}", rows=rows).stdout)
+        for seed in "112"
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2]) == list("abcdefgh")
+
+
+def test_a_budget_ends_the_run_and_says_what_it_left_out(tmp_path: Path) -> None:
+    rows = "import time\n" + "".join(f"def test_{name}(): time.sleep(1)\n" for name in "abcdefgh")
+    ran = run_pytest(tmp_path, "--minutes=0.01", rows=rows)
+    began, of = map(int, re.search(r"budget: (\d+) of (\d+) tests ran in 0.01 minutes", ran.stdout).groups())
+    assert began < of == 8
+    assert not began or f"{began} passed" in ran.stdout
+
+
+def test_the_slowest_files_are_named(tmp_path: Path) -> None:
+    slow = "import time\ndef test_one(): time.sleep(0.2)\n"
+    said = run_pytest(tmp_path, slow=slow, quick="def test_one(): pass\n").stdout
+    assert re.findall(r"([\d.]+) s  test_(\w+)\.py", said)[0][1] == "slow"
 
 
 def test_unlisted_skips_fail_and_all_runs_slow_rows(tmp_path: Path) -> None:
@@ -110,7 +126,7 @@ def test_unlisted_skips_fail_and_all_runs_slow_rows(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_workers_account_for_skips_and_let_serial_tests_run_alone(tmp_path: Path) -> None:
     cases = {name: TIMED.format(serial=name == "alone", times=str(tmp_path / name)) for name in ("alone", "beside")}
-    ran = run_pytest(tmp_path, "-pxdist", "-n2", "--dist=loadfile", listed=LISTED, module=MODULE, **cases)
+    ran = run_pytest(tmp_path, "-pxdist", "-n2", "--dist=worksteal", listed=LISTED, module=MODULE, **cases)
     assert ran.returncode == 1, ran.stdout
     assert "12 passed, 2 skipped" in ran.stdout
     assert "NOT LISTED" in ran.stdout and "not begun" in ran.stdout and "1  needs a CUDA GPU" in ran.stdout

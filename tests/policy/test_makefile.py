@@ -1,4 +1,4 @@
-"""What each target of the Makefile installs: `make demo` needs the package alone."""
+"""What each target of the Makefile installs: `make demo` needs no tools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def asked(*words: str, environment: str = OURS) -> list[str]:
 @pytest.mark.parametrize(
     "words, what",
     [
-        (["demo"], "."),
+        (["demo"], ".[demo]"),
         (["setup"], ".[dev]"),
         (["demo", "test"], ".[dev]"),
         (["demo", "EXTRAS=dev,peers"], ".[dev,peers]"),

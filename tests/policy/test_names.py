@@ -50,35 +50,33 @@ def without_example(module: ModuleType) -> list[str]:
     return [name for name, value in shown.items() if ">>>" not in (value.__doc__ or "")]
 
 
-def examples() -> list[doctest.DocTest]:
-    """The docstrings with examples of every module, each told once: by the module that defines it."""
+def examples() -> dict[str, list[doctest.DocTest]]:
+    """By module the docstrings with examples, each told once: by the module that defines it."""
     import_everything(zerokern)
-    modules = [module for name, module in sorted(sys.modules.items()) if name.split(".")[0] == "zerokern"]
+    modules = {name: module for name, module in sorted(sys.modules.items()) if name.split(".")[0] == "zerokern"}
     finder = doctest.DocTestFinder(exclude_empty=True)
     scope = {"torch": torch, "zk": zerokern}
-    found = [test for module in modules for test in finder.find(module, globs={**vars(module), **scope})]
-    return [test for test in found if test.examples]
+    found = {name: finder.find(module, globs={**vars(module), **scope}) for name, module in modules.items()}
+    return {name: some for name, tests in found.items() if (some := [test for test in tests if test.examples])}
+
+
+EXAMPLES = examples()
 
 
 @pytest.mark.parametrize("module", public_modules(), ids=lambda module: module.__name__)
-def test_no_name_is_overshadowed(module: ModuleType) -> None:
+def test_no_name_is_overshadowed_and_every_one_has_an_example(module: ModuleType) -> None:
     before = {name: getattr(module, name) for name in module.__all__}
     import_everything(zerokern)
-    assert overshadowed(module) == []
+    assert overshadowed(module) == [] and without_example(module) == []
     assert [name for name, value in before.items() if getattr(module, name) is not value] == []
 
 
-@pytest.mark.parametrize("module", public_modules(), ids=lambda module: module.__name__)
-def test_every_name_has_an_example(module: ModuleType) -> None:
-    assert without_example(module) == []
-
-
-@pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
-def test_example_runs(example: doctest.DocTest) -> None:
+@pytest.mark.parametrize("module", EXAMPLES)
+def test_examples_run(module: str) -> None:
     heard: list[str] = []
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    result = doctest.DocTestRunner(optionflags=flags, verbose=False).run(example, out=heard.append)
-    assert result.failed == 0, "".join(heard)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False)
+    failed = sum(runner.run(example, out=heard.append).failed for example in EXAMPLES[module])
+    assert failed == 0, "".join(heard)
 
 
 def test_one_version_number() -> None:

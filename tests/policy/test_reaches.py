@@ -9,11 +9,10 @@ from __future__ import annotations
 import ast
 from functools import cache
 
-import pytest
 import torch
 from torch import nn
 
-from .tree import Finding, assert_clean, files, imports, is_package, module_name, read
+from .tree import Finding, assert_clean, files, imports, is_package, module_name, nodes, read
 
 SOURCES = files(".py", under=("zerokern/",))
 TORCHS = frozenset(dir(torch.Tensor)) | frozenset(dir(nn.Module())) | {"_is_param", "_schema", "_spec"}
@@ -26,11 +25,6 @@ def is_private(name: str) -> bool:
 
 def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
-
-
-@cache
-def nodes(source: str) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(source)))
 
 
 @cache
@@ -76,18 +70,13 @@ def test_no_module_reads_anothers_underscore_names() -> None:
     assert_clean([finding for finding in found if not allowed(finding)])
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_a_reach_is_found() -> None:
+    """What is one's own may be read of another of its kind."""
+    for source in (
         "def f(opt):\n    return opt._held",
         "class A:\n    def f(self):\n        self.opt._held = 1",
         "from zerokern.optim.base import _held",
-    ],
-)
-def test_a_reach_is_found(source: str) -> None:
-    assert len(reaches(source, "zerokern/saving/x.py", frozenset({"_held"}))) == 1
-
-
-def test_what_is_ones_own_may_be_read_of_another_of_its_kind() -> None:
-    source = "class A:\n    def __init__(self, other):\n        self._held = other._held; self.version = other._version"
-    assert reaches(source, "zerokern/optim/x.py", frozenset({"_held", "_version"})) == []
+    ):
+        assert len(reaches(source, "zerokern/saving/x.py", frozenset({"_held"}))) == 1
+    own = "class A:\n    def __init__(self, other):\n        self._held = other._held; self.version = other._version"
+    assert reaches(own, "zerokern/optim/x.py", frozenset({"_held", "_version"})) == []

@@ -13,7 +13,7 @@ from zerokern import arguments
 from zerokern.core.units import BINARY, parse_nbytes
 from zerokern.planner.amounts import parse_device_memory, parse_memory, parse_numel
 
-from .tree import Finding, assert_clean, dotted, files, read
+from .tree import Finding, assert_clean, dotted, files, nodes, read
 
 READERS = {  # who knows a unit by its letter
     "zerokern/core/units.py",  # bytes, elements, tokens
@@ -30,7 +30,7 @@ def texts(nodes: Iterable[ast.expr | None]) -> list[str]:
 def readers(source: str, path: str) -> list[Finding]:
     """Patterns and tables that tell units apart."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Call) and dotted(node.func).startswith("re."):
             given = texts([*node.args, *(one.value for one in node.keywords)])
             told = any(LETTERS.search(text) for text in given)
@@ -49,55 +49,36 @@ def test_units_are_read_in_one_place() -> None:
     assert_clean([found for path in sources if path not in READERS for found in readers(read(path), path)])
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        're.compile(r"(\\d+)([KMGT]?)")',
-        're.fullmatch(r"(\\d+)([KMGT]?)", text)',
+def test_another_reader_is_found() -> None:
+    for source in (
+        're.compile(r"(\\d+)([KMGT]?)")', 're.fullmatch(r"(\\d+)([KMGT]?)", text)',
         're.search(pattern="K|M|G", string=text)',
-        '{"K": 10, "M": 20, "G": 30}',
-        '{"kb": 1, "mb": 2, "gb": 3}',
-        '{"": 1, "M": 10**6, "B": 10**9}',
-    ],
-)
-def test_another_reader_is_found(source: str) -> None:
-    assert [finding.line for finding in readers(source, "a.py")] == [1]
+        '{"K": 10, "M": 20, "G": 30}', '{"kb": 1, "mb": 2, "gb": 3}', '{"": 1, "M": 10**6, "B": 10**9}',
+    ):  # fmt: skip
+        assert [finding.line for finding in readers(source, "a.py")] == [1], source
 
 
-@pytest.mark.parametrize(
-    "text, nbytes",
-    [
-        ("2GB", 2 * 10**9),
-        ("2GiB", 2 << 30),
-        ("1.5 tb", 1500 * 10**9),
-        ("512mib", 512 << 20),
-        ("3kB", 3000),
-        (".5GB", 500 * 10**6),
-        ("9007199254.740993 MB", 9007199254740993),
-    ],
-)
-def test_bytes_mean_the_same_everywhere(text: str, nbytes: int) -> None:
-    assert parse_nbytes("x", text) == arguments.nbytes("x")(text) == parse_memory("x", text) == nbytes
-    assert list(parse_device_memory(text).values()) == [nbytes]
+def test_bytes_mean_the_same_everywhere() -> None:
+    for text, nbytes in {
+        "2GB": 2 * 10**9, "2GiB": 2 << 30, "1.5 tb": 1500 * 10**9, "512mib": 512 << 20, "3kB": 3000,
+        ".5GB": 500 * 10**6, "9007199254.740993 MB": 9007199254740993,
+    }.items():  # fmt: skip
+        assert parse_nbytes("x", text) == arguments.nbytes("x")(text) == parse_memory("x", text) == nbytes, text
+        assert list(parse_device_memory(text).values()) == [nbytes], text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "G", "-1G", "1e9", "nan", "inf", "8i", "8iB", "8GiBs", "8 G B", "1,5G", "0x10", "1e400"),
-        *("8\N{KELVIN SIGN}", f"{9 * 10**18}GB"),
-        *(pytest.param("9" * digits, id=f"{digits} digits") for digits in (400, 5000)),
-    ],
-)
-def test_what_is_no_number_is_refused_everywhere(text: str) -> None:
-    with pytest.raises(ValueError, match=r"x=.*must be"):
-        parse_nbytes("x", text)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"x=.*must be"):
-        arguments.nbytes("x")(text)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"x=.*must be"):
-        arguments.number("x", "elements", units=BINARY)(text)
-    with pytest.raises(ValueError, match="must be"):
-        parse_memory("x", text)
+REFUSED = ("", "G", "-1G", "1e9", "nan", "inf", "8i", "8iB", "8GiBs", "8 G B", "1,5G", "0x10", "1e400")
+
+
+def test_what_is_no_number_is_refused_everywhere() -> None:
+    for text in (*REFUSED, "8\N{KELVIN SIGN}", f"{9 * 10**18}GB", "9" * 400, "9" * 5000):
+        with pytest.raises(ValueError, match=r"x=.*must be"):
+            parse_nbytes("x", text)
+        for parse in (arguments.nbytes("x"), arguments.number("x", "elements", units=BINARY)):
+            with pytest.raises(argparse.ArgumentTypeError, match=r"x=.*must be"):
+                parse(text)
+        with pytest.raises(ValueError, match="must be"):
+            parse_memory("x", text)
 
 
 def test_elements_are_binary_and_parameters_of_models_decimal() -> None:
@@ -118,13 +99,13 @@ def test_every_digit_counts() -> None:
     assert parse_nbytes("x", ".5G") == arguments.number("x", "elements", units=BINARY)(".5G") == 1 << 29
 
 
-@pytest.mark.parametrize("digits", [400, 5000])
-def test_more_than_64_bits_hold_is_refused(digits: int) -> None:
-    for parse in (arguments.count, arguments.number("x", "parameters", units={"": 1, "M": 10**6})):
-        with pytest.raises(argparse.ArgumentTypeError, match="must be"):
-            parse("9" * digits)
-    with pytest.raises(ValueError, match="must be a whole number of parameters"):
-        parse_numel("9" * digits)
+def test_more_than_64_bits_hold_is_refused() -> None:
+    for digits in (400, 5000):
+        for parse in (arguments.count, arguments.number("x", "parameters", units={"": 1, "M": 10**6})):
+            with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+                parse("9" * digits)
+        with pytest.raises(ValueError, match="must be a whole number of parameters"):
+            parse_numel("9" * digits)
     for value in (10**400, 1 << 63):
         with pytest.raises(ValueError, match="must be"):
             parse_nbytes("x", value)

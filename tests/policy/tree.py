@@ -67,6 +67,12 @@ def is_package(path: str) -> bool:
     return path.endswith("/__init__.py")
 
 
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Every node of a source of the library, which several policies look at."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported name: `from torch import nn as n` has module "torch", name "nn", alias "n"."""

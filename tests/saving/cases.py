@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
 
+from raw_cases import raw, same
 from worlds import built
 from zero_cases import IN, OUT, Block
 
 import zerokern as zk
 from zerokern.optim.base import FusedOptimizer
 from zerokern.saving import load, save
+from zerokern.zero.sharded import Sharded
 
-__all__ = ["BF16", "Case", "Run", "digest", "full_words", "load", "same", "save"]
+__all__ = ["BF16", "Case", "Run", "digest", "load", "same", "save"]
 
 BF16 = torch.bfloat16
 
@@ -59,9 +63,6 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     bucket_bytes: int | None = None
 
-    def but(self, **changes: Any) -> Case:
-        return replace(self, **changes)
-
     def begin(self, folder: Path, seed: int = 0) -> Run:
         """The model and its optimizer, as they are before the first step."""
         return Run(self, folder, seed)
@@ -83,6 +84,7 @@ class Run:
         else:
             tier: Any = case.tier
             if tier == "nvme":
+                folder.mkdir(exist_ok=True)
                 tier = zk.Nvme(folder / f"swap{self.rank}", ring_nbytes=1 << 20)
             ours = {"tier": tier, "schedule": case.schedule, "state_format": case.state_format}
             if case.master_format is not None:
@@ -128,15 +130,15 @@ class Run:
         """Everything that training goes on from, in whole tensors: parameters, buffers, optimizer state."""
         if isinstance(self.opt, FusedOptimizer):
             self.opt.course.finish(self.opt.param_groups)
-        found: dict[str, Tensor] = {}
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            found[_plain(name)] = _full(tensor)
+        found = {_plain(name): one.detach() for name, one in _tensors(self.model)}
         state, places = self.opt.state_dict(), _names(self.model, self.opt)
         for place, entry in state["state"].items():
-            for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    found[f"{places[place]}.{key}"] = _full(value)
-        return found
+            found |= {f"{places[place]}.{key}": one for key, one in entry.items() if isinstance(one, Tensor)}
+        return gathered(found)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _wrapped(model: nn.Module, case: Case) -> nn.Module:
@@ -171,46 +173,26 @@ def _names(model: nn.Module, opt: Any) -> dict[int, str]:
     return {place: names[id(p)] for place, p in enumerate(params)}
 
 
-def _full(tensor: Tensor) -> Tensor:
-    """The whole tensor, of this rank's part of it."""
-    from zerokern.zero.sharded import Sharded
-
-    tensor = tensor.detach()
-    if isinstance(tensor, Sharded):
-        full = torch.zeros(tensor.numel(), dtype=torch.float64)
-        full[tensor.start : tensor.start + tensor.local.numel()] = tensor.local.detach().double()
-        if dist.is_initialized():
-            dist.all_reduce(full)
-        return full.view(tensor.shape).to(tensor.local.dtype)
-    if hasattr(tensor, "full_tensor"):
-        dtype = tensor.dtype
-        wide = tensor.to(torch.int32) if dtype is torch.int16 else tensor  # which gloo does not know
-        tensor = wide.full_tensor().to(dtype)
-    return tensor.clone()
+def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each with all its elements, of what every rank has; in one exchange."""
+    mine = {}
+    for name, one in tensors.items():
+        if isinstance(one, DTensor | Sharded):
+            offsets = [chunk.offsets for chunk in one.__create_chunk_list__()]
+            mine[name] = [(at, one.__get_tensor_shard__(MetadataIndex("", at)).detach().clone()) for at in offsets]
+    parts: list[Any] = [mine]
+    if dist.is_initialized() and mine:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+    made = {
+        name: torch.zeros(one.shape, dtype=one.dtype) if name in mine else one.clone() for name, one in tensors.items()
+    }
+    for name, boxes in [item for part in parts for item in part.items()]:
+        for offsets, box in boxes:
+            made[name][tuple(slice(at, at + size) for at, size in zip(offsets, box.shape, strict=True))] = box
+    return made
 
 
 def digest(state: dict[str, Tensor]) -> str:
     """Tells two states apart, bit by bit."""
-    found = hashlib.blake2b(digest_size=8)
-    for name in sorted(state):
-        found.update(name.encode())
-        found.update(state[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Bit for bit the same, by name."""
-    assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())
-    different = [
-        name
-        for name in one
-        if one[name].dtype != other[name].dtype
-        or not torch.equal(one[name].reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
-    ]
-    assert not different, different
-
-
-def full_words(case: Any) -> str:
-    """A case as the name of a test."""
-    said = [f"{name} {value}" for name, value in vars(case).items() if value != getattr(Case(), name)]
-    return ", ".join(said).replace("torch.", "") or "plain"
+    return hashlib.blake2b(b"".join(name.encode() + raw(state[name]) for name in sorted(state))).hexdigest()[:16]

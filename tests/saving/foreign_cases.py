@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from raw_cases import same
 from torch import Tensor, nn
+
+__all__ = ["same"]
 
 
 class Small(nn.Module):
@@ -57,13 +60,7 @@ def everything(source: Any, keys: Any = None) -> dict[str, Tensor]:
     return room
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
-
-
-def fsdp_saves(rank: int, folder: str, wrapped: bool) -> dict[str, Tensor]:
+def fsdp_saves(rank: int, folder: str) -> dict[str, Tensor]:
     """FSDP2 on two ranks, saved by torch; what it holds, whole."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -77,7 +74,8 @@ def fsdp_saves(rank: int, folder: str, wrapped: bool) -> dict[str, Tensor]:
     step(model, opt)
     models, optims = get_state_dict(model, opt)
     state = {"model": models, "optim": optims, "epoch": 3, "note": {"seen": [1, 2]}}
-    dcp.save({"app": state} if wrapped else state, checkpoint_id=folder)
+    dcp.save(state, checkpoint_id=f"{folder}/plain")
+    dcp.save({"app": state}, checkpoint_id=f"{folder}/app")
     whole = {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in expected(model, opt).items()}
     return {key: tensor.clone() for key, tensor in whole.items()}
 

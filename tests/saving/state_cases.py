@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 
 TESTS = Path(__file__).resolve().parents[1]
 for folder in ("zero", "optim", "comm"):
@@ -26,9 +24,6 @@ from zerokern.saving.loader import Intake  # noqa: E402
 from zerokern.saving.source import Foreign, dtype_name  # noqa: E402
 from zerokern.saving.storage import SavePlanner  # noqa: E402
 from zerokern.saving.subject import Subject  # noqa: E402
-from zerokern.zero.sharded import Sharded  # noqa: E402
-
-__all__ = ["Source", "bits", "gathered", "model_of", "put", "step", "steps", "take", "whole"]
 
 
 class Net(nn.Module):
@@ -119,48 +114,17 @@ def take(path: Path, model: nn.Module, opts: Any = None, *, lossy: bool = False,
     return subject
 
 
-def whole(value: Any) -> Any:
-    """A tensor with all its elements, on every rank."""
-    if not isinstance(value, (DTensor, Sharded)):
-        return value.detach().clone() if isinstance(value, Tensor) else value
-    made = torch.zeros(value.shape, dtype=value.dtype)
-    chunks = value.__create_chunk_list__()  # collectives of gloo know no int16
-    mine = [
-        (one.offsets, value.__get_tensor_shard__(MetadataIndex("", one.offsets)).detach().clone()) for one in chunks
-    ]
-    parts: list[Any] = [mine]
-    if dist.is_initialized():
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-    for offsets, box in [one for part in parts for one in part]:
-        made[tuple(slice(at, at + size) for at, size in zip(offsets, box.shape, strict=True))] = box
-    return made
+def two(tied: bool, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    if tied:
+        model[1].weight = model[0].weight
+    return model
 
 
-def gathered(model: nn.Module, opts: Any = None) -> dict[str, Tensor]:
-    """All that would be saved, whole."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        subject = Subject(model, opts)
-        made = {}
-        state = [opts.state_dict()] if opts is not None else []
-        for name, tensor in subject.tensors.items():
-            made[f"model.{name}"] = whole(tensor)
-        for one, names in zip(state, subject.params, strict=True):
-            for number, entry in one["state"].items():
-                for key, value in entry.items():
-                    if isinstance(value, Tensor):
-                        made[f"optim.state.{names[number]}.{key}"] = whole(value)
-        return made
-
-
-def bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The same tensors, bit for bit."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    for key, value in expected.items():
-        other = found[key]
-        assert (other.dtype, other.shape) == (value.dtype, value.shape), (key, other.dtype, value.dtype, other.shape)
-        same = torch.equal(
-            other.contiguous().reshape(-1).view(torch.uint8), value.contiguous().reshape(-1).view(torch.uint8)
-        )
-        assert same, f"{key} differs: {other.reshape(-1)[:4]} and {value.reshape(-1)[:4]}"
+def stepped(model: nn.Module, opt: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype).contiguous()
+    opt.step()
+    return opt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -9,9 +10,11 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from raw_cases import some
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -22,10 +25,10 @@ from weight_cases import (
     LARGE,
     SINGLE,
     SMALL,
-    Mixed,
     adamw_steps,
     export,
     filled,
+    kept,
     load_pretrained,
     mixed,
     names,
@@ -36,25 +39,16 @@ from weight_cases import (
 from worlds import World, alone, on_ranks, ranked, refusal, says
 
 import zerokern as zk
-from zerokern.core.errors import BudgetError, IoError, StateError
+from zerokern.core.errors import BudgetError, IoError
 from zerokern.saving.staging import Outgoing
 from zerokern.saving.tensorfile import DTYPES
 
 
-def kept(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = dict(model.state_dict())
-    found.pop("leave.weight", None)  # tied
-    return found
-
-
 def test_every_dtype_as_the_safetensors_package_has_it(tmp_path: Path) -> None:
     model = nn.Module()
-    for number, dtype in enumerate(
-        d for code, d in DTYPES.items() if code in __import__("safetensors.torch").torch._TYPES
-    ):
-        nbytes = 15 * dtype.itemsize
-        bits = torch.randint(0, 2 if dtype is torch.bool else 256, (nbytes,), dtype=torch.uint8)
-        model.register_buffer(f"buffer{number}", bits.view(dtype).view(3, 5))
+    known = [dtype for code, dtype in DTYPES.items() if code in __import__("safetensors.torch").torch._TYPES]
+    for number, dtype in enumerate(known):
+        model.register_buffer(f"buffer{number}", some(dtype, (3, 5)))
     export(tmp_path, model)
     found = load_file(tmp_path / SINGLE)
     assert found.keys() == dict(model.named_buffers()).keys()
@@ -63,8 +57,10 @@ def test_every_dtype_as_the_safetensors_package_has_it(tmp_path: Path) -> None:
 
 
 def test_several_files_and_their_index(tmp_path: Path) -> None:
-    model = mixed()
-    export(tmp_path, model, max_shard_nbytes=400, metadata={"made by": "a test"}, rename=lambda name: "net." + name)
+    model, seen = mixed(), []
+    told = {"metadata": {"made by": "a test"}, "progress": lambda *nbytes: seen.append(nbytes)}
+    export(tmp_path, model, max_shard_nbytes=400, rename=lambda name: "net." + name, **told)
+    assert seen[-1] == (sum(tensor.nbytes for tensor in kept(model).values()),) * 2
     wanted = {"net." + name: tensor for name, tensor in kept(model).items()}
     index = json.loads((tmp_path / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -81,8 +77,7 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
         assert len(some) == 1 or sum(tensor.nbytes for tensor in some.values()) <= 400
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
-def test_a_dtype_for_all_floats(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dtype_for_all_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerokern.saving.files.BLOCK", 4096)  # each large tensor in several slots, past the page cache
     sent: list[tuple[int, int]] = []
     send = Outgoing.send
@@ -92,33 +87,27 @@ def test_a_dtype_for_all_floats(dtype: torch.dtype, tmp_path: Path, monkeypatch:
         send(self, offset, nbytes, inside)
 
     monkeypatch.setattr(Outgoing, "send", noted)
-    for source in (torch.float32, BF16):
+    for source, dtype in itertools.product((torch.float32, BF16), (BF16, torch.float16, torch.float32, torch.float64)):
         model = mixed().to(source)
         model.large = nn.Sequential(nn.Linear(71, 123), nn.BatchNorm1d(3), nn.Linear(123, 77)).to(source)
+        sent.clear()
         export(tmp_path, model, dtype=dtype)
         assert len(sent) >= 2 * 71 * 123 * dtype.itemsize // 4096 - 4
         assert not any(offset % 4096 or nbytes % 4096 for offset, nbytes in sent)
-        sent.clear()
         for name, tensor in theirs(tmp_path).items():
             wanted = kept(model)[name]
-            assert raw(tensor) == raw(wanted.to(dtype) if wanted.is_floating_point() else wanted), name
+            assert raw(tensor) == raw(wanted.to(dtype) if wanted.is_floating_point() else wanted), (source, dtype, name)
 
 
-def test_progress_counts_what_is_written(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    export(tmp_path, mixed(), progress=lambda done, total: seen.append((done, total)))
-    nbytes = sum(tensor.nbytes for tensor in kept(mixed()).values())
-    assert seen[-1] == (nbytes, nbytes)
-
-
-FORMATS = [
-    pytest.param({"master_format": "split16"}, id="split16"),
-    pytest.param({"master_format": "fp32"}, id="fp32"),
-    pytest.param({"master_format": "split8"}, id="split8"),
-    pytest.param({"tier": "cpu", "schedule": "overlap"}, id="overlap"),
-    pytest.param({"tier": "cpu", "schedule": zk.Delayed(after=1)}, id="delayed"),
-]
+FORMATS: list[dict[str, Any]] = [
+    {"master_format": "split16"}, {"master_format": "fp32"}, {"master_format": "split8"},
+    {"tier": "cpu", "schedule": "overlap"}, {"tier": "cpu", "schedule": zk.Delayed(after=1)},
+]  # fmt: skip
 STAGES = ["plain", 0, 1, 3]
+
+
+def begun(stage: object, shard: Callable[..., nn.Module]) -> nn.Module:
+    return mixed(2).to(BF16) if stage == "plain" else shard(mixed(2), stage=stage, mp_policy=HALF, bucket_bytes=300)
 
 
 def exact(opt: torch.optim.Optimizer, name: str, number: int, shown: torch.Tensor) -> torch.Tensor:
@@ -136,8 +125,7 @@ def exact(opt: torch.optim.Optimizer, name: str, number: int, shown: torch.Tenso
 
 @ranked
 def exported_masters(world: World, folder: Path, stage: object, settings: dict) -> None:
-    model = mixed(2)
-    model = model.to(BF16) if stage == "plain" else world.shard(model, stage=stage, mp_policy=HALF, bucket_bytes=300)
+    model = begun(stage, world.shard)
     opt = zk.AdamW(model.parameters(), lr=0.01, **settings)
     adamw_steps(model, opt, 3, world)
     export(folder / "exact", model, dtype=torch.float32, opt=opt)
@@ -154,44 +142,19 @@ def exported_masters(world: World, folder: Path, stage: object, settings: dict) 
         assert all(torch.allclose(found[n].float(), plain[n].float(), rtol=1 / 128, atol=1e-9) for n in differ)
 
 
-@pytest.mark.parametrize("settings", FORMATS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_masters_are_exported_exactly(stage: object, settings: dict, tmp_path: Path) -> None:
-    alone(exported_masters, tmp_path, stage, settings)
-    model = mixed(2)
-    model = model.to(BF16) if stage == "plain" else zk.shard(model, stage=stage, mp_policy=HALF, bucket_bytes=300)
-    opt = zk.AdamW(model.parameters(), lr=0.01, **settings)
-    adamw_steps(model, opt, 3)
-    found = theirs(tmp_path / "exact")
-    trained = [(i, n, p) for i, (n, p) in enumerate(model.named_parameters()) if i in opt.state_dict()["state"]]
-    assert len(trained) >= 7
-    for number, name, param in trained:
-        wanted = exact(opt, name, number, getattr(param, "local", param).detach())
-        assert raw(found[name]) == raw(wanted), name
-
-
-@ranked
-def masters_everywhere(world: World, folder: Path) -> None:
-    """What one rank exports, several do: after no step, with remainders as they began."""
-    for stage in (1, 3):
-        model = world.shard(mixed(2), stage=stage, mp_policy=HALF, bucket_bytes=300)
-        opt = zk.AdamW(model.parameters(), lr=0.01)
-        export(folder / f"{stage} begun", model, dtype=torch.float32, opt=opt)
-        found, wanted = theirs(folder / f"{stage} begun"), kept(mixed(2))
-        assert all(raw(found[name]) == raw(wanted[name]) for name in wanted)
-        exported_masters(world, folder / str(stage), stage, {})
-        begin = theirs(folder / str(stage) / "exact")
-        torch.distributed.barrier()
-        again = world.shard(mixed(5), stage=stage, mp_policy=HALF)
-        load_pretrained(again, folder / str(stage) / "exact")
-        export(folder / f"{stage} again", again, dtype=torch.float32, opt=zk.AdamW(again.parameters()))
-        found = theirs(folder / f"{stage} again")
-        assert all(raw(found[name]) == raw(begin[name]) for name in begin)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_masters_of_several_ranks(size: int, tmp_path: Path) -> None:
-    on_ranks(size, masters_everywhere, tmp_path)
+def test_masters_are_exported_exactly(stage: object, tmp_path: Path) -> None:
+    for settings in FORMATS:
+        alone(exported_masters, tmp_path, stage, settings)
+        model = begun(stage, zk.shard)
+        opt = zk.AdamW(model.parameters(), lr=0.01, **settings)
+        adamw_steps(model, opt, 3)
+        found = theirs(tmp_path / "exact")
+        trained = [(i, n, p) for i, (n, p) in enumerate(model.named_parameters()) if i in opt.state_dict()["state"]]
+        assert len(trained) >= 7
+        for number, name, param in trained:
+            wanted = exact(opt, name, number, getattr(param, "local", param).detach())
+            assert raw(found[name]) == raw(wanted), (settings, name)
 
 
 def test_masters_on_disk_are_read_one_by_one(tmp_path: Path) -> None:
@@ -287,52 +250,41 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     assert whole(tmp_path / "made" / "here") == 1.0
 
 
-@pytest.mark.parametrize(
-    "settings, says_",
-    [
+def test_arguments_are_checked_first(tmp_path: Path) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"dtype": torch.int8}, "dtype=torch.int8"),
         ({"dtype": "bf16"}, "dtype='bf16'"),
         ({"max_shard_nbytes": 0}, "max_shard_nbytes=0"),
         ({"max_shard_nbytes": "5 apples"}, "powers of 1024"),
         ({"metadata": {"a": 1}}, "a mapping of text to text"),
         ({"opt": 3, "dtype": torch.float32}, "the model's optimizer"),
+        ({"opt": zk.AdamW(filled(1.0).parameters())}, "together with opt"),
         ({"rename": lambda name: "same"}, "the same name 'same'"),
         ({"rename": lambda name: None}, "a name for the tensor"),
         ({"rename": lambda name: "__metadata__"}, "not '__metadata__'"),
-    ],
-)
-def test_arguments_are_checked_first(settings: dict, says_: str, tmp_path: Path) -> None:
-    with pytest.raises((ValueError, TypeError)) as caught:
-        export(tmp_path / "new", filled(1.0), **settings)
-    assert says_ in str(caught.value)
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_optimizer_needs_a_dtype(tmp_path: Path) -> None:
-    model = filled(1.0)
-    with pytest.raises(ValueError, match=r"together with opt"):
-        export(tmp_path, model, opt=zk.AdamW(model.parameters()))
+    ]
+    for settings, words in rows:
+        says(refusal(lambda s=settings: export(tmp_path / "new", filled(1.0), **s), (ValueError, TypeError)), [words])
+        assert not (tmp_path / "new").exists()
 
 
 @ranked
-def failing_alone(world: World, folder: Path) -> str:
-    model = world.shard(filled(2.0), stage=3)
-    if world.rank == 1:
-
-        def full(*given: object) -> int:
-            raise OSError(28, "No space left on device")
-
-        os.pwrite = full  # type: ignore[assignment]
-    return refusal(lambda: export(folder, model, max_shard_nbytes=SMALL), IoError)
-
-
-def test_a_rank_that_fails_leaves_the_old(tmp_path: Path) -> None:
-    export(tmp_path, filled(1.0), max_shard_nbytes=SMALL)
-    before = names(tmp_path)
-    for said in on_ranks(2, failing_alone, tmp_path):
-        says(said, ["No space left on device", str(tmp_path)])
-    assert whole(tmp_path) == 1.0
-    assert names(tmp_path) == before
+def masters_everywhere(world: World, folder: Path) -> None:
+    """What one rank exports, several do: after no step, with remainders as they began."""
+    for stage in (1, 3):
+        model = world.shard(mixed(2), stage=stage, mp_policy=HALF, bucket_bytes=300)
+        opt = zk.AdamW(model.parameters(), lr=0.01)
+        export(folder / f"{stage} begun", model, dtype=torch.float32, opt=opt)
+        found, wanted = theirs(folder / f"{stage} begun"), kept(mixed(2))
+        assert all(raw(found[name]) == raw(wanted[name]) for name in wanted)
+        exported_masters(world, folder / str(stage), stage, {})
+        begin = theirs(folder / str(stage) / "exact")
+        torch.distributed.barrier()
+        again = world.shard(mixed(5), stage=stage, mp_policy=HALF)
+        load_pretrained(again, folder / str(stage) / "exact")
+        export(folder / f"{stage} again", again, dtype=torch.float32, opt=zk.AdamW(again.parameters()))
+        found = theirs(folder / f"{stage} again")
+        assert all(raw(found[name]) == raw(begin[name]) for name in begin)
 
 
 @ranked
@@ -354,35 +306,13 @@ def beyond_blocks(world: World, folder: Path, stage: int, dtype: torch.dtype | N
             assert raw(tensor) == raw(wanted[name].to(kind)), name
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_tensors_that_end_anywhere_in_blocks_and_pages(
-    size: int, stage: int, dtype: torch.dtype | None, tmp_path: Path
-) -> None:
-    on_ranks(size, beyond_blocks, tmp_path, stage, dtype)
-
-
 @ranked
-def other_models(world: World, folder: Path) -> str:
-    model = filled(1.0) if world.rank == 0 else Mixed()
-    return refusal(lambda: export(folder, model), StateError)
+def on_ranks_too(world: World, folder: Path) -> None:
+    masters_everywhere(world, folder)
+    for stage, dtype in itertools.product((1, 3), (None, torch.float32)):
+        beyond_blocks(world, folder / f"beyond {stage} {dtype}", stage, dtype)
 
 
-def test_ranks_with_other_models_are_refused(tmp_path: Path) -> None:
-    for said in on_ranks(2, other_models, tmp_path / "new"):
-        says(said, ["ranks 1 have other tensors"])
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_part_of_the_ranks_is_refused(tmp_path: Path) -> None:
-    from worlds import on_threads
-
-    @ranked
-    def one(world: World) -> str:
-        model = world.shard(filled(1.0), stage=3)
-        return refusal(lambda: export(tmp_path / "new", model), StateError)
-
-    for said in on_threads(2, one):  # no torch.distributed: each is alone
-        says(said, ["no rank that takes part holds elements"])
-    assert not (tmp_path / "new").exists()
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_masters_of_ranks_and_tensors_that_end_anywhere_in_blocks_and_pages(size: int, tmp_path: Path) -> None:
+    on_ranks(size, on_ranks_too, tmp_path)

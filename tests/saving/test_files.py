@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from pages import large_things_apart
+from raw_cases import flip
 from torch import Tensor
 from worlds import World, on_ranks, ranked
 
@@ -22,10 +23,10 @@ from zerokern.core import native
 from zerokern.core.errors import IoError
 from zerokern.io import Faults, why_no_uring
 from zerokern.saving import staging as staging_module
-from zerokern.saving.files import FileWriter
+from zerokern.saving.files import FileWriter, PartsWriter
 from zerokern.saving.index import FileRow
 from zerokern.saving.saved import FileReader
-from zerokern.saving.staging import BLOCK, SLOTS, Staging
+from zerokern.saving.staging import BLOCK, SLOTS, Outgoing, Staging, put
 
 BAD_DAY = Faults(seed=11, delay=20000, delay_us=300, shorten=10000, interrupt=5000, again=5000, full=5000)
 ENGINES = {
@@ -71,21 +72,16 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-@pytest.fixture(params=ENGINES.values(), ids=ENGINES)
-def engine(request: pytest.FixtureRequest) -> dict[str, object]:
-    return request.param
+def test_what_was_appended_is_read(tmp_path: Path, nothing_left_open: None) -> None:
+    for nbytes in EDGES:
+        data, path = pattern(nbytes), tmp_path / str(nbytes)
+        row = write(path, data)
+        assert (row.name, row.table, row.nbytes) == (str(nbytes), nbytes, nbytes + 4 * -(-nbytes // BLOCK))
+        assert path.stat().st_size == row.nbytes and path.read_bytes()[:nbytes] == bytes(data.numpy())
+        assert torch.equal(read(tmp_path, row), data), nbytes
 
 
-@pytest.mark.parametrize("nbytes", EDGES)
-def test_what_was_appended_is_read(tmp_path: Path, nbytes: int, nothing_left_open: None) -> None:
-    data = pattern(nbytes)
-    row = write(tmp_path / "a", data)
-    assert (row.name, row.table, row.nbytes) == ("a", nbytes, nbytes + 4 * -(-nbytes // BLOCK))
-    assert (tmp_path / "a").stat().st_size == row.nbytes
-    assert (tmp_path / "a").read_bytes()[:nbytes] == bytes(data.numpy())
-    assert torch.equal(read(tmp_path, row), data)
-
-
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_on_every_engine(tmp_path: Path, engine: dict[str, object], nothing_left_open: None) -> None:
     data = pattern((SLOTS + 2) * BLOCK + 12345)  # every slot is used twice
     row = write(tmp_path / "a", data[:777], data[777:], **engine)
@@ -93,41 +89,34 @@ def test_on_every_engine(tmp_path: Path, engine: dict[str, object], nothing_left
     assert torch.equal(read(tmp_path, row, BLOCK - 5, 11, **engine), data[BLOCK - 5 : BLOCK + 6])
 
 
-def test_without_direct_access(tmp_path: Path) -> None:
+def test_uring_runs_where_there_is_one_and_without_direct_access(tmp_path: Path) -> None:
+    with Staging(tmp_path) as staging:
+        assert staging.engine.kind == ("threads" if why_no_uring() else "uring")
     data = pattern(BLOCK + 5)
     with mock.patch.object(staging_module, "go_direct", return_value=(1, 1)):
         row = write(tmp_path / "a", data)
         assert torch.equal(read(tmp_path, row), data)
 
 
-def test_uring_runs_where_there_is_one(tmp_path: Path) -> None:
-    with Staging(tmp_path) as staging:
-        assert staging.engine.kind == ("threads" if why_no_uring() else "uring")
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.randn(1000, 700).t(),
-        lambda: torch.randn(3, 2000, 5, 300)[:, ::3, 1:4],
-        lambda: torch.randn(1 << 21).as_strided((1 << 18, 3), (8, 2)),
-        lambda: torch.randn(1, 1 << 21).expand(3, -1).t(),
-        lambda: torch.randn(50, 60, dtype=torch.complex64).t().conj(),
-        lambda: torch.randn(50, dtype=torch.complex64).conj().imag,
-        lambda: torch.randn(64, 3, 9, 9).to(memory_format=torch.channels_last),
-        lambda: torch.rand(77) < 0.5,
-        lambda: torch.randn(33).to(torch.float8_e4m3fn),
-        lambda: torch.tensor(2.5, dtype=torch.float64),
-        lambda: torch.zeros(0, 3),
-        lambda: torch.nn.Parameter(torch.randn(9, 9)),
-    ],
-    ids=str.split("transposed sliced overlapping expanded conj neg channels_last bool fp8 scalar empty parameter"),
-)
-def test_tensors_of_any_strides(tmp_path: Path, make: Callable[[], Tensor]) -> None:
-    tensor = make()
-    row = write(tmp_path / "a", b"xyz", tensor, b"end")
-    assert torch.equal(read(tmp_path, row, 3, tensor.nbytes), flat(tensor.detach()))
-    assert bytes(read(tmp_path, row, row.table - 3).tolist()) == b"end"
+def test_tensors_of_any_strides(tmp_path: Path) -> None:
+    makes = {
+        "transposed": torch.randn(1000, 700).t(),
+        "sliced": torch.randn(3, 2000, 5, 300)[:, ::3, 1:4],
+        "overlapping": torch.randn(1 << 21).as_strided((1 << 18, 3), (8, 2)),
+        "expanded": torch.randn(1, 1 << 21).expand(3, -1).t(),
+        "conj": torch.randn(50, 60, dtype=torch.complex64).t().conj(),
+        "neg": torch.randn(50, dtype=torch.complex64).conj().imag,
+        "channels_last": torch.randn(64, 3, 9, 9).to(memory_format=torch.channels_last),
+        "bool": torch.rand(77) < 0.5,
+        "fp8": torch.randn(33).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "parameter": torch.nn.Parameter(torch.randn(9, 9)),
+    }
+    for name, tensor in makes.items():
+        row = write(tmp_path / name, b"xyz", tensor, b"end")
+        assert torch.equal(read(tmp_path, row, 3, tensor.nbytes), flat(tensor.detach())), name
+        assert bytes(read(tmp_path, row, row.table - 3).tolist()) == b"end", name
 
 
 class Played(torch.Tensor):
@@ -153,21 +142,14 @@ def test_from_a_gpu(tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path, row, 4 + data.nbytes), flat(rows.t().cpu()))
 
 
-def test_a_tensor_may_change_once_it_was_appended(tmp_path: Path) -> None:
-    data = pattern(3 * BLOCK)
-    kept = data.clone()
-    with FileWriter(tmp_path / "a") as writer:
-        writer.append(data)
-        data.fill_(0)
-        row = writer.finish()
-    assert torch.equal(read(tmp_path, row), kept)
-
-
 def test_many_small_appends(tmp_path: Path) -> None:
     sizes = [random.choice([0, 1, 13, 600, 70_000, BLOCK + 3]) for _ in range(120)]
     parts = [pattern(nbytes, i) for i, nbytes in enumerate(sizes)]
+    given = [bytes(part.tolist()) if len(part) < 700 else part.clone() for part in parts]
     with FileWriter(tmp_path / "a") as writer:
-        offsets = [writer.append(bytes(part.tolist()) if len(part) < 700 else part) for part in parts]
+        offsets = [writer.append(one) for one in given]
+        for one in given:  # which may change once it was appended
+            _ = one.fill_(0) if isinstance(one, Tensor) else None
         writer.align(64)
         assert writer.nbytes % 64 == 0
         row = writer.finish()
@@ -196,20 +178,17 @@ def crc32c_by_definition(data: bytes) -> int:
     return value ^ 0xFFFFFFFF
 
 
-def test_readers_may_read_it(tmp_path: Path) -> None:
+def test_readers_may_read_it_and_nothing_is_written_over(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write(tmp_path / "a", b"x")
     finally:
         os.umask(before)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
-
-
-def test_nothing_is_written_over(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"mine")
+    (tmp_path / "b").write_bytes(b"mine")
     with pytest.raises(IoError, match="EEXIST") as caught:
-        FileWriter(tmp_path / "a")
-    assert caught.value.errno == errno.EEXIST and (tmp_path / "a").read_bytes() == b"mine"
+        FileWriter(tmp_path / "b")
+    assert caught.value.errno == errno.EEXIST and (tmp_path / "b").read_bytes() == b"mine"
 
 
 def test_a_block_that_ends_in_an_error_leaves_no_file(tmp_path: Path, nothing_left_open: None) -> None:
@@ -222,22 +201,19 @@ def test_a_block_that_ends_in_an_error_leaves_no_file(tmp_path: Path, nothing_le
         writer.append(b"more")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_failed_write_is_told(tmp_path: Path, number: int, nothing_left_open: None) -> None:
+def test_a_failed_write_is_told(tmp_path: Path, nothing_left_open: None) -> None:
+    """And more than the disk has is refused at once."""
     begin = 5 * BLOCK + 3 * BLOCK
-    faults = Faults(fail=0, fail_op=native.IO_WRITE, fail_begin=begin, fail_end=begin + 1, fail_errno=number)
-    with pytest.raises(IoError, match="Writing") as caught:
-        write(tmp_path / "a", pattern(20 * BLOCK), faults=faults, block=BLOCK, depth=8)
-    found = caught.value
-    assert (found.path, found.offset, found.errno) == (str(tmp_path / "a"), begin, number)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_more_than_the_disk_has_is_refused_at_once(tmp_path: Path, nothing_left_open: None) -> None:
+    for number in (errno.ENOSPC, errno.EIO):
+        faults = Faults(fail=0, fail_op=native.IO_WRITE, fail_begin=begin, fail_end=begin + 1, fail_errno=number)
+        with pytest.raises(IoError, match="Writing") as caught:
+            write(tmp_path / "a", pattern(20 * BLOCK), faults=faults, block=BLOCK, depth=8)
+        found = caught.value
+        assert (found.path, found.offset, found.errno) == (str(tmp_path / "a"), begin, number)
+        assert list(tmp_path.iterdir()) == []
     with pytest.raises(IoError, match="Making") as caught:
         FileWriter(tmp_path / "a", expected=1 << 50)
-    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
-    assert list(tmp_path.iterdir()) == []
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG) and list(tmp_path.iterdir()) == []
 
 
 def test_spans_in_any_order_that_overlap(tmp_path: Path) -> None:
@@ -270,34 +246,25 @@ def test_a_block_is_read_once_and_only_if_it_is_wanted(tmp_path: Path) -> None:
         assert staging.engine.stats()["read_nbytes"] == 4 * BLOCK  # blocks 1, 2, 9 and 15
 
 
-def test_what_is_outside_is_refused(tmp_path: Path) -> None:
-    row = write(tmp_path / "a", b"12345")
-    with reading(tmp_path, row) as reader:
-        for begin, nbytes in ((0, 6), (5, 1), (-1, 2)):
-            with pytest.raises(ValueError, match="no span of the 5 bytes"):
-                reader.read([(begin, nbytes, lambda piece, at: None)])
-    with pytest.raises(ValueError, match="is closed"):
-        reader.read([(0, 1, lambda piece, at: None)])
-
-
-def test_an_error_of_the_taker_passes(tmp_path: Path) -> None:
+def test_what_is_outside_is_refused_and_an_error_of_the_taker_passes(tmp_path: Path) -> None:
     row = write(tmp_path / "a", pattern(9 * BLOCK))
     with reading(tmp_path, row) as reader:
+        for begin, nbytes in ((0, row.table + 1), (row.table, 1), (-1, 2)):
+            with pytest.raises(ValueError, match="no span of the"):
+                reader.read([(begin, nbytes, lambda piece, at: None)])
         with pytest.raises(KeyboardInterrupt):
             reader.read([(0, row.table, lambda piece, at: exec("raise KeyboardInterrupt"))])
         assert not list(reader.damage(range(row.blocks)))
+    with pytest.raises(ValueError, match="is closed"):
+        reader.read([(0, 1, lambda piece, at: None)])
 
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> tuple[Path, FileRow]:
     """A file of 13 blocks, of which 2 and 12 have one other bit."""
     row = write(tmp_path / "a", pattern(12 * BLOCK + 500))
-    with (tmp_path / "a").open("r+b") as file:
-        for place in (3 * BLOCK - 1, 12 * BLOCK + 1):
-            file.seek(place)
-            byte = file.read(1)[0]
-            file.seek(place)
-            file.write(bytes([byte ^ 4]))
+    for place in (3 * BLOCK - 1, 12 * BLOCK + 1):
+        flip(tmp_path / "a", place)
     return tmp_path, row
 
 
@@ -306,10 +273,8 @@ def test_damage_is_found_where_it_is(damaged: tuple[Path, FileRow]) -> None:
     told: list[int] = []
     with reading(folder, row) as reader:
         found = list(reader.damage(range(row.blocks), told.append))
-        assert [(one.offset, one.nbytes, one.errno) for one in found] == [
-            (2 * BLOCK, BLOCK, errno.EBADMSG),
-            (12 * BLOCK, 500, errno.EBADMSG),
-        ]
+        told_of = [(one.offset, one.nbytes, one.errno) for one in found]
+        assert told_of == [(2 * BLOCK, BLOCK, errno.EBADMSG), (12 * BLOCK, 500, errno.EBADMSG)]
         assert sum(told) == row.table
         assert all(one.path == str(folder / "a") and "CRC32C" in str(one) for one in found)
         assert [one.offset for one in reader.damage(range(3, 12))] == []
@@ -391,3 +356,42 @@ def test_memory_is_the_staging_slots_alone(tmp_path: Path) -> None:
 def resident() -> int:
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(fields["RssAnon"].split()[0]) << 10
+
+
+@pytest.mark.parametrize("preferred", [4096, 1 << 16, 4 << 20])
+def test_parts_go_past_the_page_cache_whatever_size_the_file_system_prefers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preferred: int
+) -> None:
+    """Parts of a file that others write into as well."""
+    data = torch.randint(0, 256, (2 * BLOCK + 9000,), dtype=torch.uint8)
+    begin, sent = 777, []
+    (tmp_path / "a").write_bytes(bytes(begin + len(data) + 5))
+    fstat, send = os.fstat, Outgoing.send
+
+    def noted(self: Outgoing, offset: int, nbytes: int, inside: int = 0) -> None:
+        sent.append((offset, nbytes))
+        send(self, offset, nbytes, inside)
+
+    monkeypatch.setattr(os, "fstat", lambda fd: mock.Mock(wraps=fstat(fd), st_blksize=preferred))
+    monkeypatch.setattr(Outgoing, "send", noted)
+    fds = [os.open(tmp_path / "a", os.O_RDWR) for _ in range(2)]
+    with Staging(tmp_path) as staging, PartsWriter(staging, tmp_path / "a", *fds) as writer:
+        at = 0
+        while at < len(data):
+            room = writer.room(begin + at)[: len(data) - at]
+            room.copy_(data[at : at + len(room)])
+            writer.took(len(room))
+            at += len(room)
+        writer.finish()
+    for fd in fds:
+        os.close(fd)
+    assert (BLOCK, BLOCK) in sent
+    assert (tmp_path / "a").read_bytes() == bytes(begin) + bytes(data.numpy()) + bytes(5)
+
+
+def test_more_or_fewer_elements_than_there_is_room_for_are_refused() -> None:
+    around = torch.zeros(8)
+    for there in (3, 5):
+        with pytest.raises(RuntimeError):
+            put(around[:4], torch.ones(16)[:there])
+    assert not around.any()

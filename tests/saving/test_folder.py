@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import threading
@@ -67,32 +68,23 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-class Killer:
-    """Counts calls of the system in a child, and kills the child before call number `at`."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, 0
-
-    def install(self) -> None:
-        for name in STEPS:
-            setattr(os, name, self.counted(getattr(os, name)))
-
-    def counted(self, call: Callable) -> Callable:
-        def counting(*arguments, **keywords):
-            if self.count == self.at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.count += 1
-            return call(*arguments, **keywords)
-
-        return counting
-
-
 def killed_at(step: int, work: Callable[[], object]) -> bool:
-    """Runs `work` in a child that is killed before its step; whether it came to its end instead."""
+    """Runs `work` in a child that is killed before that call of the system; whether it came to its end instead."""
     pid = os.fork()
     if pid == 0:
+        calls = itertools.count()
+
+        def counted(call: Callable) -> Callable:
+            def counting(*arguments: object, **keywords: object) -> object:
+                if next(calls) == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*arguments, **keywords)
+
+            return counting
+
         try:
-            Killer(step).install()
+            for name in STEPS:
+                setattr(os, name, counted(getattr(os, name)))
             work()
         except BaseException:
             os._exit(1)
@@ -102,12 +94,12 @@ def killed_at(step: int, work: Callable[[], object]) -> bool:
     return status == 0
 
 
-@pytest.mark.parametrize("older", ["an older one", "none"])
-def test_a_kill_between_any_two_steps_leaves_the_old_or_the_new(tmp_path: Path, older: str) -> None:
+@pytest.mark.parametrize("old, every", [(1, 5), *(pytest.param(old, 1, marks=pytest.mark.slow) for old in (1, None))])
+def test_a_kill_between_any_two_steps_leaves_the_old_or_the_new(tmp_path: Path, old: int | None, every: int) -> None:
+    """Before every fifth call of the system, or every one; with and without an older checkpoint."""
     outcomes = []
-    for step in range(200):
+    for step in range(0, 200, every):
         folder = tmp_path / f"kill{step}"
-        old = 1 if older != "none" else None
         if old:
             save(folder, old)
         ended = killed_at(step, lambda folder=folder: save(folder, 2))
@@ -126,7 +118,7 @@ def test_a_kill_between_any_two_steps_leaves_the_old_or_the_new(tmp_path: Path, 
     assert ended, "more than 200 steps"
     assert set(outcomes) == {old, 2}
     assert outcomes == sorted(outcomes, key=lambda byte: byte == 2), "once published, it stays"
-    assert len(outcomes) > 25, "the child was killed at fewer steps than a save has"
+    assert step > 25, "the child was killed at fewer steps than a save has"
 
 
 def test_the_order_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,24 +162,22 @@ def test_the_lock_is_let_go_before_old_files_are_freed(tmp_path: Path, monkeypat
     assert locked == [False, False]
 
 
-@pytest.mark.parametrize("failing", ["fsync", "rename"])
-def test_a_disk_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    folder = tmp_path / "c"
-    first = save(folder, 1)
-    draft = Draft.begin(folder, 0)
-    index = fill(draft, 2)
-
+def test_a_disk_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: object, **folders: int) -> None:
         raise OSError(errno.EIO, "the disk says no")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, failing, fails)
-        with pytest.raises(IoError, match=r"Publishing the checkpoint .*EIO") as refused:
-            draft.publish(index, b"")
-    assert refused.value.errno == errno.EIO
-    draft.abandon()
-    assert bytes_of(folder) == 1
-    assert names(folder) == [".metadata", f"{first}_0.distcp", f"{first}_1.distcp", "zerokern.json"]
+    first = save(tmp_path, 1)
+    for failing in ("fsync", "rename"):
+        draft = Draft.begin(tmp_path, 0)
+        index = fill(draft, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, failing, fails)
+            with pytest.raises(IoError, match=r"Publishing the checkpoint .*EIO") as refused:
+                draft.publish(index, b"")
+        assert refused.value.errno == errno.EIO
+        draft.abandon()
+        assert bytes_of(tmp_path) == 1
+        assert names(tmp_path) == [".metadata", f"{first}_0.distcp", f"{first}_1.distcp", "zerokern.json"]
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -261,87 +251,83 @@ def test_no_space_is_told_before_anything(tmp_path: Path, monkeypatch: pytest.Mo
     assert bytes_of(tmp_path / "c") == 1
 
 
-def test_a_partial_publish_is_ignored_and_the_older_one_named(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_told_with_what_is(tmp_path: Path) -> None:
+    """Never published, not there, something else: and which is the newest beside it or within it."""
+    draft = Draft.begin(tmp_path / "a" / "b" / "only", 0)
+    fill(draft, 1)
+    draft._let_go()
+    with pytest.raises(IoError, match=r"never published, and is ignored. No other checkpoint was ever published"):
+        open_checkpoint(tmp_path / "a" / "b" / "only")
     save(tmp_path / "step1", 1)
+    with pytest.raises(IoError, match=rf"step9 does not exist. The newest .* {tmp_path / 'step1'}"):
+        open_checkpoint(tmp_path / "step9")
     save(tmp_path / "step2", 2)
     os.utime(tmp_path / "step1" / "zerokern.json", (1, 1))
     draft = Draft.begin(tmp_path / "step3", 0)
     index = fill(draft, 3)
     (draft.folder / "zerokern.json.new").write_bytes(index.dump()[:100])
     draft._let_go()
-    with pytest.raises(IoError) as refused:
-        open_checkpoint(tmp_path / "step3")
-    said = str(refused.value)
-    assert "was begun and never published, and is ignored" in said
-    assert f"beside it is {tmp_path / 'step2'}: load that" in said
-    with pytest.raises(IoError, match=rf"newest checkpoint within it is {tmp_path / 'step2'}"):
-        open_checkpoint(tmp_path)
-    assert latest(tmp_path) == tmp_path / "step2"
-    assert latest(tmp_path / "step1") is None
-
-
-def test_a_partial_publish_beside_nothing_says_so(tmp_path: Path) -> None:
-    draft = Draft.begin(tmp_path / "a" / "b" / "only", 0)
-    fill(draft, 1)
-    draft._let_go()
-    with pytest.raises(IoError, match=r"never published, and is ignored. No other checkpoint was ever published"):
-        open_checkpoint(tmp_path / "a" / "b" / "only")
-
-
-def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
-    save(tmp_path / "step1", 1)
-    with pytest.raises(IoError, match=rf"step9 does not exist. The newest .* {tmp_path / 'step1'}"):
-        open_checkpoint(tmp_path / "step9")
+    for path, says in {
+        "step3": rf"was begun and never published, and is ignored.*beside it is {tmp_path / 'step2'}: load that",
+        "": rf"newest checkpoint within it is {tmp_path / 'step2'}",
+    }.items():
+        with pytest.raises(IoError, match=says):
+            open_checkpoint(tmp_path / path)
+    assert latest(tmp_path) == tmp_path / "step2" and latest(tmp_path / "step1") is None
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "read.me").write_text("")
     with pytest.raises(IoError, match=r"is no checkpoint: there is no zerokern\.json in it, but read\.me"):
         open_checkpoint(tmp_path / "notes")
 
 
-@pytest.mark.parametrize(
-    "damage, says",
-    [
-        (lambda path: os.truncate(path, 100), "is truncated: it has 100 bytes, 4,100 were written"),
-        (lambda path: path.write_bytes(bytes(5000)), "is longer than it was: it has 5,000 bytes"),
-        (lambda path: path.unlink(), "4,100 B, is missing"),
-    ],
-)
-def test_a_damaged_data_file_is_named(tmp_path: Path, damage: Callable, says: str) -> None:
+def test_a_damaged_data_file_is_named(tmp_path: Path) -> None:
     save(tmp_path / "step1", 1)
-    save_id = save(tmp_path / "step2", 2)
-    damage(tmp_path / "step2" / f"{save_id}_1.distcp")
-    with pytest.raises(IoError, match=rf"is not whole: {save_id}_1\.distcp.*{says}.*{tmp_path / 'step1'}"):
-        open_checkpoint(tmp_path / "step2")
-    draft = Draft.begin(tmp_path / "step1", 0)
-    index = fill(draft, 3)
-    damage(draft.file(1))
-    with pytest.raises(IoError, match=r"is not published: .*The one before it is untouched"):
-        draft.publish(index, b"")
-    draft.abandon()
-    assert bytes_of(tmp_path / "step1") == 1
+    damages: dict[str, Callable[[Path], object]] = {
+        "is truncated: it has 100 bytes, 4,100 were written": lambda path: os.truncate(path, 100),
+        "is longer than it was: it has 5,000 bytes": lambda path: path.write_bytes(bytes(5000)),
+        "4,100 B, is missing": lambda path: path.unlink(),
+    }
+    for says, damage in damages.items():
+        save_id = save(tmp_path / "step2", 2)
+        damage(tmp_path / "step2" / f"{save_id}_1.distcp")
+        with pytest.raises(IoError, match=rf"is not whole: {save_id}_1\.distcp.*{says}.*{tmp_path / 'step1'}"):
+            open_checkpoint(tmp_path / "step2")
+        draft = Draft.begin(tmp_path / "step1", 0)
+        index = fill(draft, 3)
+        damage(draft.file(1))
+        with pytest.raises(IoError, match=r"is not published: .*The one before it is untouched"):
+            draft.publish(index, b"")
+        draft.abandon()
+        assert bytes_of(tmp_path / "step1") == 1
 
 
-def test_an_edited_index_is_refused_by_load_and_by_save(tmp_path: Path) -> None:
+def test_what_is_edited_torchs_or_no_folder_is_not_saved_over(tmp_path: Path) -> None:
     save(tmp_path / "c", 1)
     path = tmp_path / "c" / "zerokern.json"
     path.write_bytes(path.read_bytes().replace(b'"byte":1', b'"byte":9'))
     before = names(tmp_path / "c")
     with pytest.raises(IoError, match=r"was edited or damaged"):
         open_checkpoint(tmp_path / "c")
-    with pytest.raises(IoError, match=r"was edited or damaged.*Nothing is saved over it"):
-        Draft.begin(tmp_path / "c", 0)
-    assert names(tmp_path / "c") == before
-
-
-def test_a_checkpoint_of_torch_is_not_saved_over(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"torch's")
-    (tmp_path / "__0_0.distcp").write_bytes(b"data")
-    with pytest.raises(IoError, match=r"holds a checkpoint of torch.distributed.checkpoint"):
-        Draft.begin(tmp_path, 0)
-    assert names(tmp_path) == [".metadata", "__0_0.distcp"]
+    (tmp_path / "torchs").mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (tmp_path / "torchs" / name).write_bytes(b"torch's")
+    (tmp_path / "file").write_text("")
+    for name, says in {
+        "c": r"was edited or damaged.*Nothing is saved over it",
+        "torchs": r"holds a checkpoint of torch.distributed.checkpoint",
+        **dict.fromkeys(("file", "file/below"), "ENOTDIR|EEXIST"),
+    }.items():
+        with pytest.raises(IoError, match=says):
+            Draft.begin(tmp_path / name, 0)
+    assert names(tmp_path / "c") == before and names(tmp_path / "torchs") == [".metadata", "__0_0.distcp"]
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
+    """Of ours goes what another save has left; when one began is in its name."""
+    draft = Draft.begin(tmp_path, 0)
+    assert abs(saved_at(draft.save_id) - (tmp_path / "zerokern.lock").stat().st_mtime) < 5
+    draft.abandon()
+    assert tmp_path.exists(), "it was there before"
     save(tmp_path, 1)
     for name in ("notes.txt", "20261122T070024-a1b2c3_0.distcp.bak", "__0_0.distcp"):
         (tmp_path / name).write_text("mine")
@@ -352,13 +338,6 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     save(tmp_path, 2)
     assert {"notes.txt", "20261122T070024-a1b2c3_0.distcp.bak", "__0_0.distcp"} <= set(names(tmp_path))
     assert "20261122T070024-a1b2c3_7.distcp" not in names(tmp_path)
-
-
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(IoError, match=r"ENOTDIR|EEXIST"):
-            Draft.begin(path, 0)
 
 
 def test_other_ranks_must_see_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,10 +370,3 @@ def test_a_save_that_replaces_what_is_being_opened(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Index, "load", staticmethod(meanwhile))
     assert Published.open(tmp_path).index.values == {"byte": 2}
     assert calls
-
-
-def test_when_a_save_began_is_in_its_name(tmp_path: Path) -> None:
-    draft = Draft.begin(tmp_path, 0)
-    assert abs(saved_at(draft.save_id) - (tmp_path / "zerokern.lock").stat().st_mtime) < 5
-    draft.abandon()
-    assert tmp_path.exists(), "it was there before"

@@ -22,6 +22,7 @@ from foreign_cases import (
     trained,
     universal,
 )
+from raw_cases import flip, raw
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from worlds import on_ranks
 
@@ -42,22 +43,21 @@ def extra_of(source) -> dict:
     return decoded(source.values["extra"], tensors, Ranks.of(None))
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "in an app"])
-def test_fsdp2_of_two_ranks_is_read_by_one_and_by_three(tmp_path: Path, wrapped: bool) -> None:
-    wanted = on_ranks(2, fsdp_saves, str(tmp_path), wrapped)[0]
-    source = open_checkpoint(tmp_path)
-    assert source.kind == "dcp" and not source.numbered
-    assert len(source.tensors["model.first.weight"].boxes) == 2
-    source.verify()
-    tensors = [key for key in source.tensors if not key.startswith("extra.")]
-    same(everything(source, tensors), wanted)
-    ((group,),) = source.values["groups"]
-    assert group["params"] == NAMES and GROUP.items() <= group.items()
-    said = extra_of(source)
-    assert (said["app"] if wrapped else said) == {"epoch": 3, "note": {"seen": [1, 2]}}
-    if not wrapped:
-        for found in on_ranks(3, fsdp_loads, str(tmp_path)):
-            same(found, wanted)
+def test_fsdp2_of_two_ranks_is_read_by_one_and_by_three(tmp_path: Path) -> None:
+    wanted = on_ranks(2, fsdp_saves, str(tmp_path))[0]
+    for wrapped in (False, True):
+        source = open_checkpoint(tmp_path / ("app" if wrapped else "plain"))
+        assert source.kind == "dcp" and not source.numbered
+        assert len(source.tensors["model.first.weight"].boxes) == 2
+        source.verify()
+        tensors = [key for key in source.tensors if not key.startswith("extra.")]
+        same(everything(source, tensors), wanted)
+        ((group,),) = source.values["groups"]
+        assert group["params"] == NAMES and GROUP.items() <= group.items()
+        said = extra_of(source)
+        assert (said["app"] if wrapped else said) == {"epoch": 3, "note": {"seen": [1, 2]}}
+    for found in on_ranks(3, fsdp_loads, str(tmp_path / "plain")):
+        same(found, wanted)
 
 
 def test_dcp_of_a_bare_model_and_of_numbered_state(tmp_path: Path) -> None:
@@ -95,26 +95,26 @@ def test_models_whose_own_names_begin_like_a_section() -> None:
     assert within.rest == [("ema", "w")]
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before torch 1.6"])
-@pytest.mark.parametrize("sections", [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict")])
-def test_a_file_of_torch_save(tmp_path: Path, legacy: bool, sections: tuple[str, str]) -> None:
+def test_a_file_of_torch_save(tmp_path: Path) -> None:
+    """As a zip, and as before torch 1.6."""
     model, opt = trained()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
-    content = {sections[0]: model.state_dict(), sections[1]: opt.state_dict(), "epoch": 3, "rng": torch.get_rng_state()}
-    content["scheduler"] = scheduler.state_dict()
-    path = tmp_path / "last.pt"
-    torch.save(content, path, _use_new_zipfile_serialization=not legacy)
-    source = open_checkpoint(path)
-    assert source.kind == "torch" and source.numbered
-    source.verify()
-    source.name_parameters([NAMES])
-    wanted = expected(model, opt)
-    same(everything(source, wanted), wanted)
-    ((group,),) = source.values["groups"]
-    assert group["params"] == NAMES and group["initial_lr"] == 0.01
-    said = extra_of(source)
-    assert said["epoch"] == 3 and torch.equal(said["rng"], torch.get_rng_state())
-    scheduler.load_state_dict(said["scheduler"])
+    for legacy in (False, True):
+        names = ("model_state_dict", "optimizer_state_dict") if legacy else ("model", "optimizer")
+        content = {names[0]: model.state_dict(), names[1]: opt.state_dict(), "epoch": 3, "rng": torch.get_rng_state()}
+        content["scheduler"] = scheduler.state_dict()
+        torch.save(content, tmp_path / "last.pt", _use_new_zipfile_serialization=not legacy)
+        source = open_checkpoint(tmp_path / "last.pt")
+        assert source.kind == "torch" and source.numbered
+        source.verify()
+        source.name_parameters([NAMES])
+        wanted = expected(model, opt)
+        same(everything(source, wanted), wanted)
+        ((group,),) = source.values["groups"]
+        assert group["params"] == NAMES and group["initial_lr"] == 0.01
+        said = extra_of(source)
+        assert said["epoch"] == 3 and torch.equal(said["rng"], torch.get_rng_state())
+        scheduler.load_state_dict(said["scheduler"])
 
 
 def test_a_bare_state_dict_and_lightnings_names(tmp_path: Path) -> None:
@@ -131,17 +131,18 @@ def test_a_bare_state_dict_and_lightnings_names(tmp_path: Path) -> None:
     assert len(source.values["groups"]) == 1
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["stage 2", "stage 3"])
-@pytest.mark.parametrize("named_by_parent", [False, True])
-def test_deepspeeds_universal_folder(tmp_path: Path, flat: bool, named_by_parent: bool) -> None:
+def test_deepspeeds_universal_folder(tmp_path: Path) -> None:
     model, opt = trained()
-    universal(tmp_path / "step2_universal", model, opt, flat=flat)
-    source = open_checkpoint(tmp_path if named_by_parent else tmp_path / "step2_universal")
-    assert source.kind == "universal"
-    source.verify()
-    same(everything(source), expected(model, opt))
-    ((group,),) = source.values["groups"]
-    assert GROUP.items() <= group.items() and "params" not in group
+    for flat in (False, True):  # of stage 2, of stage 3
+        parent = tmp_path / str(flat)
+        universal(parent / "step2_universal", model, opt, flat=flat)
+        for path in (parent, parent / "step2_universal"):
+            source = open_checkpoint(path)
+            assert source.kind == "universal"
+            source.verify()
+            same(everything(source), expected(model, opt))
+            ((group,),) = source.values["groups"]
+            assert GROUP.items() <= group.items() and "params" not in group
 
 
 def test_nothing_of_an_index_is_run(tmp_path: Path) -> None:
@@ -156,30 +157,20 @@ def test_nothing_of_an_index_is_run(tmp_path: Path) -> None:
     assert (tmp_path / "proof").exists(), "the command would have run: the test proves something"
 
 
-@pytest.mark.parametrize("where", ["value", "file", "universal"])
-def test_nothing_of_a_file_is_run(tmp_path: Path, where: str) -> None:
+def test_nothing_of_a_file_is_run(tmp_path: Path) -> None:
+    """DeepSpeed's common file is read for the options, whatever else it holds."""
     model, opt = trained()
     evil = Evil(tmp_path / "proof")
-    if where == "value":
-        dcp.save({"model": model.state_dict(), "note": evil}, checkpoint_id=tmp_path / "c", no_dist=True)
-        path = tmp_path / "c"
-    elif where == "file":
-        torch.save({"model": model.state_dict(), "args": evil}, path := tmp_path / "c.pt")
-    else:
-        universal(path := tmp_path / "c", model, opt)
-        torch.save(evil, path / "zero" / "first.bias" / "exp_avg.pt")
-    with pytest.raises(IoError, match=r"holds an object of posix\.system, and loading that would run its code"):
-        open_checkpoint(path)
-    assert not (tmp_path / "proof").exists()
-
-
-def test_deepspeeds_own_objects_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its common file is read for the options, whatever else it holds."""
-    model, opt = trained()
+    dcp.save({"model": model.state_dict(), "note": evil}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save({"model": model.state_dict(), "args": evil}, tmp_path / "c.pt")
     universal(tmp_path / "u", model, opt)
-    common = {"loss_scaler": Evil(tmp_path / "proof"), "more": Scaler(), "param_groups": [{"lr": 0.5, "params": []}]}
+    common = {"loss_scaler": evil, "more": Scaler(), "param_groups": [{"lr": 0.5, "params": []}]}
     torch.save(common, tmp_path / "u" / "zero" / "optimizer_state.pt")
     assert open_checkpoint(tmp_path / "u").values["groups"] == [[{"lr": 0.5}]]
+    torch.save(evil, tmp_path / "u" / "zero" / "first.bias" / "exp_avg.pt")
+    for name in ("dcp", "c.pt", "u"):
+        with pytest.raises(IoError, match=r"holds an object of posix\.system, and loading that would run its code"):
+            open_checkpoint(tmp_path / name)
     assert not (tmp_path / "proof").exists()
 
 
@@ -203,10 +194,7 @@ def test_a_changed_byte_is_found_with_its_key(tmp_path: Path) -> None:
     data = dcp_of(tmp_path)
     source = open_checkpoint(tmp_path)
     box = source.tensors["model.first.weight"].boxes[0]
-    content = bytearray(data.read_bytes())
-    at = content.index(trained()[0].state_dict()["first.weight"].numpy().tobytes(), box.item[0])
-    content[at + 7] ^= 4
-    data.write_bytes(content)
+    flip(data, data.read_bytes().index(raw(trained()[0].state_dict()["first.weight"]), box.item[0]) + 7)
     says = r"__0_0\.distcp at offset \d+, \d+ bytes: model\.first\.weight is damaged"
     with pytest.raises(IoError, match=says) as refused:
         open_checkpoint(tmp_path).verify()

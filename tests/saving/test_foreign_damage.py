@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign_cases import Small, everything, expected, same, trained, universal
+from raw_cases import flip, raw
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import zerokern as zk
@@ -43,23 +44,17 @@ def repacked(path: Path, method: int = zipfile.ZIP_DEFLATED) -> None:
 
 def spoiled(path: Path, whole: torch.Tensor) -> None:
     """One bit of this tensor's bytes is another."""
-    data = bytearray(path.read_bytes())
-    at = data.index(whole.numpy().tobytes())
-    data[at + 5] ^= 8
-    path.write_bytes(data)
+    flip(path, path.read_bytes().index(raw(whole)) + 5)
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED], ids=["deflated", "stored"])
-def test_a_torch_file_that_was_packed_again_is_read(tmp_path: Path, method: int) -> None:
+def test_what_was_packed_again_is_read(tmp_path: Path) -> None:
     wanted = torch_file(tmp_path / "c.pt")
-    repacked(tmp_path / "c.pt", method)
-    source = open_checkpoint(tmp_path / "c.pt")
-    source.verify()
-    source.name_parameters([NAMES])
-    same(everything(source, wanted), wanted)
-
-
-def test_a_universal_folder_that_was_packed_again_is_read(tmp_path: Path) -> None:
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
+        repacked(tmp_path / "c.pt", method)
+        source = open_checkpoint(tmp_path / "c.pt")
+        source.verify()
+        source.name_parameters([NAMES])
+        same(everything(source, wanted), wanted)
     model, opt = trained()
     universal(tmp_path / "u", model, opt)
     for file in (tmp_path / "u").rglob("*.pt"):
@@ -77,26 +72,23 @@ def test_what_does_not_fit_unpacked_is_refused(tmp_path: Path, monkeypatch: pyte
         open_checkpoint(tmp_path / "c.pt")
 
 
-@pytest.mark.parametrize("kind", ["torch", "universal"])
-@pytest.mark.parametrize("verify", ["first", "reading"])
-def test_damage_is_found_by_its_checksum(tmp_path: Path, kind: str, verify: str, capsys: Any) -> None:
+def test_damage_is_found_by_its_checksum(tmp_path: Path, capsys: Any) -> None:
     model, opt = trained()
-    path = tmp_path / "c"
-    if kind == "torch":
-        torch_file(path)
-        spoiled(path, model.second.weight.detach())
-    else:
-        universal(path, model, opt)
-        spoiled(path / "zero" / "second.weight" / "fp32.pt", model.second.weight.detach())
-    assert [error.key for error in open_checkpoint(path).damage()] == ["model.second.weight"]
-    assert main(["checkpoint", "verify", str(path)]) == 1
-    assert "model.second.weight" in capsys.readouterr().err
-    ours = Small()
-    before = [param.detach().clone() for param in ours.parameters()]
-    with pytest.raises(IoError, match=r"model\.second\.weight: Bad CRC-32"):
-        zk.load(path, ours, zk.AdamW(ours.parameters()), verify=verify)
-    if verify == "first":
-        assert all(map(torch.equal, ours.parameters(), before))
+    torch_file(tmp_path / "torch")
+    universal(tmp_path / "u", model, opt)
+    damaged = {"torch": tmp_path / "torch", "u": tmp_path / "u" / "zero" / "second.weight" / "fp32.pt"}
+    for name, file in damaged.items():
+        spoiled(file, model.second.weight.detach())
+        path = tmp_path / name
+        assert [error.key for error in open_checkpoint(path).damage()] == ["model.second.weight"]
+        assert main(["checkpoint", "verify", str(path)]) == 1
+        assert "model.second.weight" in capsys.readouterr().err
+        for verify in ("first", "reading"):
+            ours = Small()
+            before = [param.detach().clone() for param in ours.parameters()]
+            with pytest.raises(IoError, match=r"model\.second\.weight: Bad CRC-32"):
+                zk.load(path, ours, zk.AdamW(ours.parameters()), verify=verify)
+            assert verify == "reading" or all(map(torch.equal, ours.parameters(), before))
 
 
 def test_what_has_no_checksums_is_said(tmp_path: Path, capsys: Any) -> None:
@@ -139,30 +131,27 @@ def move(found: Any, to: tuple[int, int]) -> None:
     stored[MetadataIndex(last.fqn, torch.Size(to), last.index)] = stored.pop(last)
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        (lambda found: chunks(found).pop(), "do not make up its shape"),
-        (lambda found: move(found, (2, 0)), "overlap"),
-        (lambda found: move(found, (0, 0)), "are stored in all"),
-        (lambda found: move(found, (4, 0)), "in a tensor of"),
-        (lambda found: chunks(found).append(chunks(found)[0]), "are stored in all"),
-        (lambda found: chunks(found).__setitem__(slice(None), chunks(found) * 1000), "are stored in all"),
-        (lambda found: found.storage_data.popitem(), "was edited"),
-    ],
-    ids=["lacks", "one row off", "at another's place", "beyond", "twice", "a thousand times", "not stored"],
-)
-def test_every_element_is_covered_once_or_nothing_changes(tmp_path: Path, change: Callable, says: str) -> None:
+COVERS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "lacks": (lambda found: chunks(found).pop(), "do not make up its shape"),
+    "one row off": (lambda found: move(found, (2, 0)), "overlap"),
+    "at another's place": (lambda found: move(found, (0, 0)), "are stored in all"),
+    "beyond": (lambda found: move(found, (4, 0)), "in a tensor of"),
+    "twice": (lambda found: chunks(found).append(chunks(found)[0]), "are stored in all"),
+    "often": (lambda found: chunks(found).__setitem__(slice(None), chunks(found) * 1000), "are stored in all"),
+    "not stored": (lambda found: found.storage_data.popitem(), "was edited"),
+}
+
+
+def test_every_element_is_covered_once_or_nothing_changes(tmp_path: Path) -> None:
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.full((6, 4), -1.0))
     zk.load(dcp_folder(tmp_path / "sound", lambda found: None), model)
     assert torch.equal(model.w, torch.arange(24.0).view(6, 4))
-    folder = dcp_folder(tmp_path / "c", change)
-    with torch.no_grad():
-        model.w.fill_(-1)
-    with pytest.raises(IoError, match=says):
-        zk.load(folder, model)
-    assert bool((model.w == -1).all())
+    torch.nn.init.constant_(model.w, -1)
+    for name, (change, says) in COVERS.items():
+        with pytest.raises(IoError, match=says):
+            zk.load(dcp_folder(tmp_path / name, change), model)
+        assert bool((model.w == -1).all()), name
 
 
 def test_a_checkpoint_of_ours_without_its_index_is_refused(tmp_path: Path) -> None:
@@ -212,28 +201,25 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
 @pytest.mark.parametrize("kind", ["dcp", "zip", "legacy"])
-def test_a_header_gets_no_more_memory_than_it_has_bytes(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_header_gets_no_more_memory_than_it_has_bytes(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ".metadata" if kind == "dcp" else tmp_path / "c.pt"
-    path.write_bytes(zip_of(BOMBS[name]) if kind == "zip" else BOMBS[name])
-    tracemalloc.start()
-    try:
-        with pytest.raises(IoError, match=r"was truncated or edited|which no index"):
-            open_checkpoint(tmp_path if kind == "dcp" else path)
-        assert tracemalloc.get_traced_memory()[1] < (20 << 20)
-    finally:
-        tracemalloc.stop()
+    for name, bomb in BOMBS.items():
+        path.write_bytes(zip_of(bomb) if kind == "zip" else bomb)
+        tracemalloc.start()
+        try:
+            with pytest.raises(IoError, match=r"was truncated or edited|which no index"):
+                open_checkpoint(tmp_path if kind == "dcp" else path)
+            assert tracemalloc.get_traced_memory()[1] < (20 << 20), name
+        finally:
+            tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "numel, size, stride, data",
-    [(1 << 28, 1 << 28, 1, 16), (4, 1 << 28, 1, 16), (4, 4, 1 << 28, 16), (4, -4, 1, 16), (8, 4, 1, 16)],
-)
-def test_no_tensor_is_larger_than_its_record(tmp_path: Path, numel: int, size: int, stride: int, data: int) -> None:
-    (tmp_path / "c.pt").write_bytes(zip_of(tensor(numel, size, stride), {"data/0": bytes(data)}))
-    with pytest.raises(IoError, match=r"reaches beyond|is to have|has the size"):
-        open_checkpoint(tmp_path / "c.pt")
+def test_no_tensor_is_larger_than_its_record(tmp_path: Path) -> None:
+    for numel, size, stride in [(1 << 28, 1 << 28, 1), (4, 1 << 28, 1), (4, 4, 1 << 28), (4, -4, 1), (8, 4, 1)]:
+        (tmp_path / "c.pt").write_bytes(zip_of(tensor(numel, size, stride), {"data/0": bytes(16)}))
+        with pytest.raises(IoError, match=r"reaches beyond|is to have|has the size"):
+            open_checkpoint(tmp_path / "c.pt")
 
 
 def test_dictionaries_without_end_are_refused(tmp_path: Path) -> None:
@@ -248,11 +234,6 @@ def test_dictionaries_without_end_are_refused(tmp_path: Path) -> None:
     for name in ("own", "twice"):
         with pytest.raises(IoError, match="without end"):
             open_checkpoint(tmp_path / f"{name}.pt")
-
-
-def flips(data: bytes, count: int) -> list[tuple[int, int]]:
-    """So many bits, which lie evenly: every region of the file has some."""
-    return [(n * len(data) // count, n % 8) for n in range(count)]
 
 
 @pytest.mark.parametrize("count", [15, pytest.param(250, marks=pytest.mark.slow)])
@@ -275,7 +256,7 @@ def test_a_flipped_bit_is_noticed_or_harmless(tmp_path: Path, kind: str, count: 
     room, start = Small(), Small()
     resumed = zk.AdamW(room.parameters())
     harmless = 0
-    for at, bit in flips(whole, count):
+    for at, bit in [(n * len(whole) // count, n % 8) for n in range(count)]:  # evenly: every region has some
         victim.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
         room.load_state_dict(start.state_dict())
         try:

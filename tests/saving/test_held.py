@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from worlds import on_ranks
 
 import zerokern as zk
-from zerokern.core.errors import IoError, StateError
-from zerokern.saving import load as loading
+from zerokern.core.errors import StateError
 from zerokern.saving import pretrained
 from zerokern.saving.published import Held, Published, likeness
 from zerokern.saving.ranks import Ranks, open_alike
@@ -95,48 +92,6 @@ def test_more_files_than_may_be_open_are_read_one_by_one(tmp_path: Path, monkeyp
     assert torch.equal(into[0].weight, one[0].weight)
 
 
-def mixed(rank: int, parent: str) -> list[str]:
-    """Each rank has a folder of its own under one name, as two hosts have."""
-    os.chdir(Path(parent) / f"host{rank}")
-    model, _ = model_of(9.0)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    said = []
-    for name in ("ours", "file.pt", "dcp", "weights"):
-        try:
-            if name == "weights":
-                zk.load_pretrained(model, f"/proc/self/cwd/{name}")
-            else:
-                zk.load(f"/proc/self/cwd/{name}", model)
-        except StateError as error:
-            said.append(str(error))
-        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    zk.load("/proc/self/cwd/same", model)
-    assert model.weight[0, 0] == 7
-    return said
-
-
-def test_two_hosts_with_different_steps_under_one_name_are_refused(tmp_path: Path) -> None:
-    import shutil
-
-    import torch.distributed.checkpoint as dcp
-
-    for rank in range(2):
-        folder = tmp_path / f"host{rank}"
-        model, _ = model_of(float(rank))
-        zk.save(folder / "ours", model)
-        torch.save(model.state_dict(), folder / "file.pt")
-        dcp.save(model.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
-        zk.export(folder / "weights", model)
-    with torch.no_grad():
-        model.weight.fill_(7)
-    zk.save(tmp_path / "host0" / "same", model)
-    shutil.copytree(tmp_path / "host0" / "same", tmp_path / "host1" / "same")
-    for said in on_ranks(2, mixed, str(tmp_path)):
-        assert len(said) == 4
-        assert all("is not the same on all ranks" in one and "nothing was changed" in one for one in said)
-        assert "rank 0 sees the save 20" in said[0]
-
-
 class Told(Ranks):
     """Two ranks, of which the second sees what it is told to."""
 
@@ -168,11 +123,3 @@ def test_likeness_tells_steps_apart_and_not_places(tmp_path: Path) -> None:
     held.fd(paths[0])
     assert held.likeness() == likeness(paths[:1])
     held.close()
-
-
-def test_what_vanishes_before_it_is_opened_is_named(tmp_path: Path) -> None:
-    model, opt = model_of(1.0)
-    zk.save(tmp_path / "c", model, opt)
-    next((tmp_path / "c").glob("*.distcp")).unlink()
-    with pytest.raises(IoError, match="is missing"):
-        loading(tmp_path / "c", model, opt)

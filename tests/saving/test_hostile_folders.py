@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 import zerokern as zk
 from zerokern.core.errors import IoError
+from zerokern.io import Store
 from zerokern.io import files as io_files
 from zerokern.saving import exported, folder
 
@@ -39,28 +39,48 @@ PLANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one file", "several"])
-@pytest.mark.parametrize("hard", [False, True], ids=["symbolic", "hard"])
-def test_an_export_follows_no_link(tmp_path: Path, several: bool, hard: bool) -> None:
-    place, secret = tmp_path / "theirs", tmp_path / "secret"
+@pytest.fixture
+def secret(tmp_path: Path) -> Iterator[Path]:
+    """A file elsewhere, which nothing may touch."""
+    (tmp_path / "secret").write_text("as it was")
+    yield tmp_path / "secret"
+    assert (tmp_path / "secret").read_text() == "as it was"
+
+
+def planted(place: Path, secret: Path, names: Sequence[str], hard: bool) -> None:
     place.mkdir()
-    secret.write_text("as it was")
-    for name in PLANTED:
+    for name in names:
         (place / name).hardlink_to(secret) if hard else (place / name).symlink_to(secret)
-    model = model_of()
-    model.config = Config()
-    zk.export(place, model, max_shard_nbytes=64 if several else "5G")
-    assert secret.read_text() == "as it was"
-    into = model_of(2.0)
-    zk.load_pretrained(into, place)
-    assert torch.equal(into.weight, model.weight)
+
+
+BOTH = pytest.mark.parametrize("hard", [False, True], ids=["symbolic", "hard"])
+
+
+@BOTH
+def test_an_export_follows_no_link(secret: Path, hard: bool) -> None:
+    for nbytes in (64, "5G"):
+        place, model = secret.with_name(f"theirs {nbytes}"), model_of()
+        planted(place, secret, PLANTED, hard)
+        model.config = Config()
+        zk.export(place, model, max_shard_nbytes=nbytes)
+        zk.load_pretrained(into := model_of(2.0), place)
+        assert torch.equal(into.weight, model.weight)
+
+
+@BOTH
+@pytest.mark.parametrize("what", ["save", "export"])
+def test_no_lock_and_no_index_is_a_link(secret: Path, hard: bool, what: str) -> None:
+    call = getattr(zk, what)
+    planted(place := secret.with_name("locked"), secret, ["zerokern.lock"], hard)
+    with pytest.raises(IoError, match=r"zerokern\.lock .*: remove it"):
+        call(place, model_of())
+    planted(place := secret.with_name("indexed"), secret, ["zerokern.json.new"], hard)
+    call(place, model_of())
 
 
 def test_a_file_that_was_exchanged_while_it_was_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("as it was")
     before = exported.Target.start
 
     def exchanged(self: Any, number: int, first: bytes, nbytes: int) -> None:
@@ -72,23 +92,6 @@ def test_a_file_that_was_exchanged_while_it_was_written_is_refused(
     monkeypatch.setattr(exported.Target, "start", exchanged)
     with pytest.raises(IoError, match="cannot write"):
         zk.export(tmp_path / "c", model_of())
-    assert secret.read_text() == "as it was"
-
-
-@pytest.mark.parametrize("hard", [False, True], ids=["symbolic", "hard"])
-@pytest.mark.parametrize("name", ["zerokern.lock", "zerokern.json.new"])
-@pytest.mark.parametrize("what", ["save", "export"])
-def test_no_lock_and_no_index_is_a_link(tmp_path: Path, hard: bool, name: str, what: str) -> None:
-    place, secret = tmp_path / "theirs", tmp_path / "secret"
-    place.mkdir()
-    secret.write_text("as it was")
-    (place / name).hardlink_to(secret) if hard else (place / name).symlink_to(secret)
-    if name == "zerokern.lock":
-        with pytest.raises(IoError, match=r"zerokern\.lock .*: remove it"):
-            getattr(zk, what)(place, model_of())
-    else:
-        getattr(zk, what)(place, model_of())
-    assert secret.read_text() == "as it was"
 
 
 def test_a_link_to_the_folder_is_followed(tmp_path: Path) -> None:
@@ -103,65 +106,48 @@ def test_a_link_to_the_folder_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "latest").is_symlink() and (tmp_path / "step-100" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("call", ["save", "load", "export"])
-def test_no_path_is_no_folder(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_are_none_are_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="path=''"):
-        getattr(zk, call)("", model_of())
+    for call in (zk.save, zk.load, zk.export):
+        with pytest.raises(ValueError, match="path=''"):
+            call("", model_of())
+        for name in ("x" * 300, "a/" * 3000):
+            with pytest.raises(IoError, match=r"ENAMETOOLONG|does not exist"):
+                call(tmp_path / name, model_of())
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("call", ["save", "export"])
-def test_without_flock_it_is_said_what_to_do(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(fd: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def failing(call: Callable[..., Any], *, when: str = "", number: int = errno.EIO) -> Callable[..., Any]:
+    """The system's call, failing for paths that end so."""
 
-    monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(IoError, match=r"this file system has no flock\(\).*: choose a folder"):
-        getattr(zk, call)(tmp_path / "c", model_of())
+    def inside(path: Any, *given: Any, **named: Any) -> Any:
+        if str(path).endswith(when):
+            raise OSError(number, os.strerror(number), str(path))
+        return call(path, *given, **named)
 
-
-@pytest.mark.parametrize("call", ["save", "export"])
-def test_a_lock_that_cannot_be_made_teaches(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.open
-
-    def failing(path: Any, *given: Any, **named: Any) -> int:
-        if str(path).endswith("zerokern.lock"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return before(path, *given, **named)
-
-    monkeypatch.setattr(os, "open", failing)
-    with pytest.raises(IoError, match=r"is not possible: Input/output error \(EIO\)"):
-        getattr(zk, call)(tmp_path / "c", model_of())
+    return inside
 
 
-@pytest.mark.parametrize("call", ["save", "export"])
-def test_a_lock_that_stays_behind_is_no_error(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("call", [zk.save, zk.export])
+def test_a_lock_that_fails_teaches(
+    tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was saved is published by then."""
-    before = os.unlink
-
-    def failing(path: Any, **named: Any) -> None:
-        if str(path).endswith("zerokern.lock"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        before(path, **named)
-
-    monkeypatch.setattr(os, "unlink", failing)
-    getattr(zk, call)(tmp_path / "c", model_of())
-    getattr(zk, call)(tmp_path / "c", model_of())
+    """One that stays behind is no error: what was saved is published by then."""
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", failing(fcntl.flock, number=errno.ENOLCK))
+        with pytest.raises(IoError, match=r"this file system has no flock\(\).*: choose a folder"):
+            call(tmp_path / "c", model_of())
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", failing(os.open, when="zerokern.lock"))
+        with pytest.raises(IoError, match=r"is not possible: Input/output error \(EIO\)"):
+            call(tmp_path / "c", model_of())
+    monkeypatch.setattr(os, "unlink", failing(os.unlink, when="zerokern.lock"))
+    for _ in range(2):
+        call(tmp_path / "c", model_of())
     assert "stays behind, unlocked" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000], ids=["a long name", "a long path"])
-@pytest.mark.parametrize("call", ["save", "load", "export"])
-def test_names_beyond_the_system_s_are_refused_with_its_reason(tmp_path: Path, name: str, call: str) -> None:
-    with pytest.raises(IoError, match=r"ENAMETOOLONG|does not exist"):
-        getattr(zk, call)(tmp_path / name, model_of())
-
-
-@pytest.mark.parametrize("call", ["save", "export", "swap"])
-def test_new_folders_last_with_those_above_them(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folders_last_with_those_above_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     before = io_files.sync_folder
 
@@ -171,27 +157,14 @@ def test_new_folders_last_with_those_above_them(tmp_path: Path, call: str, monke
 
     monkeypatch.setattr(io_files, "sync_folder", syncing)
     monkeypatch.setattr(folder, "sync_folder", syncing)
-    place = tmp_path / "a" / "b" / "c"
-    if call == "swap":
-        from zerokern.io import Store
-
-        Store(place, budget=1 << 20, durable=True).close()
-    else:
-        getattr(zk, call)(place, model_of())
-    assert synced[:3] == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-
-
-AT_EXIT = """
-import atexit, sys, torch, zerokern as zk
-model = torch.nn.Linear(3, 2)
-def last():
-    saving = zk.save(sys.argv[1], model, wait=False)
-    assert saving.done() and saving.exception() is None
-    saving.wait()
-atexit.register(last)
-"""
-
-
-def test_a_save_while_python_exits_is_done_at_once(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "c")], check=True, timeout=120)
-    zk.load(tmp_path / "c", torch.nn.Linear(3, 2))
+    makes = (
+        lambda place: zk.save(place, model_of()),
+        lambda place: zk.export(place, model_of()),
+        lambda place: Store(place, budget=1 << 20, durable=True).close(),
+    )
+    for number, make in enumerate(makes):
+        above = tmp_path / str(number)
+        above.mkdir()
+        synced.clear()
+        make(above / "a" / "b" / "c")
+        assert synced[:3] == [above, above / "a", above / "a" / "b"]

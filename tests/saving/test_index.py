@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -36,30 +35,22 @@ def rewritten(change) -> bytes:
     return b'{"zerokern": 1, "crc32c": "%08x"}\n%s' % (native.library().zk_crc32c(0, text, len(text)), text)
 
 
-def test_what_is_loaded_is_what_was_dumped() -> None:
+def test_what_is_loaded_is_what_was_dumped_in_json_that_anybody_reads() -> None:
     assert Index.load(sample().dump(), PATH) == sample()
     assert sample().dump() == sample().dump()
-
-
-def test_it_is_json_that_anybody_reads() -> None:
     head, body = sample().dump().splitlines()
     assert json.loads(head)["zerokern"] == FORMAT
     assert json.loads(body)["tensors"]["model.w"][:2] == ["bfloat16", [4, 8]]
 
 
-@pytest.mark.parametrize("step", [1, 7])
-def test_any_changed_byte_is_found(step: int) -> None:
+def test_any_changed_or_missing_byte_is_found() -> None:
     data = sample().dump()
     body = data.index(b"\n") + 1
-    for at in range(body, len(data), step):
+    for at in range(body, len(data)):
         changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with pytest.raises(IoError, match=r"zerokern\.json (was edited or damaged|is truncated)") as refused:
             Index.load(changed, PATH)
         assert refused.value.path == str(PATH)
-
-
-def test_any_truncation_is_found() -> None:
-    data = sample().dump()
     for end in range(len(data)):
         with pytest.raises(IoError, match=r"truncated|edited"):
             Index.load(data[:end], PATH)
@@ -71,15 +62,15 @@ def test_a_newer_format_is_named() -> None:
         Index.load(newer, PATH)
 
 
-@pytest.mark.parametrize("foreign", [b"", b"[1]\n", b"{}\n{}\n", b"\x80\x04.", b'{"zerokern": 1}\n\n'])
-def test_what_is_no_index_is_named_so(foreign: bytes) -> None:
-    with pytest.raises(IoError, match="does not begin as an index of zerokern does"):
-        Index.load(foreign, PATH)
+def test_what_is_no_index_is_named_so() -> None:
+    for foreign in (b"", b"[1]\n", b"{}\n{}\n", b"\x80\x04.", b'{"zerokern": 1}\n\n'):
+        with pytest.raises(IoError, match="does not begin as an index of zerokern does"):
+            Index.load(foreign, PATH)
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
+def test_sound_checksums_do_not_excuse_nonsense() -> None:
+    assert Index.load(rewritten(lambda body: None), PATH) == sample()
+    for change, says in [
         (lambda b: b["files"][0].__setitem__(0, "../../etc/passwd"), "no name of a file"),
         (lambda b: b["files"][0].__setitem__(1, 4104), "cannot have 4104 bytes"),
         (lambda b: b["tensors"]["model.w"].__setitem__(1, [4, 9]), "do not make up its shape"),
@@ -89,31 +80,15 @@ def test_what_is_no_index_is_named_so(foreign: bytes) -> None:
         (lambda b: b["tensors"]["model.w"][2].__setitem__(0, 2), "file number 2 of 2"),
         (lambda b: b["tensors"]["model.w"][2].pop(), "are no boxes of 2 dimensions"),
         (lambda b: b.pop("values"), "values"),
-    ],
-)
-def test_sound_checksums_do_not_excuse_nonsense(change, says: str) -> None:
-    assert Index.load(rewritten(lambda body: None), PATH) == sample()
-    with pytest.raises(IoError, match=f"no sound content: .*{says}"):
-        Index.load(rewritten(change), PATH)
+    ]:
+        with pytest.raises(IoError, match=f"no sound content: .*{says}"):
+            Index.load(rewritten(change), PATH)
 
 
 def test_itemsize_is_torchs() -> None:
-    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    plain = [one for one in dtypes if not str(one).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))]
-    sub_byte = ("torch.int2", "torch.int3", "torch.int5", "torch.int7", "torch.uint3", "torch.uint5", "torch.uint7")
-    for dtype in plain:
-        if not str(dtype).startswith(sub_byte):
-            assert itemsize(str(dtype).removeprefix("torch.")) == dtype.itemsize, dtype
-    assert {"float32", "bfloat16", "int8", "bool", "complex64"} <= {str(one)[6:] for one in plain}
-
-
-def test_a_thousand_ranks_are_read_in_seconds() -> None:
-    """100 tensors, each in 1,024 boxes."""
-    files = [FileRow(f"s_{rank}.distcp", (1 << 20) + 4, 1 << 20, 0) for rank in range(1024)]
-    boxes = [Box(rank, 128, (rank, 0), (1, 64), (64, 512)) for rank in range(1024)]
-    tensors = {f"model.{n}": TensorRow("float32", (1024, 64), boxes) for n in range(100)}
-    index = Index("20261122T070024-a1b2c3", 1024, files, tensors, {})
-    begin = time.process_time()
-    again = Index.load(index.dump(), PATH)
-    assert time.process_time() - begin < 5
-    assert again.tensors["model.99"] == tensors["model.99"]
+    """But for what is quantized, and what is smaller than a byte."""
+    odd = {f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)}
+    dtypes = {str(one)[6:]: one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    plain = {name: one for name, one in dtypes.items() if name not in odd and not name.startswith(("q", "bits"))}
+    assert {"float32", "bfloat16", "int8", "bool", "complex64", "int16"} <= plain.keys()
+    assert {name: itemsize(name) for name in plain} == {name: dtype.itemsize for name, dtype in plain.items()}

@@ -18,7 +18,7 @@ from zerokern.zero.sharded import Sharded
 WORLD, LAYERS, WIDTH, WORDS = 1024, 128, 25_600, 65_536
 STATE = {"exp_avg": "float32", "exp_avg_sq": "float32", "master": "float32"}
 QUICK = (0, 1, 511, 1023)
-MANY = range(0, WORLD, 5)
+MANY = range(0, WORLD, 31)
 
 
 def parameters() -> Iterator[tuple[str, int, tuple[int, ...]]]:
@@ -67,18 +67,13 @@ def wanted(buckets: list[Bucket], rank: int) -> dict[str, Sharded]:
 
 
 @pytest.mark.parametrize("ranks", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "many"])
-def test_planning_for_1024_ranks_takes_seconds(
-    ranks: range | tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_planning_for_1024_ranks_takes_seconds(ranks: range | tuple[int, ...], tmp_path: Path) -> None:
+    """Of processor time, which others' work does not change; a machine half as fast has twice what it takes."""
     assert sum(math.prod(shape) for _, _, shape in PARAMETERS) > 10**12
     began = time.process_time()
-    path = tmp_path / "zerokern.json"
-    data = index().dump()
-    read = Index.load(data, path)
-    opened_s = time.process_time() - began
-    began = time.process_time()
+    read = Index.load(index().dump(), tmp_path / "zerokern.json")
     buckets = partition([Member(math.prod(s), "bfloat16", unit) for _, unit, s in PARAMETERS], WORLD)
-    divided_s = time.process_time() - began
+    once_s = time.process_time() - began
     landings(wanted(buckets, 0), read.tensors)  # what Python does once
     taken = []
     for rank in ranks:
@@ -87,13 +82,7 @@ def test_planning_for_1024_ranks_takes_seconds(
         here = sum(one.target.numel() for one in landings(items, read.tensors))
         taken.append(time.process_time() - began)
         assert here == sum(one.local.numel() for one in items.values())
-    with capsys.disabled():
-        print(
-            f" {len(read.tensors)} tensors: index {opened_s:.2f} s, division {divided_s:.2f} s, a rank's plan"
-            f" {max(taken):.3f} s at most ",
-            end="",
-        )
     if len(ranks) > len(QUICK):  # all ranks together have all of it
         numel = sum(piece.numel for bucket in buckets for rank in range(WORLD) for piece in bucket.pieces(rank))
         assert numel == sum(math.prod(shape) for _, _, shape in PARAMETERS)
-    assert opened_s + divided_s + max(taken) < 10
+    assert once_s + max(taken) < 10

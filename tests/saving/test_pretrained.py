@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -11,19 +12,26 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from weight_cases import BF16, HALF, Mixed, adamw_steps, export, llama, load_pretrained, logits, mixed, raw, theirs
+from weight_cases import (
+    BF16,
+    HALF,
+    INDEX,
+    Mixed,
+    adamw_steps,
+    export,
+    kept,
+    llama,
+    load_pretrained,
+    logits,
+    mixed,
+    raw,
+    theirs,
+)
 from worlds import World, alone, built, on_ranks, ranked, refusal, says
 
 import zerokern as zk
 from zerokern.core.errors import IoError, StateError
 from zerokern.saving.formats import overflowed
-
-
-def kept(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By name, without the second names of tied tensors, as transformers and we write them."""
-    seen: set[int] = set()
-    state = model.state_dict(keep_vars=True)
-    return {n: t.detach() for n, t in state.items() if id(t) not in seen and not seen.add(id(t))}
 
 
 def same(model: nn.Module, reference: nn.Module) -> None:
@@ -53,9 +61,9 @@ def from_transformers(world: World, folder: Path, tied: bool, stages: tuple[int,
         assert theirs(out).keys() == theirs(folder / "theirs").keys()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_transformers_model_goes_in_and_out(tied: bool, tmp_path: Path) -> None:
-    alone(from_transformers, tmp_path, tied, (0, 1, 2, 3))
+def test_a_transformers_model_goes_in_and_out(tmp_path: Path) -> None:
+    for tied in (False, True):
+        alone(from_transformers, tmp_path / str(tied), tied, (0, 1, 2, 3))
 
 
 @ranked
@@ -64,10 +72,9 @@ def both_from_transformers(world: World, folder: Path) -> None:
         from_transformers(world, folder / str(tied), tied, (0, 1, 2, 3))
 
 
-@pytest.mark.slow  # importing transformers takes each rank ten seconds
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_transformers_model_on_ranks(size: int, tmp_path: Path) -> None:
-    on_ranks(size, both_from_transformers, tmp_path, timeout=180.0, patience=90.0)
+@pytest.mark.slow  # importing transformers takes each rank seconds
+def test_a_transformers_model_on_ranks(tmp_path: Path) -> None:
+    on_ranks(2, both_from_transformers, tmp_path, timeout=180.0, patience=90.0)
 
 
 @ranked
@@ -108,32 +115,20 @@ def every_kind(world: World, folder: Path) -> None:
         assert all(raw(found[name]) == raw(wanted[name]) for name in wanted), kind
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_kind_of_model_on_ranks(size: int, tmp_path: Path) -> None:
-    save_file(kept(mixed(3)), tmp_path / "theirs")
-    if size == 1:
-        alone(every_kind, tmp_path)
-    else:
-        on_ranks(size, every_kind, tmp_path)
-
-
 def floats_as(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in kept(model).items()}
 
 
-@pytest.mark.parametrize("source", [torch.float64, torch.float32, BF16, torch.float16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("target", [torch.float32, BF16, torch.float16])
-def test_floats_are_converted_as_torch_does(
-    source: torch.dtype, target: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_floats_are_converted_as_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerokern.saving.pretrained.PIECE_NBYTES", 64)  # each tensor in several pieces
-    file = floats_as(mixed(3), source)
-    save_file(file, tmp_path / "theirs")
-    model = mixed(4).to(target)
-    load_pretrained(model, tmp_path / "theirs")
-    for name, tensor in kept(model).items():
-        wanted = file[name].to(target) if file[name].is_floating_point() else file[name]
-        assert raw(tensor) == raw(wanted), name
+    for source in (torch.float64, torch.float32, BF16, torch.float16, torch.float8_e4m3fn):
+        file = floats_as(mixed(3), source)
+        save_file(file, tmp_path / "theirs")
+        for target in (torch.float32, BF16, torch.float16):
+            load_pretrained(model := mixed(4).to(target), tmp_path / "theirs")
+            for name, tensor in kept(model).items():
+                wanted = file[name].to(target) if file[name].is_floating_point() else file[name]
+                assert raw(tensor) == raw(wanted), (source, target, name)
 
 
 def same_training(world: World, folder: Path, stage: int, policy: object = HALF) -> None:
@@ -164,24 +159,24 @@ def states(opt: torch.optim.Optimizer) -> list[bytes]:
     return [raw(getattr(t, "local", t)) for entry in entries for t in entry.values() if isinstance(t, torch.Tensor)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_what_rounding_takes_begins_the_masters(stage: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_rounding_takes_begins_the_masters(tmp_path: Path) -> None:
     save_file(kept(mixed(3)), tmp_path / "theirs")
-    policy = type(HALF)(param_dtype=dtype, reduce_dtype=torch.float32)
-    alone(same_training, tmp_path, stage, policy)
+    for dtype, stage in itertools.product((BF16, torch.float16), range(4)):
+        policy = type(HALF)(param_dtype=dtype, reduce_dtype=torch.float32)
+        alone(same_training, tmp_path, stage, policy)
 
 
 @ranked
-def same_training_on_ranks(world: World, folder: Path) -> None:
-    for stage in (0, 1, 3):
+def kinds_and_masters(world: World, folder: Path) -> None:
+    every_kind(world, folder)
+    for stage in (0, 1, 3) if world.size > 1 else ():
         same_training(world, folder, stage)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_exact_masters_on_ranks(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_kind_of_model_and_exact_masters_on_ranks(size: int, tmp_path: Path) -> None:
     save_file(kept(mixed(3)), tmp_path / "theirs")
-    on_ranks(size, same_training_on_ranks, tmp_path)
+    on_ranks(size, kinds_and_masters, tmp_path) if size > 1 else alone(kinds_and_masters, tmp_path)
 
 
 def test_a_master_made_before_follows_what_is_loaded(tmp_path: Path) -> None:
@@ -226,8 +221,10 @@ def test_not_strict_loads_what_both_have_and_returns_the_rest(tmp_path: Path) ->
     del file["gain"]
     save_file({**file, "head": torch.ones(2)}, tmp_path / "theirs")
     model = mixed(4)
-    found = load_pretrained(model, tmp_path / "theirs", strict=False)
+    seen: list[tuple[int, int]] = []
+    found = load_pretrained(model, tmp_path / "theirs", strict=False, progress=lambda *nbytes: seen.append(nbytes))
     assert found == (["gain"], ["head"])
+    assert seen == sorted(seen) and seen[-1] == (sum(one.nbytes for one in file.values()),) * 2
     assert found.missing == ["gain"]
     wanted = {**kept(mixed(3)), "gain": mixed(4).gain}
     assert all(raw(tensor) == raw(wanted[name]) for name, tensor in kept(model).items())
@@ -262,52 +259,32 @@ def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
     says(said, ["'enter.weight' and 'leave.weight' are one tied weight", "tie_word_embeddings=False"])
 
 
-def cut_off(folder: Path) -> str:
-    file = sorted(folder.glob("*.safetensors"))[1]
-    os.truncate(file, file.stat().st_size - 1)
-    return file.name
+def second_file(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[1]
 
 
-def missing_file(folder: Path) -> str:
-    file = sorted(folder.glob("*.safetensors"))[1]
-    file.unlink()
-    return file.name
-
-
-def of_another_model(folder: Path) -> str:
-    file = sorted(folder.glob("*.safetensors"))[1]
-    save_file({"strange": torch.ones(2)}, file)
-    return file.name
-
-
-def pickled_only(folder: Path) -> str:
+def alone_in(folder: Path, name: str, content: object) -> None:
     for file in folder.iterdir():
         file.unlink()
-    torch.save({}, folder / "pytorch_model.bin")
-    return "pytorch_model.bin"
+    torch.save(content, folder / name)
 
 
-def pickle_by_another_name(folder: Path) -> str:
-    for file in folder.iterdir():
-        file.unlink()
-    torch.save({"w": torch.ones(3)}, folder / "model.safetensors")
-    return "torch.save"
+DAMAGES: dict[str, Callable[[Path], object]] = {  # by what the error names
+    "00002-of": lambda folder: os.truncate(second_file(folder), second_file(folder).stat().st_size - 1),
+    "model-00002-of": lambda folder: second_file(folder).unlink(),
+    "-00002-of": lambda folder: save_file({"strange": torch.ones(2)}, second_file(folder)),
+    "pytorch_model.bin": lambda folder: alone_in(folder, "pytorch_model.bin", {}),
+    "torch.save": lambda folder: alone_in(folder, "model.safetensors", {"w": torch.ones(3)}),
+    "JSON cannot be read": lambda folder: (folder / INDEX).write_text('{"weight_map": '),
+}
 
 
-def edited_index(folder: Path) -> str:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
-    return "JSON cannot be read"
-
-
-DAMAGES = (cut_off, missing_file, of_another_model, pickled_only, pickle_by_another_name, edited_index)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_before_anything_is_changed(damage: Callable[[Path], str], tmp_path: Path) -> None:
-    export(tmp_path, mixed(3), max_shard_nbytes=500)
-    named = damage(tmp_path)
-    model = mixed(4)
-    assert named in changed(model, lambda: load_pretrained(model, tmp_path), IoError)
+def test_damage_is_named_before_anything_is_changed(tmp_path: Path) -> None:
+    for number, (named, damage) in enumerate(DAMAGES.items()):
+        folder, model = tmp_path / str(number), mixed(4)
+        export(folder, mixed(3), max_shard_nbytes=500)
+        damage(folder)
+        says(changed(model, lambda folder=folder, model=model: load_pretrained(model, folder), IoError), [named])
 
 
 def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -342,31 +319,6 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     says(refusal(lambda: load_pretrained(mixed(4), path), IoError), ["was cut off while it was read", str(path)])
 
 
-@ranked
-def failing_alone(world: World, folder: Path) -> str:
-    model = world.shard(mixed(4), stage=3)
-    before = [raw(one) for one in local(model)]
-    path = folder / "theirs" if world.rank == 0 else folder / "absent"
-    said = refusal(lambda: load_pretrained(model, path), IoError)
-    assert [raw(one) for one in local(model)] == before
-    return said
-
-
-def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    save_file(kept(mixed(3)), tmp_path / "theirs")
-    for said in on_ranks(2, failing_alone, tmp_path):
-        assert str(tmp_path / "absent") in said
-
-
-def test_progress_counts_what_is_read(tmp_path: Path) -> None:
-    save_file(kept(mixed(3)), tmp_path / "theirs")
-    seen: list[tuple[int, int]] = []
-    load_pretrained(mixed(4), tmp_path / "theirs", progress=lambda done, total: seen.append((done, total)))
-    nbytes = sum(tensor.nbytes for tensor in kept(mixed(3)).values())
-    assert seen[-1] == (nbytes, nbytes)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-
-
 def test_graphs_of_the_old_values_end(tmp_path: Path) -> None:
     save_file(kept(mixed(3)), tmp_path / "theirs")
     model = Mixed()
@@ -376,8 +328,8 @@ def test_graphs_of_the_old_values_end(tmp_path: Path) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("whole", [torch.int64, torch.bool, torch.uint8])
-def test_whole_numbers_are_never_beyond_a_range(whole: torch.dtype) -> None:
+def test_whole_numbers_are_never_beyond_a_range() -> None:
     """A device is filled through memory of the host, where every dtype passes the check for infinite values."""
-    values = torch.ones(3, dtype=whole)
-    assert overflowed(values, values.clone()) == 0
+    for whole in (torch.int64, torch.bool, torch.uint8):
+        values = torch.ones(3, dtype=whole)
+        assert overflowed(values, values.clone()) == 0

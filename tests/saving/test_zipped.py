@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from raw_cases import raw, some
 
 from zerokern.saving.archive import ALIGN, LARGE, envelope
 
@@ -20,21 +21,8 @@ DTYPES = [
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 4), (4, 0, 2), (2, 3, 4, 5)]
 
 
-def raw(tensor: Tensor) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
-
-
-def some(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Any bits: NaNs among them come back as they were. Only bool has bytes that it cannot be."""
-    width = dtype.itemsize
-    numel = torch.Size(shape).numel()
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (numel * width,), dtype=torch.uint8)
-    return data.view(dtype).view(shape)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_torch_reads_every_dtype_and_shape(dtype: torch.dtype) -> None:
-    for shape in SHAPES:
+def test_torch_reads_every_dtype_and_shape() -> None:
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
         tensor = some(dtype, shape)
         before, after = envelope(dtype, shape)
         found = torch.load(io.BytesIO(before + raw(tensor) + after), weights_only=True)
@@ -49,9 +37,10 @@ def test_torch_maps_it(tmp_path: Path) -> None:
     assert raw(torch.load(tmp_path / "one.pt", weights_only=True, mmap=True)) == raw(tensor)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (123456789, 987654321)], ids=str)
-def test_bytes_begin_at_whole_cache_lines(shape: tuple[int, ...]) -> None:
-    assert len(envelope(torch.int8, shape)[0]) % ALIGN == 0
+def test_bytes_begin_at_whole_cache_lines() -> None:
+    for shape in (*SHAPES, (123456789, 987654321)):
+        assert len(envelope(torch.int8, shape)[0]) % ALIGN == 0, shape
+    assert envelope(torch.float32, torch.Size([2, 3])) == envelope(torch.float32, [2, 3])
 
 
 def test_it_is_a_zip_of_stored_files() -> None:
@@ -64,10 +53,6 @@ def test_it_is_a_zip_of_stored_files() -> None:
         assert {one.compress_type for one in found.infolist()} == {zipfile.ZIP_STORED}
         assert found.read("archive/version") == b"3\n"  # zipfile compares checksums: those of small files are real
         assert found.infolist()[-1].CRC == 0
-
-
-def test_a_size_may_be_a_torch_size() -> None:
-    assert envelope(torch.float32, torch.Size([2, 3])) == envelope(torch.float32, [2, 3])
 
 
 @pytest.mark.parametrize("nbytes", [LARGE - 1000, LARGE - 500, LARGE - 1, LARGE, LARGE + 1, 5 << 30])

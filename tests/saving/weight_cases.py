@@ -16,11 +16,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
 
 from pages import MIB, large_things_apart, peak, restart_peak
+from raw_cases import raw
 from worlds import World, built
 
 from zerokern.saving import export, load_pretrained
 
-__all__ = ["MIB", "export", "large_things_apart", "load_pretrained", "peak", "restart_peak"]
+__all__ = ["MIB", "export", "large_things_apart", "load_pretrained", "peak", "raw", "restart_peak"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BF16 = torch.bfloat16
@@ -68,11 +69,6 @@ def logits(model: nn.Module) -> Tensor:
         return model.eval()(TOKENS).logits
 
 
-def raw(tensor: Tensor) -> bytes:
-    """Its bits, whatever they stand for."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def theirs(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, as the safetensors package reads them."""
     files = sorted(Path(folder).glob("*.safetensors"))
@@ -95,6 +91,13 @@ def adamw_steps(model: nn.Module, opt: torch.optim.Optimizer, steps: int, world:
 
 def mixed(seed: int = 0) -> Mixed:
     return built(Mixed, seed)
+
+
+def kept(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By name, without the second names of tied tensors, as transformers and we write them."""
+    seen: set[int] = set()
+    state = model.state_dict(keep_vars=True)
+    return {n: t.detach() for n, t in state.items() if id(t) not in seen and not seen.add(id(t))}
 
 
 def names(folder: Path) -> list[str]:

@@ -95,16 +95,6 @@ def test_steps_that_go_back_and_forth_take_what_they_should() -> None:
     device.close()
 
 
-def test_latency_comes_before_each_batch() -> None:
-    device = PlayedDevice(latency_us=2000)
-    stream, tensors = device.stream(), [torch.zeros(8) for _ in range(6)]
-    device.copy(stream, list(zip(tensors[:3], tensors[3:], strict=True)))
-    mark = device.mark(stream)
-    mark.wait()
-    assert span(mark.times()) >= 2.0
-    device.close()
-
-
 def test_a_copy_is_torn_while_it_runs(device: PlayedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """One half early, the other late, and ruins until then."""
     half_way, go_on = threading.Event(), threading.Event()
@@ -142,12 +132,15 @@ def test_what_is_launched_aside_runs_beside_compute(device: PlayedDevice) -> Non
     compute.wait()
 
 
-def test_no_version_counter_sees_a_copy(device: PlayedDevice) -> None:
+def test_no_version_counter_sees_a_copy_and_latency_comes_before_each_batch() -> None:
     """As with copies of a device: what was written by whom is for the program to say, and at once."""
-    stream, dst = device.stream(), torch.nn.Parameter(torch.zeros(8))
-    device.copy(stream, [(dst, torch.ones(8))])
-    device.mark(stream).wait()
-    assert dst._version == 0 and dst.detach().eq(1).all()
+    device = PlayedDevice(latency_us=2000)
+    stream, dst, tensors = device.stream(), torch.nn.Parameter(torch.zeros(8)), [torch.zeros(8) for _ in range(4)]
+    device.copy(stream, [(dst, torch.ones(8)), *zip(tensors[:2], tensors[2:], strict=True)])
+    mark = device.mark(stream)
+    mark.wait()
+    assert dst._version == 0 and dst.detach().eq(1).all() and span(mark.times()) >= 2.0
+    device.close()
 
 
 def test_stretching_is_drawn_from_the_seed() -> None:
@@ -196,12 +189,12 @@ def test_what_is_dropped_ends() -> None:
 
 
 def test_bad_requests_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"down_gb_s=0: must be GB/s above 0"):
-        PlayedDevice(down_gb_s=0)
-    with pytest.raises(ValueError, match="not be below 0"):
-        PlayedDevice(latency_us=-1)
-    with pytest.raises(ValueError, match="seconds by compute, down, up"):
-        PlayedDevice(stretch={"sideways": 1.0})
+    for settings, says in [
+        ({"down_gb_s": 0}, r"down_gb_s=0: must be GB/s above 0"), ({"latency_us": -1}, "not be below 0"),
+        ({"stretch": {"sideways": 1.0}}, "seconds by compute, down, up"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            PlayedDevice(**settings)
     device = PlayedDevice()
     device.close()
     device.close()

@@ -42,13 +42,10 @@ class TestBytes:
         assert (moved(program, "up"), moved(program, "down")) == (4 * GB, 2 * GB)
 
     @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-    def test_gradients_that_wait_on_the_disk(self, schedule: object) -> None:
+    def test_gradients_wait_on_the_disk_and_micro_batches_fetch_anew(self, schedule: object) -> None:
         resting, spilling = (program_of(schedule, exact(spill_nbytes=n * GB)) for n in (0, 2))
         for lane in ("read", "write"):
             assert moved(spilling, lane) - moved(resting, lane) == 2 * GB
-
-    @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-    def test_several_micro_batches_fetch_anew(self, schedule: object) -> None:
         once, eight = (program_of(schedule, exact(), passes=n) for n in (1, 8))
         assert (moved(once, "up"), moved(eight, "up")) == (4 * GB, 32 * GB)
         assert moved(eight, "read") - moved(once, "read") == 28 * GB

@@ -31,20 +31,10 @@ class TestByHand:
     def test_sync_one_after_the_other(self) -> None:
         timeline = simulate(program_of("sync", [span("a"), span("b")]), EVEN, steps=2)
         assert times(timeline, 0) == {
-            "Backward a": (4, 6),
-            "Backward b": (2, 4),
-            "Fetch a": (7, 8),
-            "Fetch b": (6, 7),
-            "Forward a": (0, 1),
-            "Forward b": (1, 2),
-            "Norm all": (8, 10),
-            "Publish a": (16, 16),
-            "Publish b": (16, 16),
-            "Step a": (10, 12),
-            "Step b": (12, 14),
-            "Store a": (14, 15),
-            "Store b": (15, 16),
-        }
+            "Backward a": (4, 6), "Backward b": (2, 4), "Fetch a": (7, 8), "Fetch b": (6, 7), "Forward a": (0, 1),
+            "Forward b": (1, 2), "Norm all": (8, 10), "Publish a": (16, 16), "Publish b": (16, 16), "Step a": (10, 12),
+            "Step b": (12, 14), "Store a": (14, 15), "Store b": (15, 16),
+        }  # fmt: skip
         assert times(timeline, 1)["Forward a"] == (16, 17)
         assert (timeline.step_seconds, timeline.hidden, timeline.seconds) == (16, 0, 32)
         assert timeline.busy == {"device": 6 / 16, "down": 2 / 16, "cpu": 6 / 16, "up": 2 / 16}
@@ -53,12 +43,8 @@ class TestByHand:
         timeline = simulate(program_of("overlap", [span("a"), span("b")]), EVEN)
         first, second = times(timeline, 0), times(timeline, 1)
         assert [first[op] for op in ("Fetch b", "Fetch a", "Norm all")] == [(4, 5), (6, 7), (7, 9)]
-        assert [first[op] for op in ("Step a", "Store a", "Step b", "Store b")] == [
-            (9, 11),
-            (11, 12),
-            (11, 13),
-            (13, 14),
-        ]
+        updates = [(9, 11), (11, 12), (11, 13), (13, 14)]
+        assert [first[op] for op in ("Step a", "Store a", "Step b", "Store b")] == updates
         assert second["Forward a"] == (12, 13), "as soon as its own parameters are there"
         assert second["Forward b"] == (14, 15), "which the others' are not yet"
         assert [second[op] for op in ("Backward b", "Backward a")] == [(15, 17), (17, 19)]
@@ -77,12 +63,8 @@ class TestByHand:
         first, second = times(timeline, 0), times(timeline, 1)
         assert [first[op] for op in ("Fetch b", "Fetch a", "Norm all")] == [(4, 5), (6, 7), (7, 9)]
         assert [first[op] for op in ("Publish a", "Publish b")] == [(6, 7), (7, 8)]
-        assert [first[op] for op in ("Step b", "Store b", "Step a", "Store a")] == [
-            (9, 11),
-            (11, 12),
-            (11, 13),
-            (13, 14),
-        ]
+        updates = [(9, 11), (11, 12), (11, 13), (13, 14)]
+        assert [first[op] for op in ("Step b", "Store b", "Step a", "Store a")] == updates
         assert [second[op] for op in ("Forward a", "Forward b")] == [(8, 9), (9, 10)], "no update is waited for"
         assert second["Publish a"] == (14, 15)
         assert timeline.step_seconds == 8
@@ -230,17 +212,11 @@ def reordered(program: Program, order: tuple[int, ...]) -> Program:
 
 
 class TestRefused:
-    def test_steps(self) -> None:
-        program = resident([span("a")])
+    def test_steps_empty_programs_and_no_network(self) -> None:
         for steps in (0, -1, True, 1.5):
             with pytest.raises(ValueError, match="must be a whole number from 1 on"):
-                simulate(program, EVEN, steps=steps)  # type: ignore[arg-type]
-
-    def test_an_empty_program(self) -> None:
+                simulate(resident([span("a")]), EVEN, steps=steps)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="'none' has no ops"):
             simulate(Program("none", ()), EVEN)
-
-    def test_ranks_on_a_machine_without_a_network(self) -> None:
-        program = program_of("sync", [span("a", 1, 1)])
         with pytest.raises(ValueError, match=r"net_gb_s=None: must be.*several ranks"):
-            simulate(program, replace(EVEN, net_gb_s=None))
+            simulate(program_of("sync", [span("a", 1, 1)]), replace(EVEN, net_gb_s=None))

@@ -72,11 +72,9 @@ def test_the_picture_of_a_schedule(schedule: Any, text: str) -> None:
     assert str(picture(played(program_of(schedule, spans()), 5))) == text
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("count", [1, 7, 60])
-@pytest.mark.parametrize("width", [60, 100, 143])
-def test_lines_are_no_wider_than_asked(width: int, count: int, ranks: int) -> None:
-    for schedule in ("sync", "overlap", Delayed(after=2)):
+def test_lines_are_no_wider_than_asked() -> None:
+    schedules = ("sync", "overlap", Delayed(after=2))
+    for width, count, ranks, schedule in itertools.product((60, 143), (1, 7, 60), (1, 2), schedules):
         lines = str(picture(played(program_of(schedule, spans(count, ranks)), 4), width=width)).splitlines()
         bars = [line for line in lines if line.startswith(("device", "net", "down", "cpu", "up"))]
         assert [bar.split()[0] for bar in bars] == ["device", *["net"] * (ranks > 1), "down", "cpu", "up"]
@@ -84,27 +82,18 @@ def test_lines_are_no_wider_than_asked(width: int, count: int, ranks: int) -> No
         assert all(line == line.rstrip() for line in lines) and len(lines) <= 10
 
 
-def test_without_successor_the_last_step_ends_with_what_ran_last() -> None:
-    events = played(program_of("sync", spans()), 1)
-    seen = picture(events)
-    assert seen.step_seconds == max(event.end_ns for event in events) / 1e9
-    assert "step 1" in seen.above[0]
-
-
 def test_small_letters_are_shorter_than_a_column_and_hide_nothing() -> None:
+    """Without successor the last step ends with what ran last."""
     events = [
-        Event(1, "device", "Forward", "a", 0, 100 * MS, 0),
-        Event(1, "cpu", "Step", "a", 10 * MS, 10 * MS + 5, 0),
-        Event(1, "cpu", "Norm", "all", 49 * MS, 49 * MS, 0),
-        Event(1, "device", "Publish", "a", 50 * MS, 50 * MS + 5, 0),
-    ]
-    rows = {row.lane: "".join(character for character, _ in row.cells) for row in picture(events).rows}
+        Event(1, "device", "Forward", "a", 0, 100 * MS, 0), Event(1, "device", "Publish", "a", 50 * MS, 50 * MS + 5, 0),
+        Event(1, "cpu", "Step", "a", 10 * MS, 10 * MS + 5, 0), Event(1, "cpu", "Norm", "all", 49 * MS, 49 * MS, 0),
+    ]  # fmt: skip
+    seen = picture(events)
+    rows = {row.lane: "".join(character for character, _ in row.cells) for row in seen.rows}
     columns = len(rows["cpu"])
-    assert rows["device"] == "F" + "━" * (columns - 1)
-    assert [(i, one) for i, one in enumerate(rows["cpu"]) if one != "·"] == [
-        (columns // 10, "s"),
-        (columns * 49 // 100, "n"),
-    ]
+    assert rows["device"] == "F" + "━" * (columns - 1) and seen.step_seconds == 0.1 and "step 1" in seen.above[0]
+    drawn = [(i, one) for i, one in enumerate(rows["cpu"]) if one != "·"]
+    assert drawn == [(columns // 10, "s"), (columns * 49 // 100, "n")]
 
 
 def some_events(seed: int) -> list[Event]:
@@ -137,14 +126,14 @@ def counted(events: Iterable[Event]) -> tuple[dict[str, int], float | None]:
     return {lane: sum(busy) for lane, busy in lanes.items()}, sum(both for _, both in behind) / total if total else None
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_shares_are_those_of_counting(seed: int) -> None:
-    events = some_events(seed)
-    busy, share = counted(events)
-    seen = picture(events)
-    assert hidden(events) == seen.hidden == share
-    whole = max(event.end_ns for event in events)
-    assert {row.lane: row.busy for row in seen.rows} == {lane: spent / whole for lane, spent in busy.items()}
+def test_shares_are_those_of_counting() -> None:
+    for seed in range(30):
+        events = some_events(seed)
+        busy, share = counted(events)
+        seen = picture(events)
+        assert hidden(events) == seen.hidden == share, seed
+        whole = max(event.end_ns for event in events)
+        assert {row.lane: row.busy for row in seen.rows} == {lane: spent / whole for lane, spent in busy.items()}, seed
 
 
 def test_what_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from zerokern.schedule.program import Op, Program, Ref
 
@@ -44,6 +45,16 @@ def program(*lines: str) -> Program:
         refs = [tuple(map(int, one.removeprefix("-").split(":"))) for one in after]
         ops.append(Op(verb, what, lane, tuple(Ref(ref[-1], ref[0] if len(ref) == 2 else 0) for ref in refs)))
     return Program("example", tuple(ops))
+
+
+def acting(steps: Program, seen: list[str], tickets: dict[str, object] | None = None) -> dict:
+    """Each op notes itself, as "Step a", and returns its ticket."""
+
+    def act(name: str) -> object:
+        seen.append(name)
+        return (tickets or {}).get(name)
+
+    return {(op.verb, op.what): partial(act, f"{op.verb} {op.what}") for op in steps.ops}
 
 
 def until(reached: Callable[[], bool]) -> None:

@@ -84,6 +84,7 @@ RULES = [
     (("wrap", "dtype"), lambda wrap, dtype: dtype != "mixed" or sharded(wrap) or wrap == "fsdp2"),
     (("keep", "micro"), lambda keep, micro: micro == 1 or keep is not None),
     (("rule", "state_format"), lambda rule, state: state != "int8" or rule not in ("adagrad", "sgd")),
+    (("wrap", "state_format"), lambda wrap, state: wrap != "fsdp2" or state != "int8"),  # blocks do not fit the shapes
     (("dtype", "master_format"), lambda dtype, master: master in MASTERS[dtype]),
     (("wrap", "broken", "clip"), lambda wrap, broken, clip: not broken or clip != "none" or sharded(wrap)),
     (("where", "resume"), lambda where, resume: where in ("alone", "ranks") or not resume.startswith("saved")),
@@ -222,6 +223,7 @@ class Training:
 
     def __init__(self, world: World, program: Program, folder: Path, device: Any = None, seed: int = 0) -> None:
         self.world, self.program, self.folder = world, program, folder
+        folder.mkdir(exist_ok=True)  # the disk's tiers make what lies in it
         self.model = built(Net, seed).to(NARROW.get(program.dtype, torch.float32))
         for param in self.model.parameters() if device is not None else ():
             device.own(param)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("whole", "optim", "zero", "comm")]
-
-from programs import Program, follow, programs, small_rings  # noqa: E402
-from worlds import World, alone, on_hybrid_threads, on_ranks, on_threads, ranked  # noqa: E402
+from programs import Program, follow, programs, small_rings
+from worlds import World, alone, on_hybrid_threads, on_ranks, on_threads, ranked
 
 A_LAUNCH = 12  # programs that processes run one after another
 RUNS: dict[str, Any] = {

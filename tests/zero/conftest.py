@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,3 +20,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_and_done_with() -> None:
+    """What is imported while tests run (torch._dynamo) stays: else each search for garbage looks at all of it."""
+    if len(gc.get_objects()) > 100_000:
+        gc.collect()
+        gc.freeze()

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
-from worlds import built
+from worlds import built, step_and_zero
 
 import zerokern as zk
 
@@ -172,8 +172,7 @@ class Run:
         return found.item() / dist.get_world_size()
 
     def step(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
+        step_and_zero(self.opt)
 
     def params(self) -> dict[str, Tensor]:
         with zk.gathered(self.model):
@@ -201,8 +200,7 @@ class Plain:
         return total
 
     def step(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
+        step_and_zero(self.opt)
 
     def params(self) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in self.model.named_parameters()}

@@ -53,27 +53,6 @@ def aux_alone(model: nn.Module, step: int, world: World) -> Tensor:
     return model.blocks[2].aux + model.blocks[0].aux
 
 
-class Skipping(Block):
-    """Stochastic depth: now and then its input comes back as it is, or changed in place."""
-
-    skips = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.skips else super().forward(x)
-
-
-def skipping() -> Net:
-    net = Net()
-    net.blocks = nn.ModuleList(Skipping(20 + 5 * number) for number in range(4))
-    return net
-
-
-def some_skipped(model: nn.Module, step: int, world: World) -> Tensor:
-    for number, block in enumerate(model.blocks):
-        block.skips = (number + step) % 3 == 1
-    return mse(model, step, world)
-
-
 class Opaque:
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -93,25 +72,6 @@ class Hidden(Net):
 
     def body(self, x: Tensor) -> Tensor:
         return super().body(x).value
-
-
-class Telling(Block):
-    """Returns nothing: what it made is elsewhere."""
-
-    def forward(self, x: Tensor, into: list[Tensor]) -> None:
-        into.append(super().forward(x))
-
-
-class Told(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Telling(20 + 5 * number) for number in range(3))
-
-    def body(self, x: Tensor) -> Tensor:
-        made = [x]
-        for block in self.blocks:
-            block(made[-1], made)
-        return made[-1]
 
 
 class Dripping(Block):
@@ -142,11 +102,6 @@ class CheckpointedOver(Net):
         return checkpoint(lambda x: self.blocks[3](self.blocks[2](x)), x, use_reentrant=False)
 
 
-class CheckpointedWhole(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 class Sequenced(Net):
     def body(self, x: Tensor) -> Tensor:
         return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
@@ -163,20 +118,6 @@ class CheckpointedTwice(Net):
         return checkpoint(pair, checkpoint(pair, x, 0, use_reentrant=False), 2, use_reentrant=False)
 
 
-class OnTheSide(torch.autograd.Function):
-    """A fused head: the weight is given to a Function, which makes its gradient in forward or in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
-
-
 class InForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -189,43 +130,11 @@ class InForward(torch.autograd.Function):
         return tuple(grad * one for one in ctx.saved_tensors)
 
 
-def fused(function: Any) -> Callable[[nn.Module, int, World], Tensor]:
-    """After the forward, as fused losses are called, with a weight of a unit and one of the root."""
-
-    def loss(model: nn.Module, step: int, world: World) -> Tensor:
-        x, y = batch(step, world.rank)
-        out = model(x)
-        hidden = y.repeat(1, 4)[:, :WIDTH] * out.mean()
-        return function.apply(hidden, model.blocks[1].up.weight).mean() + F.mse_loss(out, y)
-
-    return loss
-
-
-class FusedWithin(Net):
-    """Called within the root's forward, with a unit's weight."""
-
-    def body(self, x: Tensor) -> Tensor:
-        x = super().body(x)
-        return x + OnTheSide.apply(OnTheSide.apply(x, self.blocks[0].up.weight), self.blocks[0].down.weight)
-
-
-def penalized_before(model: nn.Module, step: int, world: World) -> Tensor:
-    penalty = model.blocks[1].up.weight.square().sum() + model.leave.weight.square().sum()
-    return mse(model, step, world) + 0.01 * penalty
-
-
-def penalized_after(model: nn.Module, step: int, world: World) -> Tensor:
-    loss = mse(model, step, world)
-    return loss + 0.01 * sum(param.square().sum() for param in model.parameters())
-
-
-def gradient_penalty(model: nn.Module, step: int, world: World) -> Tensor:
-    """WGAN-GP: three forwards of the judge, and a backward through one of their backwards."""
-    x, _ = batch(step, world.rank)
-    z, _ = batch(step + 90, world.rank)
-    between = (0.3 * x + 0.7 * z).requires_grad_()
-    (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
-    return model(z).mean() - model(x).mean() + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+def in_forward(model: nn.Module, step: int, world: World) -> Tensor:
+    """After the forward, as fused losses are called, with a weight of a unit."""
+    x, y = batch(step, world.rank)
+    out = model(x)
+    return InForward.apply(y.repeat(1, 4)[:, :WIDTH] * out.mean(), model.blocks[1].up.weight) + F.mse_loss(out, y)
 
 
 def functional_head(model: nn.Module, step: int, world: World) -> Tensor:
@@ -237,31 +146,6 @@ def functional_head(model: nn.Module, step: int, world: World) -> Tensor:
 def two_passes(loss: Tensor) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
-
-
-class Recurring(Net):
-    """A unit called again and again, its calls interleaved with another's."""
-
-    def body(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = self.blocks[1](self.blocks[0](x))
-        return self.blocks[2](x)
-
-
-class LeavingEarly(Net):
-    depth = 3
-
-    def body(self, x: Tensor) -> Tensor:
-        outs = []
-        for block in self.blocks[: self.depth]:
-            x = block(x)
-            outs.append(x)
-        return sum(outs)
-
-
-def leaving_early(model: nn.Module, step: int, world: World) -> Tensor:
-    model.depth = (3, 1, 2)[step]
-    return mse(model, step, world)
 
 
 class Remembering(Block):
@@ -319,50 +203,20 @@ def four(build: type) -> Callable[[], nn.Module]:
     return lambda: build(4)
 
 
-class ReturnsWeight(Block):
-    """A unit whose weight comes out with its output, as itself and as a view."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return super().forward(x), self.up.weight, self.down.weight.t()
-
-
-class Weights(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ReturnsWeight(20 + 5 * number) for number in range(3))
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x, up, down = block(x)
-            x = x + F.linear(F.linear(x, up), down.t())
-        return x
-
-
 CASES = [
     Case("auxiliary losses as attributes", mixture(True), with_aux),
     Case("auxiliary losses made before the output", mixture(False), with_aux),
     Case("auxiliary losses alone", mixture(True), aux_alone),
-    Case("skipped blocks", skipping, some_skipped),
     Case("opaque results", Hidden),
-    Case("results elsewhere", Told),
     Case("generators", Dripped),
     Case("one checkpoint over several units", four(CheckpointedOver)),
-    Case("one checkpoint over the model", CheckpointedWhole),
     Case("checkpoint_sequential", four(Sequenced)),
     Case("nested checkpoints", four(CheckpointedTwice)),
-    Case("a Function outside of the forward", Net, fused(OnTheSide)),
-    Case("a Function that makes gradients in forward", Net, fused(InForward)),
-    Case("a Function within the forward", FusedWithin),
-    Case("a penalty before the forward", Net, penalized_before),
-    Case("a penalty after the forward", Net, penalized_after),
-    Case("WGAN-GP", Net, gradient_penalty),
+    Case("a Function that makes gradients in forward", Net, in_forward),
     Case("a functional head", Net, functional_head),
     Case("two passes with attributes", mixture(True), with_aux, two_passes, one_order=False),
-    Case("recurring", Recurring),
-    Case("leaving early", LeavingEarly, leaving_early),
     Case("what blocks remember", Reading),
     Case("slopes of two outputs", Net, graph_within),
     Case("hooks of others around units", Checked),
     Case("hooks of others inside of units", on_cpu_inside),
-    Case("weights as results", Weights),
 ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from wire_cases import written
-from worlds import World, built, full, ranked
+from worlds import World, built, full, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.examples.model import GPT
@@ -191,8 +191,7 @@ def alike(world: World, sizes: tuple[int, int], steps: int, stage: int, dtype: t
     seen = []
     for step in range(steps):
         model(*windows(Plan(), step, 0, world.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         seen.append(own_bytes(model, optimizer))
     return seen
 
@@ -226,8 +225,7 @@ def sent(world: World, sizes: tuple[int, int], stages: Sequence[int]) -> dict[in
             if step == 2:
                 before = traffic_of(group)
             model(*windows(Plan(), step, 0, world.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         along, across, wire = (now - then for now, then in zip(traffic_of(group), before, strict=True))
         found[stage] = (along / 3 / nbytes, across / 3 / nbytes, wire / 3 / nbytes)
     return found

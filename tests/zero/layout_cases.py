@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import built
+from worlds import built, step_and_zero
 
 import zerokern as zk
 from zerokern.zero.sharded import Sharded
@@ -133,8 +133,7 @@ class Laid:
         return torch.stack(losses).mean().item() if losses else 0.0
 
     def step(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
+        step_and_zero(self.opt)
 
     def grads(self) -> dict[str, Tensor]:
         """Whole ones, of the parameters that are here in part."""
@@ -169,8 +168,7 @@ class Alone:
         return total
 
     def step(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
+        step_and_zero(self.opt)
 
     def grads(self) -> dict[str, Tensor]:
         return {name: param.grad.clone() for name, param in self.model.named_parameters()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from worlds import World, built, full, ranked
+from worlds import World, built, full, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.examples.model import GPT, Shape
@@ -89,8 +89,7 @@ def train(
                 loss.backward()
             losses.append(loss.item())
         norm = clip()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         run.losses.append(math.fsum(losses))
         run.norms.append(float(getattr(optimizer, "grad_norm", math.nan) if norm is None else norm))
     return run

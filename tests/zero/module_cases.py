@@ -1,4 +1,4 @@
-"""What people do with modules, one case each. `CASES` is followed by test_modules.py on threads and on real ranks."""
+"""What people do with modules, one case each: `CASES` are programs of tests/conformance, and follow meshes here."""
 
 from __future__ import annotations
 

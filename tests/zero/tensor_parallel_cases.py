@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
-from worlds import built
+from worlds import built, step_and_zero
 
 import zerokern as zk
 from zerokern.zero.sharded import Sharded
@@ -230,8 +230,7 @@ class Run:
             local /= self.dp.size()
 
     def step(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
+        step_and_zero(self.opt)
 
     def params(self) -> dict[str, Tensor]:
         with zk.gathered(self.model):
@@ -277,5 +276,4 @@ class Plain:
         return {name: param.detach().clone() for name, param in self.model.named_parameters()}
 
     def step(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
+        step_and_zero(self.opt)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from worlds import SHARDED, STAGES, World, anywhere, built, full, on_ranks, on_threads, ranked
+from worlds import SHARDED, STAGES, World, anywhere, built, everywhere, full, on_ranks, ranked, step_and_zero
 from zero_cases import WIDTH, Case, Net, batch, follow, make_adamw, mse
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -20,7 +20,8 @@ def wide_mse(model: nn.Module, step: int, world: World) -> Tensor:
     return F.mse_loss(model(x).float(), y)
 
 
-def policies(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=STAGES)
+def test_a_policy_is_followed(world: World, stage: int) -> None:
     x, _ = batch(0, world.rank)
     for dtype, reduce, out in ((BF16, FP32, None), (BF16, None, FP32), (FP16, FP32, FP16), (None, None, None)):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, output_dtype=out)
@@ -43,18 +44,13 @@ def policies(world: World, stage: int) -> None:
     assert model(x.to(BF16)).dtype == BF16
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_policy_is_followed(size: int, stage: int) -> None:
-    anywhere(size, policies, stage)
-
-
 def nearest(value: Tensor) -> Tensor:
     """To bf16 with ties away from zero."""
     return ((value.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(BF16)
 
 
-def kept_values(world: World, stage: int, master_format: str) -> None:
+@everywhere(1, 2, stage=STAGES, master_format=["split16", "fp32"])
+def test_the_values_that_a_model_starts_with_are_not_rounded_away(world: World, stage: int, master_format: str) -> None:
     """A step that changes nothing shows what the optimizer takes the parameters to be."""
     start = {name: param.detach().clone() for name, param in built(Net).named_parameters()}
     start["leave.bias"] += torch.tensor([3e-5, 1e-6, -2e-5])
@@ -64,8 +60,7 @@ def kept_values(world: World, stage: int, master_format: str) -> None:
     optimizer = make_adamw(model.parameters(), lr=0.0, weight_decay=0.0, master_format=master_format)
     for _ in range(2):
         wide_mse(model, 0, world).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     for name, value in full(model).items():
         assert torch.equal(value, nearest(start[name])), name
     for name, param in model.named_parameters():
@@ -77,13 +72,6 @@ def kept_values(world: World, stage: int, master_format: str) -> None:
             high = nearest(wanted).view(torch.int16).to(torch.int32)
             local = ((high << 16) + local.view(torch.int16).to(torch.int32)).view(FP32)
         assert torch.equal(local, wanted), f"{name}: {(local - wanted).abs().max()} was rounded away"
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("master_format", ["split16", "fp32"])
-def test_the_values_that_a_model_starts_with_are_not_rounded_away(size: int, stage: int, master_format: str) -> None:
-    anywhere(size, kept_values, stage, master_format)
 
 
 class Router(Net):
@@ -103,13 +91,9 @@ class Router(Net):
         return self.leave(self.blocks[2](x)).float()
 
 
-def follow_router(world: World, stage: int) -> None:
+@everywhere(2, stage=SHARDED)
+def test_two_dtypes_in_one_unit(world: World, stage: int) -> None:
     follow(world, Case("two dtypes", Router, wide_mse), stage=stage)
-
-
-@pytest.mark.parametrize("stage", SHARDED)
-def test_two_dtypes_in_one_unit(stage: int) -> None:
-    on_threads(2, follow_router, stage)
 
 
 def spoil_one_element(model: nn.Module, world: World, name: str, value: float) -> int:
@@ -130,14 +114,12 @@ def skipping(world: World, stage: int, value: float, max_grad_norm: float | None
     settings = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
     optimizer = make_adamw(model.parameters(), **settings)
     mse(model, 0, world).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     before = full(model)
     mse(model, 1, world).backward()
     owners = world.exchange(spoil_one_element(model, world, "leave.bias", value))
     assert sum(owners) == (world.size if stage == 0 else 1), owners
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     if stage == 0 and max_grad_norm is None:
         return  # nothing is sharded, nothing was asked: as torch's optimizers
     assert optimizer.skipped_steps == 1
@@ -149,8 +131,7 @@ def skipping(world: World, stage: int, value: float, max_grad_norm: float | None
     for one, opt, numbers in ((model, optimizer, [2]), (twin, other, [0, 2])):
         for number in numbers:
             mse(one, number, world).backward()
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
     assert all(torch.equal(value, full(twin)[name]) for name, value in full(model).items())
 
 
@@ -186,8 +167,7 @@ def scaled(world: World, stage: int) -> None:
             (256 * mse(twin, step, world)).backward()
             for param in twin.parameters():
                 param.grad.mul_(1 / 256)
-            other.step()
-            other.zero_grad()
+            step_and_zero(other)
     assert scales == [256.0, 128.0, 128.0, 128.0, 256.0], scales
     for (name, mine), theirs in zip(full(model).items(), full(twin).values(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
@@ -212,7 +192,7 @@ def overflow_in_one_loss(world: World) -> None:
 
 @ranked
 def on_real_ranks(world: World) -> None:
-    kept_values(world, 2, "split16")
+    test_the_values_that_a_model_starts_with_are_not_rounded_away(world, 2, "split16")
     skipping(world, 3, math.nan, 1.0)
     scaled(world, 3)
     overflow_in_one_loss(world)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worlds import World, built, on_threads
+from worlds import World, built, on_threads, step_and_zero
 
 import zerokern as zk
 
@@ -74,8 +74,7 @@ def step(world: World, walk: Walk) -> None:
             sys.setprofile(walk)
             walk.on = True
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     model(torch.ones(2, 8))
     sys.setprofile(None)
 

@@ -12,7 +12,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import weight_norm
-from worlds import SHARDED, STAGES, World, alone, anywhere, built, full, on_ranks, on_threads, ranked, refusal, says
+from worlds import (
+    SHARDED,
+    STAGES,
+    World,
+    alone,
+    anywhere,
+    built,
+    everywhere,
+    full,
+    on_ranks,
+    on_threads,
+    ranked,
+    refusal,
+    says,
+    step_and_zero,
+)
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -226,8 +241,7 @@ def changed(world: World, stage: int, change: Callable[[nn.Module], object], wor
     model = world.shard(built(Net), stage=stage)
     optimizer = make_adamw(model.parameters())
     mse(model, 0, world).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     try:
         change(model)
     except TypeError as error:  # at stage 3 what is sharded may say so at once
@@ -284,7 +298,8 @@ def test_functions_for_sharded_models_on_plain_ones() -> None:
     strangers()
 
 
-def unreduced(world: World, stage: int) -> None:
+@everywhere(2, stage=SHARDED)
+def test_a_step_on_unreduced_gradients(world: World, stage: int) -> None:
     """A step between micro-steps under no_sync would use what other ranks know nothing of."""
     model = world.shard(built(Net), stage=stage)
     optimizer = make_adamw(model.parameters(), max_grad_norm=1.0)
@@ -304,18 +319,13 @@ def unreduced(world: World, stage: int) -> None:
     assert all(torch.equal(value, full(twin)[name]) for name, value in full(model).items()), "nothing is left over"
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_a_step_on_unreduced_gradients(stage: int) -> None:
-    on_threads(2, unreduced, stage)
-
-
-def idle(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=STAGES)
+def test_little_to_do(world: World, stage: int) -> None:
     """Steps without gradients, empty batches, optimizers over a part."""
     model = world.shard(built(Net), stage=stage)
     optimizer = make_adamw(model.blocks[1].parameters(), max_grad_norm=1.0)
     before = full(model)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     model(batch(0)[0][:0]).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
     optimizer.step()
@@ -324,12 +334,6 @@ def idle(world: World, stage: int) -> None:
     after = full(model)
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert moved and all(name.startswith("blocks.1") for name in moved), moved
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_little_to_do(size: int, stage: int) -> None:
-    anywhere(size, idle, stage)
 
 
 def test_a_gradient_to_what_a_hook_made_before_sharding() -> None:

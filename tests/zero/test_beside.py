@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from worlds import World, built, full, on_ranks, ranked
+from worlds import World, built, for_each, full, on_ranks, ranked, step_and_zero
 from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
@@ -44,8 +45,7 @@ def talks(world: World, stage: int) -> None:
             if pending is not None:
                 chatter(world, step + 1)
                 pending.wait()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     assert all(torch.equal(value, full(twin)[name]) for name, value in full(ours).items())
 
 
@@ -67,8 +67,7 @@ def beside_ddp(world: World) -> None:
         for step in range(3):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step * 9 + world.rank))
             tail(body(x)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         values = full(body) if stage is not None else dict(body.module.named_parameters())
         pairs.append({**values, "head": head.weight})
     assert all(torch.equal(value, pairs[1][name]) for name, value in pairs[0].items())
@@ -85,15 +84,16 @@ def in_groups(world: World) -> list[float]:
     optimizers = [make_adamw(one.parameters(), max_grad_norm=1.0) for one in (model, common)]
     for step in range(2):
         (mse(model, step, world) + mse(common, step, world)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*optimizers)
     return [float(sum(value.double().sum() for value in full(one).values())) for one in (model, common)]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_users_own_messages_arrive(stage: int) -> None:
-    on_ranks(2, talks, stage)
+def talks_at(rank: int, stages: Sequence[int]) -> None:
+    for_each(rank, talks, stages)
+
+
+def test_the_users_own_messages_arrive() -> None:
+    on_ranks(2, talks_at, (2, 3))
 
 
 def test_beside_ddp() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pages import SLACK, large_things_apart, peak, restart_peak
 from torch import Tensor, nn
-from worlds import World, alone, anywhere, full, on_ranks, on_threads, ranked, refusal, says
+from worlds import World, alone, everywhere, full, on_ranks, on_threads, ranked, refusal, says, step_and_zero
 from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
@@ -42,7 +42,8 @@ def build(world: World, make: Callable[[], nn.Module], stage: int) -> nn.Module:
     return zk.build(make, mesh=world.mesh, stage=stage)
 
 
-def trains(world: World, stage: int, how: str) -> None:
+@everywhere(1, 2, stage=[0, 2, 3], how=["plain", "meta", "filled", "gpt"])
+def test_a_model_built_in_parts(world: World, stage: int, how: str) -> None:
     model = build(world, {"meta": meta, "plain": Net, "filled": filled, "gpt": gpt}[how], stage)
     values = full(model)
     assert list(values) == [name for name, _ in {"gpt": gpt, "filled": filled}.get(how, Net)().named_parameters()]
@@ -68,8 +69,7 @@ def trains(world: World, stage: int, how: str) -> None:
     for _ in range(4):
         losses.append(mse(model, 0, world))
         losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     assert world.mean(losses[-1]) < world.mean(losses[0])
 
 
@@ -77,58 +77,8 @@ def gpt() -> nn.Module:
     return GPT(Shape(2, 64, 16))
 
 
-@pytest.mark.parametrize("how", ["plain", "meta", "filled", "gpt"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_model_built_in_parts(size: int, stage: int, how: str) -> None:
-    anywhere(size, trains, stage, how)
-
-
 def near(center: float, spread: float) -> Callable[[Tensor], bool]:
     return lambda value: bool(((value - center).abs() < spread).all())
-
-
-def is_orthogonal(value: Tensor) -> bool:
-    return torch.allclose(value @ value.T, torch.eye(len(value)), atol=1e-5)
-
-
-def all_is(number: float) -> Callable[[Tensor], bool]:
-    return lambda value: bool((value == number).all())
-
-
-WRITTEN: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], bool]]] = {
-    "an element set": (lambda w: w.view(-1).__setitem__(-1, 7.0), lambda value: value[-1, -1] == 7.0),
-    "rows set to a number": (lambda w: w.__setitem__(slice(0, 2), 0.0), lambda value: not value[:2].any()),
-    "a row set to a tensor": (lambda w: w.__setitem__(0, torch.ones(6)), lambda value: bool((value[0] == 1).all())),
-    "trunc_normal_": (lambda w: nn.init.trunc_normal_(w, 5.0, 0.1, 4.0, 6.0), near(5.0, 1.0)),
-    "orthogonal_": (nn.init.orthogonal_, is_orthogonal),
-    "eye_": (nn.init.eye_, lambda value: torch.equal(value, torch.eye(4, 6))),
-    "divided by its norm": (lambda w: w.fill_(2.0).div_(w.norm()), near(24**-0.5, 1e-6)),
-    "foreach": (lambda w: torch._foreach_add_([w.zero_()], 3.0), all_is(3.0)),
-    "out=": (lambda w: torch.add(torch.ones(4, 6), 1.0, out=w), all_is(2.0)),
-    "from another parameter": (lambda w: w.copy_(torch.full_like(w, 2.0)), all_is(2.0)),
-    "data": (lambda w: setattr(w, "data", torch.full((4, 6), 2.0)), all_is(2.0)),
-    "masked": (lambda w: w.zero_().masked_fill_(torch.ones(4, 6, dtype=torch.bool), 2.0), all_is(2.0)),
-    "normal_ of a view": (lambda w: nn.init.normal_(w.t()[1:], 9.0, 0.1), lambda value: near(9, 1)(value[:, 1:])),
-}
-
-
-@pytest.mark.parametrize("how", WRITTEN)
-def test_what_a_constructor_has_written_counts(how: str) -> None:
-    """Done as it says, or refused by name; never something else instead."""
-    write, holds = WRITTEN[how]
-
-    def make() -> nn.Module:
-        net = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
-        with torch.no_grad():
-            write(net["b"].weight)
-        return net
-
-    try:
-        model = zk.build(make, stage=2)
-    except (zk.ZerokernError, RuntimeError):
-        return
-    assert holds(model["b"].weight.detach()), model["b"].weight
 
 
 def builds_in_turn(world: World, meet: threading.Barrier) -> None:
@@ -210,7 +160,7 @@ def build_large(world: World) -> tuple[int, int]:
 def on_real_ranks(world: World) -> tuple[int, int]:
     grown = build_large(world)
     for how in ("plain", "meta", "filled", "gpt"):
-        trains(world, 3, how)
+        test_a_model_built_in_parts(world, 3, how)
     of_two_minds(world)
     return grown
 
@@ -226,11 +176,19 @@ def in_layers(*, listed: bool = False) -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList(layers)}) if listed else nn.Sequential(*layers)
 
 
-def test_a_large_model_of_one_unit_on_a_disk_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_large_model_of_one_unit_is_told_of(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it would be in memory whenever it computes, and nobody would know."""
     monkeypatch.setattr(checks, "LARGE", 1)
-    with pytest.warns(UserWarning, match="the model is one unit.*units=lambda module"):
-        zk.build(in_layers, stage=3, tier=zk.Nvme(str(tmp_path / "one")))
+    settings: dict = {} if tier == "device" else {"tier": zk.Nvme(str(tmp_path / "one"))}
+    with pytest.warns(UserWarning, match="the model is one unit.*units=lambda module") as told:
+        zk.build(in_layers, stage=3, **settings)
+    assert told[0].filename == __file__
+    beside = nn.ModuleDict({"body": in_layers(), "heads": nn.ModuleList([nn.Linear(8, 1)])})
+    with pytest.warns(UserWarning, match="what is in no ModuleList is one unit, so that all 0 MiB"):
+        zk.shard(beside, stage=3)
+    with pytest.warns(UserWarning, match=r"'0' is one unit"):
+        zk.shard(nn.ModuleList([in_layers(), nn.Linear(8, 1)]), stage=3)
 
 
 def test_units_a_module_alone_and_small_models_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,4 +200,5 @@ def test_units_a_module_alone_and_small_models_are_not(tmp_path: Path, monkeypat
         zk.build(lambda: in_layers(listed=True), stage=3, tier=zk.Nvme(str(tmp_path / "listed")))
         named = {"units": lambda module: isinstance(module, nn.Linear)}
         zk.build(in_layers, stage=3, tier=zk.Nvme(str(tmp_path / "named")), **named)
-        zk.shard(in_layers(), stage=3)
+        for stage in (0, 1, 2):
+            zk.shard(in_layers(), stage=stage)

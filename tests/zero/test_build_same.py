@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector as flat
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from torch.nn.utils import vector_to_parameters as unflat
-from worlds import full, on_ranks, ranked
+from worlds import full, on_ranks, ranked, step_and_zero
 from zero_cases import Net
 
 import zerokern as zk
@@ -132,8 +132,7 @@ def trained(net: nn.ModuleDict) -> None:
     for _ in range(3):
         with torch.enable_grad():
             net["b"](net["a"](torch.randn(4, 9))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
 
 
 def a_long_story(net: nn.ModuleDict) -> None:
@@ -150,6 +149,11 @@ def source_changed_later(net: nn.ModuleDict) -> None:
 
 
 DONE: dict[str, Callable[[nn.ModuleDict], object]] = {
+    "an element set": lambda net: net["a"].weight.view(-1).__setitem__(-1, 7.0),
+    "rows set": lambda net: net["a"].weight.__setitem__(slice(0, 2), net["b"].weight[3:5]),
+    "eye_": lambda net: nn.init.eye_(net["a"].weight),
+    "divided by its norm": lambda net: net["a"].weight.fill_(2.0).div_(net["b"].weight.norm()),
+    "normal_ of a view": lambda net: nn.init.normal_(net["a"].weight.t()[1:], 9.0, 0.1),
     "deepcopy": lambda net: net.update({"target": copy.deepcopy(net["a"])}),
     "deepcopy, changed": copied_and_changed,
     "pickle": lambda net: net.update({"target": pickle.loads(pickle.dumps(net["a"]))}),
@@ -267,8 +271,7 @@ def test_a_target_that_is_a_copy(stage: int) -> None:
         for step in range(2):
             loss = model(torch.full((2, 6), float(step)))
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         losses.append(loss.item())
     assert losses[0] == losses[1]
 

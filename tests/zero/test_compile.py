@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from worlds import World, alone, built, full, on_ranks, ranked
+from worlds import World, alone, built, full, on_ranks, ranked, step_and_zero
 from zero_cases import Net, make_adamw, mse
 
 import zerokern as zk
@@ -73,8 +73,7 @@ def trains(world: World, stage: int, how: Callable, make: Callable = Net, backen
             loss.backward()
             if model is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             losses.append(loss.detach())
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
         if step == 3:
@@ -93,7 +92,7 @@ def trains(world: World, stage: int, how: Callable, make: Callable = Net, backen
 
 
 HOWS = [in_place_after, in_place_before, forwards, replaced_before]
-ROWS = [(3, in_place_after), (3, replaced_before), (2, in_place_after)]
+ROWS = [(3, replaced_before), (2, in_place_after)]
 MORE = [(stage, how) for stage in (1, 2, 3) for how in HOWS if (stage, how) not in ROWS]
 
 
@@ -139,8 +138,7 @@ def test_a_compiled_whole_still_trains() -> None:
             for model, optimizer in pairs:
                 loss = mse(model, step, world)
                 loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
                 losses.append(loss.detach())
             torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
         with zk.gathered(ours):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
-from worlds import World, alone, on_ranks, ranked
+from worlds import World, alone, on_ranks, ranked, step_and_zero
 
 import zerokern as zk
 
@@ -131,8 +131,7 @@ def trained(
             loss = nn.functional.cross_entropy(call(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
             loss.backward()
             losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         steps.append(list(ran))
         ran.clear()
     assert counters["stats"]["unique_graphs"] <= 4, "compiled again in each step"
@@ -171,7 +170,7 @@ ROWS = [(how, stage) for how in HOWS for stage in (1, 2, 3)]
 
 def test_the_graphs_of_fsdp2_and_no_others() -> None:
     """Below stage 3 nothing is between units, and the whole is one graph."""
-    on_ranks(2, beside_fsdp2, [("after", 3), ("after", 2)], 1, timeout=120)
+    on_ranks(1, beside_fsdp2, [("after", 3), ("after", 2)], 1, timeout=120)
 
 
 @pytest.mark.slow
@@ -191,7 +190,7 @@ def accumulated_and_late(world: World, stages: list[int], schedules: list[Any], 
 
 def test_updates_under_way_and_weights_of_others() -> None:
     """A graph never holds what was found once: a parameter whose update is under way, or that is not here."""
-    on_ranks(2, accumulated_and_late, [3], ["overlap"], 1, timeout=120)
+    on_ranks(1, accumulated_and_late, [3], ["overlap"], 1, timeout=120)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from worlds import World, on_ranks, ranked
+from worlds import World, on_ranks, ranked, step_and_zero
 
 import zerokern as zk
 
@@ -97,9 +97,7 @@ def as_one_process(world: World, stage: int, seed: int, steps: int, accumulated:
             torch.testing.assert_close(grad, span, rtol=1e-4, atol=1e-5)
         norms = [zk.clip_grad_norm_(ours, CLIP), nn.utils.clip_grad_norm_(plain.parameters(), CLIP)]
         torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=0.0)
-        for optimizer in pairs:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_and_zero(*pairs)
 
 
 @ranked

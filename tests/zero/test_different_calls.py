@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from tries import best
-from worlds import on_ranks, ranked, says
+from worlds import on_ranks, ranked, says, step_and_zero
 from zero_cases import IN, Net
 
 import zerokern as zk
 
-SOON_S = 10.0  # in the best of some tries
-LATE_S = 60.0  # where one try must do
+SOON_S = 30.0  # in the best of some tries
+LATE_S = 90.0  # where one try must do
 PATIENCE_S = 180.0  # the group's timeout, which nobody waits for
 
 
@@ -56,8 +56,7 @@ class Program:
 
     def step(self) -> None:
         self.backward()
-        self.opt.step()
-        self.opt.zero_grad()
+        step_and_zero(self.opt)
 
     def train(self, steps: int = 3) -> None:
         for _ in range(steps):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from pages import MIB, SLACK, pages
 from torch import Tensor, nn
-from worlds import World, built, on_ranks, ranked
+from worlds import World, built, on_ranks, ranked, step_and_zero
 
 import zerokern as zk
 
@@ -62,8 +62,7 @@ def train(model: nn.Module, optimizer: Any, device: torch.device) -> None:
             with torch.no_grad():
                 model(x)
         model(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
 
 
 @ranked

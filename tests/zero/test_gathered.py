@@ -1,4 +1,4 @@
-"""zk.gathered: full parameters for a while, in the objects that the user knows; and what remains of them afterwards."""
+"""zk.gathered: full parameters for a while, in the objects that the user knows; what is computed with them there."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
-from worlds import STAGES, World, anywhere, built, full, on_ranks, ranked
-from zero_cases import Net, batch, make_adamw, mse
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from worlds import STAGES, World, anywhere, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
+from zero_cases import Net, batch, make_adamw, make_sgd, mse, same
 
 import zerokern as zk
+from zerokern.zero.sharded import Sharded
 
 
 class Trouble(Exception):
@@ -26,8 +29,7 @@ def trained(world: World, stage: int) -> tuple[nn.Module, dict]:
         mse(model, 0, world).backward()
         if model is plain:
             world.average_gradients(plain.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     return ours, {name: param.detach().clone() for name, param in plain.named_parameters()}
 
 
@@ -108,7 +110,8 @@ def breaks(world: World, stage: int) -> None:
     assert all(torch.equal(value, reference[name]) for name, value in full(model).items())
 
 
-def dropped(world: World) -> None:
+@everywhere(1, 2)
+def test_writes_that_were_not_announced(world: World) -> None:
     """At stage 3 the whole parameters are copies: what is written without saying so is gone on all ranks alike."""
     model, wanted = trained(world, 3)
     with zk.gathered(model), torch.no_grad():
@@ -124,19 +127,236 @@ def test_full_parameters_for_a_while(size: int, stage: int, work: Callable) -> N
     anywhere(size, work, stage)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_writes_that_were_not_announced(size: int) -> None:
-    anywhere(size, dropped)
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
     for stage in (1, 3):
         reads(world, stage)
         writes(world, stage)
         breaks(world, stage)
-    dropped(world)
+    test_writes_that_were_not_announced(world)
 
 
 def test_gathered_on_real_ranks() -> None:
     on_ranks(2, on_real_ranks)
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return sum((param**2).sum() * (0.1 + i) for i, param in enumerate(model.parameters()))
+
+
+def gradients(world: World, model: nn.Module, plain: nn.Module, exact: bool = True) -> None:
+    """Those of the sharded model are the means of the plain one's."""
+    world.average_gradients(plain.parameters())
+    with zk.gathered(model):
+        pass
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert type(mine) is Sharded, name
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            same(world.size <= 2 and exact, mine.grad.local, mine.span_of(theirs.grad), name)
+
+
+def within(model: nn.Module, step: int, world: World) -> None:
+    with zk.gathered(model):
+        (penalty(model) * (1 + world.rank)).backward()
+
+
+def after(model: nn.Module, step: int, world: World) -> None:
+    with zk.gathered(model):
+        loss = penalty(model) * (1 + world.rank)
+    loss.backward()
+
+
+def of_some(model: nn.Module, step: int, world: World) -> None:
+    with zk.gathered([model.enter.weight, model.blocks[1].up.weight]):
+        loss = model.enter.weight.norm() * (1 + world.rank) + (model.blocks[1].up.weight ** 3).sum()
+    loss.backward()
+
+
+def beside_a_forward(model: nn.Module, step: int, world: World) -> None:
+    loss = mse(model, step, world)
+    with zk.gathered(model):
+        loss = loss + penalty(model)
+    loss.backward()
+
+
+def before_a_forward(model: nn.Module, step: int, world: World) -> None:
+    with zk.gathered(model.blocks):
+        loss = penalty(model.blocks)
+    (loss + mse(model, step, world)).backward()
+
+
+def a_forward(model: nn.Module, step: int, world: World) -> None:
+    with zk.gathered(model):
+        mse(model, step, world).backward()
+
+
+def a_forward_that_outlives(model: nn.Module, step: int, world: World) -> None:
+    with zk.gathered(model):
+        loss = mse(model, step, world)
+    (loss + mse(model, step + 7, world)).backward()
+
+
+def a_forward_with_some(model: nn.Module, step: int, world: World) -> None:
+    with zk.gathered(model.blocks[1]), zk.gathered(model.enter.weight):
+        mse(model, step, world).backward()
+
+
+def checkpointed(model: nn.Module, step: int, world: World) -> None:
+    """The forward is repeated when the parameters are sharded again."""
+    x, y = batch(step, world.rank)
+    with zk.gathered(model):
+        loss = F.mse_loss(checkpoint(model, x, use_reentrant=False), y)
+    loss.backward()
+
+
+def checkpointed_in_parts(model: nn.Module, step: int, world: World) -> None:
+    x, y = batch(step, world.rank)
+    with zk.gathered([model.enter.weight, *model.blocks[1].parameters(), *model.blocks[2].parameters()]):
+        hidden = model.enter(x)
+        for block in model.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        loss = F.mse_loss(hidden.mean(1, keepdim=True).expand_as(y), y)
+    loss.backward()
+
+
+def accumulated(model: nn.Module, step: int, world: World) -> None:
+    mse(model, step, world).backward()
+    within(model, step, world)
+    mse(model, step + 5, world).backward()
+
+
+def without_reduction(model: nn.Module, step: int, world: World) -> None:
+    if next(model.parameters()).grad is None and hasattr(next(model.parameters()), "_zk_home"):
+        with zk.no_sync(model), zk.gathered(model):
+            penalty(model).backward()
+    else:
+        penalty(model).backward()
+    mse(model, step, world).backward()
+
+
+GRAPHS = [
+    within,
+    after,
+    of_some,
+    beside_a_forward,
+    before_a_forward,
+    a_forward,
+    a_forward_that_outlives,
+    a_forward_with_some,
+    checkpointed,
+    checkpointed_in_parts,
+    accumulated,
+    without_reduction,
+]
+
+
+# gradients of several passes, or some that arrive after the unit's own had been reduced: sums of another order
+OTHER_ORDER = [accumulated, before_a_forward, a_forward_that_outlives]
+
+
+@everywhere(1, 2, 3, work=GRAPHS)
+def test_gradients_are_reduced(world: World, work: Callable) -> None:
+    model, plain = world.shard(built(Net), stage=3), built(Net)
+    pairs = [(model, make_adamw(model.parameters())), (plain, make_adamw(plain.parameters()))]
+    for step in range(2):
+        for one, _ in pairs:
+            work(one, step, world)
+        gradients(world, model, plain, exact=work not in OTHER_ORDER)
+        for _, optimizer in pairs:
+            step_and_zero(optimizer)
+    for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
+        same(world.size <= 2 and work not in OTHER_ORDER, mine, theirs.detach(), name)
+
+
+@everywhere(2, 3)
+def test_one_rank_evaluates_alone(world: World) -> None:
+    """One rank evaluates in the middle of what all do: no collective, and nothing of theirs is disturbed."""
+    model, plain = world.shard(built(Net), stage=3), built(Net)
+    x, _ = batch(9)
+    for step in range(2):
+        loss = mse(model, step, world)
+        with zk.gathered(model):
+            if world.rank == 0:
+                with torch.no_grad():
+                    for _ in range(3):  # as generate does
+                        same(world.size <= 2, model(x), plain(x), "an evaluation")
+        loss.backward()
+        mse(plain, step, world).backward()
+        gradients(world, model, plain)
+        for one in (model, plain):
+            optimizer = make_sgd(one.parameters())
+            step_and_zero(optimizer)
+
+
+@everywhere(2, 3, joined=[False, True])
+def test_one_rank_computes_gradients_alone(world: World, joined: bool) -> None:
+    """One rank alone has a graph of whole parameters: used in no backward pass, or in that of all."""
+    model, plain = world.shard(built(Net), stage=3), built(Net)
+    optimizers = [make_sgd(one.parameters()) for one in (model, plain)]
+    for step in range(2):
+        for one in (model, plain):
+            loss = mse(one, step, world)
+            with zk.gathered(one if one is model else []):
+                if world.rank == 0:
+                    extra = penalty(one) + one(batch(9)[0]).square().mean()
+                    loss = loss + extra if joined else loss
+            loss.backward()
+        gradients(world, model, plain)
+        step_and_zero(*optimizers)
+
+
+def what_was_done_lasts(world: World) -> None:
+    model = world.shard(built(Net), stage=3)
+    with zk.gathered(model), zk.gathered(model.leave, write=True), torch.no_grad():
+        model.leave.bias.fill_(2.0)
+        model.enter.bias.fill_(2.0)
+        model.enter.weight.requires_grad_(False)
+        model.enter.weight.note = "mine"
+        model.leave.bias.grad = torch.ones_like(model.leave.bias)
+    after = full(model)
+    assert torch.equal(after["leave.bias"], torch.full((3,), 2.0)), "the inner one asked for it"
+    assert world.size == 1 or not torch.equal(after["enter.bias"], torch.full((10,), 2.0))
+    assert not model.enter.weight.requires_grad and model.enter.weight.note == "mine"
+    assert torch.equal(model.leave.bias.grad, torch.ones(3))
+
+
+def refused(world: World) -> None:
+    model = world.shard(built(Net), stage=3)
+    optimizer = make_adamw(model.parameters())
+    before = full(model)
+    with zk.gathered(model, write=True):
+        mse(model, 0, world).backward()
+        says(refusal(optimizer.step), ["within zk.gathered", "after the context has ended"])
+    optimizer.zero_grad()
+
+    def convert() -> None:
+        with zk.gathered(model, write=True):
+            model.half()
+
+    says(refusal(convert), ["became torch.float16", "before it is sharded"])
+    assert all(torch.equal(value, before[name]) for name, value in full(model).items())
+    mse(model, 0, world).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("work", [what_was_done_lasts, refused])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_done_to_a_whole_parameter(size: int, work: Callable) -> None:
+    anywhere(size, work)
+
+
+@everywhere(2)
+def test_looking_writes_nothing(world: World) -> None:
+    """Looking at whole parameters, or at the optimizer's state while they are whole, is no write to them."""
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    models = [world.shard(built(Net), stage=3, mp_policy=policy) for _ in range(2)]
+    optimizers = [make_adamw(model.parameters(), lr=1e-4) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            mse(model, step, world).backward()
+            step_and_zero(optimizer)
+        with zk.gathered(models[0]):
+            optimizers[0].state_dict()
+    left, right = map(full, models)
+    assert all(torch.equal(left[name], right[name]) for name in left)

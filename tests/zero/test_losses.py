@@ -28,7 +28,6 @@ def rows(*listed: tuple[str, int, Plan], slow: bool = False) -> list:
 
 
 ONE_SUM = rows(
-    ("1 rank, in short", 1, Plan(stages=(2, 3), steps=20)),
     ("2 ranks, in short", 2, Plan(steps=SHORT)),
     ("2 ranks, 4 micro-steps under no_sync, in short", 2, Plan(stages=(2,), steps=15, accumulate=4, no_sync=True)),
 ) + rows(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pages import MIB, SLACK, large_things_apart, pages
 from torch import Tensor, nn
-from worlds import World, on_ranks, ranked
+from worlds import World, on_ranks, ranked, step_and_zero
 from zero_cases import make_adamw
 
 import zerokern as zk
@@ -36,8 +36,7 @@ class Deep(nn.Module):
 
 def train(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
     model(torch.full((1, width), 1.0 + world.rank)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
 
 
 @ranked

@@ -9,28 +9,40 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
-from module_cases import CASES, CheckpointedReentrantly
-from torch import Tensor, nn
-from worlds import SHARDED, STAGES, World, alone, anywhere, built, full, on_ranks, on_threads, ranked, says
-from zero_cases import IN, OUT, WIDTH, Block, Case, Net, batch, follow, make_adamw, make_sgd, mse
+from graph_cases import CASES as GRAPHS
+from module_cases import CASES
+from torch import nn
+from worlds import (
+    SHARDED,
+    STAGES,
+    World,
+    alone,
+    anywhere,
+    built,
+    everywhere,
+    full,
+    on_ranks,
+    on_threads,
+    ranked,
+    step_and_zero,
+)
+from zero_cases import IN, OUT, WIDTH, Case, Net, follow, make_adamw, make_sgd, mse
 
-import zerokern as zk
-
-BY_NAME = {case.name: case for case in CASES}
+BY_NAME = {case.name: case for case in (*CASES, *GRAPHS)}
 SLOW = pytest.mark.slow
-ROWS = [pytest.param(case.name, stage, marks=[SLOW] if stage < 2 else []) for case in CASES for stage in case.stages]
 IN_SHORT = {"plain", "tied across units", "frozen in part", "experts chosen by some ranks", "repeated", "nested units"}
-IN_SHORT |= {"units in another order", "checkpointed", "odd parameters", "used outside of its module"}
+IN_SHORT |= {
+    "auxiliary losses as attributes",
+    "nested checkpoints",
+    "units in another order",
+    "checkpointed",
+    "odd parameters",
+    "used outside of its module",
+}
 
 
 def follow_case(world: World, name: str, stage: int) -> None:
     follow(world, BY_NAME[name], stage=stage)
-
-
-@pytest.mark.parametrize("name, stage", ROWS)
-def test_the_same_bits_as_plain_training(name: str, stage: int) -> None:
-    on_threads(2, follow_case, name, stage)
 
 
 def follow_all(world: World, names: list[str], stage: int) -> list[str]:
@@ -48,34 +60,23 @@ def follow_on_ranks(world: World, names: list[str], stage: int) -> list[str]:
     return follow_all(world, names, stage)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_same_bits_on_real_ranks(stage: int) -> None:
-    names = [case.name for case in CASES if stage in case.stages and case.name in IN_SHORT]
+    names = [name for name, case in BY_NAME.items() if stage in case.stages and name in IN_SHORT]
     assert on_ranks(2, follow_on_ranks, names, stage) == [[], []]
-
-
-@SLOW
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_case_on_real_ranks(stage: int) -> None:
-    names = [case.name for case in CASES if stage in case.stages or stage == 0]
-    assert on_ranks(2, follow_on_ranks, names, stage, timeout=240) == [[], []]
 
 
 @pytest.mark.parametrize("stage", SHARDED)
 def test_the_same_bits_alone(stage: int) -> None:
-    names = [case.name for case in CASES if stage in case.stages or stage == 0]
+    names = [name for name, case in BY_NAME.items() if stage in case.stages]
     assert alone(follow_all, names, stage) == [[]]
 
 
-def follow_with_sgd(world: World, name: str, stage: int) -> None:
+@everywhere(
+    3, 8, name=["plain", "tied across units", "experts chosen by some ranks", "nested checkpoints"], stage=[2, 3]
+)
+def test_more_ranks_than_some_parameters_have_blocks(world: World, name: str, stage: int) -> None:
     follow(world, BY_NAME[name], stage=stage, make=make_sgd)
-
-
-@pytest.mark.parametrize("name", ["plain", "tied across units", "experts chosen by some ranks"])
-@pytest.mark.parametrize("size", [3, pytest.param(8, marks=SLOW)])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_more_ranks_than_some_parameters_have_blocks(name: str, size: int, stage: int) -> None:
-    on_threads(size, follow_with_sgd, name, stage)
 
 
 SMALL = Case("many buckets", Net)
@@ -91,95 +92,14 @@ def test_the_size_of_buckets_changes_nothing(stage: int, bucket_bytes: int) -> N
     on_threads(2, follow_small, {"stage": stage, "bucket_bytes": bucket_bytes})
 
 
-def follow_units(world: World, chosen: str) -> None:
+@everywhere(2, chosen=["linears", "none"])
+def test_the_choice_of_units_changes_nothing(world: World, chosen: str) -> None:
     units = {"linears": lambda module: isinstance(module, nn.Linear), "none": []}[chosen]
     follow(world, SMALL, stage=3, units=units)
 
 
-@pytest.mark.parametrize("chosen", ["linears", "none"])
-def test_the_choice_of_units_changes_nothing(chosen: str) -> None:
-    on_threads(2, follow_units, chosen)
-
-
-def distill(world: World, stage: int) -> None:
-    """A frozen model, sharded and without optimizer, beside the one that learns from it."""
-    teacher, plain = built(Net, seed=5).requires_grad_(False), built(Net)
-    pupil, sharded = copy.deepcopy(plain), world.shard(copy.deepcopy(teacher), stage=stage)
-    world.shard(pupil, stage=stage)
-    optimizers = [make_adamw(pupil.parameters()), make_adamw(plain.parameters())]
-    for step in range(3):
-        x, _ = batch(step, world.rank)
-        losses = []
-        for model, reference, optimizer in zip((pupil, plain), (sharded, teacher), optimizers, strict=True):
-            with torch.no_grad():
-                target = reference(x)
-            loss = F.mse_loss(model(x), target) + F.mse_loss(
-                reference(model.leave(model.enter(x)).repeat(1, 2)), x[:, :3]
-            )
-            loss.backward()
-            if model is plain:
-                world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        assert torch.equal(*losses), step
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(full(pupil).values(), plain.parameters(), strict=True))
-    assert all(torch.equal(full(sharded)[name], kept) for name, kept in teacher.named_parameters())
-    assert all(param.grad is None for param in sharded.parameters())
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_frozen_reference_model_beside_the_one_that_learns(stage: int) -> None:
-    on_threads(2, distill, stage)
-
-
-class Judge(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(21, OUT) for _ in range(2))
-        self.score = nn.Linear(OUT, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.score(x)
-
-
-def compete(world: World, maker: nn.Module, judge: nn.Module, plain: bool) -> list[float]:
-    """A GAN's two losses and two optimizers: each backward crosses both models, and one optimizer moves."""
-    optimizers = [make_adamw(maker.parameters()), make_adamw(judge.parameters())]
-    losses = []
-    for step in range(3):
-        for trained, optimizer in zip((maker, judge), optimizers, strict=True):
-            x, y = batch(step, world.rank)
-            made = maker(x) if trained is maker else maker(x).detach()
-            loss = F.softplus(-judge(made)).mean() if trained is maker else F.softplus(judge(made) - judge(y)).mean()
-            loss.backward()
-            if plain:
-                world.average_gradients([*maker.parameters(), *judge.parameters()])
-            optimizer.step()
-            maker.zero_grad()
-            judge.zero_grad()
-            losses.append(loss.item())
-    return losses
-
-
-def compete_sharded(world: World, stages: tuple[int, int]) -> None:
-    plain = built(lambda: (Net(), Judge()))
-    ours = copy.deepcopy(plain)
-    for model, stage in zip(ours, stages, strict=True):
-        world.shard(model, stage=stage)
-    assert compete(world, *ours, plain=False) == compete(world, *plain, plain=True)
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert all(torch.equal(full(mine)[name], param) for name, param in theirs.named_parameters())
-
-
-@pytest.mark.parametrize("stages", [(3, 3), (2, 2), (1, 3)])
-def test_two_models_with_two_optimizers(stages: tuple[int, int]) -> None:
-    on_threads(2, compete_sharded, stages)
-
-
-def one_optimizer(world: World, stage: int) -> None:
+@everywhere(2, stage=[1, 2])
+def test_one_optimizer_over_models_of_two_stages_and_a_plain_one(world: World, stage: int) -> None:
     plain = built(lambda: nn.ModuleDict({"a": Net(2), "b": Net(1), "c": Net(1)}))
     ours = copy.deepcopy(plain)
     world.shard(ours["a"], stage=stage)
@@ -192,8 +112,7 @@ def one_optimizer(world: World, stage: int) -> None:
                 mse(model, step, world).backward()
             averaged = ours["c"] if models is ours else plain
             world.average_gradients(averaged.parameters())
-            models.optimizer.step()
-            models.optimizer.zero_grad()
+            step_and_zero(models.optimizer)
         norms = [float(models.optimizer.grad_norm) for models in (ours, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-12), "the norm is of all three"
     for name in "abc":
@@ -201,12 +120,8 @@ def one_optimizer(world: World, stage: int) -> None:
         assert all(torch.equal(mine[key], param) for key, param in plain[name].named_parameters()), name
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_one_optimizer_over_models_of_two_stages_and_a_plain_one(stage: int) -> None:
-    on_threads(2, one_optimizer, stage)
-
-
-def hooked(world: World, stage: int) -> None:
+@everywhere(2, stage=[2, 3])
+def test_hooks_of_users_see_what_they_see_without_sharding(world: World, stage: int) -> None:
     """Users' hooks see whole parameters and whole gradients of activations, as often as they do plain."""
 
     def watch(model: Net, reads: bool = True) -> list[tuple]:
@@ -239,65 +154,14 @@ def hooked(world: World, stage: int) -> None:
     assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_hooks_of_users_see_what_they_see_without_sharding(stage: int) -> None:
-    on_threads(2, hooked, stage)
-
-
-def thawed(world: World, stage: int) -> None:
-    """Frozen after sharding, then trained again: as people do with a GAN's judge, or for a warm-up."""
-    plain = built(Net)
-    ours = world.shard(copy.deepcopy(plain), stage=stage)
-    pairs = [(ours, make_adamw(ours.parameters())), (plain, make_adamw(plain.parameters()))]
-    for step in range(4):
-        losses = []
-        for model, optimizer in pairs:
-            model.blocks[1].requires_grad_(step % 2 == 0)
-            loss = mse(model, step, world)
-            loss.backward()
-            if model is plain:
-                world.average_gradients(plain.parameters())
-            assert all((param.grad is not None) == (step % 2 == 0) for param in model.blocks[1].parameters()), step
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        assert torch.equal(*losses), step
-    assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
-
-
-@pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("size", [1, 2])
-def test_freezing_between_steps(size: int, stage: int) -> None:
-    anywhere(size, thawed, stage)
-
-
-def reentrant(world: World, stage: int) -> None:
-    """The old form of checkpointing runs a backward within the backward: right, or refused."""
-    try:
-        follow(world, Case("checkpointed reentrantly", CheckpointedReentrantly), stage=stage)
-    except zk.ZerokernError as error:
-        says(str(error), ["use_reentrant=False"])
-
-
-@pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("size", [1, 2])
-def test_checkpointed_reentrantly(size: int, stage: int) -> None:
-    anywhere(size, reentrant, stage)
-
-
-def written_between(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=SHARDED)
+def test_a_write_between_forward_and_backward_is_no_secret(world: World, stage: int) -> None:
     model = world.shard(built(Net), stage=stage)
     loss = mse(model, 0, world)
     with torch.no_grad():
         model.blocks[1].up.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_write_between_forward_and_backward_is_no_secret(size: int, stage: int) -> None:
-    anywhere(size, written_between, stage)
 
 
 def leave_behind(world: World) -> dict[int, list[weakref.ref]]:

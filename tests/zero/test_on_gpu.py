@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from worlds import built, full
+from worlds import built, full, step_and_zero
 from zero_cases import IN, OUT, Net
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "optim"))
@@ -272,8 +272,7 @@ def test_the_norm_of_a_step_makes_the_host_wait_a_constant_number_of_times(place
         optimizer = zk.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
         for _ in range(2):
             model(torch.ones(4, IN, device="cuda")).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")

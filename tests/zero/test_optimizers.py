@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from worlds import SHARDED, STAGES, World, anywhere, built, full, on_ranks, ranked
+from worlds import SHARDED, STAGES, World, built, everywhere, full, on_ranks, ranked
 from zero_cases import Case, Net, batch, follow, mse
 
 import zerokern as zk
 
-OPTIMIZERS: dict[str, Callable] = {
-    "Adam": lambda params: zk.Adam(params, lr=1e-2, weight_decay=0.1),
-    "AdamW": lambda params: zk.AdamW(params, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95)),
-    "Lion": lambda params: zk.Lion(params, lr=1e-3, weight_decay=0.1),
-    "Adagrad": lambda params: zk.Adagrad(params, lr=1e-2, lr_decay=0.01),
-    "SGD": lambda params: zk.SGD(params, lr=1e-1, momentum=0.9, nesterov=True),
-    "plain SGD": lambda params: zk.SGD(params, lr=1e-1),
-    "AdamW bf16": lambda params: zk.AdamW(params, lr=1e-2, state_format="bf16"),
-    "AdamW int8": lambda params: zk.AdamW(params, lr=1e-2, state_format="int8"),
-    "Lion int8": lambda params: zk.Lion(params, lr=1e-3, state_format="int8"),
-}
 MASTERS = [(state, master) for state in ("fp32", "bf16", "int8") for master in ("split16", "split8", "fp32", "none")]
-
-
-def follow_optimizer(world: World, name: str, stage: int) -> None:
-    follow(world, Case(name, Net, steps=4), stage=stage, make=OPTIMIZERS[name])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_same_bits_as_over_whole_tensors(size: int, stage: int, name: str) -> None:
-    """Cuts fall on blocks of 128 from a parameter's element 0, so that int8 scales too are those of the whole."""
-    anywhere(size, follow_optimizer, name, stage)
 
 
 def bf16_mse(model: nn.Module, step: int, world: World) -> Tensor:
@@ -45,7 +19,9 @@ def bf16_mse(model: nn.Module, step: int, world: World) -> Tensor:
     return F.mse_loss(model(x.bfloat16()).float(), y)
 
 
-def follow_bf16(world: World, stage: int) -> None:
+@everywhere(2, stage=[3])
+def test_bf16_parameters_with_every_master(world: World, stage: int) -> None:
+    """Cuts fall on blocks of 128 from a parameter's element 0, so that int8 scales too are those of the whole."""
     for state, master in MASTERS:
         case = Case(f"{state}, {master}", lambda: Net().bfloat16(), bf16_mse)
         follow(
@@ -58,18 +34,8 @@ def follow_bf16(world: World, stage: int) -> None:
         )
 
 
-EVERY = [(size, stage) for size in (1, 2) for stage in (0, 1, 2, 3)]
-SOME = [(2, 3)]
-
-
-@pytest.mark.parametrize(
-    "size, stage", [*SOME, *(pytest.param(*row, marks=pytest.mark.slow) for row in EVERY if row not in SOME)]
-)
-def test_bf16_parameters_with_every_master(size: int, stage: int) -> None:
-    anywhere(size, follow_bf16, stage)
-
-
-def in_parts(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=STAGES)
+def test_two_optimizers_over_one_model(world: World, stage: int) -> None:
     """Two optimizers over one model, clipped together and apart, groups added late, learning rates that change."""
     results = []
     for model in (world.shard(built(Net), stage=stage), built(Net)):
@@ -96,13 +62,8 @@ def in_parts(world: World, stage: int) -> None:
         torch.testing.assert_close(value, results[1][name].detach(), rtol=1e-6, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_two_optimizers_over_one_model(size: int, stage: int) -> None:
-    anywhere(size, in_parts, stage)
-
-
-def dropped_clip(world: World, stage: int) -> None:
+@everywhere(2, stage=SHARDED)
+def test_a_clip_whose_gradients_are_dropped(world: World, stage: int) -> None:
     """A factor belongs to the gradients that it was computed of: it goes when they do."""
     ours, twin = world.shard(built(Net), stage=stage), world.shard(built(Net), stage=stage)
     mse(ours, 5, world).backward()
@@ -115,16 +76,10 @@ def dropped_clip(world: World, stage: int) -> None:
     assert all(torch.equal(value, full(twin)[name]) for name, value in full(ours).items())
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_a_clip_whose_gradients_are_dropped(stage: int) -> None:
-    anywhere(2, dropped_clip, stage)
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
-    for stage, name in ((2, "SGD"), (3, "AdamW int8")):
-        follow_optimizer(world, name, stage)
-        in_parts(world, stage)
+    for stage in (2, 3):
+        test_two_optimizers_over_one_model(world, stage)
 
 
 def test_optimizers_on_real_ranks() -> None:

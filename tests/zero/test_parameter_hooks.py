@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference_programs import Run, same_as_plain
 from torch import nn
-from worlds import World, anywhere, built, on_threads
-from zero_cases import Net, make_adamw, make_sgd, mse
+from worlds import World, anywhere, built, on_threads, step_and_zero
+from zero_cases import Net, Run, make_adamw, make_sgd, mse, same_as_plain
 
 import zerokern as zk
 
@@ -92,8 +91,7 @@ def test_the_optimizer_in_backward(stage: int, settings: dict) -> None:
         each = {param: run.optimizer([param], make=sgd) for param in run.model.parameters()}
 
         def step(param: nn.Parameter) -> None:
-            each[param].step()
-            each[param].zero_grad()
+            step_and_zero(each[param])
 
         if not run.is_plain:
             for param in run.model.parameters():
@@ -118,8 +116,7 @@ def test_hooks_on_the_spans_that_a_torch_optimizer_steps() -> None:
         before = [piece.detach().clone() for piece in each]
 
         def step(piece: nn.Parameter) -> None:
-            each[piece].step()
-            each[piece].zero_grad()
+            step_and_zero(each[piece])
 
         for piece in each:
             piece.register_post_accumulate_grad_hook(step)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import io
 
-import pytest
 import torch
 from torch import nn
-from worlds import World, anywhere, built, full, on_ranks, on_threads, ranked, refusal, says
+from worlds import World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -35,7 +34,8 @@ def looks(model: nn.Module) -> list[tuple]:
     ]
 
 
-def stay(world: World, stage: int) -> None:
+@everywhere(1, 3, stage=STAGES)
+def test_identity_shape_dtype_and_name_stay(world: World, stage: int) -> None:
     model = built(Net)
     model.blocks[1].requires_grad_(False)
     for number, param in enumerate(model.parameters()):
@@ -71,13 +71,8 @@ def stay(world: World, stage: int) -> None:
     check("after that")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_identity_shape_dtype_and_name_stay(size: int, stage: int) -> None:
-    anywhere(size, stay, stage)
-
-
-def gradients(world: World, stage: int) -> None:
+@everywhere(1, 3, stage=STAGES)
+def test_gradients_are_the_mean_and_add_up(world: World, stage: int) -> None:
     model = world.shard(built(Net), stage=stage)
     plain = built(Net)
     model.extra, params = None, list(model.parameters())
@@ -113,13 +108,8 @@ def gradients(world: World, stage: int) -> None:
         torch.testing.assert_close(ours, other)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_gradients_are_the_mean_and_add_up(size: int, stage: int) -> None:
-    anywhere(size, gradients, stage)
-
-
-def scaled_by_hand(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=STAGES)
+def test_gradients_edited_by_hand(world: World, stage: int) -> None:
     """What loops do with gradients between backward and step."""
     ours, plain = world.shard(built(Net), stage=stage), built(Net)
     optimizers = [make_adamw(ours.parameters()), make_adamw(plain.parameters())]
@@ -136,19 +126,13 @@ def scaled_by_hand(world: World, stage: int) -> None:
             torch._foreach_mul_([param.grad for param in model.parameters()], 2.0)
             model.blocks[0].up.weight.grad = torch.zeros_like(model.blocks[0].up.weight)
             model.leave.bias.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_edited_by_hand(size: int, stage: int) -> None:
-    anywhere(size, scaled_by_hand, stage)
-
-
-def averaged(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=STAGES)
+def test_a_moving_average_of_parameters(world: World, stage: int) -> None:
     """An exponential moving average over whatever model.parameters() gives."""
     ours, plain = world.shard(built(Net), stage=stage), built(Net)
     kept = []
@@ -159,8 +143,7 @@ def averaged(world: World, stage: int) -> None:
             mse(model, step, world).backward()
             if model is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             with torch.no_grad():
                 for old, param in zip(average, model.parameters(), strict=True):
                     old.mul_(0.9).add_(param, alpha=0.1)
@@ -178,13 +161,8 @@ def averaged(world: World, stage: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_moving_average_of_parameters(size: int, stage: int) -> None:
-    anywhere(size, averaged, stage)
-
-
-def written_outside(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=STAGES)
+def test_parameters_written_between_steps(world: World, stage: int) -> None:
     """Loaded, filled, copied between steps: the next forward and the next update begin from there."""
     ours, plain = world.shard(built(Net), stage=stage), built(Net)
     other = built(Net, seed=9)
@@ -197,8 +175,7 @@ def written_outside(world: World, stage: int) -> None:
             losses[-1].backward()
             if model is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             with torch.no_grad():
                 if step == 0:
                     model.blocks[0].up.weight.mul_(0.5)
@@ -213,13 +190,8 @@ def written_outside(world: World, stage: int) -> None:
         assert torch.equal(mine, theirs), name
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_parameters_written_between_steps(size: int, stage: int) -> None:
-    anywhere(size, written_outside, stage)
-
-
-def refused(world: World) -> None:
+@everywhere(1, 2)
+def test_what_a_sharded_parameter_cannot_do_teaches(world: World) -> None:
     """At stage 3, what needs all elements is refused at rest, and the refusal teaches."""
     model = world.shard(built(Net), stage=3)
     parameter, weight = model.blocks[1].up.weight, model.blocks[1].up.weight.detach()
@@ -242,25 +214,21 @@ def refused(world: World) -> None:
     assert repr(model) == repr(Net())
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_a_sharded_parameter_cannot_do_teaches(size: int) -> None:
-    anywhere(size, refused)
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
     for stage in (1, 3):
-        stay(world, stage)
-        gradients(world, stage)
-        averaged(world, stage)
-        written_outside(world, stage)
+        test_identity_shape_dtype_and_name_stay(world, stage)
+        test_gradients_are_the_mean_and_add_up(world, stage)
+        test_a_moving_average_of_parameters(world, stage)
+        test_parameters_written_between_steps(world, stage)
 
 
 def test_parameters_on_real_ranks() -> None:
     on_ranks(2, on_real_ranks)
 
 
-def odd_strides(world: World) -> None:
+@everywhere(2)
+def test_parameters_of_any_strides(world: World) -> None:
     """Transposed and channels-last parameters keep their values."""
 
     class Strided(nn.Module):
@@ -285,11 +253,6 @@ def odd_strides(world: World) -> None:
                 model(batch(step, world.rank)[0]).square().mean().backward()
                 if model is plain:
                     world.average_gradients(plain.parameters())
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_zero(optimizer)
         for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_parameters_of_any_strides() -> None:
-    on_threads(2, odd_strides)

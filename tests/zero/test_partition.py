@@ -13,11 +13,7 @@ from zerokern.zero.partition import Bucket, Member, Piece, partition
 
 SIZES = st.one_of(st.integers(0, 3), st.integers(1, 700), st.sampled_from([127, 128, 129, 4096, 65_537]))
 MEMBERS = st.builds(
-    Member,
-    numel=SIZES,
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    unit=st.integers(0, 2),
-    trainable=st.booleans(),
+    Member, numel=SIZES, dtype=st.sampled_from(["float32", "bfloat16"]), unit=st.integers(0, 2), trainable=st.booleans()
 )
 ORDERED = st.lists(MEMBERS, max_size=12).map(lambda members: sorted(members, key=lambda member: member.unit))
 CAPS = st.one_of(st.none(), st.integers(1, 5000))

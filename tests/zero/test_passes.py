@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import World, alone, built, full, on_threads, ranked
+from worlds import World, alone, built, full, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.comm.group import Group
@@ -142,8 +142,7 @@ def step(world: World, noted: Noted, model: nn.Module, optimizer: Any, number: i
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * number + 10 * micro + world.rank))
         model(x).square().mean().backward()
     noted.said.append(("Step", whose, 0))
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
     noted.said.append(("End", "", 0))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from worlds import SHARDED, World, anywhere, built, full
+from worlds import SHARDED, World, anywhere, built, everywhere, full, step_and_zero
 from zero_cases import Net, batch, make_adamw, mse, same
 
 import zerokern as zk
@@ -74,8 +74,7 @@ def follows(world: World, stage: int, loss: Callable[[nn.Module, Kept], Tensor])
                 named = list(one.named_parameters())
                 kept["fisher"] = {name: param.grad.detach() ** 2 for name, param in named}
                 kept["old"] = {name: param.detach().clone() for name, param in named}
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         torch.testing.assert_close(*losses)
     for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
         same(False, mine, theirs.detach(), name)
@@ -87,7 +86,8 @@ def test_penalties(stage: int, loss: Callable) -> None:
     anywhere(2 if stage < 3 else 3, follows, stage, loss)
 
 
-def averages(world: World) -> None:
+@everywhere(1, 2, 3)
+def test_an_average_of_parts_evaluates(world: World) -> None:
     """An average that is kept sharded, as parameters are, evaluates by functional_call."""
     model, plain = world.shard(built(Net), stage=3), built(Net)
     x, _ = batch(1)
@@ -99,15 +99,9 @@ def averages(world: World) -> None:
             mse(one, step, world).backward()
             if one is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             for name, param in one.named_parameters():
                 average[name].lerp_(param.detach(), 0.5)
         with torch.no_grad():
             results.append(functional_call(one, average, (x,)))
     same(world.size <= 2, *results, "with the average")
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_an_average_of_parts_evaluates(size: int) -> None:
-    anywhere(size, averages)

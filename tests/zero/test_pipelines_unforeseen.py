@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import (
-    CPU,
-    MICROS,
-    SCHEDULES,
-    Alone,
-    batch,
-    gradients,
-    loss_of,
-    mesh_of,
-    parameters,
-    pipeline,
-)
+from pipeline_cases import CPU, MICROS, SCHEDULES, Alone, batch, gradients, loss_of, mesh_of, parameters, pipeline
 from test_pipelines import Counted, same
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from worlds import World, on_ranks, ranked, says
+from worlds import World, for_each, on_ranks, ranked, says, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -116,9 +106,7 @@ def evaluated(world: World, stage: int) -> None:
                     pairs = zip(x.chunk(alone.micros), y.chunk(alone.micros), strict=True)
                     expected = [loss_of(alone.model(a), b) for a, b in pairs]
                     assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
-            for one in (opt, alone.opt):
-                one.step()
-                one.zero_grad()
+            step_and_zero(opt, alone.opt)
             same(parameters(pipe.models), alone.parameters(), (name, stage, step))
             if name == "1F1B" and step == 0:  # another number of micro-batches from here on
                 pipe.schedule = Schedule1F1B(pipe.stages[0], 4, loss_fn=loss_of)
@@ -179,9 +167,12 @@ def broken_off(world: World, stage: int) -> None:
         schedule.step(x[world.rank], target=target)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_step_that_breaks_off(stage: int) -> None:
-    on_ranks(2, broken_off, stage)
+def broken_off_at(rank: int, stages: Sequence[int]) -> None:
+    for_each(rank, broken_off, stages)
+
+
+def test_a_step_that_breaks_off() -> None:
+    on_ranks(2, broken_off_at, (2, 3))
 
 
 @ranked
@@ -244,9 +235,12 @@ def beside_the_way(world: World, stage: int) -> None:
         close(gradients([model]), expected)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_beside_the_way_of_the_inputs(stage: int) -> None:
-    on_ranks(4, beside_the_way, stage)
+def beside_the_way_at(rank: int, stages: Sequence[int]) -> None:
+    for_each(rank, beside_the_way, stages)
+
+
+def test_weights_beside_the_way_of_the_inputs() -> None:
+    on_ranks(4, beside_the_way_at, (2, 3))
 
 
 @ranked
@@ -294,9 +288,7 @@ def at_rest(world: World, folder: Path) -> None:
             pipe.step(*batch(0, step, pipe.dp))
             alone.step(step, pipe.orders())
             same(gradients(pipe.models), alone.gradients(), name)
-            for one in (*opts, alone.opt):
-                one.step()
-                one.zero_grad()
+            step_and_zero(*opts, alone.opt)
             same(parameters(pipe.models), alone.parameters(), name)
 
 

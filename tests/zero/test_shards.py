@@ -6,10 +6,9 @@ import copy
 import math
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
-from worlds import SHARDED, STAGES, World, anywhere, built, full, on_ranks, ranked, refusal, says
+from worlds import SHARDED, STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -22,7 +21,8 @@ OPTIMIZERS: dict[str, Callable] = {
 }
 
 
-def stepped(world: World, stage: int, name: str) -> None:
+@everywhere(2, stage=STAGES, name=OPTIMIZERS)
+def test_a_torch_optimizer_on_shards(world: World, stage: int, name: str) -> None:
     ours, plain = world.shard(built(Net), stage=stage), built(Net)
     shards = zk.shards(ours)
     assert all(type(piece) is nn.Parameter and piece.ndim == 1 and piece.is_leaf for piece in shards)
@@ -50,13 +50,8 @@ def stepped(world: World, stage: int, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_torch_optimizer_on_shards(stage: int, name: str) -> None:
-    anywhere(2, stepped, stage, name)
-
-
-def kept(world: World, stage: int) -> None:
+@everywhere(2, stage=STAGES)
+def test_gradients_that_somebody_keeps_are_not_written_over(world: World, stage: int) -> None:
     model = world.shard(built(Net), stage=stage)
     shards = zk.shards(model)
     seen, copies, memories = [], [], []
@@ -73,12 +68,8 @@ def kept(world: World, stage: int) -> None:
     assert memories[0] != memories[1] == memories[2] == memories[3], "where nobody keeps any, the next take their place"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_that_somebody_keeps_are_not_written_over(stage: int) -> None:
-    anywhere(2, kept, stage)
-
-
-def mixed(world: World, stage: int) -> None:
+@everywhere(2, stage=SHARDED)
+def test_an_optimizer_that_mixes_elements_is_refused(world: World, stage: int) -> None:
     model = world.shard(built(Net), stage=stage)
     before = full(model)
     mse(model, 0, world).backward()
@@ -90,19 +81,14 @@ def mixed(world: World, stage: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in full(model).items()), "nothing was touched"
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_an_optimizer_that_mixes_elements_is_refused(stage: int) -> None:
-    anywhere(2, mixed, stage)
-
-
-def written_to(world: World, stage: int) -> None:
+@everywhere(2, stage=STAGES)
+def test_writes_to_the_model_last_where_shards_are_stepped(world: World, stage: int) -> None:
     """Whoever steps the pieces has masters of them; a write to the model's parameter is one to those too."""
     model = world.shard(built(Net).bfloat16(), stage=stage)
     optimizer = zk.AdamW(zk.shards(model), lr=1e-3, master_format="fp32")
     for step in range(3):
         model(batch(step, world.rank)[0].bfloat16()).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
         with torch.no_grad(), zk.gathered(model, write=True):
             for param in model.parameters():
                 param.fill_(5.0)
@@ -112,12 +98,8 @@ def written_to(world: World, stage: int) -> None:
         torch.testing.assert_close(value, torch.full_like(value, 5.0), rtol=0, atol=2**-5, msg=name)  # one ulp
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_writes_to_the_model_last_where_shards_are_stepped(stage: int) -> None:
-    anywhere(2, written_to, stage)
-
-
-def clipped(world: World, stage: int) -> None:
+@everywhere(2, stage=SHARDED)
+def test_torchs_clipping_of_shards_is_refused(world: World, stage: int) -> None:
     model, plain = world.shard(built(Net), stage=stage), built(Net)
     shards = zk.shards(model)
     optimizers = [torch.optim.SGD(shards, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)]
@@ -142,12 +124,8 @@ def clipped(world: World, stage: int) -> None:
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_torchs_clipping_of_shards_is_refused(stage: int) -> None:
-    anywhere(2, clipped, stage)
-
-
-def scaled(world: World, stage: int, name: str) -> None:
+@everywhere(2, stage=SHARDED, name=["AdamW", "AdamW fused"])
+def test_torchs_scaler_on_shards(world: World, stage: int, name: str) -> None:
     """Rank 1 alone meets an infinity in the second step: no rank steps, and all go on with the same scale."""
     model, plain = world.shard(built(Net), stage=stage), built(Net)
     pairs = [(model, zk.shards(model)), (plain, list(plain.parameters()))]
@@ -169,12 +147,6 @@ def scaled(world: World, stage: int, name: str) -> None:
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
-@pytest.mark.parametrize("stage", SHARDED)
-def test_torchs_scaler_on_shards(stage: int, name: str) -> None:
-    anywhere(2, scaled, stage, name)
-
-
 class Mine(torch.optim.Optimizer):
     """A user's own: it knows nothing of shards."""
 
@@ -188,7 +160,8 @@ class Mine(torch.optim.Optimizer):
                 param.sub_(param.grad, alpha=0.1)
 
 
-def refused(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=SHARDED)
+def test_a_torch_optimizer_on_sharded_parameters_is_refused(world: World, stage: int) -> None:
     model = world.shard(built(Net), stage=stage)
     before = full(model)
     for make in (*OPTIMIZERS.values(), Mine):
@@ -206,13 +179,8 @@ def refused(world: World, stage: int) -> None:
     other.step()  # plain parameters are none of our business
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_torch_optimizer_on_sharded_parameters_is_refused(size: int, stage: int) -> None:
-    anywhere(size, refused, stage)
-
-
-def replicated(world: World) -> None:
+@everywhere(1, 2)
+def test_stage_0_is_plain_torch(world: World) -> None:
     """At stage 0 everything is plain: any optimizer, and torch's clipping."""
     ours, plain = world.shard(built(Net), stage=0), built(Net)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (ours, plain)]
@@ -222,18 +190,13 @@ def replicated(world: World) -> None:
             if model is plain:
                 world.average_gradients(plain.parameters())
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (key, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_stage_0_is_plain_torch(size: int) -> None:
-    anywhere(size, replicated)
-
-
-def early(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=SHARDED)
+def test_an_optimizer_from_before(world: World, stage: int) -> None:
     """An optimizer that was built before zk.shard rebinds; one that has stepped before says what to do."""
     plain, ours, stepped_before = built(Net), built(Net), built(Net)
     optimizers = [make_adamw(model.parameters()) for model in (plain, ours, stepped_before)]
@@ -243,30 +206,22 @@ def early(world: World, stage: int) -> None:
             mse(model, step, world).backward()
             if model is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     for (key, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7, msg=key)
     mse(stepped_before, 0, world).backward()
-    optimizers[2].step()
-    optimizers[2].zero_grad()
+    step_and_zero(optimizers[2])
     world.shard(stepped_before, stage=stage)
     mse(stepped_before, 1, world).backward()
     says(refusal(optimizers[2].step, zk.StateError), ["after zk.shard"])
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_optimizer_from_before(size: int, stage: int) -> None:
-    anywhere(size, early, stage)
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
     for stage in (1, 3):
-        stepped(world, stage, "AdamW")
-        refused(world, stage)
-        early(world, stage)
+        test_a_torch_optimizer_on_shards(world, stage, "AdamW")
+        test_a_torch_optimizer_on_sharded_parameters_is_refused(world, stage)
+        test_an_optimizer_from_before(world, stage)
 
 
 def test_shards_on_real_ranks() -> None:

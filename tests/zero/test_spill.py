@@ -10,18 +10,17 @@ import pytest
 import torch
 from test_tiers import batches, model_of, on, values
 from torch import Tensor, nn
-from worlds import World, on_threads, ranked
+from worlds import World, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
 
-SETTINGS = pytest.mark.parametrize("settings", [
+SETTINGS: tuple[dict[str, Any], ...] = (
     {"schedule": "overlap", "max_grad_norm": 0.5},
-    {"tier": "cpu", "schedule": "overlap"},
     {"tier": "nvme", "state_format": "int8", "max_grad_norm": 0.5},
     {"tier": "nvme", "schedule": "overlap"},
     {"schedule": zk.Delayed(after=1)},
-], ids=["overlap, clipped", "state in host memory", "int8 state on disk", "on disk, overlap", "delayed"])  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +67,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def plain(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None]) -> None:
     loss_of(model, x).backward()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -77,8 +75,7 @@ def accumulation(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., N
     for part in x.chunk(4):
         loss_of(model, part).backward()
         between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -92,8 +89,7 @@ def no_sync(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None])
             between(model)
     loss_of(model, last).backward()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -111,8 +107,7 @@ def clipped(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None])
     between(model)
     zk.clip_grad_norm_(model, 0.05)
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -125,8 +120,7 @@ def clipped_and_added_to(model: nn.Module, opt: Any, x: Tensor, between: Callabl
     zk.clip_grad_norm_(some, 0.001)
     zk.clip_grad_norm_(some, 0.001, norm_type=float("inf"))
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -142,8 +136,7 @@ def edited(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None]) 
     model.blocks[3][0].weight.grad = model.blocks[3][0].weight.grad * 3.0
     del grads
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -154,8 +147,7 @@ def set_by_hand(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., No
     loss.backward()
     between(model)
     model.enter.weight.grad = torch.ones_like(model.enter.weight)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -170,8 +162,7 @@ def kept_over_a_step(model: nn.Module, opt: Any, x: Tensor, between: Callable[..
             p.grad.add_(old, alpha=0.5)
     del old, kept
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -185,8 +176,7 @@ def parts_kept_over_a_step(model: nn.Module, opt: Any, x: Tensor, between: Calla
         p.grad.local[1:].add_(old, alpha=0.5)
     del old, kept
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -194,8 +184,7 @@ def frozen_in_turns(model: nn.Module, opt: Any, x: Tensor, between: Callable[...
     model.blocks[1].requires_grad_(not model.blocks[1][0].weight.requires_grad)
     loss_of(model, x).backward()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -205,8 +194,7 @@ def hooks_after_accumulation(model: nn.Module, opt: Any, x: Tensor, between: Cal
     for handle in handles:
         handle.remove()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 @loop
@@ -226,8 +214,7 @@ def not_finite_at_times(model: nn.Module, opt: Any, x: Tensor, between: Callable
     for factor in (1.0, float("inf")):
         (loss_of(model, x) * factor).backward()
         between(model)
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
 
 
 @loop
@@ -243,8 +230,7 @@ def broken_off(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., Non
     opt.zero_grad()
     loss_of(model, x).backward()
     between(model)
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 def train(model: nn.Module, step: Loop, between: Callable[..., None], rank: int = 0, **settings: Any) -> list[Any]:
@@ -267,13 +253,11 @@ def test_the_bits_of_gradients_in_memory(step: str, tmp_path: Path) -> None:
     assert_same(train(spilled(tmp_path), LOOPS[step], drained, **settings), expected)
 
 
-@SETTINGS
-@pytest.mark.parametrize("step", ["accumulation", "clipped"])
-def test_wherever_the_state_is(step: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    resident = zk.shard(model_of(), stage=3)
-    expected = train(resident, LOOPS[step], no_drain, **on(tmp_path, settings, "resident"))
-    found = train(spilled(tmp_path), LOOPS[step], drained, **on(tmp_path, settings, "spilled"))
-    assert_same(found, expected)
+def test_wherever_the_state_is(tmp_path: Path) -> None:
+    for number, settings in enumerate(SETTINGS):
+        folder = tmp_path / str(number)
+        expected = train(zk.shard(model_of(), stage=3), accumulation, no_drain, **on(folder, settings, "resident"))
+        assert_same(train(spilled(folder), accumulation, drained, **on(folder, settings, "spilled")), expected)
 
 
 @ranked
@@ -286,17 +270,15 @@ def resident_and_spilled(world: World, folder: Path, step: str, settings: dict[s
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("step", [
-    step if step in ("no_sync", "scaled", "edited") else pytest.param(step, marks=pytest.mark.slow)
-    for step in LOOPS if step != "broken_off"
+ON_DISK = {"tier": "nvme", "schedule": "overlap"}
+
+
+@pytest.mark.parametrize("step, settings", [
+    ("no_sync", {"max_grad_norm": 0.5}), ("edited", {"max_grad_norm": 0.5}), ("accumulation", ON_DISK),
+    *(pytest.param(step, {"max_grad_norm": 0.5}, marks=pytest.mark.slow) for step in LOOPS if step != "broken_off"),
 ])  # fmt: skip
-def test_the_bits_of_resident_shards(step: str, tmp_path: Path) -> None:
-    on_threads(2, resident_and_spilled, tmp_path, step, {"max_grad_norm": 0.5})
-
-
-@SETTINGS
-def test_ranks_wherever_the_state_is(settings: dict[str, Any], tmp_path: Path) -> None:
-    on_threads(2, resident_and_spilled, tmp_path, "accumulation", settings)
+def test_the_bits_of_resident_shards(step: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    on_threads(2, resident_and_spilled, tmp_path, step, settings)
 
 
 @pytest.mark.parametrize(("step", "passes"), [("plain", 1), ("accumulation", 4)])
@@ -342,8 +324,7 @@ def test_a_gradient_that_cannot_be_read_leaves_everything_as_it_was(settings: di
                     opt.step()
             for key, crc in broken.items():
                 entries[key].crc = crc
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
     ends = values(model)
     assert all(torch.equal(value, ends[name]) for name, value in values(expected).items())
 

@@ -1,7 +1,8 @@
-"""The norm of gradients that were measured where they were written: nothing is read again, and no write is missed."""
+"""The norm of gradients: measured where they were written, with no write missed; clipping by it is torch's."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import SHARDED, World, anywhere, built, full, on_hybrid_threads, on_ranks, ranked
-from zero_cases import make_adamw, mse
+from worlds import (
+    SHARDED,
+    STAGES,
+    World,
+    built,
+    everywhere,
+    full,
+    on_hybrid_threads,
+    on_ranks,
+    ranked,
+    refusal,
+    says,
+    step_and_zero,
+)
+from zero_cases import Net, make_adamw, make_sgd, mse
 
 import zerokern as zk
 from zerokern.kernels import ops
@@ -88,7 +102,8 @@ WRITES = {
 }  # fmt: skip
 
 
-def written(world: World, stage: int, name: str) -> None:
+@everywhere(1, 2, stage=SHARDED, name=WRITES)
+def test_who_writes_a_gradient_is_seen(world: World, stage: int, name: str) -> None:
     """Between the backward and the step, in the middle of some steps that write nothing."""
     model = world.shard(built(Wide), stage=stage)
     optimizer = make_adamw(model.parameters(), max_grad_norm=math.inf)
@@ -101,13 +116,6 @@ def written(world: World, stage: int, name: str) -> None:
         optimizer.step()
         assert optimizer.grad_norm == pytest.approx(expected, rel=1e-14), step
         optimizer.zero_grad(set_to_none=step != 1)
-
-
-@pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", SHARDED)
-def test_who_writes_a_gradient_is_seen(stage: int, size: int, name: str) -> None:
-    anywhere(size, written, stage, name)
 
 
 PASSES: dict[str, Callable[[World, nn.Module, Any, int], float | None]] = {}
@@ -240,7 +248,8 @@ def test_a_plain_gradient_of_inference_mode() -> None:
     assert optimizer.grad_norm == 2.0
 
 
-def passed(world: World, stage: int, name: str) -> None:
+@everywhere(1, 2, stage=SHARDED, name=PASSES)
+def test_whatever_a_step_is_made_of(world: World, stage: int, name: str) -> None:
     model = world.shard(built(Wide), stage=stage)
     optimizer = make_adamw(model.parameters(), max_grad_norm=math.inf)
     for step in range(3):
@@ -252,15 +261,8 @@ def passed(world: World, stage: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", SHARDED)
-def test_whatever_a_step_is_made_of(stage: int, size: int, name: str) -> None:
-    anywhere(size, passed, stage, name)
-
-
-@pytest.mark.parametrize("name", PASSES)
 def test_with_replicas(name: str) -> None:
-    on_hybrid_threads(2, 2, passed, 2, name)
+    on_hybrid_threads(2, 2, test_whatever_a_step_is_made_of, 2, name)
 
 
 def counted(world: World, stage: int, clips: bool) -> tuple[int, int]:
@@ -278,20 +280,94 @@ def counted(world: World, stage: int, clips: bool) -> tuple[int, int]:
         for step in range(3):
             mse(model, step, world).backward()
             read[0] = 0
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
     finally:
         survey.sumsq_pointers = measure
     return read[0], sum(one.numel() for one in Wide().parameters())
 
 
 @ranked
-def counted_there(world: World, stage: int, clips: bool) -> None:
-    read, there = counted(world, stage, clips)
-    assert there > 90_000 and read == 0
+def counted_there(world: World) -> None:
+    for stage, clips in itertools.product(SHARDED, (True, False)):
+        read, there = counted(world, stage, clips)
+        assert there > 90_000 and read == 0, (stage, clips)
 
 
-@pytest.mark.parametrize("clips", [True, False])
-@pytest.mark.parametrize("stage", SHARDED)
-def test_what_ranks_have_reduced_is_not_read_for_the_norm(stage: int, clips: bool) -> None:
-    on_ranks(2, counted_there, stage, clips)
+def test_what_ranks_have_reduced_is_not_read_for_the_norm() -> None:
+    on_ranks(2, counted_there)
+
+
+def pair(world: World, stage: int, step: int = 0) -> tuple[nn.Module, nn.Module]:
+    """A sharded and a plain model after the same backward."""
+    ours, plain = world.shard(built(Net), stage=stage), built(Net)
+    for model in (ours, plain):
+        mse(model, step, world).backward()
+    world.average_gradients(plain.parameters())
+    return ours, plain
+
+
+@everywhere(1, 3, stage=STAGES, norm_type=[2.0, math.inf])
+def test_as_torch_clips_plain_gradients(world: World, stage: int, norm_type: float) -> None:
+    for max_norm in (0.01, 1e6):
+        ours, plain = pair(world, stage)
+        optimizers = [make_sgd(ours.parameters()), make_sgd(plain.parameters())]
+        given = ours if max_norm < 1 else list(ours.parameters())
+        found = zk.clip_grad_norm_(given, max_norm, norm_type)
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+        assert isinstance(found, Tensor) and found.ndim == 0
+        assert float(found) == pytest.approx(float(wanted), rel=1e-6)
+        assert len(set(world.exchange(float(found)))) == 1, "all ranks have the same number"
+        step_and_zero(*optimizers)
+        for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-7, msg=name)
+        # the factor is spent: the next step has none
+        for model in (ours, plain):
+            mse(model, 1, world).backward()
+        world.average_gradients(plain.parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+        for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@everywhere(1, 3, stage=STAGES)
+def test_the_norm_of_the_optimizer(world: World, stage: int) -> None:
+    """Inside of the optimizer: summed in float64, so that only the rounding of the mean can differ."""
+    ours, plain = pair(world, stage)
+    optimizers = [make_adamw(model.parameters(), max_grad_norm=0.02) for model in (ours, plain)]
+    for optimizer in optimizers:
+        optimizer.step()
+    norms = [float(optimizer.grad_norm) for optimizer in optimizers]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-13 if world.size <= 2 else 1e-6)
+    assert len(set(world.exchange(norms[0]))) == 1
+    for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7, msg=name)
+
+
+@everywhere(1, 2, stage=STAGES)
+def test_what_cannot_be_clipped(world: World, stage: int) -> None:
+    ours, _ = pair(world, stage)
+    if stage:
+        message = refusal(lambda: nn.utils.clip_grad_norm_(ours.parameters(), 1.0), TypeError)
+        says(message, ["zk.clip_grad_norm_"])
+        says(refusal(lambda: nn.utils.get_total_norm([p.grad for p in ours.parameters()]), TypeError), ["zk.clip"])
+        says(refusal(lambda: zk.clip_grad_norm_(ours, 1.0, 3.0), ValueError), ["norm_type", "3.0"])
+    for param in ours.parameters():
+        param.grad.mul_(math.nan)
+    message = refusal(lambda: zk.clip_grad_norm_(ours, 1.0, error_if_nonfinite=True), RuntimeError)
+    says(message, ["norm", "error_if_nonfinite"])
+    assert math.isnan(zk.clip_grad_norm_(ours, 1.0))
+    ours.zero_grad()
+    assert float(zk.clip_grad_norm_(ours, 1.0)) == 0.0
+
+
+@ranked
+def on_real_ranks(world: World) -> None:
+    for stage in (0, 2, 3):
+        test_as_torch_clips_plain_gradients(world, stage, 2.0)
+        test_the_norm_of_the_optimizer(world, stage)
+        test_what_cannot_be_clipped(world, stage)
+
+
+def test_clipping_on_real_ranks() -> None:
+    on_ranks(2, on_real_ranks)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import World, built, full, on_threads, ranked
+from worlds import World, built, full, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.core.units import BUFFERS
@@ -51,6 +51,7 @@ class Taken:
 
 def passes(world: World, width: int, folder: Path, stage: int, rests: bool, state: bool, saves: bool) -> dict[str, int]:
     own = folder / f"{width}-{world.rank}"
+    own.mkdir()
     tier = zk.Nvme(own / "state", ring_nbytes=RING) if state else "cpu"
     settings: dict[str, Any] = {"tier": zk.Nvme(own / "parameters", ring_nbytes=RING)} if rests else {}
     model = built(partial(Stack, width))
@@ -61,8 +62,7 @@ def passes(world: World, width: int, folder: Path, stage: int, rests: bool, stat
     for _ in range(3):
         losses.append(model(torch.ones(4, width) / 8))
         losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_zero(optimizer)
     assert losses[-1] < losses[0]
     if saves:
         zk.save(folder / f"saved-{width}", model, optimizer)

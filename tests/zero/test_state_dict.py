@@ -1,14 +1,15 @@
-"""state_dict of a sharded model and of its optimizer: whole inside of zk.gathered, this rank's part outside."""
+"""state_dict of a sharded model and of its optimizer: whole in zk.gathered, else this rank's part; copies are plain."""
 
 from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
-import pytest
 import torch
-from worlds import STAGES, World, anywhere, built, full, on_ranks, ranked, refusal, says
-from zero_cases import Net, make_adamw, mse
+from torch import nn
+from worlds import STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
+from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
 
@@ -23,11 +24,11 @@ def trained(world: World, stage: int, steps: int = 3, **settings: object) -> tup
 
 def go_on(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     mse(model, step, world).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
 
 
-def whole(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=STAGES)
+def test_a_full_state_dict_goes_anywhere(world: World, stage: int) -> None:
     """A full state_dict is plain tensors, survives torch.save with weights_only, and loads into plain and sharded."""
     model, _ = trained(world, stage)
     with zk.gathered(model):
@@ -49,13 +50,8 @@ def whole(world: World, stage: int) -> None:
         assert all(torch.equal(value, reference[name]) for name, value in full(again).items())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_full_state_dict_goes_anywhere(size: int, stage: int) -> None:
-    anywhere(size, whole, stage)
-
-
-def sharded(world: World, stage: int) -> None:
+@everywhere(1, 3, stage=[2, 3])
+def test_a_sharded_state_dict_loads_back(world: World, stage: int) -> None:
     """Outside of zk.gathered the state_dict is what this rank has, without communication, and loads back."""
     model, _ = trained(world, stage)
     kept = copy.copy(model.state_dict())
@@ -70,50 +66,15 @@ def sharded(world: World, stage: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in full(model).items())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_sharded_state_dict_loads_back(size: int, stage: int) -> None:
-    anywhere(size, sharded, stage)
-
-
-def resumed(world: World, stage: int) -> None:
-    """Model and optimizer saved after 3 steps and loaded into new ones go on with the same bits."""
-    model, optimizer = trained(world, stage)
-    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    states = copy_states(optimizer.state_dict())
-    again = world.shard(built(Net, seed=8), stage=stage)
-    loaded = make_adamw(again.parameters(), lr=0.5)
-    again.load_state_dict(weights)
-    loaded.load_state_dict(states)
-    for step in range(3, 6):
-        go_on(world, model, optimizer, step)
-        go_on(world, again, loaded, step)
-    assert all(torch.equal(value, full(again)[name]) for name, value in full(model).items())
-
-
-def copy_states(state: dict) -> dict:
-    entries = {
-        number: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
-        for number, entry in state["state"].items()
-    }
-    return {**state, "state": entries}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_training_goes_on_from_a_checkpoint(size: int, stage: int) -> None:
-    anywhere(size, resumed, stage)
-
-
-def states_of_plain(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=[1, 3])
+def test_states_of_an_unsharded_run_load(world: World, stage: int) -> None:
     """The state of an unsharded run, whole tensors, loads into a sharded one: each rank takes its span."""
     plain = built(Net)
     theirs = make_adamw(plain.parameters())
     for step in range(3):
         mse(plain, step, world).backward()
         world.average_gradients(plain.parameters())
-        theirs.step()
-        theirs.zero_grad()
+        step_and_zero(theirs)
     ours = world.shard(built(Net, seed=3), stage=stage)
     optimizer = make_adamw(ours.parameters())
     ours.load_state_dict(plain.state_dict())
@@ -127,18 +88,12 @@ def states_of_plain(world: World, stage: int) -> None:
         go_on(world, ours, optimizer, step)
         mse(plain, step, world).backward()
         world.average_gradients(plain.parameters())
-        theirs.step()
-        theirs.zero_grad()
+        step_and_zero(theirs)
     assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("size", [1, 2])
-def test_states_of_an_unsharded_run_load(size: int, stage: int) -> None:
-    anywhere(size, states_of_plain, stage)
-
-
-def wrong(world: World) -> None:
+@everywhere(1, 2)
+def test_a_state_dict_that_does_not_fit(world: World) -> None:
     model, _ = trained(world, 3, steps=1)
     with zk.gathered(model):
         kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -151,18 +106,64 @@ def wrong(world: World) -> None:
     says(message, ["gathered"])
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_state_dict_that_does_not_fit(size: int) -> None:
-    anywhere(size, wrong)
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
     for stage in (1, 3):
-        whole(world, stage)
-        resumed(world, stage)
-        states_of_plain(world, stage)
+        test_a_full_state_dict_goes_anywhere(world, stage)
+        test_states_of_an_unsharded_run_load(world, stage)
 
 
 def test_checkpoints_on_real_ranks() -> None:
     on_ranks(2, on_real_ranks)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model).module
+
+
+@everywhere(2, stage=STAGES, duplicate=[copy.deepcopy, pickled, averaged])
+def test_a_copy_is_plain_whole_and_independent(
+    world: World, stage: int, duplicate: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = world.shard(built(Net), stage=stage)
+    optimizer = make_adamw(model.parameters(), schedule="overlap")
+    for step in range(2):
+        mse(model, step, world).backward()
+        step_and_zero(optimizer)
+    with zk.gathered(model):
+        twin = duplicate(model)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+    x, _ = batch(3)
+    if world.rank == 0:  # alone: whatever still belonged to the other model would wait for the other ranks
+        assert all(type(param) is nn.Parameter and param.grad is None for param in twin.parameters())
+        assert all(torch.equal(value, kept[name]) for name, value in twin.state_dict().items())
+        steps = torch.optim.SGD(twin.parameters(), lr=0.1)
+        plain = built(Net)
+        plain.load_state_dict(kept)
+        for one in (twin, plain):
+            one(x).sum().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(twin.parameters(), plain.parameters(), strict=True))
+        steps.step()
+    with torch.no_grad():
+        plain = built(Net)
+        plain.load_state_dict(kept)
+        assert torch.equal(model(x), plain(x)), "what is done with a copy changes nothing here"
+    twin.load_state_dict(kept)
+    twin.zero_grad()
+    world.shard(twin, stage=stage)
+    with torch.no_grad():
+        assert torch.equal(twin(x), plain(x)), "and it can be sharded"
+
+
+def test_a_parameter_that_is_pickled_leaves_its_home_behind() -> None:
+    model = zk.shard(built(Net), stage=3)
+    with zk.gathered(model):
+        twin = pickled(model.leave.weight)
+    assert twin.__dict__ == {"_zk_home": None}

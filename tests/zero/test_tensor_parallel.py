@@ -71,7 +71,7 @@ MORE: list[tuple[str, int, int, dict[str, Any]]] = [
 
 
 def test_same_bits_as_by_hand_and_the_numbers_of_one_process() -> None:
-    on_ranks(4, trained, QUICK, 3)
+    on_ranks(4, trained, QUICK, 2)
 
 
 def lives(rank: int, stage: int, folder: str) -> None:

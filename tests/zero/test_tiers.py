@@ -1,9 +1,15 @@
-"""Parameters that rest on disk: training, reading, writing and failing as if they were in memory."""
+"""Parameters that rest on disk: as if they were in memory, and failures to read or write leave what there was."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import World, built, on_ranks, on_threads, ranked
+from worlds import World, built, on_ranks, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
-
-ON_DISK = pytest.mark.parametrize("settings", [
-    {},
-    {"schedule": "overlap"},
-    {"tier": "cpu", "schedule": "overlap"},
-    {"tier": "nvme", "state_format": "int8"},
-    {"tier": "nvme", "schedule": "overlap", "max_grad_norm": 0.5},
-], ids=["sync", "overlap", "state in host memory", "int8 state on disk", "all on disk, overlap, clipped"])  # fmt: skip
+from zerokern.memory import rest
 
 
 class Model(nn.Module):
@@ -59,8 +58,7 @@ def train(model: nn.Module, steps: int, rank: int = 0, **settings: Any) -> list[
     for x in batches(steps, rank):
         loss = model(x).square().mean()
         loss.backward()
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
         losses.append(loss.item())
     opt.flush()
     return losses
@@ -75,8 +73,8 @@ def values(model: nn.Module) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@ON_DISK
-def test_the_bits_of_a_plain_model(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_the_bits_of_a_plain_model(tmp_path: Path) -> None:
+    settings = {"tier": "nvme", "schedule": "overlap", "max_grad_norm": 0.5}
     plain, resting = model_of(), model_of()
     zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path / "model"))
     expected = train(plain, 6, **on(tmp_path, settings, "plain"))
@@ -97,23 +95,17 @@ def resident_and_resting(world: World, folder: Path, settings: dict[str, Any]) -
     assert all(torch.equal(one, ends[1][name]) for name, one in ends[0].items())
 
 
-@ON_DISK
-def test_the_bits_of_resident_shards(settings: dict[str, Any], tmp_path: Path) -> None:
-    on_threads(2, resident_and_resting, tmp_path, settings)
-
-
 def test_ranks_that_are_processes(tmp_path: Path) -> None:
     on_ranks(2, resident_and_resting, tmp_path, {"tier": "nvme", "schedule": "overlap"})
 
 
-@ON_DISK
-def test_values_that_bf16_has_rounded_away_are_not_lost(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_values_that_bf16_has_rounded_away_are_not_lost(tmp_path: Path) -> None:
     """They are joined with what rests on the disk when the optimizer first asks for them."""
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     losses = []
     for tier in ("device", zk.Nvme(tmp_path / "model")):
         model = zk.shard(model_of(), stage=3, mp_policy=policy, tier=tier)
-        losses.append(train(model, 4, **on(tmp_path, settings, f"state-{len(losses)}")))
+        losses.append(train(model, 4, tier=zk.Nvme(tmp_path / f"state-{len(losses)}"), state_format="int8"))
     assert losses[0] == losses[1]
 
 
@@ -142,16 +134,16 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-def test_writes_between_steps_last(use: str, tmp_path: Path) -> None:
-    plain, resting = model_of(), model_of()
-    zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path))
-    for model in (plain, resting):
-        train(model, 1)
-        with torch.no_grad():
-            USES[use](model.blocks[1][0].weight)
-    sharding_of(resting).rests.drain()
-    assert train(resting, 2) == train(plain, 2)
+def test_writes_between_steps_last(tmp_path: Path) -> None:
+    for use, write in USES.items():
+        plain, resting = model_of(), model_of()
+        zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path / use))
+        for model in (plain, resting):
+            train(model, 1)
+            with torch.no_grad():
+                write(model.blocks[1][0].weight)
+        sharding_of(resting).rests.drain()
+        assert train(resting, 2) == train(plain, 2), use
 
 
 def test_what_is_read_between_steps(tmp_path: Path) -> None:
@@ -193,19 +185,44 @@ def test_spans_for_torchs_optimizers_are_refused(tmp_path: Path) -> None:
         zk.shards(model)
 
 
-@pytest.mark.parametrize(("stage", "tier", "says"), [
-    (2, "cpu", "must be 'device' below stage 3"),
-    (3, "disk", "must be 'device', 'cpu' or zk.Nvme"),
-    (3, "swap/folder", "a folder becomes a tier"),
-])  # fmt: skip
-def test_other_tiers_are_refused(stage: int, tier: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says.replace(".", r"\.").replace("(", r"\(")):
-        zk.shard(model_of(), stage=stage, tier=tier)
+def test_other_tiers_are_refused() -> None:
+    for stage, tier, words in (
+        (2, "cpu", r"must be 'device' below stage 3"),
+        (3, "disk", r"must be 'device', 'cpu' or zk\.Nvme"),
+        (3, "swap/folder", r"a folder becomes a tier"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            zk.shard(model_of(), stage=stage, tier=tier)
 
 
-def test_two_models_in_one_folder_are_refused(tmp_path: Path) -> None:
+def test_a_later_model_takes_the_folder_over_and_the_earlier_one_says_so(tmp_path: Path) -> None:
+    """As where a notebook's cell runs twice. Nothing is read from where another model has its parameters now."""
     first = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
-    with pytest.raises(zk.IoError, match="in use by this process"):
+    train(first, 1)
+    view = next(first.parameters()).local  # somebody may have kept it
+    kept = view.clone()
+    with pytest.warns(UserWarning, match="built earlier in this process"):
+        second = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    gone = r"these parameters are gone.*taken over"
+    with pytest.raises(zk.ShardError, match=gone):
+        train(first, 1)
+    with pytest.raises(zk.ShardError, match=gone):
+        first(torch.ones(2, 8))
+    with pytest.raises(zk.ShardError, match=gone):
+        _ = next(first.parameters()).local
+    with pytest.raises(zk.ShardError, match=gone), zk.gathered(first):
+        pass
+    assert train(second, 2) == train(zk.shard(model_of(), stage=3), 2)
+    assert torch.equal(view, kept)
+    del first, view
+    gc.collect()
+    assert train(second, 1)
+
+
+def test_a_model_at_work_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest, "PATIENCE_S", 0.1)
+    first = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
+    with sharding_of(first).memories[0].rest.used(), pytest.raises(zk.IoError, match="in use by this process"):
         zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path))
     assert train(first, 1)
 
@@ -244,3 +261,166 @@ def fetched_before_it_is_gathered(world: World, folder: Path) -> None:
 
 def test_shards_come_one_unit_earlier_than_they_are_gathered(tmp_path: Path) -> None:
     on_threads(2, fetched_before_it_is_gathered, tmp_path)
+
+
+def corrupt(model: torch.nn.Module, number: int) -> None:
+    """The disk returns other bytes for one bucket from now on."""
+    rests = sharding_of(model).rests
+    rests.drain()
+    rests.sweep()
+    entry = list(rests.place.swap._entries.values())[number]
+    entry.crc ^= 1
+
+
+def step(opt: Any, model: torch.nn.Module) -> None:
+    """An update, to its end, and who reads it."""
+    opt.step()
+    opt.flush()
+    model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+def test_a_step_that_cannot_read_leaves_what_there_was(schedule: str, tmp_path: Path) -> None:
+    model = zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path, checksum=True))
+    opt = zk.AdamW(model.parameters(), schedule=schedule)
+    model(torch.ones(2, 8)).sum().backward()
+    before = {name: value.clone() for name, value in values(model).items()}
+    corrupt(model, 0)
+    with pytest.raises(zk.IoError, match="CRC32C"):
+        step(opt, model)
+    corrupt(model, 0)
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+@ranked
+def one_rank_cannot_read(world: World, folder: Path) -> list[str]:
+    model = world.shard(model_of(), stage=3, tier=zk.Nvme(folder, checksum=True))
+    train(model, 2, world.rank)
+    if world.rank == 1:
+        corrupt(model, 3)
+    said = []
+    for _ in range(2):
+        with pytest.raises((zk.IoError, zk.CommError)) as caught:
+            train(model, 1, world.rank)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_forward_that_cannot_read_is_named_on_all_ranks(tmp_path: Path) -> None:
+    for first, _ in on_ranks(2, one_rank_cannot_read, tmp_path):
+        assert "unit 'blocks.2' cannot be fetched" in first and "parameters-1" in first and "offset" in first
+
+
+@ranked
+def one_rank_cannot_step(world: World, folder: Path, schedule: str) -> str:
+    model = world.shard(model_of(), stage=3, tier=zk.Nvme(folder, checksum=True))
+    opt = zk.AdamW(model.parameters(), schedule=schedule)
+    model(torch.ones(2, 8)).sum().backward()
+    if world.rank == 1:
+        corrupt(model, 1)
+    with pytest.raises((zk.IoError, zk.CommError, zk.StateError)) as caught:
+        step(opt, model)
+    return str(caught.value)
+
+
+def test_a_step_that_cannot_read_is_named_on_all_ranks(tmp_path: Path) -> None:
+    for said in on_ranks(2, one_rank_cannot_step, tmp_path, "sync"):
+        assert "CRC32C" in said
+
+
+def test_an_update_under_way_that_cannot_read_ends_all_ranks(tmp_path: Path) -> None:
+    other, own = on_ranks(2, one_rank_cannot_step, tmp_path, "overlap")
+    assert "CRC32C" in own and "rank 1" in other
+
+
+KILLED = """
+import sys, torch, zerokern as zk
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+zk.shard(model, stage=3, tier=zk.Nvme(sys.argv[1]))
+opt = zk.AdamW(model.parameters(), tier=zk.Nvme(sys.argv[1] + "/state"))
+while True:
+    model(torch.ones(4, 512)).sum().backward(); opt.step(); opt.zero_grad()
+    print("step", flush=True)
+"""
+
+
+def test_a_kill_leaves_no_file_and_no_lock(tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    for _ in range(2):
+        assert run.stdout.readline() == b"step\n"
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    left = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert left < 4096, "the lock's words alone"
+    assert train(zk.shard(model_of(), stage=3, tier=zk.Nvme(tmp_path)), 1)
+
+
+class Interrupt:
+    """Ctrl-C before the line with this number, of those that fetch, gather and release."""
+
+    FILES = ("memory/rest.py", "zero/gather.py", "zero/gathered_unit.py", "zero/params.py")
+
+    def __init__(self, number: int) -> None:
+        self.left, self.came = number, False
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(lambda frame, event, arg: self._line if frame.f_code.co_filename.endswith(self.FILES) else None)
+        return self
+
+    def __exit__(self, *of: object) -> None:
+        sys.settrace(None)
+
+    def _line(self, frame: Any, event: str, arg: object) -> Any:
+        self.left -= event == "line"
+        if not self.left:
+            sys.settrace(None)
+            self.came = True
+            raise KeyboardInterrupt
+        return self._line
+
+
+def test_a_pass_that_is_interrupted_anywhere_leaves_what_there_was(tmp_path: Path) -> None:
+    """What looks whole is there, and what has changed is stored: Ctrl-C in a notebook, and on with the training."""
+    plain, resting = model_of(width=16, count=2), model_of(width=16, count=2)
+    zk.shard(resting, stage=3, tier=zk.Nvme(tmp_path))
+    sharding_of(resting).rests.leaving_nbytes = 0
+    opts = [zk.AdamW(model.parameters()) for model in (plain, resting)]
+    x = torch.ones(2, 8)
+    for number in range(1, 10**6, 61):
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(number) as interrupt:
+            resting(x).sum().backward()
+        losses = []
+        for model, opt in zip((plain, resting), opts, strict=True):
+            opt.zero_grad()
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
+            opt.step()
+        assert torch.equal(*losses), number
+        if not interrupt.came:
+            break
+    assert number > 1000
+
+
+def test_an_optimizer_is_not_built_on_what_stands_for_parameters_in_a_forward_that_was_interrupted() -> None:
+    model = zk.shard(model_of(), stage=3)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 8))
+    with pytest.raises(ValueError, match="run one to its end"):
+        zk.AdamW(model.parameters())
+    handle.remove()
+    model(torch.ones(2, 8))
+    assert train(model, 1)
+
+
+def test_a_disk_that_is_too_small_is_refused_with_the_table(tmp_path: Path) -> None:
+    model = model_of()
+    before: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(zk.ZerokernError, match="parameters"):
+        zk.shard(model, stage=3, tier=zk.Nvme(tmp_path, budget="64K"))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

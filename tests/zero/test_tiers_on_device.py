@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_tiers import Model, batches, model_of, values
+from test_tiers import Model, batches, corrupt, model_of, values
 from torch import Tensor, nn
 from tries import best
 from waiting_device import Waiting, played
-from worlds import World, on_threads, ranked
+from worlds import World, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -23,13 +24,6 @@ from zerokern.examples.played_device import OTHERS, PlayedDevice, PlayedMark, Pl
 from zerokern.zero.params import BucketMemory
 
 SLOW = {"down_gb_s": 1.0, "up_gb_s": 1.0, "stretch": 5e-4, "poison": True}
-SETTINGS = pytest.mark.parametrize("settings", [
-    {},
-    {"schedule": "overlap", "max_grad_norm": 0.5},
-    {"tier": "cpu", "schedule": "overlap", "state_format": "int8"},
-    {"tier": "nvme", "schedule": "overlap"},
-    {"schedule": zk.Delayed(after=2), "max_grad_norm": 0.5},
-], ids=["sync", "overlap, clipped", "state in host memory", "state on disk", "delayed"])  # fmt: skip
 
 
 def on(device: PlayedDevice, model: nn.Module) -> nn.Module:
@@ -51,8 +45,7 @@ def train(
             loss.backward()
         losses.append(loss.item())
         if last:
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
     opt.flush()
     return losses
 
@@ -80,17 +73,18 @@ def the_same(world: World, folder: Any, settings: dict[str, Any], rests: str, lo
     assert all(torch.equal(one, ends[name]) for name, one in kept.items())
 
 
-@SETTINGS
-@pytest.mark.parametrize("rests", ["cpu", "disk"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_bits_of_resident_shards(ranks: int, rests: str, settings: dict[str, Any], tmp_path: Any) -> None:
-    on_threads(ranks, the_same, tmp_path, settings, rests, {})
+ROWS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
+    (1, "cpu", {}, {"accumulate": 3, "once": False}),
+    (2, "cpu", {"tier": "nvme", "schedule": "overlap"}, {}),
+    (1, "disk", {"tier": "cpu", "schedule": "overlap", "state_format": "int8"}, {}),
+    (2, "disk", {"schedule": zk.Delayed(after=2), "max_grad_norm": 0.5}, {"accumulate": 3, "once": True}),
+]
 
 
-@pytest.mark.parametrize("once", [True, False], ids=["under no_sync", "added to what is reduced"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_accumulated(ranks: int, once: bool, tmp_path: Any) -> None:
-    on_threads(ranks, the_same, tmp_path, {}, "cpu", {"accumulate": 3, "once": once})
+@pytest.mark.parametrize("ranks, rests, settings, loop", ROWS, ids=str)
+def test_the_bits_of_resident_shards(ranks: int, rests: str, settings: dict, loop: dict, tmp_path: Path) -> None:
+    """tests/whole has all places of state, formats and schedules; here buckets are small, and copies slow and late."""
+    on_threads(ranks, the_same, tmp_path, settings, rests, loop)
 
 
 class Busy(torch.autograd.Function):
@@ -175,8 +169,7 @@ def seconds_of_a_step(tier: str) -> float:
         opt, begins = zk.SGD(model.parameters(), lr=1e-3, tier="cpu"), []
         for x in batches(4):
             model(x).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
+            step_and_zero(opt)
             device.synchronize()
             begins.append(computed["forward", 0][0])
         del model, opt
@@ -300,8 +293,7 @@ def outside(model: nn.Module) -> None:
 def spans(model: nn.Module) -> None:
     opt = torch.optim.SGD(zk.shards(model), lr=0.1)
     model(torch.ones(2, 8)).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    step_and_zero(opt)
 
 
 def by_hand(model: nn.Module) -> None:
@@ -342,3 +334,48 @@ def used(world: World, use: str) -> None:
 @pytest.mark.parametrize("use", USES)
 def test_other_uses(use: str, ranks: int) -> None:
     on_threads(ranks, used, use)
+
+
+@pytest.mark.parametrize("width", [1, 3, 1536])
+def test_any_size_passes_a_ring_of_two_slots(width: int, tmp_path: Path) -> None:
+    expected = train(zk.shard(model_of(width=width, count=2), stage=3), 2)
+    with played(poison=True) as device:
+        model = on(device, model_of(width=width, count=2))
+        zk.shard(model, stage=3, tier=zk.Nvme(tmp_path, ring_nbytes="1M"))
+        assert train(model, 2) == expected
+        lift = sharding_of(model).memories[0].lift
+        assert len(lift._slots) == 2 and lift.host.held()["ring"] == 1 << 20
+        del model, lift
+
+
+def test_what_cannot_be_read_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    expected = train(zk.shard(model_of(), stage=3), 2)
+    with played(**SLOW) as device:
+        model = zk.shard(on(device, model_of()), stage=3, tier=zk.Nvme(tmp_path, checksum=True))
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        corrupt(model, 3)
+        for _ in range(2):
+            with pytest.raises(zk.IoError, match=r"unit 'blocks.2' cannot be fetched"):
+                model(torch.ones(2, 8))
+        corrupt(model, 3)
+        assert train(model, 2) == expected
+        assert all(torch.isfinite(value).all() for value in values(model).values())
+        sharding_of(model).rests.drain()
+        memories = sharding_of(model).memories
+        assert not any(one.rest.is_here or one.full.untyped_storage().nbytes() for one in memories)
+        del model, memories
+
+
+def test_the_thread_ends_with_the_model(tmp_path: Path) -> None:
+    with played() as device:
+        model = zk.shard(on(device, model_of()), stage=3, tier=zk.Nvme(tmp_path))
+        train(model, 1)
+        lifting = [one for one in threading.enumerate() if one.name.startswith("zerokern lift")]
+        assert lifting
+        del model
+        for _ in range(3):
+            gc.collect()
+        for one in lifting:
+            one.join(5.0)
+            assert not one.is_alive()

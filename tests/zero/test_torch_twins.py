@@ -7,17 +7,17 @@ test_2d_composability
     parallelism, whole parameters and gradients: the same; offloading: `other_tiers_and_times`, and below;
     checkpoints between FSDP, TP and 2-D: saving/test_layouts; what cannot be: `what_does_not_know_dtensors`, below
 test_pp_composability, test_3d_composability
-    test_pipelines (all schedules), test_three_dimensions, test_layouts_of_ranks
+    test_pipelines (all schedules), test_layouts_of_ranks
 test_fully_shard_training
     1-D, HSDP, accumulation: test_losses, test_hybrid, test_layouts_of_ranks, below; shared parameters, nested units,
     several forwards: module_cases, below; hooks after accumulation: test_parameter_hooks, below; two models in one
     loop, a forward that is not the root's: test_modules, conformance/of_evaluation, below
 test_fully_shard_clip_grad_norm_
-    test_clipping, test_hybrid_failures, test_pipeline_norms, below; other norms than 2 and inf are refused by name
+    test_squares, test_hybrid_failures, test_pipelines, below; other norms than 2 and inf are refused by name
 test_fully_shard_state_dict
     test_state_dict, saving/test_layouts (the helpers of torch.distributed.checkpoint, cpu_offload, loading after)
 test_fully_shard_frozen
-    module_cases `frozen in part`, test_modules `freezing_between_steps`, below
+    module_cases `frozen in part`, conformance/of_optimizers, below
 test_fully_shard_mixed_precision
     test_amp, test_losses, below
 """

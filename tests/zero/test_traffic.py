@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from wire_cases import gathers_twice, sent
-from worlds import World, full, on_ranks, ranked
+from worlds import World, full, on_ranks, ranked, step_and_zero
 from zero_cases import Net, built, make_adamw, mse
 
 FP32, BF16, MIXED = "fp32", "bf16", "bf16, fp32 reduced"
@@ -25,12 +25,7 @@ EXACT = {
     (2, FP32, 4, False): 5.0,
 }
 # What is still there from forward, or for the next step, need not be gathered: so at most.
-AT_MOST = {
-    (3, FP32, 1, False): 3.0,
-    (3, BF16, 1, False): 1.5,
-    (3, FP32, 4, True): 9.0,
-    (3, FP32, 4, False): 12.0,
-}
+AT_MOST = {(3, FP32, 1, False): 3.0, (3, BF16, 1, False): 1.5, (3, FP32, 4, True): 9.0, (3, FP32, 4, False): 12.0}
 TOLERANCE = 0.01  # headers, padding at cuts, the norm's one number
 
 
@@ -77,8 +72,7 @@ def silent(world: World) -> None:
         optimizer = make_adamw(model.parameters(), max_grad_norm=1.0)
         for number in range(2):
             mse(model, number, world).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
         assert all(torch.isfinite(param).all() for param in full(model).values())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from worlds import built
+from worlds import built, step_and_zero
 
 import zerokern as zk
 from zerokern.zero.tiles import rows_of
@@ -82,8 +82,7 @@ def train(model: nn.Module, steps: int = 4, rank: int = 0, opt: Any = None, seed
     for x in batches(steps, rank, seed):
         loss = model(x).float().square().mean()
         loss.backward()
-        opt.step()
-        opt.zero_grad()
+        step_and_zero(opt)
         losses.append(loss.item())
     opt.flush()
     return losses

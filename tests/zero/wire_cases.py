@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
-from worlds import World, built, ranked
+from worlds import World, built, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.examples.model import GPT, Shape
@@ -36,8 +36,7 @@ def step(model: Callable, optimizer: torch.optim.Optimizer, seed: int, micros: i
         words = torch.randint(256, (2, SHAPE.context + 1), generator=torch.Generator().manual_seed(seed * 10 + micro))
         with hold() if hold and micro < micros - 1 else contextlib.nullcontext():
             (model(words[:, :-1], words[:, 1:]) / micros).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_zero(optimizer)
 
 
 def per_step(model: Callable, optimizer: torch.optim.Optimizer, micros: int, hold: Callable | None) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ __all__ = [
     "alone",
     "anywhere",
     "built",
+    "everywhere",
+    "for_each",
     "full",
     "on_hybrid_threads",
     "on_ranks",
@@ -44,13 +46,12 @@ __all__ = [
     "ranked",
     "refusal",
     "says",
+    "step_and_zero",
 ]
 
 BUILDING = threading.Lock()
 
-# Stages 1 and 2 differ in where gradients are kept; test_parameters.py and test_losses.py look at all in each run.
-STAGES = (0, pytest.param(1, marks=pytest.mark.slow), 2, 3)
-SHARDED = STAGES[1:]
+STAGES, SHARDED = (0, 1, 2, 3), (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,46 @@ def on_ranks(size: int, function: Callable, *arguments: Any, **settings: Any) ->
     return run_ranks(size, function, *arguments, **settings)
 
 
+def for_each(rank: int, function: Callable, rows: Iterable[Any]) -> list:
+    """`function` with each of the rows, in one launch of ranks; an error names its row."""
+    found = []
+    for row in rows:
+        try:
+            found.append(function(rank, row))
+        except Exception as error:
+            raise AssertionError(f"with {row}") from error
+    return found
+
+
 def anywhere(size: int, function: Callable, *arguments: Any) -> list:
     """Alone where one is enough, on threads otherwise: what a wide matrix can afford."""
     return alone(function, *arguments) if size == 1 else on_threads(size, function, *arguments)
+
+
+def everywhere(*sizes: int, **axes: Iterable[Any]) -> Callable[[Callable], Callable]:
+    """Makes `work(world, *row)` a test: on as many ranks as `sizes` says, with every combination of values of `axes`.
+
+    An error names its row. Called with a World, as by what runs on real ranks, the test is the work itself.
+    """
+
+    def decorate(work: Callable) -> Callable:
+        def test(*given: Any) -> None:
+            if given:
+                return work(*given)
+            for size, *row in itertools.product(sizes, *axes.values()):
+                torch.manual_seed(0)
+                try:
+                    anywhere(size, work, *row)
+                except BaseException as error:
+                    error.add_note(f"on {size} ranks, {dict(zip(axes, row, strict=True))}")
+                    raise
+            return None
+
+        test.__name__, test.__qualname__, test.__doc__ = work.__name__, work.__qualname__, work.__doc__
+        test.__module__ = work.__module__
+        return test
+
+    return decorate
 
 
 def built(build: Callable[[], Any], seed: int = 0) -> Any:
@@ -178,6 +216,12 @@ def built(build: Callable[[], Any], seed: int = 0) -> Any:
             return build()
         finally:
             torch.set_rng_state(kept)
+
+
+def step_and_zero(*optimizers: Any) -> None:
+    for one in optimizers:
+        one.step()
+        one.zero_grad()
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from worlds import World, built, full
+from worlds import World, anywhere, built, full, step_and_zero
 
 import zerokern as zk
 
@@ -89,8 +89,7 @@ def follow(world: World, case: Case, make: Callable = make_adamw, **settings: An
             case.backward(loss)
             if model is plain:
                 world.average_gradients(plain.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_zero(optimizer)
             losses.append(loss.detach())
             seen.append(case.after(model, step))
         same(exact, losses[0], losses[1], f"{case.name}, loss of step {step}")
@@ -111,3 +110,56 @@ def same(exact: bool, mine: Tensor, theirs: Tensor, what: str) -> None:
 def make_sgd(params: Any) -> torch.optim.Optimizer:
     """Continuous in the gradient, unlike Adam's first steps: for sums whose order differs."""
     return zk.SGD(params, lr=0.05, momentum=0.9)
+
+
+__all__ = ["Run", "same_as_plain"]
+
+
+@dataclass
+class Run:
+    """What a program gets: `reduce` is nothing under zk.shard, where a backward pass reduces by itself."""
+
+    world: World
+    model: nn.Module
+    is_plain: bool
+    settings: dict[str, Any]  # of its optimizers
+
+    def optimizer(self, params: Iterable | None = None, make: Callable = make_adamw, **more: Any) -> Any:
+        settings = {} if self.is_plain else self.settings
+        return make(self.model.parameters() if params is None else params, **{**settings, **more})
+
+    def reduce(self) -> None:
+        if self.is_plain:
+            self.world.average_gradients(self.model.parameters())
+
+    def backward(self, loss: Tensor, **settings: Any) -> None:
+        loss.backward(**settings)
+        self.reduce()
+
+    def train(self, optimizer: Any, steps: Sequence[int] = (0, 1), model: nn.Module | None = None) -> None:
+        for step in steps:
+            self.backward(mse(model or self.model, step, self.world))
+            step_and_zero(optimizer)
+
+
+def same_as_plain(
+    size: int, program: Callable[[Run], Any], build: Callable = Net, optimizer: Any = None, **settings: Any
+) -> None:
+    """The tensors that the program returns, and the parameters that it leaves, are those of plain data parallelism."""
+
+    def both(world: World) -> None:
+        found = []
+        for is_plain in (True, False):
+            model = built(build)
+            run = Run(world, model if is_plain else world.shard(model, **settings), is_plain, optimizer or {})
+            seen = program(run)
+            with zk.gathered(run.model):
+                held = [param.detach().clone() for param in run.model.parameters()]
+            found.append([one.detach().clone() for one in seen or ()] + held)
+        for place, (theirs, mine) in enumerate(zip(*found, strict=True)):
+            same(world.size <= 2, mine, theirs, f"tensor {place}")
+        for mine in found[1]:
+            assert world.total(mine.clone()).div(world.size).sub(mine).abs().amax() <= 1e-6, "ranks have drifted apart"
+
+    torch.manual_seed(0)
+    anywhere(size, both)

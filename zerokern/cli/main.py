@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import zerokern
+from zerokern import arguments
 from zerokern.cli.parsing import Parser
 from zerokern.core.errors import ZerokernError
 
@@ -56,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 13
     except ZerokernError as error:
         print(f"zerokern: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in arguments.EXTRA:
+            raise
+        print(f"zerokern: {arguments.needs_extra(error.name)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zerokern import arguments
 from zerokern.core.errors import ZerokernError, got
 from zerokern.core.units import BINARY
+from zerokern.planner.activations import ATTENTIONS
 from zerokern.planner.amounts import parse_numel
 from zerokern.planner.shapes import PRESETS, from_config, preset
 from zerokern.schedule import Delayed, shipped
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from zerokern.planner import Plan
     from zerokern.planner.forecast import Forecast
 
-SHAPE = ("layers", "hidden", "heads", "batch", "seq", "ci")
+SHAPE = ("layers", "hidden", "heads", "batch", "seq", "ci", "attention")
 _META = "It is called without arguments under torch.device('meta'), so that no memory is needed"
 
 
@@ -66,10 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in (("heads", "attention heads"), ("batch", "sequences on each rank"), ("seq", "tokens in each")):
         seen.add_argument(f"--{name}", type=arguments.count, metavar="N", help=text)
     seen.add_argument("--ci", type=arguments.count, metavar="N", help="layers between two activation checkpoints (1)")
+    seen.add_argument(
+        "--attention", choices=ATTENTIONS, help="sdpa, as flash attention, stores no scores; eager stores all (sdpa)"
+    )
     run_ = parser.add_argument_group("the run")
     run_.add_argument("--world", type=parse_worlds, default=(1,), metavar="N,...", help="numbers of ranks (1)")
     run_.add_argument("--mesh", type=parse_mesh, metavar="NAME=N,...", help="in place of --world: pp=2,dp=8,tp=4")
-    run_.add_argument("--stage", type=int, default=2, help="whose step and notes are shown; the table has all (2)")
+    run_.add_argument("--stage", type=int, default=2, help="whose step and notes are shown (2)")
     run_.add_argument("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, none")
     run_.add_argument("--param-dtype", metavar="DTYPE", help="bf16, fp16, fp32 (a number: bf16; a model: its own)")
     run_.add_argument("--reduce-dtype", metavar="DTYPE", help="of gradients (the parameters')")
@@ -94,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timed.add_argument("--hardware", metavar="NAME", help=f"{', '.join(shipped())}, or a JSON file that describes one")
     timed.add_argument("--tokens", type=parse_tokens, metavar="N,...", help="in a step of one rank (4k,16k,32k,64k)")
     out = parser.add_argument_group("output")
+    out.add_argument("--all", action="store_true", help="also what was asked for, at every stage and in every format")
     out.add_argument("--program", action="store_true", help="the step at --stage, operation by operation")
     out.add_argument("--markdown", action="store_true", help="Markdown on a terminal too, as it is in a file or a pipe")
     out.add_argument("--json", action="store_true", help="print JSON")
@@ -113,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             numbers[-1]["forecast"] = forecast.to_dict()
         print(json.dumps(numbers, indent=1))
     else:
-        page = shown(plans, program=args.program)
+        page = shown(plans, everything=args.all, program=args.program)
         if forecast is not None:
             page += f"\n\n{forecast}"
         print(page if args.markdown or not sys.stdout.isatty() else plain(page, get_terminal_size().columns))
@@ -124,18 +129,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def shown(plans: list[Plan], *, program: bool) -> str:
-    """Advice for each plan; the table of the last, before it one of all numbers of ranks, behind it its step."""
-    from zerokern.planner import table
+def shown(plans: list[Plan], *, everything: bool, program: bool) -> str:
+    """Advice for each plan, and one table of all numbers of ranks; of the last plan the tables of what is advised, and
+    where nothing is, or all is asked for, its own."""
+    from zerokern.planner import table, tiers
     from zerokern.planner.program import line_of
 
-    parts = ["\n".join(plan.advice() for plan in plans)] if plans[-1].device_memory else []
+    last = plans[-1]
+    parts = [plan.advice() for plan in plans] if last.device_memory else []
     if len(plans) > 1:
         parts.append(table.of_worlds(plans))
-    parts.append(str(plans[-1]))
+    advised = [tiers.of_stage(plan) for plan in last.advised()]
+    parts += dict.fromkeys(advised)
+    if everything or not advised:
+        parts.append(last.page(formats=everything))
+    if not everything:
+        parts.append("--all adds what was asked for, at every stage and in other formats.")
     if program:
-        parts.append(f"A step at stage {plans[-1].stage}:")
-        parts.append("\n".join(f"    {line_of(op)}" for op in plans[-1].program.ops))
+        parts.append(f"A step at stage {last.stage}:")
+        parts.append("\n".join(f"    {line_of(op)}" for op in last.program.ops))
     return "\n\n".join(parts)
 
 
@@ -154,7 +166,7 @@ def plain(page: str, columns: int) -> str:
             lines += _aligned([[cell.strip() for cell in line.strip("|").split("|")] for line in group])
             continue
         for line in group:
-            if line.startswith("    ") or not line:
+            if line.startswith(("    ", "Code: ")) or not line:
                 lines.append(line)
             else:
                 indent = "  " * line.startswith("*")
@@ -219,7 +231,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
 def _subject(args: argparse.Namespace) -> Any:
     shape = {name: value for name in SHAPE if (value := getattr(args, name)) is not None}
     published = args.config or (args.model and ":" not in args.model)
-    seen = {name: shape.pop(name) for name in ("batch", "seq", "ci") if published and name in shape}
+    seen = {name: shape.pop(name) for name in ("batch", "seq", "ci", "attention") if published and name in shape}
     asked = {"numel": args.numel, "model": args.model, "config": args.config, "layers": shape}
     given = [name for name, value in asked.items() if value]
     if len(given) != 1:

@@ -44,6 +44,7 @@ ROLE_COLOURS = {
     "host gradients": "#c3c8d0",
     "checkpoints": "#8a6fa8",
     "activations": "#c3b3d6",
+    "logits": "#a65d7a",
 }
 STAGE_COLOURS = ("#9aa1ad", "#e08e45", "#7fa8d1", "#2f5d8a")
 FONT: dict[Any, Any] = {"font.size": 13, "font.family": "DejaVu Sans", "text.color": INK, "axes.labelcolor": INK}

@@ -23,6 +23,7 @@ from zerokern.api import BUCKET_BYTES
 from zerokern.core.errors import got
 from zerokern.integrations.deepspeed_keys import AUTO, DEFAULTS, KEYS
 from zerokern.io import Nvme
+from zerokern.io.place import below
 
 __all__ = ["Settings", "from_deepspeed"]
 
@@ -379,7 +380,7 @@ def _tier(values: Values, what: str, deprecated: str, *folder: str) -> dict[str,
     path = values.get(f"{section}.nvme_path")
     if not path:
         raise ValueError(got(f"{section}.nvme_path", path, "a folder on the disk, since device is nvme"))
-    return {"tier": Nvme(Path(path, "zerokern", *folder))}
+    return {"tier": below(Nvme(path), "zerokern", *folder)}
 
 
 def _accumulation(values: Values, world: int) -> tuple[int, int | None]:

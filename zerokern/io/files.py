@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zerokern.core import native
 from zerokern.core.errors import BudgetError, IoError, say_once
-from zerokern.io.advice import refused
+from zerokern.io.advice import because, refused
 from zerokern.io.engine import Engine
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
@@ -29,6 +29,7 @@ __all__ = [
     "go_direct",
     "make_folder",
     "refuse_beyond_free",
+    "refuse_unusable",
     "remains",
     "reserve",
     "sync_folder",
@@ -275,6 +276,38 @@ class Files:
                     failed = failed or error
         if failed is not None:
             raise refused(failed, self.folder, "Removing the store's files")
+
+
+def refuse_unusable(folder: Path, budget: int | None) -> None:
+    """Raises where a folder can be neither written nor made, or its file system is smaller than the budget.
+
+    >>> refuse_unusable(Path("/nowhere/swap"), None)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    zerokern.core.errors.IoError: /nowhere/swap cannot be made: there is no folder /nowhere. Make it, or correct...
+    """
+    there = folder if os.path.lexists(folder) else folder.parent
+    number = 0
+    try:
+        found = os.statvfs(there)
+        if not there.is_dir():
+            number = errno.ENOTDIR
+        elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+            number = errno.EROFS if found.f_flag & os.ST_RDONLY else errno.EACCES
+    except OSError as error:
+        number = error.errno or errno.EIO
+    if number == errno.ENOENT and there is not folder:
+        says = f"{folder} cannot be made: there is no folder {there}. Make it, or correct the path"
+        raise IoError(says, path=str(folder), errno=number)
+    if number:
+        made = "written to" if there is folder else f"made in {there}"
+        raise IoError(f"{folder} cannot be {made}: {because(number)}", path=str(folder), errno=number)
+    size = found.f_blocks * found.f_frsize
+    if budget is not None and 0 < size < budget:  # some file systems do not say
+        raise BudgetError(
+            f"budget={amount(budget)} does not fit on the file system of {there}, which has {amount(size)} in all; "
+            "ask for less, or choose another disk"
+        )
 
 
 def refuse_beyond_free(folder: Path, nbytes: int, budget: int, used: int) -> None:

@@ -6,31 +6,38 @@ A record is one key of a Store. What it means is not known here.
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import itertools
 import os
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import ZerokernError, got
+from zerokern.core.errors import StateError, ZerokernError, got
 from zerokern.core.units import RING_NBYTES, parse_nbytes
 from zerokern.io.engine import KINDS
+from zerokern.io.files import refuse_unusable
 from zerokern.io.store import PAGE, Store
 from zerokern.io.ticket import Ticket
 from zerokern.memory import Arena, Ring, Slot, Wanted, flow
 
-__all__ = ["SLOTS", "Nvme", "NvmePlace", "Record"]
+__all__ = ["SLOTS", "Nvme", "NvmePlace", "Record", "below"]
 
 SLOTS = 8
 # Two columns of 4 MiB side by side take turns on the same banks of memory: 0.61 ns per parameter, 0.56 with slots that
 # are no power of two (fp32 Adam).
 LARGE, SKEW = 4 << 20, 16 << 10
 LEAST_RING = 1 << 20
+_open: weakref.WeakValueDictionary[str, NvmePlace] = weakref.WeakValueDictionary()  # by folder, those of this process
+_moments = itertools.count()  # tells which of two things came first
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Nvme:
     Each optimizer needs a folder of its own. Several ranks may be given the same `path`; each makes a folder below it.
 
     Args:
-        path: a folder on a fast local disk. It is made if it does not exist.
+        path: a folder on a fast local disk. It is made when it is first needed; the folder above it must exist.
         budget: bytes of disk, or text such as "8G" (GiB). They are reserved at once; without it files grow.
         ring_nbytes: host memory that the state streams through, as bytes or text.
         engine: "uring", "threads", or "auto" for the better one that this kernel allows.
@@ -72,8 +79,20 @@ class Nvme:
             raise ValueError(got("ring_nbytes", ring_nbytes, f"at least {LEAST_RING} bytes"))
         room = None if budget is None else parse_nbytes("budget", budget)
         fields = {"path": os.fspath(path), "budget": room, "ring_nbytes": ring, "engine": engine, "checksum": checksum}
+        refuse_unusable(Path(os.path.abspath(path)), room)
         for name, value in fields.items():  # frozen from here on
             object.__setattr__(self, name, value)
+
+
+def below(tier: Nvme, *names: str) -> Nvme:
+    """The same tier in a folder below its own, which need not be there yet.
+
+    >>> below(Nvme("swap"), "state-0").path
+    'swap/state-0'
+    """
+    made = copy.copy(tier)
+    object.__setattr__(made, "path", os.path.join(tier.path, *names))
+    return made
 
 
 class Record:
@@ -114,6 +133,11 @@ class NvmePlace:
         self.version = 0  # counts what may have changed records
         self._reserved: list[Record] = []  # room for what is about to be laid out
         self._numbers = itertools.count()
+        self._made, self._opened = next(_moments), -1
+        self._closed, self._pid = "", os.getpid()  # why nothing can be done with it any more
+        #: asked to give the folder up to a place that was made after this one had opened it: says what whoever uses
+        #: this one is told from then on, or nothing if it is at work
+        self.gives_way: Callable[[], str] | None = None
 
     @property
     def budget(self) -> int | None:
@@ -122,11 +146,18 @@ class NvmePlace:
 
     @property
     def is_open(self) -> bool:
-        return hasattr(self, "swap")
+        return hasattr(self, "swap") and not self._closed
 
     def open(self) -> None:
-        """Take memory for the ring, then the folder, which is refused where another job has it."""
+        """Take memory for the ring, then the folder, which is refused where another job has it.
+
+        A place of this process that had opened the folder before this one was made gives it up: a notebook's cell that
+        runs again is not locked out by its first run. Of two that were made first and used then, both are wanted.
+        """
+        self.refuse_if_closed()
         if not self.is_open:
+            folder = os.path.realpath(self.tier.path)
+            self._replace_earlier(folder)
             ring = None
             if self._staged:
                 ring = Ring(Arena(SLOTS * self.slot_nbytes), SLOTS, self.slot_nbytes, self._owner)
@@ -141,10 +172,53 @@ class NvmePlace:
                 raise
             if ring is not None:
                 self.ring = ring
-                weakref.finalize(self, _give_back, ring).atexit = False
+                self._ring_finalizer = weakref.finalize(self, _give_back, ring)
+                self._ring_finalizer.atexit = False
+            self._opened = next(_moments)
+            _open[folder] = self
+
+    def _replace_earlier(self, folder: str) -> None:
+        for _ in range(3):  # what autograd's nodes hold is found one by one
+            if folder not in _open:
+                return
+            gc.collect()  # perhaps nobody refers to it any more
+        earlier = _open.get(folder)
+        if earlier is None or not earlier.is_open or earlier._pid != os.getpid() or earlier.gives_way is None:
+            return
+        if earlier._opened > self._made:
+            return
+        because = earlier.gives_way()
+        if because:
+            earlier.close(because)
+            warnings.warn(
+                f"{self.tier.path!r} had the {self._owner} of what was built earlier in this process and is still "
+                "referred to, in a notebook perhaps by _ or Out. What is built now has the folder from here on: the "
+                "earlier one is closed, and using it raises. To keep both give each a folder of its own; "
+                "opt.close() closes an optimizer without this warning",
+                stacklevel=2,
+            )
+
+    def refuse_if_closed(self) -> None:
+        if self._closed:
+            raise StateError(self._closed)
+
+    def close(self, because: str) -> None:
+        """Gives the folder and the ring's memory back; nothing is kept. From here on whoever uses it is told why."""
+        if self._closed:
+            return
+        opened, self._closed = self.is_open, because
+        if opened:
+            self.stop_reading()
+            try:
+                with contextlib.suppress(ZerokernError):  # of a transfer whose bytes nobody wants any more
+                    self.swap.close()
+            finally:
+                if self._staged:
+                    self._ring_finalizer()
 
     def check(self) -> None:
         """Raises in a forked child: the ring's memory is not there, and an update would write to it all the same."""
+        self.refuse_if_closed()
         if self.is_open and self._staged:
             self.ring.slots[0].lease.tensor(torch.uint8, (1,))
 
@@ -183,7 +257,7 @@ class NvmePlace:
 
     def evict(self, kept: Iterable[Record]) -> None:
         """Give their room back."""
-        for record in list(kept):
+        for record in list(kept) if not self._closed else ():
             self.swap.delete(record.key)
             record.dropped = True
             del self.records[record.key]
@@ -204,10 +278,12 @@ class NvmePlace:
 
     def fetch(self, kept: Record, out: Tensor, after: Any = None) -> Ticket:
         """A record on its way into host memory."""
+        self.refuse_if_closed()
         return self.swap.get(kept.key, out, after=after)
 
     def store(self, kept: Record, value: Tensor, after: Any = None) -> Ticket:
         """What host memory holds on its way into the record."""
+        self.refuse_if_closed()
         ticket = self.swap.put(kept.key, value, after)
         kept.stored = True
         return ticket

@@ -13,6 +13,8 @@ import errno
 import os
 import sys
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import ZerokernError
+from zerokern.core.errors import ShardError, ZerokernError
 from zerokern.memory.arena import PAGE
 from zerokern.memory.pages import Pages, reserve
 from zerokern.memory.place import Place, Wanted
@@ -30,6 +32,7 @@ from zerokern.memory.staging import Ticket
 __all__ = ["GOING", "Rest", "Rests"]
 
 GOING = 32 << 20
+PATIENCE_S = 10.0  # with an update that is under way beside its user's thread
 
 
 class Rests:
@@ -55,12 +58,38 @@ class Rests:
         self.leaving: deque[Rest] = deque()  # without a user, and to be given back once they are stored
         self.kept: list[Rest] = []  # without a user, while somebody has a view of them
         self.unused: list[Any] = []  # room in the place that nobody has any more
-        self._pid = os.getpid()
+        self._pid, self._closed = os.getpid(), ""
+        self._all: weakref.WeakSet[Rest] = weakref.WeakSet()
 
     def make(self, role: str, numel: int, dtype: torch.dtype) -> Rest:
         """Memory for so many elements, zeros as yet, with room for them in the place."""
+        self.check()
         self.evict()
         return Rest(self, role, numel, dtype)
+
+    def close(self, because: str) -> bool:
+        """Nothing is fetched any more, and who asks is told why; the place may go. False: something stays in use.
+
+        An update that runs beside its user's thread ends by itself, and is waited for.
+        """
+        until = time.monotonic() + PATIENCE_S
+        while self._in_use and time.monotonic() < until:
+            time.sleep(0.005)
+        with self.lock:
+            if self._in_use:
+                return False
+            self._closed = because
+            while self.leaving:
+                one = self.leaving.popleft()
+                with contextlib.suppress(Exception):  # nobody will read what was to be stored
+                    one.end()
+            self.pages.drop()
+        return True
+
+    @property
+    def _in_use(self) -> bool:
+        with self.lock:
+            return any(one._users for one in list(self._all))
 
     def evict(self) -> None:
         """Room that nobody has any more is free again."""
@@ -68,7 +97,9 @@ class Rests:
             self.place.evict([self.unused.pop()])
 
     def check(self) -> None:
-        """Raises in a forked child, where the memory is not."""
+        """Raises in a forked child, where the memory is not, and where it was closed."""
+        if self._closed:
+            raise ShardError(self._closed)
         if os.getpid() != self._pid:
             raise ZerokernError(
                 f"these tensors rest in {self.place!r} of process {self._pid}, and this is {os.getpid()}, forked from "
@@ -121,6 +152,8 @@ class Rest:
 
     def __init__(self, rests: Rests, role: str, numel: int, dtype: torch.dtype) -> None:
         self.rests = rests
+        self._users = 0
+        rests._all.add(self)
         size = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
         self.nbytes = size
         (self._kept,) = rests.place.lay_out([Wanted(role, torch.Size([size]), torch.uint8)])
@@ -130,7 +163,6 @@ class Rest:
         rests.pages.most_nbytes = max(rests.pages.most_nbytes, 2 * size)  # the one in use, and the next
         self.memory = torch.frombuffer(self._mapping, dtype=dtype, count=max(1, numel), offset=self._skip)[:numel]
         self._views = sys.maxsize  # of the memory, as few as there ever were: those that are always there
-        self._users = 0
         self._has_contents = False  # in the place
         self._changed = False
         self._lent: Tensor | None = None  # over the same memory; views of it are with others
@@ -245,6 +277,8 @@ class Rest:
         """Nobody uses it: on its way to the place, or kept, or given back. With the lock."""
         if self._users or not self.is_here:
             return
+        if self.rests._closed:  # a view that somebody has kept ends: there is no place for what it shows
+            self._changed = False
         if self._coming is not None:  # nobody has waited: it must not arrive in memory that is not there
             with contextlib.suppress(Exception):
                 self._coming.wait()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from array import array
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import methodcaller
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from zerokern.optim.disk import refuse_copy
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
-from zerokern.optim.local import Local, sharded
+from zerokern.optim.local import LATE, Local, sharded
 from zerokern.optim.outside import WatchedState, plain
 from zerokern.optim.spelling import Spelling
 from zerokern.optim.statistics import Reporting
@@ -35,10 +36,20 @@ from zerokern.zero.awaited import without_waiting
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.sharded_refusals import refuse
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _TWICE = (
     "step() was called while another step() of this optimizer runs, in another thread or in a signal handler: the two "
     "would write the same state; call it from one thread, or build an optimizer for each"
 )
+_CLOSED = "this optimizer is closed: close() was called. Build another one"
+_REPLACED = (
+    "this optimizer is closed: another one, which was built later in this process, has taken over its folder {path!r}, "
+    "and the state that it had there is gone{pending}. Use that one. To train with both give each a folder of its own, "
+    "tier=zk.Nvme(another path), and load a checkpoint"
+)
+_PENDING = ", with an update that zk.Delayed had yet to publish"
 _NOT_OF_GROUPS = ("self", "__class__", "params", "tier", "schedule", "max_grad_norm", "group")
 
 
@@ -69,6 +80,8 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         self.holdings = Holdings(self._algorithm, tier, schedule, type(self).__name__, group)
         self.course = Course(self.holdings, decision)
         self._stepping = threading.Lock()
+        if self.holdings.disk is not None:
+            self.holdings.disk.gives_way = partial(_give_way, weakref.ref(self))
 
     @property  # type: ignore[override]
     def state(self) -> WatchedState:
@@ -112,7 +125,8 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         return self.decision.skipped_steps
 
     def __repr__(self) -> str:
-        said = f"tier={self.tier!r}, schedule={self.schedule!r}, max_grad_norm={self.max_grad_norm}"
+        closed = "closed, " if self.holdings.closed else ""
+        said = f"{closed}tier={self.tier!r}, schedule={self.schedule!r}, max_grad_norm={self.max_grad_norm}"
         return super().__repr__().replace(" (\n", f" ({said}\n", 1)
 
     @torch._disable_dynamo
@@ -129,6 +143,10 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
             if not isinstance(param_group["params"], (Tensor, set)):
                 param_group["params"] = list(param_group["params"])
                 checks.group(param_group, _NOT_OF_GROUPS, self.defaults)
+            listed = param_group["params"]
+            checks.real(
+                [listed] if isinstance(listed, Tensor) else list(listed), len(getattr(self, "param_groups", ()))
+            )
             self._algorithm.checked({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self.holdings.watch_data(self.param_groups[-1:])
@@ -143,6 +161,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         >>> weight.grad = torch.tensor([1.0, -2.0]); opt.step(); weight.data
         tensor([0.5000, 3.0000])
         """
+        self.holdings.refuse_if_closed()
         loss = None if closure is None else torch.enable_grad()(closure)()
         if not self._stepping.acquire(blocking=False):
             raise StateError(_TWICE)
@@ -163,7 +182,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
 
     def _step(self) -> None:
         here, groups = self.holdings, self.param_groups
-        here.refuse_in_child()
+        here.refuse_elsewhere()
         self.course.finish(groups)
         for publisher in () if here.local is None else here.local.publishers:
             publisher.finish()
@@ -323,6 +342,55 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         self.course.flush(self.param_groups)
 
     @torch._disable_dynamo
+    def close(self) -> None:
+        """Ends the optimizer: what is under way is finished and published, then disk and host memory are given back.
+
+        Parameters stay as they are; state is gone, so save it before. `with zk.AdamW(...) as opt:` closes at the end of
+        the block. Under `zk.shard` every rank calls it. A second call does nothing.
+
+        An optimizer that nobody refers to any more needs no `close()`. In a notebook `_` and `Out` refer to what a cell
+        showed: there an optimizer that is built later on the same folder closes the earlier one, with a warning, in the
+        first step that needs the folder. Until then the earlier one works, and its `state_dict()` can be loaded.
+
+        >>> import tempfile, zerokern as zk
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> with tempfile.TemporaryDirectory() as folder, zk.SGD([weight], lr=0.5, tier=zk.Nvme(folder)) as opt:
+        ...     weight.grad = torch.ones(2); opt.step()
+        >>> opt.step()
+        Traceback (most recent call last):
+        ...
+        zerokern.core.errors.StateError: this optimizer is closed: close() was called. Build another one
+        """
+        self._end(publish=True)
+
+    def _end(self, *, publish: bool) -> None:
+        here = self.holdings
+        if here.closed:
+            return
+        if not self._stepping.acquire(blocking=False):
+            raise StateError("close() was called while step() runs, in another thread or in a hook; call it afterwards")
+        known = here.torn and not here.untold
+        try:
+            if publish:
+                self.course.flush(self.param_groups)
+        except StateError:
+            if not known:  # else the step that failed has said so
+                raise
+        finally:
+            try:
+                self.course.end(self.param_groups)
+                here.close(_CLOSED)
+            finally:
+                self._stepping.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an exception nothing is published: the other ranks may be anywhere."""
+        self._end(publish=kind is None)
+
+    @torch._disable_dynamo
     def refresh_masters(self) -> None:
         """Begin masters and remainders anew from the parameters, after a write that nobody counts.
 
@@ -337,6 +405,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         tensor([2., 2., 2.], dtype=torch.bfloat16)
         tensor([0, 0, 0], dtype=torch.int16)
         """
+        self.holdings.refuse_if_closed()
         self.course.finish(self.param_groups)
         self.holdings.refresh()
 
@@ -370,7 +439,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         here = self.holdings
-        here.refuse_in_child()
+        here.refuse_elsewhere()
         self.course.finish(self.param_groups)
         refuse_copy(here.state)
         here.catch_up()
@@ -397,3 +466,18 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         self.holdings.watch_data(self.param_groups)
         self.holdings.renew(loaded=False)
         self.holdings.torn = torn
+
+
+def _give_way(there: weakref.ref[FusedOptimizer]) -> str:
+    """For another optimizer on its folder: what who uses this one is told from then on; nothing if it is in a step."""
+    opt = there()
+    if opt is None or not opt._stepping.acquire(blocking=False):
+        return ""
+    try:
+        path = opt.tier.path
+        opt.course.end(opt.param_groups)
+        late = any(group.get(LATE, False) for group in opt.param_groups)
+        opt.holdings.close(because := _REPLACED.format(path=path, pending=_PENDING if late else ""))
+        return because
+    finally:
+        opt._stepping.release()

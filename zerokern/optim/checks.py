@@ -116,6 +116,23 @@ def group(given: Mapping[str, Any], of_the_optimizer: Collection[str], of_groups
             raise ValueError(got("params", what, "each parameter once", "A tied parameter is passed once"))
 
 
+def real(params: Sequence[Any], group: int) -> None:
+    """Refuse trained parameters that are complex: no later cast makes them into what is updated here.
+
+    >>> real([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))], 0)
+    Traceback (most recent call last):
+    ...
+    TypeError: param_groups[0]['params'][0].dtype=torch.complex64: must be torch.float32, torch.bfloat16 or \
+torch.float16. Train torch.view_as_real(...) of it, a real parameter with a last dimension of 2
+    """
+    for index, param in enumerate(params):
+        tensor = param[1] if isinstance(param, tuple) else param
+        if isinstance(tensor, Tensor) and tensor.is_complex() and tensor.requires_grad:
+            name = repr(param[0]) if isinstance(param, tuple) else f"param_groups[{group}]['params'][{index}]"
+            do = "Train torch.view_as_real(...) of it, a real parameter with a last dimension of 2"
+            raise TypeError(got(f"{name}.dtype", tensor.dtype, DTYPES_TEXT, do))
+
+
 def misspelt(name: str, options: Collection[str]) -> str | None:
     """The option that a name is nearly; None for keys that frameworks add, such as "initial_lr" and "max_momentum".
 

@@ -308,6 +308,15 @@ class Course:
         for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
             publisher.forget()
 
+    def end(self, groups: Groups) -> None:
+        """The worker's part of what is under way ends. Nothing is published, so that no other rank is waited for."""
+        with contextlib.suppress(Exception):  # nobody asks any more what became of it
+            self.finish(groups)
+        if self.leaving is not None:
+            self.leaving.remove()
+        self._unseen, self._tickets, self._departures, self._gates, self._on_their_way = [], {}, [], [], []
+        self.under_way = self.leaving = self._behind = self._conductor = None
+
     def _reported(self, changed: Callable[[], bool]) -> AbstractContextManager[None]:
         """Around an update that ends with its step: where it fails on one rank, it fails on all of them."""
         local = self._holdings.local
@@ -343,7 +352,7 @@ class Course:
 
     def settle(self, groups: Groups) -> None:
         """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
-        self._holdings.refuse_in_child()
+        self._holdings.refuse_elsewhere()
         self.finish(groups)
         self._holdings.refuse_if_torn()
         self._holdings.catch_up()
@@ -351,7 +360,7 @@ class Course:
     def flush(self, groups: Groups) -> None:
         """Nothing is under way, and nothing waits to be published."""
         here = self._holdings
-        here.refuse_in_child()
+        here.refuse_elsewhere()
         try:
             self.finish(groups)
             here.refuse_if_torn()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,13 @@ from zerokern.optim import checks
 from zerokern.optim.device import refuse_capture
 
 __all__ = ["Decision"]
+
+IN_A_ROW = 10  # steps that change nothing before a warning says so
+_SKIPPED = (
+    "{count} steps in a row changed nothing, for their gradients were not finite: {why}. This is said once; "
+    "opt.skipped_steps counts them. With float16 parameters use torch.amp.GradScaler, which lowers its scale until "
+    "gradients fit; if it does and this goes on, or without one, find the first loss that is not finite"
+)
 
 Total = Callable[..., float]  # (sums, *, skip: bool)
 AddUp = Callable[[Sequence[Tensor], Tensor, Tensor | None], None]
@@ -35,10 +44,16 @@ class Decision:
         self.scale: float | None = None
         self.known = True  # whether what was asked for last has been decided
         self._decide: Callable[[], float | None]
+        self._why: Callable[[], str]  # a step was skipped
 
     def begin(self, grad_norm: float | None, skipped_steps: int) -> None:
         """Go on from these."""
         self._norm, self._skipped = grad_norm, skipped_steps  # as far as they are known here
+        self._in_a_row, self._warned = 0, False
+        self._asked_there, self._looked_at = (
+            0,
+            (0, 0),
+        )  # on a device: steps, and (steps, those skipped) at the last look
         self.device: torch.device | None = None
 
     @property
@@ -49,7 +64,14 @@ class Decision:
     @property
     def skipped_steps(self) -> int:
         """Steps that changed nothing."""
-        return self._skipped + (0 if self.device is None else int(self.outcome[1]))
+        if self.device is None:
+            return self._skipped
+        there, (steps, skipped) = int(self.outcome[1]), self._looked_at
+        new, self._looked_at = there - skipped, (self._asked_there, there)
+        all_of_them = new == self._asked_there - steps and not self.graphs  # which replay steps uncounted
+        self._in_a_row = self._in_a_row + new if all_of_them else 0
+        self._warn_of(self._in_a_row, "so the device found")
+        return self._skipped + there
 
     def move(self, device: torch.device | None) -> None:
         """Decide on this device from here on, or in host memory: what another has answered until then is kept."""
@@ -60,7 +82,7 @@ class Decision:
         self._norm, self._skipped = self.grad_norm, self.skipped_steps
         if device is not None:
             self.outcome = torch.zeros(4, dtype=torch.float64, device=device)
-            self.has_norm = False
+            self.has_norm, self._asked_there, self._looked_at = False, 0, (0, 0)
             # what launches in CUDA graphs refer to by address, for as long as there may be some
             self.graphs: list[Any] = []
         self.device = device
@@ -93,6 +115,7 @@ class Decision:
         def decide() -> float | None:
             found_inf, found, fold = inf_of(), scale_of(), fold_of()
             skip = found_inf is not None and bool(float(found_inf))
+            self._why = partial(_why, skip, self._norm, found)
             if skip and total is None:
                 return None
             scale = 1.0 if found is None else 1.0 / checks.number("grad_scale", found, positive=True)
@@ -104,6 +127,7 @@ class Decision:
                 return None
             scale *= float(fold)
             self._norm = math.sqrt(squares) * scale
+            self._why = partial(_why, skip, self._norm, found)
             if not math.isfinite(self._norm):
                 return None
             return scale if max_norm is None else scale * min(1.0, max_norm / (self._norm + 1e-6))
@@ -115,8 +139,16 @@ class Decision:
         if not self.known:
             self.scale = self._decide()
             self._skipped += self.scale is None
+            self._in_a_row = self._in_a_row + 1 if self.scale is None else 0
             self.known = True
+            self._warn_of(self._in_a_row, self._why())
         return self.scale
+
+    def _warn_of(self, in_a_row: int, why: str) -> None:
+        """Say once that nothing is trained any more."""
+        if in_a_row >= IN_A_ROW and not self._warned:
+            self._warned = True
+            warnings.warn(_SKIPPED.format(count=in_a_row, why=why), stacklevel=2)
 
     def _ask_there(
         self, max_norm: float | None, found_inf: Any, grad_scale: Any, fold: float | Tensor, add_up: AddUp | None
@@ -129,6 +161,7 @@ class Decision:
             self.grad_scale = undone / self._scalar("fold", fold)
         self.found_inf = None if found_inf is None else self._scalar("found_inf", found_inf)
         self.scale, self.known = 1.0, True
+        self._asked_there += 1
 
     def _scalar(self, name: str, value: Any) -> Tensor:
         """One fp32 element on the device. What is there already is not looked at: that would wait for it."""
@@ -142,6 +175,11 @@ class Decision:
         """The device has been given what was asked; whether, for all that is known here, it carries the step out."""
         self.has_norm |= self.max_norm is not None
         return self.max_norm is None and self.found_inf is None
+
+
+def _why(found_inf: bool, norm: float | None, loss_scale: Any) -> str:
+    said = "the GradScaler found an infinity or NaN" if found_inf else f"their norm is {norm}"
+    return said if loss_scale is None else f"{said}, with a loss scale of {float(loss_scale):g}"
 
 
 def _kept(value: Any) -> Callable[[], Any]:

@@ -93,6 +93,7 @@ class Holdings:
         self.host: Host | None = None
         self.recorder: Recorder | None = None  # notes what runs; set before the first step
         self.bound = Bound()
+        self.closed = ""  # why nothing can be done with it any more
         self.torn = False
         self.untold = ""  # why this is torn here, where other ranks have yet to hear of it
         self.data_writes = DataWrites()
@@ -128,14 +129,31 @@ class Holdings:
     @property
     def held(self) -> WatchedState:
         """The state by what is updated here: parameters, or this rank's pieces of them."""
+        if self.closed:
+            return WatchedState()
         return self.state if self.local is None else self.local.state
 
     def let_go(self) -> None:
         """In a forked child, where memory of the room is not, whoever reads the state is told so by name."""
         if self.room is not None and self.room.nbytes:
-            self._left_behind, self.state = self.state, Elsewhere()
+            self._left_behind, self.state = self.state, Elsewhere.of_the_parent()
 
-    def refuse_in_child(self) -> None:
+    def close(self, because: str) -> None:
+        """Lets go of the state, of host memory and of the folder; whoever uses the optimizer is told why."""
+        if self.closed:
+            return
+        self.closed, self.state = because, Elsewhere(because)
+        self.bound, self.local, self.host = Bound(), None, None
+        if self.disk is not None:
+            self.disk.close(because)
+
+    def refuse_if_closed(self) -> None:
+        if self.closed:
+            raise StateError(self.closed)
+
+    def refuse_elsewhere(self) -> None:
+        """The state must be here: not closed, and not in the memory of the process that this one was forked from."""
+        self.refuse_if_closed()
         if self.room is not None:
             self.room.check()
 

@@ -61,7 +61,7 @@ def take_over(
 ) -> None:
     """Groups and state are those of the state_dict, whose entries are held as `keep` keeps them; not `filled`: where it
     has made room for them."""
-    here.refuse_in_child()
+    here.refuse_elsewhere()
     course.abandon(groups)
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
     merged = merged_groups(here.algorithm, groups, state_dict["param_groups"])

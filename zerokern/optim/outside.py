@@ -110,18 +110,23 @@ class WatchedState(defaultdict[Any, Any]):
 
 
 class Elsewhere(WatchedState):
-    """The state as a forked child sees it, which has none of the memory that it lies in."""
+    """State that is not here: in a forked child, and once an optimizer is closed. Whoever reads it is told `why`."""
 
-    def __init__(self) -> None:
+    def __init__(self, why: str) -> None:
         super().__init__()
-        self._parent = os.getppid()
+        self._why = why
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise StateError(
-            f"the optimizer's state lies in memory of process {self._parent}, from which this one, {os.getpid()}, was "
+    @classmethod
+    def of_the_parent(cls) -> Elsewhere:
+        """The state as a forked child sees it, which has none of the memory that it lies in."""
+        return cls(
+            f"the optimizer's state lies in memory of process {os.getppid()}, from which this one, {os.getpid()}, was "
             "forked, and which it has not inherited. Use the optimizer there, take state_dict() before the fork, or "
             "build an optimizer in the child"
         )
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise StateError(self._why)
 
 
 def watched(state: Mapping[Any, Any]) -> WatchedState:

@@ -13,11 +13,15 @@ from zerokern.planner.amounts import gigabytes
 from zerokern.planner.recipe import short
 from zerokern.zero.partition import shards_parameters
 
-__all__ = ["advice"]
+__all__ = ["advice", "advised", "each_memory"]
 
 Plan = Any  # zerokern.planner.planning has it, and stands on this module
 
 _MOST_RANKS = 4096
+_CHEAPEST = "Cheapest exact configuration that fits"
+_IN_SLICES = ", which zk.recompute(head_and_loss, ..., micro=) computes in slices (docs/offload.md)"
+_ROOMY = 0.75  # of a device, where activations come on top
+_NARROW = 0.9  # of a device: beyond it fragments and buffers of libraries may not fit
 _PLACES = (
     ("device", "device"),
     ("device", "cpu"),
@@ -33,27 +37,39 @@ def advice(plan: Plan) -> str:
     if not plan.device_memory:
         return "Say how much memory a device has (device_memory, --device-memory 80GB) to be told what fits."
     if len(plan.device_memory) > 1:
-        each = ((name, replace(plan, device_memory={name: most})) for name, most in plan.device_memory.items())
-        return "\n".join(f"{name}: {advice(one)}" for name, one in each)
+        return "\n".join(f"{name}: {advice(one)}" for name, one in each_memory(plan))
+    found = advised(plan)
+    lines = []
+    if not found or found[0][0] != _CHEAPEST:
+        lines.append(f"No exact configuration fits on {_ranks(plan)}.")
+    for heading, one in found:
+        lines += [f"{heading}: {_told(one, plan)}", f"Code: {_code(one)}"]
+    if not found:
+        most = max(_MOST_RANKS, plan.world)
+        lines.append(f"Nor does a lossy one, on up to {most:,} ranks: {_reason(plan)}")
+    frozen = None if found and found[0][0] == _CHEAPEST else _frozen(plan)
+    if frozen is not None:
+        lines.append(frozen)
+    return "\n".join([*lines, f"Assumed: {_assumed(found[0][1] if found else plan)}"])
+
+
+def each_memory(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The same for one device after the other."""
+    for name, most in plan.device_memory.items():
+        yield name, replace(plan, device_memory={name: most})
+
+
+def advised(plan: Plan) -> list[tuple[str, Plan]]:
+    """What to do on the one device that a plan has: the cheapest exact configuration, or what would fit instead."""
     exact = _first(plan)
     if exact is not None:
-        return f"Cheapest exact configuration that fits: {_told(exact, plan)}"
-    lines = [f"No exact configuration fits on {_ranks(plan)}."]
-    for heading, find in (
+        return [(_CHEAPEST, exact)]
+    others = (
         ("Exact, with fewer activations on the device", _less_alive),
         ("Lossy, and fits", partial(_first, lossy=True)),
         ("Exact, with more ranks", _more_ranks),
-    ):
-        found = find(plan)
-        if found is not None:
-            lines.append(f"{heading}: {_told(found, plan)}")
-    if len(lines) == 1:
-        most = max(_MOST_RANKS, plan.world)
-        lines.append(f"Nor does a lossy one, on up to {most:,} ranks: {_reason(plan)}")
-    frozen = _frozen(plan)
-    if frozen is not None:
-        lines.append(frozen)
-    return "\n".join(lines)
+    )
+    return [(heading, one) for heading, find in others if (one := find(plan)) is not None]
 
 
 def _reason(plan: Plan) -> str:
@@ -64,13 +80,15 @@ def _reason(plan: Plan) -> str:
             "a unit alone is too large for the device, or the host's memory and disk are too small. zk.tile cuts a "
             "Linear"
         )
-    shape = plan.subject.transformer
-    nbytes = shape.working_activations / shape.batch
+    shape = replace(plan.subject.transformer, batch=1)
+    activations, logits = shape.peak(1)
+    scores = ", with attention's scores, which attention='sdpa' does not store" if shape.attention == "eager" else ""
+    do = "Context parallelism divides it: docs/composition.md, and plan a rank's part of seq"
+    if logits > activations:
+        do += f". {gigabytes(logits)} GB of it are logits and loss{_IN_SLICES}"
     return (
-        f"the activations of a unit and one sequence alone are {gigabytes(nbytes)} GB, "
-        "with attention's scores, which flash attention does not hold. keep= moves the inputs of units and no more, "
-        "micro= cannot cut one sequence. Context parallelism divides it: docs/composition.md, and plan a rank's part "
-        "of seq"
+        f"a unit, the logits and the loss of one sequence alone are {gigabytes(activations + logits)} GB{scores}. "
+        f"keep= moves the inputs of units and no more, micro= cannot cut one sequence. {do}"
     )
 
 
@@ -110,17 +128,30 @@ def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
 
 def _less_alive(plan: Plan) -> Plan | None:
     """The fewest slices of a batch, by powers of two or one for each sequence, and the nearest place for the inputs of
-    units, with which something exact fits."""
+    units, with which something exact fits: units in slices, which fetch parameters once, or else fewer sequences in a
+    backward pass and more of these in a step."""
     if not _counts_activations(plan):
         return None
-    for micro in _slices(plan.settings.micro, plan.subject.transformer.batch or 1):
-        for keep in ("device", "nvme") if plan.settings.device == "cpu" else ("device", "cpu", "nvme"):
-            recipe = replace(plan.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
-            here = replace(plan, recipe=recipe, settings=replace(plan.settings, micro=micro))
-            found = _first(here)
-            if found is not None:
-                return found
+    batch, device = plan.subject.transformer.batch or 1, plan.settings.device
+    keeps = ("device", "nvme") if device == "cpu" else ("device", "cpu", "nvme")
+    for slices in _slices(plan.settings.micro, batch):
+        in_slices = replace(plan, settings=replace(plan.settings, micro=slices))
+        for here in (in_slices, _accumulated(plan, slices)) if slices > 1 else (plan,):
+            for keep in keeps:
+                recipe = replace(here.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
+                found = _first(replace(here, recipe=recipe))
+                if found is not None:
+                    return found
     return None
+
+
+def _accumulated(plan: Plan, parts: int) -> Plan:
+    """The same batch in so many backward passes before each step."""
+    batch = -(-plan.subject.transformer.batch // parts)
+    settings = replace(
+        plan.settings, accumulate=plan.settings.accumulate * parts, micro=min(plan.settings.micro, batch)
+    )
+    return replace(plan, subject=plan.subject.in_batches_of(batch), settings=settings)
 
 
 def _slices(least: int, batch: int) -> Iterator[int]:
@@ -181,47 +212,48 @@ def _ranks(plan: Plan) -> str:
 
 def _told(plan: Plan, asked: Plan) -> str:
     ((name, most),) = plan.device_memory.items()
-    where = [
-        f"{gigabytes(plan.total)} of {gigabytes(most)} GB"
-        + ("" if name[:1].isdigit() else f" ({name.partition(' ')[0]})")
-    ]
-    hint = " (no --batch and --seq)" if plan.subject.transformer and not _counts_activations(plan) else ""
-    where[0] = f"{short(plan.subject.main_dtype)} parameters, {where[0]}{_uncounted(plan)}{hint}{_roomier(plan, most)}"
-    for tier, called, option in (("cpu", "host memory", "--host-memory"), ("nvme", "disk", "--disk")):
+    device = "" if name[:1].isdigit() else f" ({name.partition(' ')[0]})"
+    stage = f"stage {plan.stage} on " if plan.ranks > 1 or plan.recipe.rests else ""
+    said = f"{stage}{_ranks(plan)}, {gigabytes(plan.total)} of {gigabytes(most)} GB{device}{_uncounted(plan)}"
+    said += _roomier(plan, most)
+    for tier, called in (("cpu", "host memory"), ("nvme", "disk")):
         nbytes = plan.tiers.get(tier, 0)
         if nbytes and tier != plan.settings.device:
-            assumed = "" if tier in plan.budget else f" (taken to be there: no {option})"
-            where.append(f"{gigabytes(nbytes)} GB of {called} for each rank{assumed}")
-    stage = f"stage {plan.stage} on " if plan.ranks > 1 or plan.recipe.rests else ""
-    options = _options(plan, asked)
-    page = f" (its tables: {options})" if options else ""
-    return f"{stage}{_ranks(plan)}, {', '.join(where)}{page} -> {_code(plan)}"
+            said += f", {gigabytes(nbytes)} GB of {called} for each rank"
+    if plan.settings.accumulate != asked.settings.accumulate:
+        said += f", batch {plan.subject.transformer.batch:,} and {plan.settings.accumulate:,} backward passes in a step"
+    return said
+
+
+def _assumed(plan: Plan) -> str:
+    """What the answer stands on."""
+    shape, dtype = plan.subject.transformer, short(plan.subject.main_dtype)
+    said = [f"{dtype} parameters and activations" if _counts_activations(plan) else f"{dtype} parameters"]
+    if _counts_activations(plan):
+        scores = "which stores no scores" if shape.attention == "sdpa" else "which stores all scores"
+        said.append(f"batch {shape.batch:,} x {shape.seq:,} on a rank, attention={shape.attention!r}, {scores}")
+        loss = "logits and loss are not counted (a bare shape has no vocabulary)"
+        if shape.counts_logits:
+            nbytes = plan.roles["logits"]
+            loss = f"{gigabytes(nbytes)} GB of logits and loss, as in transformers"
+            loss += _IN_SLICES if 3 * nbytes > plan.total else ""
+        said.append(loss)
+    else:
+        said.append("activations come on top" + (" (no --batch and --seq)" if shape else ""))
+    for tier, called, option in (("cpu", "host memory", "--host-memory"), ("nvme", "the disk", "--disk")):
+        if plan.tiers.get(tier, 0) and tier != plan.settings.device and tier not in plan.budget:
+            said.append(f"{called} is large enough (no {option})")
+    return "; ".join([*said, "nothing for the driver, NCCL and fragments of the allocator"])
 
 
 def _roomier(plan: Plan, most: int) -> str:
-    """What takes less and moves as much, where little is left for activations that nobody has counted."""
-    if _counts_activations(plan) or plan.ranks == 1 or plan.stage > 1 or plan.total < 0.75 * most:
+    """What takes less and moves as much, where little is left for what nobody has counted."""
+    narrow = _NARROW if _counts_activations(plan) else _ROOMY
+    if plan.ranks == 1 or plan.stage > 1 or plan.total < narrow * most:
         return ""
     stage = plan.stage + 1
     one = replace(plan, recipe=plan.recipe.on(plan.settings.device, stage), stage=stage).spilling()
     return f" (stage {stage} moves as much and takes {gigabytes(one.total)} GB)" if one.total < plan.total else ""
-
-
-def _options(plan: Plan, asked: Plan) -> str:
-    """What prints this one's page in place of the one that was asked for, which shows all stages of its own recipe."""
-    one, other, dtype = plan.recipe, asked.recipe, plan.subject.main_dtype
-    pairs: list[tuple[str, object, object]] = [
-        (name, getattr(one, name), getattr(other, name))
-        for name in ("tier", "param_tier", "keep", "schedule", "state_format")
-    ]
-    if one.optimizer != "none":
-        pairs.append(("master_format", one.master_of(dtype), other.master_of(dtype)))
-    pairs += [("micro", plan.settings.micro, asked.settings.micro), ("world", plan.world, asked.world)]
-    if plan.ranks != plan.world:
-        pairs.pop()  # --mesh has them, which says more than this
-    changed = [(name, value) for name, value, before in pairs if value != before]
-    stage = [("stage", plan.stage)] if changed else []
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in stage + changed)
 
 
 def _code(plan: Plan) -> str:
@@ -237,9 +269,9 @@ def _code(plan: Plan) -> str:
     options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
     options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
     options += ", momentum=0.9" if recipe.optimizer == "sgd-momentum" else ""
-    lines = [f"`{shard}`"] if plan.ranks > 1 or recipe.rests or recomputed else []
-    lines += [f"`{recipe.face}(model.parameters(){options})`"] if recipe.optimizer != "none" else []
-    return " and ".join(lines) or "`model`, as it is"
+    lines = [shard] if plan.ranks > 1 or recipe.rests or recomputed else []
+    lines += [f"opt = {recipe.face}(model.parameters(){options})"] if recipe.optimizer != "none" else []
+    return "; ".join(lines) or "none, the model is trained as it is"
 
 
 def _can_be_whole(plan: Plan) -> bool:

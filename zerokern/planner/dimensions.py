@@ -67,7 +67,7 @@ def sent_along(
     found: dict[str, int | None] = {}
     passed = None  # bytes between two layers, of one micro-batch
     if shape is not None and shape.has_activations:
-        passed = shape.checkpoint // 2 * itemsize(subject.main_dtype)
+        passed = shape.checkpoint
     if settings.pp > 1:  # activations to the next stage, their gradients to the one before
         neighbours = min(2, settings.pp - 1)
         found["pp"] = None if passed is None else neighbours * passed * settings.accumulate

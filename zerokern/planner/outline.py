@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerokern.core.errors import got
 from zerokern.core.units import BLOCK
+from zerokern.planner.activations import check_attention
 from zerokern.planner.amounts import count, parse_numel
 from zerokern.planner.recipe import Recipe, itemsize
 from zerokern.schedule.passes import ROOT
@@ -26,7 +27,7 @@ __all__ = ["Buckets", "Load", "Outline", "Transformer", "subject_of"]
 class Outline:
     """Parameters of a model, in units that are gathered together. `units` empty: only a number is known."""
 
-    title: str
+    called: str
     members: tuple[Member, ...]
     units: tuple[str, ...]
     bare_numel: int = 0
@@ -38,6 +39,21 @@ class Outline:
     tp: int = 1
     """ranks that have other parts of each parameter, which a module's DTensors know"""
     _divided: dict[tuple[bool, int, int], Buckets] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def title(self) -> str:
+        """What it is called, and with activations of how many tokens."""
+        shape = self.transformer
+        if shape is None or not shape.has_activations:
+            return self.called
+        return f"{self.called}, batch {shape.batch:,} x {shape.seq:,} on a rank"
+
+    def in_batches_of(self, batch: int) -> Outline:
+        """The same with fewer sequences at a time."""
+        assert self.transformer is not None
+        made = replace(self, transformer=replace(self.transformer, batch=batch))
+        made._divided.update(self._divided)
+        return made
 
     @cached_property
     def numel(self) -> int:
@@ -137,9 +153,7 @@ def _of_transformer(shape: Transformer, dtype: str, tp: int, pp: int) -> Outline
     names = ("", *(f"layers.{layer}" for layer in range(here)))
     title = f"{shape.title}: {count(shape.numel)} parameters"
     title += _of_part(sum(member.numel for member in members), tp, pp)
-    if shape.has_activations:
-        title += f", batch {shape.batch:,} x {shape.seq:,} on a rank"
-    of_stage = replace(shape, layers=here, ci=min(shape.ci, here))
+    of_stage = replace(shape, layers=here, ci=min(shape.ci, here), itemsize=itemsize(dtype))
     return Outline(title, members, names, dtype=dtype, transformer=of_stage, tp=tp)
 
 
@@ -181,7 +195,8 @@ _WORKING = 16  # bytes by hidden², of the largest operator (hidden to 4 hidden)
 class Transformer:
     """`layers` blocks of 12 hidden² parameters; with `heads`, `batch` (per rank) and `seq` also its activations.
 
-    `ci` is how many blocks lie between two activation checkpoints.
+    `ci` is how many blocks lie between two activation checkpoints, `itemsize` the bytes of one of their elements.
+    attention: "sdpa", which stores no scores, as flash attention does not; or "eager", which stores all of them.
 
     >>> gpt = Transformer(128, 25 * 1024, heads=256, batch=32, seq=1024)
     >>> f"{gpt.numel / 1e12:.2f} T, states {gpt.states / 2**40:.2f} TiB, checkpoints {gpt.checkpoints / 2**40:.2f} TiB"
@@ -194,9 +209,12 @@ class Transformer:
     batch: int | None = None
     seq: int | None = None
     ci: int = 1
+    attention: str = "sdpa"
+    itemsize: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "batch", "seq", "ci"):
+        check_attention(self.attention)
+        for name in ("layers", "hidden", "heads", "batch", "seq", "ci", "itemsize"):
             value = getattr(self, name)
             if value is None and name in ("heads", "batch", "seq"):
                 continue
@@ -249,7 +267,7 @@ class Transformer:
     @property
     def activations(self) -> int:
         """Bytes of all activations, if none is recomputed."""
-        return self._layer_activations * self.layers
+        return sum(self.peak())
 
     @property
     def checkpoints(self) -> int:
@@ -259,20 +277,37 @@ class Transformer:
     @property
     def checkpoint(self) -> int:
         """Bytes of one of them."""
-        return 2 * self._tokens * self.hidden
+        return self.itemsize * self.tokens * self.hidden
 
     @property
     def working_activations(self) -> int:
         """Bytes of the activations between two checkpoints, while they are recomputed."""
-        return self._layer_activations * self.ci // 2
+        return sum(self.peak(self.batch or 0))
 
     @property
-    def _tokens(self) -> int:
+    def tokens(self) -> int:
+        """Tokens of a batch."""
         return (self.batch or 0) * (self.seq or 0)
 
     @property
+    def counts_logits(self) -> bool:
+        """Whether the size of the vocabulary is known."""
+        return False
+
+    def peak(self, rows: int | None = None) -> tuple[int, int]:
+        """Bytes of activations, and of logits and loss, when there are most of both together.
+
+        rows: beside `checkpoints`, where units are recomputed for so many sequences at a time. None: nothing is.
+        """
+        if rows is None:
+            return self._layer_activations * self.layers, 0
+        return self._layer_activations * self.ci // 2 * rows // (self.batch or 1), 0
+
+    @property
     def _layer_activations(self) -> int:
-        return 2 * self._tokens * (16 * self.hidden + 2 * (self.heads or 0) * (self.seq or 0))
+        """As the ZeRO-Infinity paper counts them."""
+        scores = 2 * self.itemsize * (self.seq or 0) if self.attention == "eager" else 4
+        return self.tokens * (16 * self.itemsize * self.hidden + scores * (self.heads or 0))
 
 
 _ADDED = ("count", "numel", "blocks", "padded_numel", "shard_numel", "own_numel", "own_blocks")

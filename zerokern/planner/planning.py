@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import RING_NBYTES
 from zerokern.planner import table, tiers
-from zerokern.planner.advice import advice
+from zerokern.planner.advice import advice, advised, each_memory
 from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
 from zerokern.planner.dimensions import sent_along, sizes_of, told
 from zerokern.planner.outline import Outline, subject_of
@@ -243,14 +243,34 @@ class Plan:
         return self.total <= nbytes
 
     def advice(self) -> str:
-        """The cheapest exact configuration that fits into `device_memory`, over all stages and tiers, as code to write.
+        """The cheapest exact configuration that fits into `device_memory`, over all stages and tiers: the answer, its
+        code and its assumptions, on three lines.
 
-        Where nothing fits: what would, in lossy formats, or on more ranks.
+        Where nothing fits: what would, with fewer activations, in lossy formats, or on more ranks.
 
-        >>> print(plan("8B", world=8, device_memory="80GB").advice().partition("fits: ")[2])  # doctest: +ELLIPSIS
-        stage 1 on 8 ranks, bf16 ..., 42.0 of 80.0 GB before ... -> `zk.shard(model, stage=1)` and `zk.AdamW(...)`
+        >>> print(plan("8B", world=8, device_memory="80GB").advice())
+        Cheapest exact configuration that fits: stage 1 on 8 ranks, 42.0 of 80.0 GB before activations
+        Code: zk.shard(model, stage=1); opt = zk.AdamW(model.parameters())
+        Assumed: bf16 parameters; activations come on top; nothing for the driver, NCCL and fragments of the allocator
         """
         return advice(self)
+
+    def advised(self) -> list[Plan]:
+        """The plan of what `advice` names first, of each device in `device_memory`; none where nothing would fit.
+
+        >>> [(one.stage, one.fits("80GB")) for one in plan("8B", world=8, device_memory="80GB").advised()]
+        [(1, True)]
+        """
+        return [found[0][1] for _, one in each_memory(self) if (found := advised(one))]
+
+    def page(self, *, formats: bool = True) -> str:
+        """The plan as text, as `str` has it; or without what it would take in other formats.
+
+        >>> "state_format  " in plan("1B").page(), "state_format  " in plan("1B").page(formats=False)
+        (True, False)
+        """
+        of = tiers.of_resting if self.recipe.rests else table.of_plan
+        return of(self, formats=formats)
 
     def predict(self, machine: str | os.PathLike[str] | Machine, tokens: Sequence[int] | None = None) -> Forecast:
         """What a step takes on a described machine: without offload, and with the update on the host at each schedule.
@@ -284,7 +304,7 @@ class Plan:
         return table.as_dict(self)
 
     def __str__(self) -> str:
-        return tiers.of_resting(self) if self.recipe.rests else table.of_plan(self)
+        return self.page()
 
 
 def plan(
@@ -319,7 +339,8 @@ def plan(
     Args:
         model: a module, on the meta device as well; a number of parameters (`7_500_000_000`, `"7.5B"`), of which units
             and tensors are not known; a published model by name (`"llama-3-8b"`); or a `zerokern.planner.Transformer`,
-            such as `preset("llama-3-8b", batch=1, seq=4096)` there, which knows its activations too.
+            such as `preset("llama-3-8b", batch=1, seq=4096)` there, which knows its activations too: with
+            attention="eager" scores are among them, by default not.
         stage: whose step and notes are shown; the table has all of them.
         world: ranks.
         mesh: in place of `world`, a DeviceMesh, or sizes by name for ranks that nobody has at hand: `{"pp": 2,

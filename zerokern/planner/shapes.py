@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokern.core.errors import got
+from zerokern.planner.activations import Widths
 from zerokern.planner.outline import Transformer
 
 __all__ = ["PRESETS", "Decoder", "from_config", "named", "preset"]
@@ -26,6 +27,7 @@ class Decoder(Transformer):
     name: str = ""
     layer_tensors: tuple[int, ...] = ()
     outer_tensors: tuple[int, ...] = ()
+    widths: Widths | None = None
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -38,6 +40,28 @@ class Decoder(Transformer):
     @property
     def title(self) -> str:
         return f"{self.name}, {self.layers} layers, hidden {self.hidden:,}"
+
+    @property
+    def counts_logits(self) -> bool:
+        return self.widths is not None
+
+    def peak(self, rows: int | None = None) -> tuple[int, int]:
+        """Counted tensor by tensor: when the loss begins its backward, or a layer, or the norm behind all layers."""
+        if self.widths is None:
+            return super().peak(rows)
+        widths, size, seq = self.widths, self.itemsize, self.seq or 0
+        layer = widths.layer(size, seq, self.attention)
+        outside, logits = widths.outside(size), widths.logits(size)
+        mask = widths.mask(size, seq, self.attention) * self.tokens
+        kept = mask if rows is not None else self.layers * layer * self.tokens
+        again = 0 if rows is None else self.ci * layer - widths.shared(size)
+        computing = (again + widths.backward(size, seq, self.attention)) * seq * (rows or self.batch or 0)
+        moments = [
+            (kept + outside * self.tokens, widths.loss(size) * self.tokens),
+            (kept + (outside + widths.last_norm(size)) * self.tokens, logits * self.tokens),
+            (kept + computing, logits * self.tokens),
+        ]
+        return max(moments, key=sum)
 
 
 class _Config:
@@ -61,6 +85,9 @@ class _Config:
         value = self._values.get(name)
         return default if value is None else bool(value)
 
+    def text(self, name: str, default: str) -> str:
+        return str(self._values.get(name) or default)
+
 
 def _llama(config: _Config, *, bias: bool = False, tied: bool = False) -> dict[str, Any]:
     """Gated MLP, grouped queries, norms without bias; a mixture where there are experts."""
@@ -78,7 +105,12 @@ def _llama(config: _Config, *, bias: bool = False, tied: bool = False) -> dict[s
     outer = [vocabulary * hidden, hidden]
     if not config.flag("tie_word_embeddings", tied):
         outer.append(vocabulary * hidden)
-    return _shape(config, hidden, heads, layer, outer)
+    widths = Widths(
+        "mixtral" if experts > 1 else "llama", hidden, heads, queries, keys, wide, vocabulary,
+        experts=experts, chosen=min(experts, config.number("num_experts_per_tok", default=2)) if experts > 1 else 0,
+        act=config.text("hidden_act", "silu"), attention_dropout=config.flag("attention_dropout", False),
+    )  # fmt: skip
+    return _shape(config, hidden, heads, layer, outer, widths)
 
 
 def _qwen2(config: _Config) -> dict[str, Any]:
@@ -90,22 +122,35 @@ def _gpt2(config: _Config) -> dict[str, Any]:
     wide = config.number("n_inner", default=4 * hidden)
     layer = [hidden] * 4 + [3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
     layer += [hidden * wide, wide, wide * hidden, hidden]
-    outer = [config.number("vocab_size") * hidden, config.number("n_positions") * hidden, hidden, hidden]
-    return _shape(config, hidden, config.number("n_head", "num_attention_heads"), layer, outer)
+    words, heads = config.number("vocab_size"), config.number("n_head", "num_attention_heads")
+    outer = [words * hidden, config.number("n_positions") * hidden, hidden, hidden]
+    widths = Widths(
+        "gpt2", hidden, heads, hidden, hidden, wide, words, act=config.text("activation_function", "gelu_new"),
+        dropout=config.flag("resid_pdrop", True), attention_dropout=config.flag("attn_pdrop", True),
+    )  # fmt: skip
+    return _shape(config, hidden, heads, layer, outer, widths)
 
 
 def _gpt_neox(config: _Config) -> dict[str, Any]:
     hidden, wide = config.number("hidden_size"), config.number("intermediate_size")
     layer = [hidden] * 4 + [3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
     layer += [hidden * wide, wide, wide * hidden, hidden]
-    words = config.number("vocab_size") * hidden
-    outer = [words, hidden, hidden, *([] if config.flag("tie_word_embeddings", False) else [words])]
-    return _shape(config, hidden, config.number("num_attention_heads"), layer, outer)
+    words, heads = config.number("vocab_size"), config.number("num_attention_heads")
+    embedding = words * hidden
+    outer = [embedding, hidden, hidden, *([] if config.flag("tie_word_embeddings", False) else [embedding])]
+    widths = Widths(
+        "gpt_neox", hidden, heads, hidden, hidden, wide, words, act=config.text("hidden_act", "gelu"),
+        parallel=config.flag("use_parallel_residual", True), dropout=config.flag("hidden_dropout", False),
+        attention_dropout=config.flag("attention_dropout", False),
+    )  # fmt: skip
+    return _shape(config, hidden, heads, layer, outer, widths)
 
 
-def _shape(config: _Config, hidden: int, heads: int, layer: list[int], outer: list[int]) -> dict[str, Any]:
+def _shape(
+    config: _Config, hidden: int, heads: int, layer: list[int], outer: list[int], widths: Widths
+) -> dict[str, Any]:
     layers = config.number("num_hidden_layers", "n_layer")
-    found = {"layers": layers, "hidden": hidden, "heads": heads}
+    found = {"layers": layers, "hidden": hidden, "heads": heads, "widths": widths}
     return {**found, "layer_tensors": tuple(layer), "outer_tensors": tuple(outer)}
 
 
@@ -140,9 +185,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str, *, batch: int | None = None, seq: int | None = None, ci: int = 1) -> Decoder:
-    """A published model by name; with `batch` and `seq` also its activations.
+def preset(
+    name: str, *, batch: int | None = None, seq: int | None = None, ci: int = 1, attention: str = "sdpa"
+) -> Decoder:
+    """A published model by name; with `batch` and `seq` also its activations, by `attention` with scores or without.
 
+    >>> both = [preset("llama-3-8b", batch=1, seq=4096, attention=attention) for attention in ("sdpa", "eager")]
+    >>> [f"{shape.activations / 1e9:.1f} GB" for shape in both]
+    ['33.8 GB', '138.5 GB']
     >>> preset("gpt2").numel
     124439808
     """
@@ -150,7 +200,7 @@ def preset(name: str, *, batch: int | None = None, seq: int | None = None, ci: i
         near = "".join(f"The nearest is {one!r}. " for one in get_close_matches(name.lower(), PRESETS, n=1))
         do = f"{near}Any other is planned as a module, or by its config.json: --config, zerokern.planner.from_config"
         raise ValueError(got("model", name, f"{', '.join(PRESETS)}, or MODULE:FUNCTION on the command line", do))
-    return _decoder(name, name, PRESETS[name], batch, seq, ci)
+    return _decoder(name, name, PRESETS[name], batch=batch, seq=seq, ci=ci, attention=attention)
 
 
 def named(model: Any) -> Any:
@@ -162,7 +212,9 @@ def named(model: Any) -> Any:
     return preset(model.strip()) if isinstance(model, str) and model.strip()[:1].isalpha() else model
 
 
-def from_config(path: str | Path, *, batch: int | None = None, seq: int | None = None, ci: int = 1) -> Decoder:
+def from_config(
+    path: str | Path, *, batch: int | None = None, seq: int | None = None, ci: int = 1, attention: str = "sdpa"
+) -> Decoder:
     """The model that a Hugging Face `config.json` describes. Nothing of transformers is imported."""
     path = Path(path)
     try:
@@ -173,15 +225,16 @@ def from_config(path: str | Path, *, batch: int | None = None, seq: int | None =
         raise ValueError(got("config", str(path), "JSON", str(error))) from error
     if not isinstance(values, dict):
         raise ValueError(got("config", str(path), "a JSON object"))
-    return _decoder(str(values.get("_name_or_path") or path.name), path.name, values, batch, seq, ci)
+    seen: dict[str, Any] = {"batch": batch, "seq": seq, "ci": ci, "attention": attention}
+    return _decoder(str(values.get("_name_or_path") or path.name), path.name, values, **seen)
 
 
-def _decoder(name: str, source: str, values: Mapping[str, Any], batch: int | None, seq: int | None, ci: int) -> Decoder:
+def _decoder(name: str, source: str, values: Mapping[str, Any], **seen: Any) -> Decoder:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in KINDS:
         do = "Another architecture is planned by --model MODULE:FUNCTION, which counts the tensors of the module itself"
         raise ValueError(got(f"{source}: model_type", kind, ", ".join(KINDS), do))
     found = KINDS[kind](_Config(source, values))
-    if batch is None and seq is None:
+    if seen["batch"] is None and seen["seq"] is None:
         found["heads"] = None
-    return Decoder(**found, batch=batch, seq=seq, ci=ci, name=name)
+    return Decoder(**found, **seen, name=name)

@@ -15,7 +15,7 @@ __all__ = ["STATES", "TWINS", "WORKING", "Holding", "Share", "Sums", "pinned_nby
 
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 TWINS = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
-WORKING = ("gathered", "buffers", "scratch", "ring", *TWINS, "checkpoints", "activations")
+WORKING = ("gathered", "buffers", "scratch", "ring", *TWINS, "checkpoints", "activations", "logits")
 FINGERPRINTS_NBYTES = 16  # of each gradient, as it left and as it was in `step()`: see zerokern/optim/leaving.py
 
 
@@ -155,20 +155,20 @@ def scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
 
 
 def _inputs(subject: Outline, recipe: Recipe, settings: Arrangement) -> Iterator[Holding]:
-    """All activations; or what checkpoints keep, off the device all but the last one's and room for one that comes."""
+    """Activations, logits and loss; or what checkpoints keep, off the device all but the last one's and room for one
+    that comes, and what computes beside them."""
     shape = subject.transformer
     if shape is None or not shape.has_activations:
         return
+    rows = None if recipe.keep is None else -(-(shape.batch or 1) // settings.micro)
+    activations, logits = shape.peak(rows)
+    yield Holding("activations", "", "device", activations)
+    yield Holding("logits", "", "device", logits)
     if recipe.keep is None:
-        yield Holding("activations", "", "device", shape.activations)
         return
-    away = 0
-    if recipe.keep != "device":
-        away = shape.checkpoints - shape.checkpoint
-        yield Holding("checkpoints", "", recipe.keep, away)
+    away = 0 if recipe.keep == "device" else shape.checkpoints - shape.checkpoint
+    yield Holding("checkpoints", "", recipe.keep, away)
     yield Holding("checkpoints", "", "device", min(shape.checkpoints - away + shape.checkpoint, shape.checkpoints))
-    slices = -(-(shape.batch or 1) // settings.micro)
-    yield Holding("activations", "", "device", shape.working_activations * slices // (shape.batch or 1))
 
 
 def pinned_nbytes(subject: Outline, recipe: Recipe, stage: int, settings: Arrangement) -> int:

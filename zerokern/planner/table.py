@@ -28,6 +28,7 @@ NAMES = {
     "shadow": "parameters to publish",
     "checkpoints": "activation checkpoints",
     "activations": "activations",
+    "logits": "logits and loss",
 }
 TIERS = {"device": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
 STAGE_HEADS = [f"stage {stage}" for stage in STAGES]
@@ -35,7 +36,7 @@ NOTHING, UNKNOWN = "-", "?"
 BARE = "unknown for a bare number; give --model"
 
 
-def of_plan(plan: Plan) -> str:
+def of_plan(plan: Plan, *, formats: bool = True) -> str:
     """All stages side by side, then the other formats."""
     parts = [
         f"### {title(plan)}",
@@ -43,10 +44,10 @@ def of_plan(plan: Plan) -> str:
         _stages(plan),
         "\n".join(f"* {note}" for note in notes(plan)),
     ]
-    formats = _formats(plan)
-    if formats:
+    others = _formats(plan) if formats else ""
+    if others:
         where = "Locked in host memory" if plan.pinned else "Total on the device"
-        parts += [f"{where} in other formats, in GB; lossy ones are never a default:", formats]
+        parts += [f"{where} in other formats, in GB; lossy ones are never a default:", others]
     return "\n\n".join(parts)
 
 
@@ -108,10 +109,18 @@ def notes(plan: Plan) -> list[str]:
     if shape is not None and shape.has_activations:
         if plan.recipe.keep is None:
             fewer = gigabytes(shape.checkpoints + shape.working_activations)
-            again = f'with keep="device", which computes units again, {fewer} GB on each rank'
-            said.append(f"Activations: {again}; with attention's scores, which flash attention does not hold.")
+            instead = f'with keep="device", which computes units again, {fewer} GB on each rank'
         else:
-            said.append(f"Activations: without keep=, all of them, {gigabytes(shape.activations)} GB on each rank.")
+            instead = f"without keep=, all of them, {gigabytes(shape.activations)} GB on each rank"
+        scores = "attention's scores are among them" if shape.attention == "eager" else "no scores are stored (SDPA)"
+        said.append(f"Activations: {instead}; {scores}.")
+        if shape.counts_logits:
+            said.append(
+                "Logits and loss: as transformers computes them, with a log-softmax and two gradients in fp32, while "
+                "backward begins; zk.recompute(head_and_loss, ..., micro=) takes them in slices."
+            )
+        else:
+            takers = f"logits and loss, for a bare shape has no vocabulary; {takers}"
         said.append(f"Not counted: {takers}.")
     else:
         said.append(f"Not counted: activations, and {takers}.")
@@ -247,7 +256,7 @@ def of_measured(plan: Plan, measured: Measured) -> str:
     pairs = [(NAMES.get(role, role), planned.get(role, 0), found.get(role, 0)) for role in roles]
     pairs.insert(sum(role in STATES for role in roles), ("**model states**", plan.states, measured.states))
     rows = [[name, _gb(expected), _gb(actual), _difference(expected, actual)] for name, expected, actual in pairs]
-    resting = {"gathered", "checkpoints", "activations"}
+    resting = {"gathered", "checkpoints", "activations", "logits"}
     resting |= {"buffers"} if plan.settings.no_sync else set()  # whole gradients, until the last of them is reduced
     resting &= {*planned} - {*found}
     for row in rows:

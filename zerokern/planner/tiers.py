@@ -1,4 +1,5 @@
-"""A plan whose parameters rest off the device, as text: what lies in which tier, and what moves between them."""
+"""One stage of a plan as text, which is all there is where parameters rest off the device: what lies in which tier, and
+what moves between them."""
 
 from __future__ import annotations
 
@@ -9,32 +10,41 @@ from zerokern.planner import table
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.rest import LANES, lanes_to
 from zerokern.planner.share import STATES, WORKING
+from zerokern.zero.partition import shards_parameters
 
 if TYPE_CHECKING:
     from zerokern.planner.planning import Plan
 
-__all__ = ["of_resting", "placement"]
+__all__ = ["of_resting", "of_stage", "placement"]
 
 _TIERS = ("device", "cpu", "nvme")
 _ORDER = [*STATES, *WORKING]
+_NOTES = ("Not counted", "Activations: ", "Logits", "Assumed")  # of those of other plans
 _AT_MOST = 4  # placements that are named where this one does not fit
 
 
-def of_resting(plan: Plan) -> str:
-    """Tiers by role, lanes by role, what it means, and other formats or what would fit."""
+def of_stage(plan: Plan) -> str:
+    """One stage: tiers by role, lanes by role, and what they mean."""
     parts = [
         f"### {table.title(plan)}, stage {plan.stage}",
         f"Each rank holds, in GB (10^9 bytes), with {table.settings(plan)}:",
         _held(plan),
-        "In a step each rank moves, in GB:",
-        _moved(plan),
-        "\n".join(f"* {note}" for note in _notes(plan)),
     ]
+    moved = _moved(plan)
+    if moved:
+        parts += ["In a step each rank moves, in GB:", moved]
+    notes = _notes(plan) if plan.recipe.rests else table.notes(plan)
+    return "\n\n".join([*parts, "\n".join(f"* {note}" for note in notes)])
+
+
+def of_resting(plan: Plan, *, formats: bool = True) -> str:
+    """The one stage that there is, and other formats or what would fit."""
+    parts = [of_stage(plan)]
     if plan.missing:
         parts += _refusal(plan)
-    formats = _formats(plan)
-    if formats:
-        parts += ["In other formats, in GB; lossy ones are never a default:", formats]
+    others = _formats(plan) if formats else ""
+    if others:
+        parts += ["In other formats, in GB; lossy ones are never a default:", others]
     return "\n\n".join(parts)
 
 
@@ -45,7 +55,7 @@ def _held(plan: Plan) -> str:
     for role, form in keys:
         held = {one.tier: one.nbytes for one in plan.share.held if (one.role, one.format) == (role, form)}
         rows.append([table.NAMES.get(role, role), form, *(_gb(held.get(tier, 0)) for tier in here)])
-    if not plan.subject.units:
+    if not plan.subject.units and (plan.recipe.rests or (shards_parameters(plan.stage) and plan.world > 1)):
         rows.append([table.NAMES["gathered"], table.BARE, table.UNKNOWN, *[table.NOTHING] * (len(here) - 1)])
     rows.append(["**total**", "", *(f"**{gigabytes(plan.tiers.get(tier, 0))}**" for tier in here)])
     for name, most in plan.device_memory.items():
@@ -68,14 +78,18 @@ def _moved(plan: Plan) -> str:
         traffic, share = plan.traffic, (plan.world - 1) / plan.world
         cells["parameters", "net"] = round(traffic.gathered_nbytes * share)
         cells["gradients", "net"] = round(traffic.reduced_nbytes * share) + (plan.sent.get("replicate") or 0)
+    cells = {key: nbytes for key, nbytes in cells.items() if nbytes}
     lanes = [lane for lane in LANES if any(lane == one for _, one in cells)]
+    if not lanes:
+        return ""
     rows = []
     for role in sorted({role for role, _ in cells}, key=_ORDER.index):
         rows.append([table.NAMES.get(role, role), *(_gb(cells.get((role, lane), 0)) for lane in lanes)])
     sums = {lane: sum(nbytes for (_, one), nbytes in cells.items() if one == lane) for lane in lanes}
     rows.append(["**total**", *(f"**{gigabytes(nbytes)}**" for nbytes in sums.values())])
     own = plan.numel / plan.world
-    rows.append(["bytes per parameter of its own", *(f"{nbytes / own:.3g}" for nbytes in sums.values())])
+    if plan.recipe.rests:
+        rows.append(["bytes per parameter of its own", *(f"{nbytes / own:.3g}" for nbytes in sums.values())])
     return table_of(["moved", *(LANES[lane] for lane in lanes)], rows)
 
 
@@ -105,7 +119,7 @@ def _notes(plan: Plan) -> Iterator[str]:
             "A number alone has no layers: two units that are whole on the device (?) come on top. Plan a model or the "
             "shape of a transformer to know them."
         )
-    yield from [note for note in table.notes(plan) if note.startswith(("Not counted", "Activations: ", "Assumed"))]
+    yield from [note for note in table.notes(plan) if note.startswith(_NOTES)]
 
 
 def placement(plan: Plan) -> str:

@@ -79,10 +79,13 @@ def refuse_no_progress(how: Any) -> None:
 
 
 def _bar(what: str, total: int) -> Any:
-    """A bar on the terminal that the errors go to; None where that is none."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
+    """A bar on the terminal that the errors go to; None where that is none, and without rich, which is an extra."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        return None
 
     console = Console(stderr=True)
     if not console.is_terminal:

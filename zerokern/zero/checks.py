@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 
-LARGE = 64 << 20  # bytes of a model that nobody wants to have whole by accident
+LARGE = 64 << 20  # bytes that nobody wants to have whole by accident
 
 
 def bucket_bytes(value: object) -> int:
@@ -77,17 +78,26 @@ def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -
 
 
 def one_unit(units: Sequence[Unit]) -> None:
-    """Warn of a large model whose parameters rest elsewhere, and that is fetched as a whole: of one unit."""
-    named = units[0].params
-    nbytes = sum(param.nbytes for _, param in named)
-    if len(units) > 1 or nbytes < LARGE or len({name.rpartition(".")[0] for name, _ in named}) < 2:
-        return
-    warnings.warn(
-        f"the model is one unit, so that all {nbytes / 2**20:.0f} MiB of it are fetched at once: it has no ModuleList, "
-        "and units= was not given. Name the modules that are to come and go, as in "
-        "units=lambda module: isinstance(module, torch.nn.Linear)",
-        stacklevel=2,
-    )
+    """Warn of a unit with most of a large model in it: at stage 3 all of it is gathered at once.
+
+    A unit that would not be much smaller without its largest module is as it must be: an embedding, say.
+    """
+    total = sum(param.nbytes for unit in units for _, param in unit.params)
+    for unit in units:
+        modules: Counter[str] = Counter()
+        for name, param in unit.params:
+            modules[name.rpartition(".")[0]] += param.nbytes
+        nbytes = modules.total()
+        if 2 * nbytes <= total or nbytes - max(modules.values(), default=0) < LARGE:
+            continue
+        which = "the model" if len(units) == 1 else repr(unit.name) if unit.name else "what is in no ModuleList"
+        warnings.warn(
+            f"{which} is one unit, so that all {nbytes / 2**20:.0f} MiB of it are gathered at once, and stage 3 needs "
+            "that much memory beside what stage 2 needs: units are the children of ModuleLists, unless units= names "
+            "others. Name the modules that are to come and go, as in "
+            "units=lambda module: isinstance(module, torch.nn.Linear)",
+            stacklevel=4,
+        )
 
 
 def no_writes_of_one_rank(module: nn.Module, group: Any) -> None:

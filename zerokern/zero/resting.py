@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from zerokern.comm import Group
 from zerokern.core.errors import got
 from zerokern.io import Nvme
-from zerokern.io.place import NvmePlace
+from zerokern.io.place import NvmePlace, below
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
 from zerokern.memory.rest import GOING
 from zerokern.memory.staging import OTHERS, CudaDriver
@@ -24,6 +25,10 @@ from zerokern.zero.partition import Bucket, shards_parameters
 
 __all__ = ["check_tier", "driver_of", "folder_below", "laid_out", "lies_on", "rests_on"]
 
+_REPLACED = (
+    "these parameters are gone: they rested in {path!r}, which a model that was sharded later in this process has "
+    "taken over. Use that model, or give each a folder of its own: tier=zk.Nvme(another path)"
+)
 ADVICE = "More ranks, a narrower dtype, or tier=zk.Nvme(path) would take less of each machine's memory"
 
 
@@ -42,7 +47,15 @@ def rests_on(tier: str | Nvme, group: Group) -> Rests | None:
     """Who takes shards in; None where they stay in memory. Each rank of a machine has a folder of its own."""
     if not isinstance(tier, Nvme):
         return None
-    return Rests(NvmePlace(folder_below(tier, "parameters", group.rank), "parameters", staged=False))
+    place = NvmePlace(folder_below(tier, "parameters", group.rank), "parameters", staged=False)
+    rests = Rests(place)
+    place.gives_way = partial(_give_way, weakref.ref(rests), _REPLACED.format(path=tier.path))
+    return rests
+
+
+def _give_way(there: weakref.ref[Rests], because: str) -> str:
+    rests = there()
+    return because if rests is None or rests.close(because) else ""
 
 
 def folder_below(tier: Nvme, name: str, rank: int = 0) -> Nvme:
@@ -52,7 +65,7 @@ def folder_below(tier: Nvme, name: str, rank: int = 0) -> Nvme:
     'swap/parameters-3'
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else rank
-    return replace(tier, path=os.path.join(tier.path, f"{name}-{rank}"))
+    return below(tier, f"{name}-{rank}")
 
 
 def driver_of(device: torch.device, params: Sequence[Tensor]) -> Any:

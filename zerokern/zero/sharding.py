@@ -76,7 +76,7 @@ class Sharding:
         self.more_nodes: list[object] = []
         found = units_of(module, units)
         device = checks.model(module, found, group, built=materialize is not None)
-        if tier != "device":
+        if shards_parameters(stage):
             checks.one_unit(found)
         params = [pair for unit in found for pair in unit.params]
         if materialize is not None or getattr(repeated, "micro", 1) > 1:

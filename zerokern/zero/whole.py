@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -42,6 +43,8 @@ class Loan:
         self._beside = values.device == tenant.param.device  # else gradients stay where their parameter rests
         self._body.grad = tenant.param.grad if self._beside else None
         self._was = _kind(self._body)
+        self._version = self._body._version
+        self._dropped = False
 
     def begin(self) -> None:
         _exchange(self._tenant.param, self._body)
@@ -59,6 +62,7 @@ class Loan:
             param.requires_grad_(body.requires_grad)
         if not self._changed:
             param.grad = body.grad if self._beside else param.grad
+            self._dropped = not self.kept and body._version != self._version
             if self.kept:
                 self._keep()
 
@@ -71,6 +75,11 @@ class Loan:
         home = self._home
         with torch.no_grad(), present(home.piece, written=True):
             home.piece.copy_(home.here.cut(self._body))
+
+    @property
+    def lost(self) -> str:
+        """The name of the parameter, if what was written into it is not kept."""
+        return self._home.name if self._dropped else ""
 
     def check(self) -> None:
         if self._changed:
@@ -110,6 +119,14 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
             loan.end()
     for loan in loans:
         loan.check()
+    lost = [loan.lost for loan in loans if loan.lost]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        warnings.warn(
+            f"what was written to {', '.join(map(repr, lost[:3]))}{more} within zk.gathered is gone: at stage 3 the "
+            "parameters there are copies. zk.gathered(..., write=True) keeps it; all ranks write the same values",
+            stacklevel=5,
+        )
 
 
 def _lend(unit: GatheredUnit, memory: BucketMemory, tenants: Sequence[Tenant]) -> list[Loan]:

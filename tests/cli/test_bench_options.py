@@ -1,0 +1,62 @@
+"""Options of `zerokern bench` that mean nothing where they stand, or have no such value, are named; nothing runs."""
+
+from __future__ import annotations
+
+import pytest
+from tables import each
+
+from zerokern.cli.main import main
+
+REFUSED = [
+    ("adam --vs torch,tensorflow", "vs='tensorflow': must be a list of torch"),
+    ("adam --vs none", "vs='none' belongs to offload"),
+    ("adam --numel 64Q", "numel='64Q': must be"),
+    ("adam --numel 0", "numel='0': must be"),
+    ("adam --threads 0", "a whole number from 1 on"),
+    ("adam --plot chart.gif", ".png, .svg, .pdf"),
+    ("adam --json no-such-folder/x.json", "there is no folder"),
+    ("adam --path .", "a folder with io, save and --tier nvme"),
+    ("adam --ranks 2", "--ranks belongs to zero"),
+    ("adam --tier nvme", "Name a folder on the disk"),
+    ("adam --tier nvme --path . --vs torch", "--vs has no meaning"),
+    ("lion --tier nvme --path .", "cpu with any other op than adam"),
+    ("save", "a folder with io, save and --tier nvme"),
+    ("io", "Name a folder on the disk to measure: --path"),
+    ("io --path . --numel 1M", "--numel has no meaning"),
+    ("io --path . --threads 1", "--threads has no meaning"),
+    ("io --path no-such-folder", "a folder that exists, on the disk to measure"),
+    ("zero --numel 1M", "--numel has no meaning"),
+    ("zero --tier nvme", "--tier has no meaning"),
+    ("zero --vs torch,ddp", "vs='torch': must be a list of ddp, zero1"),
+    ("zero --stage 2", "--stage belongs to offload"),
+    ("zero --hidden", "--hidden belongs to offload"),
+    ("zero --micro 2", "--micro belongs to infinity"),
+    ("zero --ranks 1", "ranks=1: must be 2 or more with zero"),
+    ("zero --ranks 0", "numbers from 1 to 64"),
+    ("zero --ranks 2,x", "numbers from 1 to 64"),
+    ("zero --model 7B", "a list of tiny, 25M, 100M"),
+    ("zero --dtype fp16", "a list of fp32, bf16"),
+    ("zero --batch 0", "from 1 on"),
+    ("zero --tp 0", "from 1 on"),
+    ("offload --hidden --model 25M", "--model has no meaning"),
+    ("offload --numel 1M", "--numel has no meaning"),
+    ("offload --tier nvme", "--tier has no meaning"),
+    ("offload --path .", "--path has no meaning"),
+    ("offload --vs ddp", "vs='ddp': must be a list of none, deepspeed, fsdp2, torchao"),
+    ("offload --stage 4", "stage='4': must be a list of 1, 2, 3"),
+    ("infinity --numel 1M", "--numel has no meaning"),
+    ("infinity --stage 2", "--stage belongs to offload"),
+    ("infinity --vs ddp", "vs='ddp': must be a list of deepspeed, fsdp2"),
+    ("infinity --largest 6B", "path"),
+    ("infinity --cap 4GB", "--cap"),
+    ("infinity --largest 6B --micro 4 --path .", "--micro"),
+]
+
+
+@each("words, says", REFUSED)
+def test_what_does_not_fit_is_taught(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: object = main(["bench", *words.split()])
+    except SystemExit as left:
+        status = left.code
+    assert status == 2 and says in capsys.readouterr().err

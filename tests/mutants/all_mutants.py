@@ -1,0 +1,26 @@
+"""All mutants."""
+
+from __future__ import annotations
+
+import of_io
+import of_kernels
+import of_memory
+import of_optim
+import of_ranks
+import of_saving
+import of_schedule
+import of_zero
+from mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS: tuple[Mutant, ...] = (
+    *of_kernels.MUTANTS,
+    *of_memory.MUTANTS,
+    *of_io.MUTANTS,
+    *of_ranks.MUTANTS,
+    *of_schedule.MUTANTS,
+    *of_zero.MUTANTS,
+    *of_optim.MUTANTS,
+    *of_saving.MUTANTS,
+)
