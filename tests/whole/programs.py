@@ -140,8 +140,8 @@ class Program:
         """The program with the same numbers in which as little as possible happens.
 
         Rounding once more or in another order are numbers too: FSDP2's and zk.shard's mixed precision (where the two
-        gradients of a tied weight are added in bf16 at stage 3 and in fp32 below), slices of the batch, DDP's sum of
-        what it has summed before, and sums of four ranks by two dimensions.
+        gradients of a tied weight are added in bf16 at stage 3 and in fp32 below), slices of the batch, what
+        DDP sums again and zk.shard adds rank by rank to what was reduced before, and four ranks in two dimensions.
         """
         plain = {"params": "device", "tier": "device", "schedule": "sync", "resume": "no", "played": False}
         wrap, keep = "plain", None
@@ -149,7 +149,8 @@ class Program:
             wrap = self.wrap if self.wrap in ("ddp", "fsdp2") else wrap
         elif self.wrap == "fsdp2" and self.dtype == "mixed":
             wrap = "fsdp2"
-        if sharded(self.wrap) and (self.dtype == "mixed" or self.micro > 1 or self.where == "hybrid"):
+        added = self.accumulate == "each" and self.where != "alone"
+        if sharded(self.wrap) and (self.dtype == "mixed" or self.micro > 1 or added or self.where == "hybrid"):
             wrap = self.wrap
             keep = "device" if self.micro > 1 else None
         # where parameters are divided a norm is computed and looked at without a limit too
@@ -161,7 +162,7 @@ class Program:
         """Where it goes on: on another tier, and at another stage where that has the same numbers."""
         tiers = FACTORS["tier"]
         tier = tiers[(tiers.index(self.tier) + 1) % 3]
-        if self.played or self.dtype == "mixed" or not (sharded(self.wrap) or self.wrap == "plain"):
+        if self.played or self.expected.wrap != "plain" or self.wrap in ("ddp", "fsdp2"):
             return replace(self, tier="cpu" if self.tier == "nvme" else "nvme")
         stage = (int(self.wrap[-1]) + 1) % 4 if sharded(self.wrap) else 3
         return replace(self, wrap=f"stage {stage}", params="nvme" if stage == 3 else "device", tier=tier)
