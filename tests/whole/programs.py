@@ -207,6 +207,7 @@ def small_rings(patch: pytest.MonkeyPatch) -> None:
 
 
 def tier_of(name: str, folder: Path) -> Any:
+    folder.parent.mkdir(parents=True, exist_ok=True)
     return zk.Nvme(folder, ring_nbytes="32K") if name == "nvme" else name
 
 

@@ -88,6 +88,7 @@ def script(model: nn.Module, rank: int, opt: torch.optim.Optimizer) -> list[floa
 
 
 def tier_of(name: str, folder: Path) -> Any:
+    folder.parent.mkdir(parents=True, exist_ok=True)
     return zk.Nvme(folder, ring_nbytes="1M") if name == DISK else name
 
 

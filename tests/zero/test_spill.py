@@ -256,6 +256,7 @@ def test_the_bits_of_gradients_in_memory(step: str, tmp_path: Path) -> None:
 def test_wherever_the_state_is(tmp_path: Path) -> None:
     for number, settings in enumerate(SETTINGS):
         folder = tmp_path / str(number)
+        folder.mkdir()
         expected = train(zk.shard(model_of(), stage=3), accumulation, no_drain, **on(folder, settings, "resident"))
         assert_same(train(spilled(folder), accumulation, drained, **on(folder, settings, "spilled")), expected)
 
