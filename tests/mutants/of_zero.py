@@ -124,7 +124,10 @@ MUTANTS = (
         "self.held.add(self.number)\n        self.prepare()\n        self._notice_writes()",
         "self.held.add(self.number)\n        self._notice_writes()",
         "At stage 3 a unit is gathered while its update is under way: stale parameters.",
-        ("tests/optim/test_offload_overlap.py", "tests/optim/test_failures_beside.py"),
+        (
+            "tests/mutants/test_found.py::test_a_unit_that_is_gathered_asks_for_its_update_first",
+            "tests/optim/test_offload_overlap.py",
+        ),
     ),
     Mutant(
         "writes_of_a_forward_do_not_last",

@@ -339,3 +339,13 @@ def test_a_second_pass_at_stage_0_adds_up_over_the_ranks_once() -> None:
     for found in FakeWorld(2).run(live):
         for grad, param in zip(found, start.parameters(), strict=True):
             torch.testing.assert_close(grad, param.grad)
+
+
+def test_a_unit_that_is_gathered_asks_for_its_update_first() -> None:
+    model = Sum()
+    zk.shard(model, stage=3, units=[model.one, model.other])
+    units, asked = home_of(model.one.weight).sharding.gatherer.units, []
+    for unit in units:
+        unit.prepare = lambda unit=unit: asked.append(unit.number)
+    model(torch.randn(4, 16), True)
+    assert set(asked) == {unit.number for unit in units} and len(units) == 3
