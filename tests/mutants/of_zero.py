@@ -33,7 +33,10 @@ MUTANTS = (
         "if self.summing.counts_again:\n            self.summing.share_out",
         "if self.summing.counts_again and not self.replicated:\n            self.summing.share_out",
         "At stage 0 a second pass adds up over the ranks what the first has summed already.",
-        ("tests/zero/test_hybrid.py", "tests/zero/test_parameters.py"),
+        (
+            "tests/mutants/test_found.py::test_a_second_pass_at_stage_0_adds_up_over_the_ranks_once",
+            "tests/zero/test_hybrid.py",
+        ),
     ),
     Mutant(
         "stale_gradient_of_an_unused_parameter",
@@ -121,7 +124,10 @@ MUTANTS = (
         "self.held.add(self.number)\n        self.prepare()\n        self._notice_writes()",
         "self.held.add(self.number)\n        self._notice_writes()",
         "At stage 3 a unit is gathered while its update is under way: stale parameters.",
-        ("tests/optim/test_offload_overlap.py", "tests/optim/test_failures_beside.py"),
+        (
+            "tests/mutants/test_found.py::test_a_unit_that_is_gathered_asks_for_its_update_first",
+            "tests/optim/test_offload_overlap.py",
+        ),
     ),
     Mutant(
         "writes_of_a_forward_do_not_last",

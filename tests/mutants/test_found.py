@@ -323,3 +323,29 @@ def test_a_remainder_begins_with_what_rounding_lost_of_the_value_that_is_there()
     kept = torch.zeros(2, dtype=torch.int16)
     begin(param, Slot("remainder", torch.int16, "param", "remainder"), kept, exact)
     assert kept[0] and not kept[1]
+
+
+def test_a_second_pass_at_stage_0_adds_up_over_the_ranks_once() -> None:
+    start, inputs = Chain(), torch.randn(2, 4, 16)
+
+    def live(group: Group) -> list[Tensor]:
+        model = zk.shard(copy.deepcopy(start), stage=0, reduce="sum", mesh=group)
+        for _ in range(2):
+            model(inputs[group.rank], False).backward()
+        return [param.grad for param in model.parameters()]
+
+    for _ in range(2):
+        sum(start(x, False) for x in inputs).backward()
+    for found in FakeWorld(2).run(live):
+        for grad, param in zip(found, start.parameters(), strict=True):
+            torch.testing.assert_close(grad, param.grad)
+
+
+def test_a_unit_that_is_gathered_asks_for_its_update_first() -> None:
+    model = Sum()
+    zk.shard(model, stage=3, units=[model.one, model.other])
+    units, asked = home_of(model.one.weight).sharding.gatherer.units, []
+    for unit in units:
+        unit.prepare = lambda unit=unit: asked.append(unit.number)
+    model(torch.randn(4, 16), True)
+    assert set(asked) == {unit.number for unit in units} and len(units) == 3
