@@ -250,12 +250,14 @@ class Budget:
     together, since they share what their module sets up.
     """
 
+    BEGAN = "TESTS_BEGAN"
+
     def __init__(self, config: pytest.Config) -> None:
         if not hasattr(config, "workerinput"):
-            config.option.began = time.time()  # xdist hands options to its workers
+            os.environ[self.BEGAN] = str(time.time())  # its workers inherit it
         self.config = config
         self.minutes, self.seed = config.getoption("--minutes"), config.getoption("--seed")
-        self.ends = config.option.began + 60 * self.minutes
+        self.ends = float(os.environ[self.BEGAN]) + 60 * self.minutes
         self.ran = self.left_out = 0
 
     @pytest.hookimpl(trylast=True)

@@ -103,8 +103,8 @@ def test_the_seed_of_a_budget_draws_the_order(tmp_path: Path) -> None:
 
 def test_a_budget_ends_the_run_and_says_what_it_left_out(tmp_path: Path) -> None:
     rows = "import time\n" + "".join(f"def test_{name}(): time.sleep(1)\n" for name in "abcdefgh")
-    ran = run_pytest(tmp_path, "--minutes=0.01", rows=rows)
-    began, of = map(int, re.search(r"budget: (\d+) of (\d+) tests ran in 0.01 minutes", ran.stdout).groups())
+    ran = run_pytest(tmp_path, "-pxdist", "-n2", "--dist=worksteal", "--minutes=0.05", rows=rows)
+    began, of = map(int, re.search(r"budget: (\d+) of (\d+) tests ran in 0.05 minutes", ran.stdout).groups())
     assert began < of == 8
     assert not began or f"{began} passed" in ran.stdout
 
