@@ -17,6 +17,7 @@ from .view import View, megabytes
 
 DISK_MARGIN = 1.2
 MARGIN = 1 / 8  # of what training from disk needs less than training in memory
+LEAST_MARGIN = 16_000_000  # where that is less: steps differ by megabytes from one run to the next; half of it at most
 BEGINNING = 1  # step, which finds no state on the disk
 RESIDENT, RESTING = "all in memory, no cap", "all on disk, capped"
 
@@ -165,7 +166,8 @@ def cap_over(needed: int, act: Act) -> int:
     ['355', '180']
     """
     in_memory = sum(needs(act).values())
-    cap = cap_between(needed, in_memory, MARGIN)
+    share = min(max(MARGIN, LEAST_MARGIN / max(in_memory - needed, 1)), 1 / 2)
+    cap = cap_between(needed, in_memory, share)
     if needed >= cap:
         raise NotHereError(f"from disk it needs {megabytes(needed)} here, in memory {megabytes(in_memory)}: no less")
     return cap

@@ -108,7 +108,8 @@ def test_a_lesser_machine_is_no_failure(
     assert names == ["Memory", "Loss", "Time", "Processes", "Disk", "Picture", "Next"] or "Left out" in ran.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "nan" not in ran.stdout
-    assert ("left out" in ran.stdout) == (limit is little_memory), ran.stdout
+    # so small a model leaves little room for a cap: the others may leave an act out, and say so
+    assert limit is not little_memory or "left out" in ran.stdout, ran.stdout
 
 
 @pytest.mark.slow
