@@ -50,10 +50,8 @@ class Decision:
         """Go on from these."""
         self._norm, self._skipped = grad_norm, skipped_steps  # as far as they are known here
         self._in_a_row, self._warned = 0, False
-        self._asked_there, self._looked_at = (
-            0,
-            (0, 0),
-        )  # on a device: steps, and (steps, those skipped) at the last look
+        # on a device: steps, and (steps, those skipped) at the last look
+        self._asked_there, self._looked_at = 0, (0, 0)
         self.device: torch.device | None = None
 
     @property
