@@ -31,6 +31,8 @@ installed := $(VENV)/.installed-$(EXTRAS)
 tools := $(VENV)/.tools
 endif
 export PATH := $(bin):$(PATH)
+# where images switch this off, an interpreter compiles all of torch that it imports: 4.2 s instead of 1.7 s
+export PYTHONDONTWRITEBYTECODE :=
 
 offline := --no-build-isolation --no-deps --no-index
 build = $(python) -m pip install $(offline) .

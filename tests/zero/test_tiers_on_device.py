@@ -368,10 +368,12 @@ def test_what_cannot_be_read_is_named_and_leaves_nothing_behind(tmp_path: Path) 
 
 
 def test_the_thread_ends_with_the_model(tmp_path: Path) -> None:
+    others = set(threading.enumerate())
     with played() as device:
         model = zk.shard(on(device, model_of()), stage=3, tier=zk.Nvme(tmp_path))
         train(model, 1)
-        lifting = [one for one in threading.enumerate() if one.name.startswith("zerokern lift")]
+        began = set(threading.enumerate()) - others
+        lifting = [one for one in began if one.name.startswith("zerokern lift")]
         assert lifting
         del model
         for _ in range(3):
