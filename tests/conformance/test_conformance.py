@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import traceback
 import zlib
+from collections import Counter
+from collections.abc import Sequence
 
 import of_blocks  # noqa: F401
 import of_cases  # noqa: F401
@@ -20,16 +22,20 @@ import torch
 from small_programs import MODES, PROGRAMS, Plain, Trace, Zero, compare
 from worlds import World, on_threads, says
 
-PLACES = [(stage, mode) for stage in (0, 1, 2, 3) for mode in MODES]
 TIMEOUT_S = 120.0
 
 
-def places_of(name: str) -> set[tuple[int, str]]:
-    """Where a program is run by `make test`: once at stage 3, once below, in two modes. Its name alone decides."""
-    number = zlib.crc32(name.encode())
-    modes = list(MODES)
-    first = number % 4
-    return {(3, modes[first]), (number // 4 % 3, modes[(first + 1 + number // 12 % 3) % 4])}
+def modes_of(name: str) -> list[str]:
+    return [mode for mode in MODES if mode != "delayed" or PROGRAMS[name].late]
+
+
+def places_of(name: str) -> list[tuple[int, str]]:
+    """Where a program runs: once at each stage, in as many modes as there are. Its name alone decides where first."""
+    number, modes = zlib.crc32(name.encode()), modes_of(name)
+    stages = [3, 0, 1, 2]
+    first = 0 if number % 3 else 1 + number // 3 % 3
+    stages.insert(0, stages.pop(first))
+    return [(stage, modes[(number // 9 + turn) % len(modes)]) for turn, stage in enumerate(stages)]
 
 
 def in_plain_torch(world: World, name: str, exact_calls: int | None) -> Trace:
@@ -76,32 +82,34 @@ def follow(name: str, stage: int, mode: str) -> None:
         compare(mine, theirs, one.exact)
 
 
-def at_places(name: str, quick: bool) -> None:
-    """At the places of `make test`, or at all others; the first that differs is named in the error."""
-    for stage, mode in PLACES:
-        if ((stage, mode) in places_of(name)) is quick and (mode != "delayed" or PROGRAMS[name].late):
-            torch.manual_seed(zlib.crc32(name.encode()))
-            try:
-                follow(name, stage, mode)
-            except BaseException as error:
-                error.add_note(f"{name} at stage {stage}, {mode}")
-                raise
+def at(name: str, places: Sequence[tuple[int, str]]) -> None:
+    """The first place that differs is named in the error."""
+    for stage, mode in places:
+        torch.manual_seed(zlib.crc32(name.encode()))
+        try:
+            follow(name, stage, mode)
+        except BaseException as error:
+            error.add_note(f"{name} at stage {stage}, {mode}")
+            raise
 
 
 @pytest.mark.filterwarnings("ignore:.*written while an update")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_same_as_in_plain_torch(name: str) -> None:
-    at_places(name, quick=True)
+    at(name, places_of(name)[:1])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*written while an update")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_same_at_every_other_place(name: str) -> None:
-    at_places(name, quick=False)
+def test_the_same_at_the_other_stages(name: str) -> None:
+    at(name, places_of(name)[1:])
 
 
 def test_every_program_and_every_place_has_its_turn() -> None:
     assert len(PROGRAMS) >= 120
-    turns = [place for name in PROGRAMS for place in places_of(name)]
-    assert all(turns.count(place) >= 5 for place in PLACES), {place: turns.count(place) for place in PLACES}
+    first = Counter(places_of(name)[0] for name in PROGRAMS)
+    assert all(first[stage, mode] >= 3 for stage in range(4) for mode in MODES), first
+    for name in PROGRAMS:
+        stages, modes = zip(*places_of(name), strict=True)
+        assert {*stages} == {0, 1, 2, 3} and {*modes} == {*modes_of(name)}

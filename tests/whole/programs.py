@@ -42,7 +42,7 @@ import zerokern as zk
 from zerokern.io import Store, place
 from zerokern.zero.sharded import Sharded
 
-WIDTH, STEPS, BROKEN, SAVED_AFTER = 10, 6, 2, 3
+WIDTH, STEPS, BROKEN, SAVED_AFTER = 10, 5, 2, 3
 FACTORS: dict[str, tuple[Any, ...]] = {
     "wrap": ("plain", "ddp", "fsdp2", "stage 0", "stage 1", "stage 2", "stage 3"),
     "where": ("alone", "threads", "hybrid", "ranks"),

@@ -212,7 +212,8 @@ CASES = [
     Case("one checkpoint over several units", four(CheckpointedOver)),
     Case("checkpoint_sequential", four(Sequenced)),
     Case("nested checkpoints", four(CheckpointedTwice)),
-    Case("a Function that makes gradients in forward", Net, in_forward),
+    # at stage 3 a small bucket may be reduced before the other gradient of the weight is there
+    Case("a Function that makes gradients in forward", Net, in_forward, one_order=False),
     Case("a functional head", Net, functional_head),
     Case("two passes with attributes", mixture(True), with_aux, two_passes, one_order=False),
     Case("what blocks remember", Reading),
