@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
@@ -23,10 +25,12 @@ from zerokern.zero.tensor_parallel import PLACE
 from zerokern.zero.units import Unit
 
 __all__ = [
+    "belongs_to_nobody_else",
     "bucket_bytes",
     "gradient",
     "model",
     "no_writes_of_one_rank",
+    "not_within_ddp",
     "one_unit",
     "reduce",
     "same_on_all_ranks",
@@ -75,6 +79,38 @@ def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -
             f"parameters are on {', '.join(devices)}; allowed: one device for the whole model. Move it before zk.shard"
         )
     return params[0][1].device
+
+
+def belongs_to_nobody_else(module: nn.Module) -> None:
+    """Raise for a model that another wrapper reduces the gradients of, or holds the parameters of.
+
+    >>> belongs_to_nobody_else(nn.Linear(2, 2))
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has called fully_shard has imported it
+    divided = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    for name, one in module.named_modules():
+        where = f"{name!r} of the model" if name else "the model"
+        if isinstance(one, DistributedDataParallel | nn.DataParallel):
+            raise StateError(
+                f"{where} is a {type(one).__name__}, and two would reduce its gradients; zk.shard takes the model by "
+                "itself, before anything wraps it, and reduces at every stage"
+            )
+        if isinstance(one, divided):
+            raise StateError(
+                f"{where} is divided by FSDP already (fully_shard); call either that or zk.shard. zk.AdamW and the "
+                "other optimizers take FSDP2's parameters as they are"
+            )
+
+
+def not_within_ddp(module: nn.Module) -> None:
+    """Raise in a forward that DistributedDataParallel has called, if that holds this sharded model."""
+    outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if outer is not None and any(one is module for one in outer.module.modules()):
+        raise StateError(
+            "this model was given to zk.shard, and is called by DistributedDataParallel, which would replace the "
+            "gradients by zeros: zk.shard reduces them at every stage. Call the model that zk.shard returned, without "
+            "DistributedDataParallel"
+        )
 
 
 def one_unit(units: Sequence[Unit]) -> None:
