@@ -270,3 +270,24 @@ def test_a_flipped_bit_is_noticed_or_harmless(tmp_path: Path, kind: str, count: 
                 for key, value in opt.state[theirs].items():
                     assert torch.equal(resumed.state[mine][key], value), (at, bit, key)
     assert harmless < count
+
+
+def test_an_item_is_not_larger_than_its_file_says(tmp_path: Path) -> None:
+    """What is packed to a thousandth is refused before any of it is unpacked."""
+    dcp.save({"w": torch.ones(3), "note": bytes(1 << 24)}, checkpoint_id=tmp_path, no_dist=True)
+    index = pickle.loads((tmp_path / ".metadata").read_bytes())
+    where = next(where for at, where in index.storage_data.items() if at.fqn == "note")
+    file = tmp_path / where.relative_path
+    data = file.read_bytes()
+    (tmp_path / "item").write_bytes(data[where.offset : where.offset + where.length])
+    repacked(tmp_path / "item")
+    where.offset, where.length = len(data), (tmp_path / "item").stat().st_size
+    file.write_bytes(data + (tmp_path / "item").read_bytes())
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    tracemalloc.start()
+    try:
+        with pytest.raises(IoError, match=r"note is damaged: what is packed in it says that it has 16,\d*,\d* bytes"):
+            open_checkpoint(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()

@@ -164,6 +164,9 @@ class Dcp(Foreign):
             data = stream.read(length)
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                says = sum(entry.file_size for entry in archive.infolist())
+                if says > length:  # torch compresses nothing
+                    raise zipfile.BadZipFile(f"what is packed in it says that it has {says:,} bytes")
                 for entry in archive.infolist():
                     if entry.CRC:  # 0: the writer was told to leave it out
                         archive.read(entry)
