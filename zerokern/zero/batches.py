@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as Norm
 
 from zerokern.core.errors import StateError
 from zerokern.zero.containers import mapped
 
-__all__ = ["Results", "Rows", "refuse_batch_norm", "refuse_statistics"]
+__all__ = ["Results", "Rows", "counted_once", "norms_of", "refuse_batch_norm", "refuse_statistics"]
 
 SHARED = (
     "What slices share, hand over by functools.partial or a closure, or with a dimension of 1 in front (mask[None])"
@@ -162,17 +164,54 @@ def _alike(one: Any, other: Any) -> bool:
         return False
 
 
+def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
+    """That a function is the forward of."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    return module if isinstance(module, nn.Module) else None
+
+
+def norms_of(fn: Callable[..., Any]) -> list[nn.Module]:
+    """The modules of a function that have statistics of the batches they are trained on.
+
+    >>> norms_of(nn.Sequential(nn.BatchNorm1d(2), nn.LayerNorm(2)))
+    [BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)]
+    """
+    module = _module_of(fn)
+    return [] if module is None else [one for one in module.modules() if isinstance(one, Norm) and one.training]
+
+
 def refuse_batch_norm(fn: Callable[..., Any]) -> None:
     """A module that computes over the whole batch, and would over each slice alone.
 
     >>> refuse_batch_norm(nn.BatchNorm1d(2).eval())
     """
-    while isinstance(fn, partial):
-        fn = fn.func
-    module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    for name, one in module.named_modules() if isinstance(module, nn.Module) else ():
+    module = _module_of(fn)
+    for name, one in () if module is None else module.named_modules():
         if isinstance(one, BatchNorm) and (one.training or not one.track_running_stats):
             refuse_statistics(f"{name or 'the module'} ({type(one).__name__})")
+
+
+@contextmanager
+def counted_once(fn: Callable[..., Any]) -> Iterator[None]:
+    """While a function is called again, running statistics, which have the batch in them already, stay as they are.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> with counted_once(norm):
+    ...     _ = norm(torch.randn(3, 2))
+    >>> norm.num_batches_tracked.item()
+    0
+    """
+    norms = norms_of(fn)
+    kept = [dict(one._buffers) for one in norms]
+    for one in norms:
+        one._buffers.update({name: None if it is None else it.clone() for name, it in one._buffers.items()})
+    try:
+        yield
+    finally:
+        for one, buffers in zip(norms, kept, strict=True):
+            one._buffers.update(buffers)
 
 
 def refuse_statistics(what: str) -> NoReturn:

@@ -16,7 +16,7 @@ from zerokern.comm import Group
 from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.zero import hooks
-from zerokern.zero.batches import refuse_batch_norm
+from zerokern.zero.batches import counted_once, norms_of, refuse_batch_norm
 from zerokern.zero.containers import mapped
 from zerokern.zero.dividing import keeper_for
 from zerokern.zero.keeping import Keeper, Turn
@@ -43,6 +43,7 @@ def recompute(
     """Runs `fn(*args, **kwargs)` and keeps only its inputs; the rest is computed again in backward.
 
     Like `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)`, with the same keywords and three more.
+    Running statistics of a module's BatchNorms count a batch once, as they do without it.
 
     Args:
         fn: a module or a function, which gets `args` and `kwargs`.
@@ -71,7 +72,8 @@ def recompute(
     if kwargs.pop("use_reentrant", False):
         raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
     check_keep(keep)
-    if check_micro(micro) == 1 and keep == "device" and replicated is None:
+    plain = check_micro(micro) == 1 and keep == "device" and replicated is None
+    if plain and (torch.compiler.is_compiling() or not norms_of(fn)):
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     settings = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
     return keeping(_keeper(keep, replicated), micro, fn, args, kwargs, settings)
@@ -201,7 +203,10 @@ class Call:
             )
         given, self._first = self._first, None
         args, kwargs = given or mapped(self._given, lambda place: tensors[place.number], _Place)
-        return self.fn(*args, **kwargs)
+        if self.is_new:
+            return self.fn(*args, **kwargs)
+        with counted_once(self.fn):
+            return self.fn(*args, **kwargs)
 
 
 class _Place:

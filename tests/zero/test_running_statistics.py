@@ -1,0 +1,53 @@
+"""Units that are computed again in backward count a batch once in the running statistics of their norms."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+
+import torch
+from torch import nn
+from worlds import World, everywhere
+
+import zerokern as zk
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), norm(4), nn.GELU())
+            for norm in (nn.BatchNorm1d, lambda width: nn.BatchNorm1d(width, momentum=None))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@everywhere(1, stage=[0, 2, 3], keep=["device", "cpu", "nvme"])
+def test_a_batch_counts_once(world: World, stage: int, keep: str) -> None:
+    torch.manual_seed(3)
+    plain = Normed()
+    ours = copy.deepcopy(plain)
+    with tempfile.TemporaryDirectory() as place:
+        world.shard(ours, stage=stage, keep=zk.Nvme(f"{place}/kept") if keep == "nvme" else keep)
+        for step in range(3):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            losses = [model(x).square().sum() for model in (plain, ours)]
+            for loss in losses:
+                loss.backward()
+            assert torch.equal(*losses)
+        for (name, mine), theirs in zip(ours.named_buffers(), plain.buffers(), strict=True):
+            assert torch.equal(mine, theirs), name
+        del ours, losses
+
+
+def test_of_zk_recompute_too() -> None:
+    norm, plain = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    x = torch.randn(5, 4, requires_grad=True)
+    zk.recompute(norm, x).sum().backward()
+    plain(x).sum().backward()
+    assert norm.num_batches_tracked == 1
+    assert torch.equal(norm.running_mean, plain.running_mean) and torch.equal(norm.running_var, plain.running_var)
