@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from device_double import Double
 
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.io import Faults, Nvme, Store, place
 from zerokern.kernels.cpu import UpdateTable
 
@@ -56,3 +57,22 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nvme]
         return Nvme(tmp_path / f"tier{next(numbers)}", **{"ring_nbytes": RING_NBYTES, **settings})
 
     return make
+
+
+@pytest.fixture
+def devices() -> Iterator[Callable[..., PlayedDevice]]:
+    """Makes devices that threads play."""
+    made: list[PlayedDevice] = []
+
+    def make(kind: type[PlayedDevice] = PlayedDevice, **settings: object) -> PlayedDevice:
+        made.append(kind(**{"poison": True, **settings}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def device(devices: Callable[..., PlayedDevice]) -> PlayedDevice:
+    return devices()

@@ -30,8 +30,6 @@ import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.zero.homes import home_of
 
-WRAPS = ("plain", "stage 0", "stage 1", "stage 2", "stage 3", "fsdp2")
-DTYPES = ("fp32", "bf16", "mixed")
 BUCKET_NBYTES = 1024  # several buckets at every stage
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = {"sync": "sync", "overlap": "overlap", "delayed": zk.Delayed(), "delayed after 2": zk.Delayed(after=2)}

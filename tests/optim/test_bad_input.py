@@ -112,10 +112,6 @@ def test_params_that_are_no_list_of_parameters(params: Any) -> None:
         AdamW(params)
 
 
-def lazy() -> torch.nn.Parameter:
-    return torch.nn.parameter.UninitializedParameter()
-
-
 def inference() -> torch.Tensor:
     with torch.inference_mode():
         return torch.ones(4)
