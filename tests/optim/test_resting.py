@@ -256,8 +256,6 @@ def test_bytes_of_a_step(schedule: str, formats: dict[str, Any], read: float, wr
     assert reads <= read * 1.01
     # all of it may be on its way still when either pass needs it again: it is that small
     assert reads >= min(read, 14) - 2 * 2
-        schedule == "delayed"
-    )  # all of it may be on its way still when either pass needs it again: it is that small
 
 
 class Noted:

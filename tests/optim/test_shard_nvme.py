@@ -10,13 +10,14 @@ import pytest
 import torch
 from optim_cases import BF16, FP32, MAKERS, same_bits, same_state
 from shard_double import Divided, gradients, on_ranks, whole_state
+from tables import each
 
 from zerokern.io import Nvme
 from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import ON_DISK
 
 Tier = Callable[..., Nvme]
-SIZES = (70_000, 1, 300, 128, 0, 129)  # one that is cut into pieces on either rank
+SIZES = (20_000, 1, 300, 128, 0, 129)  # one that is cut into pieces on either rank
 
 
 def trained(group: Any, tiers: list[Any], stage: int, dtype: torch.dtype, **settings: Any) -> tuple[Any, ...]:
@@ -28,15 +29,12 @@ def trained(group: Any, tiers: list[Any], stage: int, dtype: torch.dtype, **sett
     return model.values(), whole_state(group, optimizer.state_dict()), optimizer, model
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize(
-    ("dtype", "settings"),
+@each(
+    "stage, dtype, settings",
     [
-        (FP32, {"state_format": "int8"}),
-        (BF16, {"master_format": "split16"}),
-        (BF16, {"master_format": "split8"}),
-        (BF16, {"master_format": "fp32"}),
-        (BF16, {"master_format": "none", "stochastic_seed": 5}),
+        (3, BF16, {"master_format": "none", "stochastic_seed": 5}),
+        (0, BF16, {"master_format": "none", "stochastic_seed": 5}),
+        (2, FP32, {"state_format": "int8"}),
     ],
 )
 def test_the_bits_of_state_in_memory(tier: Tier, stage: int, dtype: torch.dtype, settings: dict[str, Any]) -> None:
