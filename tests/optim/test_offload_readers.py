@@ -20,11 +20,11 @@ from offload_cases import (
     local,
     one_thread,
     optimizer_of,
-    rarely,
     same_states,
     values,
 )
 from optim_cases import same_bits
+from tables import each
 from torch import Tensor, nn
 from worlds import World, anywhere, full
 from zero_cases import batch
@@ -32,7 +32,7 @@ from zero_cases import batch
 from zerokern.kernels.cpu import UpdateTable
 
 SLOW_S = 0.002
-STEPS = 4
+STEPS = 3
 
 
 def gathered(model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -60,7 +60,7 @@ def copied_whole(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 READERS = [gathered, from_state_dict, evaluated]
-NAMES = ["overlap", "delayed", *rarely("delayed after 2")]
+NAMES = ["overlap", "delayed"]
 
 
 @pytest.fixture(autouse=True)
@@ -95,18 +95,14 @@ def work(world: World, row: Row, model: nn.Module, loop: Any, step: int) -> None
         model.zero_grad()
 
 
-@pytest.mark.parametrize("read", READERS, ids=lambda one: one.__name__)
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize(
-    "size, wrap",
-    [(2, "stage 2"), (2, "stage 3"), *rarely((1, "stage 2"), (1, "stage 3"), (2, "stage 0"), (2, "stage 1"))],
-)
-def test_of_sharded_models(size: int, wrap: str, schedule: str, read: Callable) -> None:
-    anywhere(size, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
+@each("read", READERS)
+@each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
+def test_of_sharded_models(wrap: str, schedule: str, read: Callable) -> None:
+    anywhere(2, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
 
 
-@pytest.mark.parametrize("read", [from_state_dict, evaluated, values_of, copied_whole], ids=lambda one: one.__name__)
-@pytest.mark.parametrize("schedule", NAMES)
+@each("read", [from_state_dict, evaluated, values_of, copied_whole])
+@each("schedule", NAMES)
 def test_of_plain_models(schedule: str, read: Callable) -> None:
     anywhere(1, follow, Row("plain", "bf16"), SCHEDULES[schedule], read)
 
@@ -142,17 +138,15 @@ def pickled(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [param.detach() for param in torch.load(file, weights_only=False)]
 
 
-@pytest.mark.parametrize("read", [direct, averaged])
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("size, wrap", [(2, "stage 2"), *rarely((2, "stage 3"), (1, "stage 3"), (1, "stage 1"))])
-def test_parameters_themselves(size: int, wrap: str, schedule: str, read: Callable) -> None:
-    anywhere(size, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
+@each("read", [direct, averaged])
+@each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
+def test_parameters_themselves(wrap: str, schedule: str, read: Callable) -> None:
+    anywhere(2, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
 
 
-@pytest.mark.parametrize("read", [penalised, shown, raw, copied_whole, pickled], ids=lambda one: one.__name__)
-@pytest.mark.parametrize("wrap", ["stage 1", *rarely("stage 0", "stage 2")])
-def test_whole_parameters_however_they_are_read(wrap: str, read: Callable) -> None:
-    anywhere(2, follow, Row(wrap, "bf16"), SCHEDULES["overlap"], read)
+@each("read", [penalised, shown, raw, copied_whole, pickled])
+def test_whole_parameters_however_they_are_read(read: Callable) -> None:
+    anywhere(2, follow, Row("stage 1", "bf16"), SCHEDULES["overlap"], read)
 
 
 def written(world: World, row: Row) -> None:
@@ -171,7 +165,7 @@ def written(world: World, row: Row) -> None:
     assert same_bits(*seen)
 
 
-@pytest.mark.parametrize("wrap", ["stage 2", *rarely("stage 0", "stage 1", "stage 3")])
+@each("wrap", ["stage 0", "stage 2", "stage 3"])
 def test_parameters_that_are_written(wrap: str) -> None:
     anywhere(2, written, Row(wrap, "bf16"))
 
@@ -186,8 +180,7 @@ def states(world: World, row: Row, schedule: Any) -> None:
         same_states(copied(optimizer.state_dict()), copied(hand.optimizer.state_dict()), ahead=True)
 
 
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 2")])
+@each("size, wrap, schedule", [(1, "plain", "delayed"), (1, "stage 3", "overlap"), (2, "stage 2", "overlap")])
 def test_states(size: int, wrap: str, schedule: str) -> None:
     anywhere(size, states, Row(wrap, "bf16"), SCHEDULES[schedule])
 
@@ -209,8 +202,8 @@ def restarted(world: World, wrap: str, tier: str, schedule: Any) -> None:
         assert not any(local(optimizer.state[param]["exp_avg"]).any() for param in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("size", "wrap", "tier", "schedule"),
+@each(
+    "size, wrap, tier, schedule",
     [
         (1, "plain", "cpu", "delayed"),
         (1, "stage 3", "device", "overlap"),
