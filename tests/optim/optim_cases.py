@@ -40,6 +40,8 @@ MASTERS = [
     (FP16, "fp32"),
     (FP16, "none"),
 ]
+# Each optimizer with each format of its state, and each format of a master with some of them.
+FORMATS = [(name, state, *MASTERS[number % len(MASTERS)]) for number, (name, state) in enumerate(EVERY_STATE)]
 
 
 def make_params(sizes: Sequence[int] = SIZES, dtype: torch.dtype = FP32, seed: int = 0) -> list[torch.nn.Parameter]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_cases import BF16, EVERY_STATE, FP32, MAKERS, MASTERS, copies, make_params, same_bits, set_grads, train
+from optim_cases import BF16, EVERY_STATE, FORMATS, FP32, MAKERS, copies, make_params, same_bits, set_grads, train
+from tables import each, pairwise
 
 from zerokern.kernels import ops
 from zerokern.optim import Adam, AdamW
@@ -14,9 +15,10 @@ def distance(params: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     return max((p.double() - e).abs().max().item() for p, e in zip(params, exact, strict=True))
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("maximize", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pairwise
+@each("decoupled", [True, False])
+@each("maximize", [True, False])
+@each("weight_decay", [0.0, 0.1])
 def test_no_further_from_float64_than_torch_is(decoupled: bool, maximize: bool, weight_decay: float) -> None:
     ours, theirs, exact = make_params(), make_params(), copies(make_params(), torch.float64)
     settings = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": weight_decay, "maximize": maximize}
@@ -29,8 +31,9 @@ def test_no_further_from_float64_than_torch_is(decoupled: bool, maximize: bool, 
     assert distance(ours, exact) <= distance(theirs, exact)
 
 
-@pytest.mark.parametrize("master_format", ["split16", "fp32"])
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+@pairwise
+@each("master_format", ["split16", "fp32"])
+@each("name, state_format", EVERY_STATE)
 def test_bf16_parameters_keep_the_exact_fp32_trajectory(name: str, state_format: str, master_format: str) -> None:
     halves = make_params(dtype=BF16)
     whole = copies(halves, FP32)
@@ -57,8 +60,7 @@ OP_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "master_format"), MASTERS)
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+@each("name, state_format, dtype, master_format", FORMATS)
 def test_a_step_is_the_op(name: str, state_format: str, dtype: torch.dtype, master_format: str | None) -> None:
     params = make_params((300,), dtype)
     optimizer = MAKERS[name](params, state_format=state_format, master_format=master_format)
@@ -130,7 +132,7 @@ def test_empty_and_zero_dimensional_parameters() -> None:
     assert optimizer.state[params[0]]["exp_avg"].shape == (0, 3)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@each("threads", [1, 2])
 def test_stochastic_rounding_is_a_function_of_the_seed(threads: int) -> None:
     from zerokern.core import native
 

@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 from device_double import DeviceTwins, Double
-from optim_cases import BF16, EVERY_STATE, FP16, FP32, MAKERS, contents, make_params, same_bits, set_grads, train
+from optim_cases import BF16, FP16, FP32, MAKERS, contents, make_params, same_bits, set_grads, train
+from tables import each, pairwise
 
 from zerokern.optim import SGD, AdamW
 
 
-@pytest.mark.parametrize("limit", [0.5, 1e6, math.inf])
+@each("limit", [0.5, 1e6, math.inf])
 def test_clipping_is_that_of_the_cpu(limit: float, double: Double) -> None:
     twins = DeviceTwins(double.on, "adamw", (300, 7, 40), (BF16, FP32, FP16), max_grad_norm=limit)
     for step in range(3):
@@ -21,8 +22,7 @@ def test_clipping_is_that_of_the_cpu(limit: float, double: Double) -> None:
         assert twins.agree()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+@each("bad, name, state_format", [(math.nan, "adamw", "int8"), (math.inf, "sgd", "bf16"), (-math.inf, "lion", "fp32")])
 def test_a_non_finite_norm_skips_the_step(name: str, state_format: str, bad: float, double: Double) -> None:
     params = make_params(dtype=BF16)
     with double.on():
@@ -95,10 +95,11 @@ def scaled_steps(optimizer: torch.optim.Optimizer, net: torch.nn.Linear, unscale
     return scaler.get_scale()
 
 
-@pytest.mark.parametrize("limit", [None, 0.1])
-@pytest.mark.parametrize("unscale", [True, False])
-@pytest.mark.parametrize("overflow", [None, 0, 2])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pairwise
+@each("limit", [None, 0.1])
+@each("unscale", [True, False])
+@each("overflow", [None, 0, 2])
+@each("name", ["adamw", "sgd"])
 def test_grad_scaler(name: str, overflow: int | None, unscale: bool, limit: float | None, double: Double) -> None:
     net, twin = torch.nn.Linear(16, 3), torch.nn.Linear(16, 3)
     twin.load_state_dict(net.state_dict())
@@ -116,7 +117,7 @@ def test_grad_scaler(name: str, overflow: int | None, unscale: bool, limit: floa
         assert same_bits(list(saved[number].values()), list(reference.state[param].values()))
 
 
-@pytest.mark.parametrize("scale", [4.0, torch.tensor(4.0), torch.tensor([4.0]), torch.tensor(4.0, dtype=BF16)])
+@each("scale", [4.0, torch.tensor(4.0), torch.tensor([4.0]), torch.tensor(4.0, dtype=BF16)])
 def test_a_grad_scale_set_by_hand_divides_the_gradient(scale: float | torch.Tensor, double: Double) -> None:
     params, straight = make_params(), make_params()
     reference = AdamW(straight)
@@ -134,7 +135,7 @@ def test_a_grad_scale_set_by_hand_divides_the_gradient(scale: float | torch.Tens
     assert same_bits(params, straight)
 
 
-@pytest.mark.parametrize("found", [1.0, True, torch.tensor(1.0), torch.tensor([3.0])])
+@each("found", [1.0, True, torch.tensor(1.0), torch.tensor([3.0])])
 def test_a_found_infinity_set_by_hand_skips(found: object, double: Double) -> None:
     params = make_params()
     with double.on():

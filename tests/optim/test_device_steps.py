@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tables import each
 
 from zerokern.optim import device_steps
 from zerokern.optim.device_steps import DeviceSteps
@@ -30,7 +31,7 @@ def test_counters_become_views_of_one_tensor() -> None:
     assert entries[0]["step"].shape == torch.Size([])
 
 
-@pytest.mark.parametrize("value", [5, 5.0, torch.tensor([5]), torch.tensor(5.0, dtype=torch.float64)])
+@each("value", [5, 5.0, torch.tensor([5]), torch.tensor(5.0, dtype=torch.float64)])
 def test_counters_of_other_kinds_are_taken_over(value: object) -> None:
     entries = [{"step": value}]
     book = DeviceSteps(PLACE, [torch.zeros(1)], None)
@@ -124,7 +125,7 @@ class Reads:
 
 
 @pytest.mark.filterwarnings("ignore:a CUDA graph")
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_equal_labels_mean_equal_counts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random updates of random parameters, skipped or not, in graphs replayed at random, with few classes allowed, and
     counters that somebody replaces or writes."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from optim_cases import BF16, MAKERS, contents, copies, make_params, same_bits, set_grads, train
+from tables import each
 
-from zerokern.optim import SGD, Adam, AdamW
+from zerokern.optim import SGD, AdamW
 
 
 def test_groups_have_their_own_hyperparameters_and_formats(native_calls: list[int]) -> None:
@@ -56,7 +57,7 @@ def test_add_param_group_between_steps() -> None:
         torch.testing.assert_close(param, twin, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("tensor_lr", [True, False])
+@each("tensor_lr", [True, False])
 def test_learning_rate_schedulers(tensor_lr: bool) -> None:
     params, twins = make_params(), make_params()
     lr = torch.tensor(0.1) if tensor_lr else 0.1
@@ -72,7 +73,7 @@ def test_learning_rate_schedulers(tensor_lr: bool) -> None:
         torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@each("name", ["adamw", "sgd"])
 def test_one_cycle_changes_momentum_each_step(name: str) -> None:
     params, twins = make_params(), make_params()
     theirs = {
@@ -145,15 +146,6 @@ def test_zero_grad_and_accumulation() -> None:
     assert torch.equal(weight.detach(), torch.zeros(3))
 
 
-@pytest.mark.parametrize("tier", ["device", "cpu"])
-def test_tiers_are_the_same_for_cpu_parameters(tier: str) -> None:
-    params, twins = make_params(), make_params()
-    ours, reference = Adam(params, tier=tier), Adam(twins)
-    train(ours, params, 2)
-    train(reference, twins, 2)
-    assert same_bits(params, twins)
-
-
 def test_a_compiled_training_step_calls_the_optimizer() -> None:
     model, twin = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
     twin.load_state_dict(model.state_dict())
@@ -184,7 +176,7 @@ def test_versions_count_our_writes() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("state_format", ["fp32", "int8"])
+@each("state_format", ["fp32", "int8"])
 def test_torchs_default_device_and_dtype_do_not_reach_the_state(state_format: str) -> None:
     params, twins = make_params((0, 300), BF16), make_params((0, 300), BF16)
     ours, reference = AdamW(params, state_format=state_format), AdamW(twins, state_format=state_format)
@@ -201,8 +193,8 @@ def test_torchs_default_device_and_dtype_do_not_reach_the_state(state_format: st
     assert same_bits(contents(ours, params), contents(reference, twins))
 
 
-@pytest.mark.parametrize(
-    ("key", "meant"),
+@each(
+    "key, meant",
     [
         ("state_fmt", "state_format"),
         ("masterformat", "master_format"),
@@ -226,7 +218,7 @@ FOREIGN = (
 ).split()
 
 
-@pytest.mark.parametrize("maker", [AdamW, SGD])
+@each("maker", [AdamW, SGD])
 def test_keys_that_frameworks_add_are_kept(maker: type[AdamW | SGD]) -> None:
     (group,) = maker([{"params": make_params(), **dict.fromkeys(FOREIGN, False)}]).param_groups
     assert set(FOREIGN) <= set(group)

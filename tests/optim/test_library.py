@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from optim_cases import BF16, same_bits
+from tables import each
 
 from zerokern.kernels import library, ops
 
@@ -74,7 +75,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_opcheck(case: str) -> None:
     op, args, kwargs = CASES[case]()
     results = torch.library.opcheck(op, args, kwargs)
@@ -86,7 +87,7 @@ def tensors(values: Any) -> list[torch.Tensor]:
     return [value for some in lists for value in some if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_compiled_gives_the_same_bits(case: str) -> None:
     torch._dynamo.reset()
     op, args, kwargs = CASES[case]()

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import BF16, EVERY_STATE, MAKERS, contents, copies, make_params, same_bits, set_grads, train
+from optim_cases import BF16, MAKERS, contents, copies, make_params, same_bits, set_grads, train
+from tables import each, pairwise
 from torch.utils.data import DataLoader, Dataset
 
 import zerokern as zk
@@ -25,10 +26,10 @@ from zerokern.optim import AdamW
 from zerokern.optim.formats import Algorithm
 
 
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
-)
+@pairwise
+@each("name", MAKERS)
+@each("state_format", ["fp32", "bf16"])
+@each("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_goes_its_own_way_with_the_same_bits(how, name: str, state_format: str) -> None:
     params = make_params(dtype=BF16)
     optimizer = MAKERS[name](params, state_format=state_format)
@@ -169,7 +170,7 @@ def test_a_failed_backward_leaves_an_optimizer_that_goes_on() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-@pytest.mark.parametrize("settings", [{"tier": "cpu"}, {"schedule": zk.Delayed()}], ids=["cpu", "delayed"])
+@each("settings", [{"tier": "cpu"}, {"schedule": zk.Delayed()}])
 def test_a_forked_child_is_told_at_once_that_the_state_is_not_there(settings: dict[str, Any]) -> None:
     """Whatever it does; memory that stays behind in the parent would end it by a signal."""
     (weight,) = params = make_params((300,))

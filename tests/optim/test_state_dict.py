@@ -10,10 +10,9 @@ import pytest
 import torch
 from optim_cases import (
     BF16,
-    EVERY_STATE,
+    FORMATS,
     FP32,
     MAKERS,
-    MASTERS,
     contents,
     copies,
     make_params,
@@ -21,6 +20,7 @@ from optim_cases import (
     set_grads,
     train,
 )
+from tables import each
 
 from zerokern import Delayed, StateError
 from zerokern.optim import SGD, Adagrad, Adam, AdamW, convert_state
@@ -41,8 +41,8 @@ def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("from_torch", [True, False])
-@pytest.mark.parametrize("peer", PEERS)
+@each("from_torch", [True, False])
+@each("peer", PEERS)
 def test_torch_checkpoints_load_in_both_directions(peer: str, from_torch: bool) -> None:
     cls, theirs, settings = PEERS[peer]
     first, second = (theirs, cls) if from_torch else (cls, theirs)
@@ -66,8 +66,7 @@ def test_torch_checkpoints_load_in_both_directions(peer: str, from_torch: bool) 
             torch.testing.assert_close(after.state[param][key], value, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize(("dtype", "master_format"), MASTERS)
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+@each("name, state_format, dtype, master_format", FORMATS)
 def test_resuming_gives_the_same_bits(
     name: str, state_format: str, dtype: torch.dtype, master_format: str | None
 ) -> None:
@@ -94,8 +93,8 @@ def test_keys_are_torchs() -> None:
     assert type(saved["state"][0]) is dict
 
 
-@pytest.mark.parametrize(
-    ("state_format", "keys"),
+@each(
+    "state_format, keys",
     [
         ("bf16", ["step", "exp_avg", "exp_avg_sq"]),
         ("int8", ["step", "exp_avg.codes", "exp_avg_scale", "exp_avg_sq.codes", "exp_avg_sq_scale"]),
@@ -191,8 +190,8 @@ def test_torchs_bf16_state_goes_into_bf16_format_without_a_master() -> None:
     assert same_bits([optimizer.state[first]["exp_avg"]], [theirs.state[params[0]]["exp_avg"]])
 
 
-@pytest.mark.parametrize("to", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("kept", ["fp32", "bf16", "int8"])
+@each("to", ["fp32", "bf16", "int8"])
+@each("kept", ["fp32", "bf16", "int8"])
 def test_another_format_is_refused_by_name_and_converts_by_name(kept: str, to: str) -> None:
     params = make_params()
     first, second = AdamW(params, state_format=kept), AdamW(copies(params), state_format=to)
@@ -246,8 +245,8 @@ def broken(saved: dict[str, Any], what: str) -> dict[str, Any]:
     return saved
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
+@each(
+    "what, message",
     [
         ("shape", r"\[4\].*exp_avg.*\(3,\).*\(1000,\)"),
         ("missing", r"\[4\].*exp_avg_sq.*not there"),
@@ -344,7 +343,7 @@ def test_state_dict_hooks_run_as_torchs() -> None:
     assert saved["extra"] == 1
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@each("dtype", [FP32, BF16])
 def test_each_state_tensor_has_a_storage_of_its_own(dtype: torch.dtype) -> None:
     """Saving one tensor saves its storage: it must not drag the others along."""
     params = make_params(dtype=dtype)
