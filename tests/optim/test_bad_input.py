@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from optim_cases import BF16, FP16, MAKERS, contents, make_params, same_bits, set_grads, train
+from tables import each
 
 import zerokern as zk
 from zerokern import KernelError, StateError
@@ -65,9 +66,7 @@ def test_a_constructor_refuses(cls: type, settings: dict[str, Any], message: str
         cls(make_params(), **settings)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"lr": -1.0}, {"state_format": "int4"}, {"master_format": 8}, {"betas": (2.0, 0.9)}]
-)
+@each("settings", [{"lr": -1.0}, {"state_format": "int4"}, {"master_format": 8}, {"betas": (2.0, 0.9)}])
 def test_a_refused_group_is_not_added(settings: dict[str, Any]) -> None:
     optimizer = AdamW(make_params())
     with pytest.raises((ValueError, TypeError), match=next(iter(settings))):
@@ -75,9 +74,7 @@ def test_a_refused_group_is_not_added(settings: dict[str, Any]) -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize(
-    "settings", [{"fused": True}, {"fused": False}, {"foreach": False}, {"foreach": None}, {"capturable": False}]
-)
+@each("settings", [{"fused": True}, {"fused": False}, {"foreach": False}, {"foreach": None}, {"capturable": False}])
 def test_torchs_hints_that_change_no_meaning_are_taken(settings: dict[str, Any]) -> None:
     params = make_params()
     train(AdamW(params, **settings), params, 1)
@@ -104,9 +101,7 @@ def test_the_same_parameter_twice() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "params", [[], torch.ones(3), [{"params": {torch.nn.Parameter(torch.ones(3))}}], [3], [{"lr": 1.0}]]
-)
+@each("params", [[], torch.ones(3), [{"params": {torch.nn.Parameter(torch.ones(3))}}], [3], [{"lr": 1.0}]])
 def test_params_that_are_no_list_of_parameters(params: Any) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):
         AdamW(params)
@@ -117,8 +112,8 @@ def inference() -> torch.Tensor:
         return torch.ones(4)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+@each(
+    "make, message",
     [
         (lambda: torch.ones(4, dtype=torch.float64), r"\[1\]\.dtype=torch\.float64.*bfloat16"),
         (lambda: torch.ones(4, dtype=torch.complex64), r"\[1\]\.dtype=torch\.complex64"),
@@ -167,9 +162,9 @@ def test_overlapping_parameters_are_named() -> None:
     assert not buffer.any()
 
 
-@pytest.mark.parametrize("bound", [True, False])
-@pytest.mark.parametrize(
-    ("grad", "message"),
+@each("bound", [True, False])
+@each(
+    "grad, message",
     [
         (lambda p: torch.eye(4).to_sparse(), r"\[1\]\.grad\.layout=torch\.sparse_coo.*to_dense"),
         (lambda p: torch.ones(4, 4, dtype=torch.complex64), r"\[1\]\.grad\.dtype=torch\.complex64"),
@@ -209,7 +204,7 @@ def test_a_gradient_whose_memory_was_cut_behind_torchs_back() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "betas", "state_format", "master_format", "maximize"])
+@each("key", ["lr", "eps", "weight_decay", "betas", "state_format", "master_format", "maximize"])
 def test_a_group_that_became_wrong_is_refused_at_the_step(key: str) -> None:
     params = make_params()
     optimizer = AdamW(params)
@@ -239,7 +234,7 @@ def test_fp16_has_no_split() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@each("name", MAKERS)
 def test_a_native_refusal_leaves_everything_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params(dtype=BF16)
     optimizer = MAKERS[name](params)
@@ -314,7 +309,7 @@ def test_state_that_a_control_group_would_not_hold_is_refused_before_it_is_taken
     assert param.eq(1.0).all() and not optimizer.state
 
 
-@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0, torch.tensor(float("nan"))])
+@each("count", [float("nan"), float("inf"), -1.0, torch.tensor(float("nan"))])
 def test_a_step_that_is_no_count_is_refused_by_name(count: Any) -> None:
     params = make_params((3,))
     optimizer = AdamW(params)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from device_double import Double, Table
 from optim_cases import BF16, contents, make_params, same_bits, set_grads, train
+from tables import each
 
 from zerokern import BackendError, StateError
 from zerokern.optim import SGD, Adam, AdamW, Lion, device
@@ -22,8 +23,8 @@ def on(double: Double) -> Iterator[Double]:
 
 
 @pytest.mark.usefixtures("on")
-@pytest.mark.parametrize(
-    ("cls", "settings", "message"),
+@each(
+    "cls, settings, message",
     [
         (AdamW, {"lr": torch.ones(2)}, r"lr='\(2,\) tensor of torch\.float32'.*one element"),
         (AdamW, {"lr": torch.ones((), dtype=BF16)}, r"lr=.*torch\.bfloat16.*torch\.float32 or torch\.float64"),

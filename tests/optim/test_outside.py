@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from offload_cases import World
+from tables import each
 from torch import nn
 from worlds import full, on_threads
 
@@ -87,8 +88,8 @@ def test_gradients_may_be_dropped_by_another_thread_during_a_step() -> None:
     assert param.isfinite().all() and param.max() <= 1.0
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["read natively", "read one by one"])
-@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=0)], ids=["sync", "overlap", "delayed"])
+@each("native", [True, False])
+@each("schedule", ["sync", "overlap", zk.Delayed(after=0)])
 def test_a_lazily_negated_gradient_means_what_torch_says_it_does(
     schedule: Any, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +127,7 @@ class Turned(torch.autograd.Function):
         return torch._neg_view(-grad)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@each("stage", [0, 2, 3])
 def test_a_lazily_negated_gradient_under_zk_shard(stage: int) -> None:
     def work(world: World) -> None:
         model = world.shard(Negated(), stage=stage)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from optim_cases import BF16, FP32, copies, make_params, same_bits, set_grads
 from shard_double import SIZES, Divided, gradients, on_ranks
+from tables import each, pairwise
 from torch import Tensor
 
 from zerokern.optim import SGD, AdamW
@@ -29,8 +30,8 @@ def torch_clipped(grads: list[Tensor], max_norm: float, kind: float = 2.0) -> tu
     return torch.nn.utils.clip_grad_norm_(some, max_norm, kind), grads_of(params)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("kind", [1.0, *KINDS])
+@each("dtype", [FP32, BF16])
+@each("kind", [1.0, *KINDS])
 def test_plain_gradients_are_clipped_as_torch_does(kind: float, dtype: torch.dtype) -> None:
     ours = make_params(dtype=dtype)
     theirs = copies(ours)
@@ -52,9 +53,10 @@ def test_a_tensor_a_module_and_nothing_are_taken() -> None:
         clip_grad_norm_(linear.weight, 1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e9])
+@pairwise
+@each("stage", [1, 3])
+@each("kind", KINDS)
+@each("max_norm", [0.0, 0.5, 1e9])
 def test_the_next_update_is_that_of_clipped_gradients(max_norm: float, kind: float, stage: int) -> None:
     grads = gradients(0)
     norm, clipped = torch_clipped(grads, max_norm, kind)
@@ -136,8 +138,8 @@ def test_plain_and_sharded_parameters_are_clipped_together() -> None:
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@each("kind", KINDS)
+@each("value", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_skips_one_update_and_no_more(value: float, kind: float) -> None:
     broken = gradients(0)
     broken[4][999] = value

@@ -11,13 +11,13 @@ import torch
 from device_double import Double
 from optim_cases import BF16, FP16, FP32, MAKERS, same_bits, same_state
 from shard_double import Divided, gradients, on_ranks, whole_state
+from tables import each
 from torch import Tensor
 
 from zerokern.comm import group_on
 from zerokern.optim import AdamW
 from zerokern.optim.clip import clip_grad_norm_
 
-STAGES = (0, 1, 3)
 Before = Callable[[Divided, Any, int], None]
 
 
@@ -53,16 +53,15 @@ def both(double: Double, *arguments: Any, **settings: Any) -> None:
         assert mine[2:] == expected[2:]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("name", "dtype", "settings"),
+@each(
+    "name, dtype, settings, stage",
     [
-        ("adamw", FP32, {"max_grad_norm": 1.0}),
-        ("adamw", BF16, {"state_format": "int8"}),
-        ("adam", BF16, {"master_format": "split8", "max_grad_norm": 0.5}),
-        ("lion", FP16, {}),
-        ("adagrad", BF16, {"master_format": "fp32"}),
-        ("sgd", FP32, {"nesterov": True}),
+        ("adamw", FP32, {"max_grad_norm": 1.0}, 0),
+        ("adamw", BF16, {"state_format": "int8"}, 1),
+        ("adam", BF16, {"master_format": "split8", "max_grad_norm": 0.5}, 3),
+        ("lion", FP16, {}, 0),
+        ("adagrad", BF16, {"master_format": "fp32"}, 1),
+        ("sgd", FP32, {"nesterov": True}, 3),
     ],
 )
 def test_the_bits_of_the_cpu(
@@ -71,8 +70,7 @@ def test_the_bits_of_the_cpu(
     both(double, [gradients(seed) for seed in range(3)], name=name, stage=stage, dtype=dtype, **settings)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@each("stage, max_grad_norm", [(0, 1.0), (1, None), (3, 1.0)])
 def test_the_device_skips_on_all_ranks(max_grad_norm: float | None, stage: int, double: Double) -> None:
     steps = [gradients(seed) for seed in range(3)]
     steps[1][4][999] = float("nan")
@@ -94,7 +92,7 @@ def test_an_infinity_that_one_rank_found_skips_on_all(double: Double) -> None:
         assert [skipped for *_, skipped in trained([gradients(0), gradients(1)], before=found)] == [1, 1]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@each("stage", [1, 3])
 def test_a_clip_factor_is_taken_up(stage: int, double: Double) -> None:
     def clip(model: Divided, optimizer: Any, step: int) -> None:
         clip_grad_norm_(model.zero_order, 1.0)
@@ -147,7 +145,7 @@ def test_state_moves_between_device_and_cpu(double: Double) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter divides infinity by infinity
-@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}])
+@each("settings", [{}, {"max_grad_norm": 1.0}])
 def test_the_kernels_make_the_bits_of_the_cpu(settings: dict[str, Any]) -> None:
     """Without clipping the norm is compared with infinity, on the device too."""
     steps = [gradients(seed) for seed in range(3)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from optim_cases import BF16, EVERY_STATE, MAKERS, make_params, same_bits, same_state, set_grads
 from shard_double import SIZES, Divided, gradients, on_ranks, whole_state
+from tables import each
 from torch import Tensor
 
 from zerokern.core.errors import StateError
@@ -42,8 +43,7 @@ def full_states(name: str, steps: int, **settings: Any) -> tuple[list[Tensor], d
     return [param.detach() for param in params], optimizer.state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+@each("name, state_format, stage", [(*pair, STAGES[number % 3]) for number, pair in enumerate(EVERY_STATE)])
 def test_state_of_one_process_is_loaded_and_goes_on_with_the_same_bits(
     name: str, state_format: str, stage: int
 ) -> None:
@@ -62,7 +62,7 @@ def test_state_of_one_process_is_loaded_and_goes_on_with_the_same_bits(
         assert same_bits(found, expected[0]) and same_state(state_dict, expected[1])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_what_is_saved_is_loaded_by_another_optimizer(stage: int) -> None:
     def work(group: Any) -> None:
         straight, first = begun(group, stage=stage, steps=3)
@@ -163,8 +163,8 @@ def test_state_of_a_parameter_that_was_replaced_is_not_forgotten() -> None:
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
+@each(
+    "key, value, message",
     [
         ("exp_avg", torch.zeros(999), r"layer\.4: state 'exp_avg' has shape \(999,\), and \(1000,\) is needed"),
         ("exp_avg", torch.zeros(1000, dtype=BF16), r"torch\.bfloat16.*convert_state"),
@@ -218,7 +218,7 @@ def test_loaded_state_counts_instead_of_the_initial_values() -> None:
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@each("stage", [0, 2])
 def test_state_is_converted_where_it_lies(stage: int) -> None:
     expected = convert_state(full_states("adamw", 2)[1], state_format="int8")
 
@@ -285,8 +285,8 @@ def test_random_rounding_is_that_of_the_whole_parameter() -> None:
         assert same_bits(values, [param.detach() for param in params])
 
 
-@pytest.mark.parametrize("tier", ["device", "cpu"])
-@pytest.mark.parametrize("key", ["exp_avg", "step"])
+@each("tier", ["device", "cpu"])
+@each("key", ["exp_avg", "step"])
 def test_state_of_replicated_parameters_follows_exchanged_memory(key: str, tier: str) -> None:
     """What is shown of a moment is a view of it, which `.data =` leads away from it."""
 
