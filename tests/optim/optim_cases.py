@@ -127,6 +127,11 @@ class Twins:
                     params[number].grad = None
                 optimizer.step()
 
+    def both(self, work: Callable[[Any, list[torch.nn.Parameter]], Any]) -> None:
+        """The same from outside to either of them."""
+        for optimizer, params in self.pairs:
+            work(optimizer, params)
+
     def agree(self) -> bool:
         """The same bits in all parameters and in all of state_dict."""
         return same_bits(self.params, self.straight) and same_state(self.ours.state_dict(), self.reference.state_dict())

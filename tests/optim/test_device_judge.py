@@ -8,9 +8,9 @@ import pytest
 import torch
 from device_double import DeviceTwins, Double
 from optim_cases import BF16, FP16, FP32, MAKERS, contents, make_params, same_bits, set_grads, train
-from tables import each, pairwise
+from tables import each
 
-from zerokern.optim import SGD, AdamW
+from zerokern.optim import AdamW
 
 
 @each("limit", [0.5, 1e6, math.inf])
@@ -60,20 +60,6 @@ def test_skips_between_changes_of_the_gradients(double: Double) -> None:
     assert twins.ours.skipped_steps == twins.reference.skipped_steps == 3
 
 
-def test_the_limit_may_be_changed_between_steps(double: Double) -> None:
-    with double.on():
-        weight = torch.nn.Parameter(torch.zeros(1))
-        optimizer = SGD([weight], lr=1.0, max_grad_norm=0.5)
-        assert optimizer.grad_norm is None
-        weight.grad = torch.tensor([2.0])
-        optimizer.step()
-        optimizer.max_grad_norm = None
-        weight.grad = torch.tensor([3.0])
-        optimizer.step()
-        assert optimizer.grad_norm == 2.0
-    assert weight.item() == pytest.approx(-3.5, rel=1e-5)
-
-
 def test_no_norm_is_known_without_a_limit(double: Double) -> None:
     twins = DeviceTwins(double.on, "adamw")
     twins.train(1)
@@ -95,11 +81,7 @@ def scaled_steps(optimizer: torch.optim.Optimizer, net: torch.nn.Linear, unscale
     return scaler.get_scale()
 
 
-@pairwise
-@each("limit", [None, 0.1])
-@each("unscale", [True, False])
-@each("overflow", [None, 0, 2])
-@each("name", ["adamw", "sgd"])
+@each("name, overflow, unscale, limit", [("adamw", 2, True, 0.1), ("sgd", 0, False, None), ("adamw", None, False, 0.1)])
 def test_grad_scaler(name: str, overflow: int | None, unscale: bool, limit: float | None, double: Double) -> None:
     net, twin = torch.nn.Linear(16, 3), torch.nn.Linear(16, 3)
     twin.load_state_dict(net.state_dict())

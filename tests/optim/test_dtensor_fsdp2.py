@@ -51,23 +51,6 @@ def close(ours: nn.Module, theirs: nn.Module) -> None:
         torch.testing.assert_close(local(mine), local(other), rtol=2e-6, atol=2e-6)
 
 
-def as_torchs_adamw_with_and_without_clipping(rank: int) -> None:
-    mesh = mesh_of(torch.distributed.get_world_size())
-    for max_norm in (None, 0.5, 1e9):
-        ours, theirs = built(mesh), built(mesh)
-        mine, other = AdamW(ours.parameters(), max_grad_norm=max_norm, **SETTINGS), adamw(theirs)
-        for seed in range(5):
-            backward(rank, seed, ours, theirs)
-            expected = get_total_norm([param.grad for param in ours.parameters()]).full_tensor()
-            if max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
-            for optimizer in (mine, other):
-                optimizer.step()
-                optimizer.zero_grad()
-            torch.testing.assert_close(torch.tensor(mine.grad_norm), expected)
-        close(ours, theirs)
-
-
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), **SETTINGS)
 
@@ -331,7 +314,6 @@ def state_is_converted_where_it_lies(rank: int) -> None:
 
 def two_ranks_train_and_are_saved_as_torchs_are(rank: int) -> list:
     works = [
-        as_torchs_adamw_with_and_without_clipping,
         frozen_and_unused_parameters_accumulation_and_mixed_precision,
         clipping_by_torchs_own_function_counts,
         state_goes_through_torchs_functions_and_training_goes_on_with_the_same_bits,

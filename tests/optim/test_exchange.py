@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import IoError, StateError
 from zerokern.io import Faults, Nvme
-from zerokern.optim import SGD, AdamW
+from zerokern.optim import SGD
 from zerokern.optim.exchange import Column, Exchange
 from zerokern.optim.formats import as_kept
 
@@ -192,17 +192,3 @@ def test_saving_and_loading_take_the_ring_and_not_the_state(tmp_path: Path) -> N
     assert child.returncode == 0, child.stderr[-2000:]
     saving, loading, same = child.stdout.split()[-3:]
     assert same == "True" and int(saving) < 40 and int(loading) < 40, child.stdout
-
-
-def test_state_dicts_go_on_as_they_did(tier: Callable[..., Nvme]) -> None:
-    """What reads everything at once may come between two parts of a save."""
-    _, opt = begun(tier())
-    column = next(c for e in Exchange(opt).entries() for c in (e or {}).values() if isinstance(c, Column))
-    first = read(column, column.places[0])
-    saved = opt.state_dict()
-    assert torch.equal(first, read(column, column.places[0]))
-    other = AdamW([nn.Parameter(torch.zeros(shape).bfloat16()) for shape in SHAPES], tier=tier())
-    other.load_state_dict(saved)
-    assert all(
-        torch.equal(saved["state"][n][k], v) for n, e in other.state_dict()["state"].items() for k, v in e.items()
-    )

@@ -10,15 +10,11 @@ from offload_cases import (
     Row,
     agree,
     backward,
-    copied,
     loads_back,
     one_thread,
     optimizer_of,
-    same_states,
     train,
-    values,
 )
-from optim_cases import same_bits
 from tables import each
 from worlds import World, anywhere
 
@@ -107,26 +103,6 @@ def test_the_next_parts_records_are_on_their_way_while_one_computes(
 def test_a_checkpoint_loaded_while_an_update_is_under_way(schedule: str, wrap: str, tier: Tier) -> None:
     row = row_of(wrap, "bf16", steps=6)
     loads_back(World(0, 1), row, *begun(row, schedule, *small(tier, 1)))
-
-
-def test_gradients_come_and_go(tier: Tier) -> None:
-    """Records are where they were, their order is another."""
-    row, world = row_of("stage 2", "bf16", steps=1), World(0, 1)
-    (where,) = small(tier, 1)
-    pairs = [begun(row, "overlap", where), begun(row, "sync", "device")]  # type: ignore[arg-type]
-    with one_thread():
-        for step in range(9):
-            for model, optimizer in pairs:
-                backward(world, row, model, step)
-                for number, param in enumerate(model.parameters()):
-                    if (number + step) % 3 == 0 or (step == 5 and number < 4):
-                        param.grad = None
-                optimizer.step()
-                model.zero_grad()
-    for _, optimizer in pairs:
-        optimizer.flush()
-    assert same_bits(values(pairs[0][0]), values(pairs[1][0]))
-    same_states(*(copied(optimizer.state_dict()) for _, optimizer in pairs))
 
 
 @each("schedule", ["sync", "overlap", "delayed"])

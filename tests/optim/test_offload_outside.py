@@ -17,12 +17,9 @@ from offload_cases import (
     backward,
     copied,
     exact_calls,
-    one_thread,
     optimizer_of,
     train,
-    values,
 )
-from optim_cases import same_bits
 from tables import each
 from worlds import World
 
@@ -113,24 +110,6 @@ def test_a_parameter_written_while_nothing_is_pending_is_followed_without_a_word
         follow(ROW, schedule, work)
 
 
-@EACH
-def test_a_model_saved_without_its_optimizer_is_what_was_seen(schedule: Any) -> None:
-    """One whole set of parameters; what it lacks is the update that was pending, and state."""
-    model, optimizer = begun(ROW, schedule)
-    train(WORLD, ROW, model, optimizer, range(3))
-    hand = reference(ROW, schedule)
-    train(WORLD, ROW, hand.model, hand, range(3))
-    kept = copy.deepcopy(model.state_dict())
-    assert same_bits(list(kept.values()), values(hand.model))
-    again, fresh = begun(ROW, schedule, seed=9)
-    again.load_state_dict(kept)
-    hand = ByHand(ROW, WORLD, hand.after, seed=9)
-    for one in (hand.model, hand.ahead):
-        one.load_state_dict(kept)
-    rest = range(3, ROW.steps)
-    agree(train(WORLD, ROW, again, fresh, rest), train(WORLD, ROW, hand.model, hand, rest), ahead=True)
-
-
 def test_a_model_loaded_without_its_optimizer_drops_what_is_pending() -> None:
     other = ROW.model(WORLD, seed=5).state_dict()
 
@@ -141,26 +120,6 @@ def test_a_model_loaded_without_its_optimizer_drops_what_is_pending() -> None:
     with pytest.warns(UserWarning, match="written") as caught:
         follow(ROW, zk.Delayed(), work)
     assert len([one for one in caught if "written" in str(one.message)]) == 1
-
-
-@EACH
-def test_a_closure_runs_first(schedule: Any) -> None:
-    hand = reference(ROW, schedule)
-    expected = train(WORLD, ROW, hand.model, hand)
-    model, optimizer = begun(ROW, schedule)
-    losses = []
-    for step in range(ROW.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * (1 + (step % 5)) / 5
-
-        def closure(step: int = step) -> float:
-            assert torch.is_grad_enabled()
-            model.zero_grad()
-            return backward(WORLD, ROW, model, step)
-
-        with one_thread(), torch.no_grad():
-            losses.append(optimizer.step(closure))
-    assert losses == expected.losses and same_bits(values(model), expected.values)
 
 
 class Broken(RuntimeError):
@@ -191,18 +150,6 @@ def test_an_exception_between_backward_and_step_costs_that_step_only(schedule: A
     follow(ROW, schedule, interrupted)
 
 
-@each("accumulate", [4])
-@EACH
-def test_zero_grad_that_keeps_gradients(schedule: Any, accumulate: int) -> None:
-    """The memory of a gradient is written again as soon as step() has returned."""
-    row = Row(dtype="bf16", accumulate=accumulate, steps=8)
-    hand = reference(row, schedule)
-    expected = train(WORLD, row, hand.model, hand)
-    model, optimizer = begun(row, schedule)
-    model.zero_grad = lambda: torch.nn.Module.zero_grad(model, set_to_none=False)  # type: ignore[method-assign]
-    agree(train(WORLD, row, model, optimizer), expected, ahead=True)
-
-
 @EACH
 def test_gradients_edited_after_step_do_not_count(schedule: Any) -> None:
     hand = reference(ROW, schedule)
@@ -231,19 +178,6 @@ def test_hyperparameters_and_groups_may_change_until_step(schedule: Any) -> None
         inner.add_param_group({"params": [moved], "weight_decay": 0.0, "betas": (0.8, 0.9)})
         optimizer.step()
         model.zero_grad()
-
-    follow(ROW, schedule, work)
-
-
-@EACH
-def test_state_moved_behind_our_back_is_taken_over(schedule: Any) -> None:
-    """Lightning and Accelerate replace every tensor of state by a moved copy."""
-
-    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        for entry in inner.state.values():
-            for key in list(entry):
-                entry[key] = entry[key].to("cpu", copy=True)
 
     follow(ROW, schedule, work)
 

@@ -21,7 +21,6 @@ from offload_cases import (
     one_thread,
     optimizer_of,
     same_states,
-    values,
 )
 from optim_cases import same_bits
 from tables import each
@@ -51,16 +50,11 @@ def evaluated(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [out]
 
 
-def values_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    return values(model)
-
-
 def copied_whole(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [param.detach() for param in copy.deepcopy(model).parameters()]
 
 
 READERS = [gathered, from_state_dict, evaluated]
-NAMES = ["overlap", "delayed"]
 
 
 @pytest.fixture(autouse=True)
@@ -99,12 +93,6 @@ def work(world: World, row: Row, model: nn.Module, loop: Any, step: int) -> None
 @each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
 def test_of_sharded_models(wrap: str, schedule: str, read: Callable) -> None:
     anywhere(2, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
-
-
-@each("read", [from_state_dict, evaluated, values_of, copied_whole])
-@each("schedule", NAMES)
-def test_of_plain_models(schedule: str, read: Callable) -> None:
-    anywhere(1, follow, Row("plain", "bf16"), SCHEDULES[schedule], read)
 
 
 def direct(model: nn.Module, optimizer: Any) -> list[Tensor]:

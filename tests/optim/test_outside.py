@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_cases import World
 from tables import each
-from torch import nn
-from worlds import full, on_threads
 
 import zerokern as zk
 from zerokern.optim import survey
@@ -104,41 +101,6 @@ def test_a_lazily_negated_gradient_means_what_torch_says_it_does(
         reference.step()
     opt.flush()
     assert torch.equal(param, straight)
-
-
-class Negated(nn.Module):
-    """A product whose weight gets its gradient as a lazily negated view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Turned.apply(self.weight) * x
-
-
-class Turned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return torch._neg_view(-grad)
-
-
-@each("stage", [0, 2, 3])
-def test_a_lazily_negated_gradient_under_zk_shard(stage: int) -> None:
-    def work(world: World) -> None:
-        model = world.shard(Negated(), stage=stage)
-        opt = zk.SGD(model.parameters(), lr=0.5)
-        for _ in range(2):
-            model(torch.full((3,), 1.0 + world.rank)).sum().backward()
-            opt.step()
-            opt.zero_grad()
-        assert full(model)["weight"].eq(1.0 - 2 * 0.5 * 1.5).all()
-
-    on_threads(2, work)
 
 
 def test_a_lazily_negated_parameter_is_refused() -> None:

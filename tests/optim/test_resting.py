@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,34 +96,6 @@ def test_writes_while_an_update_is_pending_stay(tmp_path: Path) -> None:
         opt.flush()
         ends.append(values(model))
     assert same_bits(*ends)
-
-
-@each("state", ["cpu", "nvme"])
-def test_a_state_dict_with_a_pending_update(state: str, tmp_path: Path) -> None:
-    """It is loaded by a resident model and by one that rests; both go on as if nothing had happened."""
-    ends = []
-    (resident, of_resident), (resting, of_resting) = pair(tmp_path, state)
-    for model, opt in ((resident, of_resident), (resting, of_resting)):
-        for x in batches(3):
-            step(model, [opt], x)
-        saved = copy.deepcopy(model.state_dict()), opt.state_dict()
-        weight = next(iter(saved[1]["state"].values()))
-        assert "pending" in weight
-        ends.append(saved)
-    assert same_bits(*([one["pending"].span for one in saved["state"].values()] for _, saved in ends))
-    found = []
-    for (model, opt), (weights, saved) in zip(pair(tmp_path / "again", state), reversed(ends), strict=True):
-        model.load_state_dict(weights)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            opt.load_state_dict(saved)
-        losses = [step(model, [opt], x) for x in batches(3)]
-        opt.flush()
-        found.append((losses, values(model)))
-    losses = [step(resident, [of_resident], x) for x in batches(3)]
-    of_resident.flush()
-    assert found[0][0] == found[1][0] == losses
-    assert same_bits(found[0][1], found[1][1]) and same_bits(found[0][1], values(resident))
 
 
 @each("state", ["cpu", "nvme"])

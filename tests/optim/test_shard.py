@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import BF16, EVERY_STATE, FP16, FP32, MAKERS, make_params, same_bits, same_state
+from optim_cases import BF16, FP16, FP32, MAKERS, make_params, same_bits, same_state
 from shard_double import SIZES, Divided, gradients, on_ranks, whole_state
 from tables import each
 from torch import Tensor
@@ -52,16 +52,6 @@ def agree(ours: Any, theirs: Any) -> None:
     assert same_state(ours[1], theirs[1])
 
 
-@each("name, state_format, stage", [(*pair, STAGES[number % 3]) for number, pair in enumerate(EVERY_STATE)])
-def test_every_optimizer_and_state_format_makes_the_bits_of_one_process(
-    name: str, state_format: str, stage: int
-) -> None:
-    steps = [gradients(seed) for seed in range(3)]
-    expected = straight(name, steps, state_format=state_format)
-    for result in on_ranks(2, lambda group: trained(group, name, stage, steps, state_format=state_format)):
-        agree(result, expected)
-
-
 @each("size", [1, 3, 4])
 def test_the_norm_is_of_all_ranks_and_clips_everywhere_alike(size: int) -> None:
     steps = [gradients(seed, scale=10.0**seed) for seed in range(3)]
@@ -75,17 +65,6 @@ def test_there_is_a_norm_and_a_check_without_clipping() -> None:
     steps = [gradients(0)]
     expected = straight("adamw", steps, max_grad_norm=1e9)[2].grad_norm
     assert [r[2].grad_norm for r in on_ranks(2, lambda group: trained(group, "sgd", 2, steps))] == [expected] * 2
-
-
-@each("stage, value", [(0, float("inf")), (1, float("nan")), (3, float("inf"))])
-def test_one_element_that_is_not_finite_skips_the_step_on_all_ranks(value: float, stage: int) -> None:
-    broken = gradients(1)
-    broken[4][900] = value  # the last of three ranks has it
-    clean = [gradients(0), gradients(2)]
-    expected = straight("adamw", clean)
-    for result in on_ranks(3, lambda group: trained(group, "adamw", stage, [clean[0], broken, clean[1]])):
-        agree(result, expected)
-        assert result[2].skipped_steps == 1
 
 
 def test_an_infinity_that_one_ranks_scaler_found_skips_the_step_on_all() -> None:
@@ -140,28 +119,6 @@ def test_every_rank_has_state_and_a_count_for_every_parameter() -> None:
         assert model.published == 3
 
     on_ranks(3, work)
-
-
-def test_a_rank_that_owns_nothing_takes_part() -> None:
-    def work(group: Any) -> tuple[float | None, list[Tensor]]:
-        model = Divided(group, 2, sizes=(5,))
-        optimizer = AdamW(model.zero_order, max_grad_norm=1.0)
-        model.set_grads([torch.full((5,), 2.0)])
-        optimizer.step()
-        return optimizer.grad_norm, model.values()
-
-    results = on_ranks(3, work)
-    assert all(norm == results[0][0] and same_bits(values, results[0][1]) for norm, values in results)
-
-
-def test_a_step_without_any_gradient_changes_nothing() -> None:
-    def work(group: Any) -> None:
-        model = Divided(group)
-        optimizer = AdamW(model.zero_order)
-        optimizer.step()
-        assert not optimizer.state and optimizer.skipped_steps == 0
-
-    on_ranks(2, work)
 
 
 def test_gradients_are_lent_for_the_step_only() -> None:

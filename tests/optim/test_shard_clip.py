@@ -78,18 +78,6 @@ def test_the_next_update_is_that_of_clipped_gradients(max_norm: float, kind: flo
             torch.testing.assert_close(value, one)
 
 
-def test_at_stage_0_gradients_are_whole_and_clipped_at_once() -> None:
-    norm, clipped = torch_clipped(gradients(0), 1.0)
-
-    def work(group: Any) -> None:
-        model = Divided(group, 0)
-        model.set_grads(gradients(0))
-        assert torch.equal(clip_grad_norm_(model.zero_order, 1.0), norm) and model.factor == 1.0
-        assert same_bits(grads_of(model.zero_order), clipped)
-
-    on_ranks(2, work)
-
-
 def test_clipping_twice_is_clipping_once_to_the_smaller() -> None:
     def work(group: Any) -> tuple[float, float, float]:
         model = Divided(group)
@@ -202,11 +190,3 @@ def test_other_norms_of_sharded_gradients_are_refused() -> None:
             clip_grad_norm_(model.zero_order, 1.0, 1.0)
 
     on_ranks(1, work)
-
-
-def test_ranks_without_gradients_take_part() -> None:
-    def work(group: Any) -> float:
-        model = Divided(group)
-        return float(clip_grad_norm_(model.zero_order, 1.0))
-
-    assert on_ranks(2, work) == [0.0, 0.0]

@@ -13,7 +13,7 @@ from tables import each
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.optim import SGD, AdamW, convert_state
+from zerokern.optim import AdamW, convert_state
 from zerokern.zero.sharded import Sharded
 
 STAGES = (0, 1, 3)
@@ -82,38 +82,6 @@ def test_what_is_saved_is_loaded_by_another_optimizer(stage: int) -> None:
     on_ranks(2, work)
 
 
-def test_replicated_state_is_plain_and_in_the_parameters_shape() -> None:
-    def work(group: Any) -> None:
-        model = Divided(group, 0, sizes=(300,), shapes={0: (3, 100)})
-        optimizer = AdamW(model.zero_order)
-        model.set_grads([torch.ones(3, 100)])
-        optimizer.step()
-        moment = optimizer.state[model.zero_order[0]]["exp_avg"]
-        assert type(moment) is Tensor and moment.shape == (3, 100)
-        moment.zero_()
-        model.set_grads([torch.zeros(3, 100)])
-        optimizer.step()
-        assert not moment.any() and optimizer.state[model.zero_order[0]]["exp_avg"] is moment
-        reference = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, 100))])
-        reference.load_state_dict(optimizer.state_dict())
-
-    on_ranks(2, work)
-
-
-def test_the_same_tensors_are_shown_from_step_to_step() -> None:
-    def work(group: Any) -> None:
-        model, optimizer = begun(group)
-        before = {param: dict(optimizer.state[param]) for param in model.zero_order}
-        grads: list[Tensor | None] = list(gradients(3))
-        grads[0] = None
-        model.set_grads(grads)
-        optimizer.step()
-        for param in model.zero_order:
-            assert all(optimizer.state[param][key] is before[param][key] for key in ("exp_avg", "exp_avg_sq"))
-
-    on_ranks(2, work)
-
-
 def test_state_that_is_assigned_counts() -> None:
     def work(group: Any) -> None:
         model, optimizer = begun(group)
@@ -134,18 +102,6 @@ def test_state_that_is_assigned_counts() -> None:
         assert float(optimizer.state[param]["step"]) == 1.0
 
     on_ranks(2, work)
-
-
-def test_an_entry_beside_our_own_stays() -> None:
-    def work(group: Any) -> None:
-        model, optimizer = begun(group)
-        optimizer.state[model.zero_order[4]]["note"] = "kept"
-        optimizer.state["whole"] = {"note": 1}
-        go_on(model, optimizer, [2])
-        assert optimizer.state[model.zero_order[4]]["note"] == "kept" and optimizer.state["whole"] == {"note": 1}
-        assert optimizer.state_dict()["state"]["whole"] == {"note": 1}
-
-    on_ranks(1, work)
 
 
 def test_state_of_a_parameter_that_was_replaced_is_not_forgotten() -> None:
@@ -243,27 +199,6 @@ def test_copies_of_the_optimizer_are_refused_where_state_is_divided() -> None:
         assert model.homes
 
     on_ranks(2, work)
-
-
-def test_a_moment_that_starts_from_the_gradient_does_so_once() -> None:
-    def work(group: Any) -> list[Tensor]:
-        model = Divided(group, 2)
-        optimizer = SGD(model.zero_order, lr=0.1, momentum=0.9, dampening=0.5)
-        go_on(model, optimizer, (0, 1))
-        saved = optimizer.state_dict()
-        assert all(isinstance(entry["momentum_buffer"], Sharded) for entry in saved["state"].values())
-        optimizer.load_state_dict(saved)
-        go_on(model, optimizer, [2])
-        return model.values()
-
-    params = make_params(SIZES)
-    reference = SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
-    for seed in range(3):
-        for param, grad in zip(params, gradients(seed), strict=True):
-            param.grad = grad
-        reference.step()
-    for values in on_ranks(3, work):
-        assert same_bits(values, [param.detach() for param in params])
 
 
 def test_random_rounding_is_that_of_the_whole_parameter() -> None:
