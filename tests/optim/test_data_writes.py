@@ -197,32 +197,6 @@ def test_a_pending_update_gives_way_and_says_so() -> None:
     assert params[4].eq(3.0).all()
 
 
-def in_groups(*params: Tensor) -> AdamW:
-    return AdamW([{"params": [param]} for param in params], lr=0.0, weight_decay=0.0, master_format="fp32")
-
-
-def test_all_groups_are_followed_when_one_is_added() -> None:
-    params = make_params(dtype=BF16)[3:]
-    optimizer = in_groups(params[0])
-    train(optimizer, params[:1], 1)
-    optimizer.add_param_group({"params": params[1:]})
-    params[0].data.fill_(3.0)
-    train(optimizer, params, 1)
-    assert params[0].eq(3.0).all()
-
-
-def test_a_copy_of_an_optimizer_follows_as_well() -> None:
-    params = make_params(dtype=BF16)
-    optimizer = AdamW(params, lr=1e-2, master_format="fp32")
-    train(optimizer, params, 1)
-    again = copy.deepcopy(optimizer)
-    mine = again.param_groups[0]["params"]
-    mine[4].data.fill_(1.0)
-    again.param_groups[0].update(lr=0.0)
-    train(again, mine, 1)
-    assert mine[4].eq(1.0).all()
-
-
 def test_parameters_stay_what_they_are() -> None:
     params = make_params(dtype=BF16)
     optimizer = AdamW(params, lr=1e-2, master_format="fp32")

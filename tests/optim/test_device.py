@@ -156,16 +156,16 @@ def test_a_step_does_not_wait(name: str) -> None:
 
 
 @pytest.mark.usefixtures("launching_nothing")
-def test_ten_thousand_parameters_take_few_python_calls() -> None:
+def test_thousands_of_parameters_take_few_python_calls() -> None:
     calls = {}
-    for count in (1_000, 10_000):
+    for count in (300, 3_000):
         params = make_params((10,) * count)
         optimizer = AdamW(params, max_grad_norm=1.0)
         set_grads(params)
         optimizer.step()
         set_grads(params)
         calls[count] = python_calls(optimizer.step)
-    assert (calls[10_000] - calls[1_000]) / 9_000 < 0.1
+    assert (calls[3_000] - calls[300]) / 2_700 < 0.1
 
 
 @pytest.mark.gpu

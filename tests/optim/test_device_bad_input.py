@@ -139,30 +139,6 @@ def test_an_interrupt_waits_for_the_launches(monkeypatch: pytest.MonkeyPatch) ->
     assert same_bits(contents(optimizer, params), contents(reference, straight))
 
 
-@pytest.mark.gpu
-def test_a_gradient_that_was_moved_from_the_gpu() -> None:
-    params = [torch.nn.Parameter(param.detach().cuda()) for param in make_params()]
-    optimizer = AdamW(params)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-    params[2].grad.data = params[2].grad.data.cpu()
-    with pytest.raises(ValueError, match=r"\[2\]\.grad\.device=device\(type='cpu'\).*cuda:0, the parameter's"):
-        optimizer.step()
-
-
-@pytest.mark.gpu
-def test_parameters_on_the_gpu_and_on_the_cpu() -> None:
-    params = make_params((3, 3))
-    params[1] = torch.nn.Parameter(params[1].detach().cuda())
-    optimizer = AdamW(params)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    with pytest.raises(ValueError, match=r"\[1\]\.device=device\(type='cuda', index=0\).*cpu, where.*\[0\] is"):
-        optimizer.step()
-
-
 def test_a_step_that_cannot_be_sent_leaves_everything_as_it_was(on: Double) -> None:
     params, straight = make_params(), make_params()
     optimizer, other = AdamW(params), AdamW(straight)

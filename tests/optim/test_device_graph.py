@@ -71,26 +71,6 @@ def test_steps_outside_go_on_beside_a_graph(double: Double) -> None:
         assert twins.agree()
 
 
-def test_two_graphs_of_one_optimizer(double: Double) -> None:
-    """Of parts of the parameters that have nothing in common, and of all of them with a second set of gradients."""
-    twins = DeviceTwins(double.on, "adamw")
-    graphs = []
-    for idle in ((0, 1), (2, 3, 4), (2, 3, 4)):
-        twins.train(1, idle=idle)
-        with double.on(), double.capture() as graph:
-            twins.ours.step()
-        graphs.append((graph, [param.grad for param in twins.params], idle))
-    for step in (0, 1, 1, 2, 0, 2, 2, 1, 0):
-        graph, held, idle = graphs[step]
-        twins.set_grads(step, idle=idle)
-        for grad, param in zip(held, twins.params, strict=True):
-            if grad is not None:
-                grad.copy_(param.grad)
-        replay(graph)
-        twins.reference.step()
-        assert twins.agree()
-
-
 def test_a_graph_whose_parameters_part_is_told_of(double: Double) -> None:
     """It holds one step count for those that had the same when it was captured."""
     twins = DeviceTwins(double.on, "adamw")

@@ -85,32 +85,6 @@ def test_a_copy_goes_its_own_way(how: Callable[[Any], Any], name: str, state_for
         assert twin.skipped_steps == 1
 
 
-@each("how", ["value", "entry", "state", "data", "number"])
-def test_replaced_state_is_used(how: str, double: Double) -> None:
-    """As Accelerate and Lightning do when they move it to a device."""
-
-    def replace(optimizer: Any, params: list[torch.nn.Parameter]) -> None:
-        for param, entry in list(optimizer.state.items()):
-            moved = {key: value.clone() for key, value in entry.items()}
-            if how == "entry":
-                optimizer.state[param] = moved
-            elif how == "state":
-                optimizer.state = {**optimizer.state, param: moved}
-            elif how == "number":
-                entry["step"] = int(entry["step"])
-            for key, value in entry.items() if how in ("value", "data") else ():
-                if how == "value":
-                    entry[key] = moved[key]
-                else:
-                    value.data = moved[key]
-
-    twins = DeviceTwins(double.on, "adamw", dtype=BF16, max_grad_norm=1.0)
-    twins.train(2)
-    twins.both(replace)
-    twins.train(3, start=2)
-    assert twins.agree()
-
-
 def test_parameters_that_leave_the_device_and_come_back(double: Double) -> None:
     """As `model.cpu()` and `model.cuda()` do: the parameters get other memory, the state stays where it was."""
     params, straight = make_params(), make_params()
@@ -161,18 +135,6 @@ def test_a_moment_that_nothing_has_started_starts_after_a_load(how: str, double:
         else:
             twins.ours.load_state_dict(through_disk(twins.ours.state_dict()))
     twins.train(2, start=1)
-    assert twins.agree()
-
-
-def test_a_moment_that_nothing_has_started_survives_other_changes(double: Double) -> None:
-    twins = sgd_twins(double, dtype=BF16)
-    twins.train(1, scale=math.nan)
-    twins.ours.state[twins.params[0]]["remainder"] = twins.ours.state[twins.params[0]]["remainder"].clone()
-    twins.train(1, scale=math.nan)
-    twins.train(1, idle=[3])
-    twins.ours.state[twins.params[3]]["note"] = torch.ones(1)
-    del twins.ours.state[twins.params[3]]["note"]
-    twins.train(3, start=1)
     assert twins.agree()
 
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.optim import AdamW
-from zerokern.optim.dtensors import Alone, homes_of
 from zerokern.zero.kinds import here_of, take
 from zerokern.zero.sharded import Sharded
 
@@ -139,17 +138,6 @@ def writes_from_outside_are_followed_and_our_own_are_not(rank: int) -> None:
     pair.agree()
 
 
-def a_write_to_a_parameter_counts_for_every_optimizer_that_has_it(rank: int) -> None:
-    pair = Pair("adamw", mesh_of(2), shapes=((6, 128),), dtype=BF16)
-    pair.train(range(2))
-    other = AdamW(pair.params)
-    versions = pair.params[0]._version, pair.params[0]._local_tensor._version
-    other.step()
-    now = pair.params[0]._version, pair.params[0]._local_tensor._version
-    assert all(after > before for before, after in zip(versions, now, strict=True))
-    assert not local(pair.ours.state_dict()["state"][0]["remainder"]).any()
-
-
 def values_may_move_and_state_stays(rank: int) -> None:
     pair = Pair("adamw", mesh_of(2))
     pair.train(range(2))
@@ -174,17 +162,6 @@ def parameters_may_be_exchanged_until_the_first_step(rank: int) -> None:
     pair.ours = ours
     pair.train(range(2))
     pair.agree()
-
-
-def a_home_is_known_as_long_as_it_is_the_one(rank: int) -> None:
-    mesh = mesh_of(2)
-    plain, param, other = nn.Parameter(torch.ones(4)), *(nn.Parameter(cut(torch.ones(4), mesh)) for _ in range(2))
-    homes = homes_of([plain, param], ["bias", "weight"])
-    assert isinstance(homes[0], Alone) and homes[0].stays(plain) and homes[1].stays(param)
-    assert homes_of([param, other], ["a", "b"], homes)[0] is homes[1]
-    assert not homes[0].stays(param) and not homes[1].stays(other) and not homes[1].stays(plain)
-    torch.utils.swap_tensors(param, other)
-    assert not homes[1].stays(param)
 
 
 def gradients_are_lent_and_a_partial_sum_is_summed_once(rank: int) -> None:
@@ -288,10 +265,8 @@ def two_ranks_have_their_parts_of_one_process(rank: int) -> list:
         every_master,
         an_infinity_that_one_ranks_scaler_found_skips_the_step_on_all,
         writes_from_outside_are_followed_and_our_own_are_not,
-        a_write_to_a_parameter_counts_for_every_optimizer_that_has_it,
         values_may_move_and_state_stays,
         parameters_may_be_exchanged_until_the_first_step,
-        a_home_is_known_as_long_as_it_is_the_one,
         gradients_are_lent_and_a_partial_sum_is_summed_once,
         what_cannot_be_updated_is_refused_by_name,
         state_of_divided_parameters_is_refused_by_plain_ones,

@@ -49,10 +49,10 @@ def test_same_bits_from_a_device_that_delays_shortens_and_interrupts(tier: Tier,
 
 
 def test_thousands_of_small_parameters_share_records(tier: Tier) -> None:
-    twins = Twins("adamw", tier(), sizes=(10,) * 3_000)
+    twins = Twins("adamw", tier(), sizes=(10,) * 1_500)
     twins.train(2)
     assert twins.agree()
-    assert len(twins.ours.holdings.disk.records) == 3  # 3,000 x 2 x 64 bytes in slots of 128 KiB
+    assert len(twins.ours.holdings.disk.records) == 2  # 1,500 x 2 x 64 bytes in slots of 128 KiB
 
 
 def test_records_of_idle_parameters_do_not_move(tier: Tier) -> None:
@@ -101,7 +101,7 @@ def seen_by_the_system() -> dict[str, int]:
 
 def test_bookkeeping_is_for_records_and_not_for_parameters(tier: Tier, native_calls: list[int]) -> None:
     calls = {}
-    for count in (1_000, 10_000):
+    for count in (300, 3_000):
         params = make_params((10,) * count)
         optimizer = AdamW(params, tier=tier())
         train(optimizer, params, 2)
@@ -110,7 +110,7 @@ def test_bookkeeping_is_for_records_and_not_for_parameters(tier: Tier, native_ca
         calls[count] = python_calls(optimizer.step)
         assert len(native_calls) == len(optimizer.holdings.disk.records)
         assert sum(native_calls) == count
-    assert (calls[10_000] - calls[1_000]) / 9_000 < 0.1
+    assert (calls[3_000] - calls[300]) / 2_700 < 0.1
 
 
 def test_the_binding_is_made_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,18 +128,6 @@ def test_the_binding_is_made_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -
         with torch.no_grad():
             params[0].add_(1.0)
     assert len(made) == 1
-
-
-def test_a_skipped_first_step_makes_no_state(tier: Tier, tmp_path: Path) -> None:
-    where = tier()
-    params = make_params()
-    optimizer = AdamW(params, tier=where, max_grad_norm=1.0)
-    set_grads(params)
-    params[0].grad.fill_(float("nan"))
-    optimizer.step()
-    assert optimizer.skipped_steps == 1
-    assert not optimizer.state
-    assert not os.path.exists(where.path)
 
 
 def test_sgd_without_momentum_leaves_the_disk_alone(tier: Tier) -> None:

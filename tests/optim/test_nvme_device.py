@@ -12,15 +12,13 @@ from offload_cases import (
     SCHEDULES,
     Row,
     backward,
-    copied,
     on_device,
     one_thread,
     optimizer_of,
-    same_states,
     train,
     values,
 )
-from optim_cases import MAKERS, make_params, same_bits, set_grads
+from optim_cases import same_bits
 from tables import each
 from test_offload_played import SLOW, HostComputes, compare, halve, played, the_same
 from worlds import World, on_threads
@@ -120,42 +118,3 @@ def test_a_disk_that_fails_on_one_rank_fails_a_sync_step_on_all(
     for said, torn, same in found:
         assert "the disk failed" in said and says in said
         assert torn == bool(moment) and (same or torn)
-
-
-@each("on_disk", [True, False])
-@each("schedule", NAMES)
-def test_what_is_written_while_a_parameter_is_frozen_stays(
-    schedule: str, on_disk: bool, devices: Callable, tier: Tier
-) -> None:
-    """Also where its state was loaded meanwhile, and where it is another memory."""
-    played, settings = devices(HostComputes), {"master_format": "fp32", "lr": 0.1}
-    params, straight = (make_params((300, 3, 70), torch.bfloat16) for _ in range(2))
-    for param in params:
-        played.own(param)
-    (where,) = small(tier, 1) if on_disk else ["cpu"]
-    ours = MAKERS["adamw"](params, tier=where, schedule=SCHEDULES[schedule], **settings)
-    pairs = [(ours, params), (MAKERS["adamw"](straight, **settings), straight)]
-
-    def step(seed: int) -> None:
-        for optimizer, some in pairs:
-            set_grads(some, seed=seed)
-            if not some[1].requires_grad:
-                some[1].grad = None
-            optimizer.step()
-            optimizer.flush()
-        same_states(copied(ours.state_dict()), copied(pairs[1][0].state_dict()), ahead=True)
-        assert same_bits(params, straight)
-
-    step(0)
-    for number in range(3):
-        for optimizer, some in pairs:
-            some[1].requires_grad_(False)
-            some[1].data.fill_(number + 2.0)
-            if number == 1:
-                optimizer.load_state_dict(copied(optimizer.state_dict()))
-        step(3 * number + 1)
-        for _, some in pairs:
-            some[1].data = torch.full_like(some[1], number + 5.0)
-            some[1].requires_grad_(True)
-        step(3 * number + 2)
-        step(3 * number + 3)

@@ -227,22 +227,3 @@ def test_a_disk_that_fails_on_one_rank_ends_all_of_them_and_nothing_hangs(
     with pytest.raises(Exception, match="the disk failed"):
         on_threads(2, work)
     assert failed
-
-
-@each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
-def test_a_rank_without_room_stops_all_before_anything_changed(schedule: str, wrap: str, tier: Tier) -> None:
-    row, tiers = row_of(wrap, "fp32", steps=2), [*small(tier, 1), tier(ring_nbytes="32K", budget="20k")]
-
-    def work(world: World) -> tuple[str, bool]:
-        model = row.model(world)
-        before = values(model)
-        optimizer = optimizer_of(row, model, tier=tiers[world.rank], schedule=SCHEDULES[schedule])
-        said = ""
-        try:
-            train(world, row, model, optimizer)
-        except zk.ZerokernError as error:
-            said = str(error)
-        return said, same_bits(values(model), before)
-
-    for said, same in on_threads(2, work):
-        assert "budget" in said and same

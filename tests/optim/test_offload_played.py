@@ -135,14 +135,6 @@ def halve(training: PlayedTraining, *, counted: bool = True) -> None:
 
 
 @each("kept", [True, False])
-@each("schedule", NAMES)
-def test_gradients_edited_on_the_device_before_step(schedule: str, kept: bool, devices: Callable) -> None:
-    """Also where their memory is written again as soon as step() has returned."""
-    slow = devices(**SLOW["copies down"])
-    the_same(*played(slow, SCHEDULES[schedule], before_step=halve, steps=8, keep_gradients=kept))
-
-
-@each("kept", [True, False])
 def test_edits_that_nobody_counts(kept: bool, devices: Callable) -> None:
     """Overlap looks in step() and follows them; Delayed finds them later, and then nothing is updated."""
     edits = {"before_step": partial(halve, counted=False), "keep_gradients": kept, "steps": 8}

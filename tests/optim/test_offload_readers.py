@@ -15,12 +15,10 @@ from offload_cases import (
     ByHand,
     Row,
     backward,
-    copied,
     exact_calls,
     local,
     one_thread,
     optimizer_of,
-    same_states,
 )
 from optim_cases import same_bits
 from tables import each
@@ -135,42 +133,6 @@ def test_parameters_themselves(wrap: str, schedule: str, read: Callable) -> None
 @each("read", [penalised, shown, raw, copied_whole, pickled])
 def test_whole_parameters_however_they_are_read(read: Callable) -> None:
     anywhere(2, follow, Row("stage 1", "bf16"), SCHEDULES["overlap"], read)
-
-
-def written(world: World, row: Row) -> None:
-    """What is written between steps is written behind the update, as it is where updates wait for nothing."""
-    seen = []
-    for schedule in ("sync", "overlap"):
-        model = row.model(world)
-        optimizer = optimizer_of(row, model, tier="cpu", schedule=schedule)
-        for step in range(STEPS):
-            work(world, row, model, optimizer, step)
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(0.5)
-                    param.data.add_(0.25)
-        seen.append(direct(model, optimizer))
-    assert same_bits(*seen)
-
-
-@each("wrap", ["stage 0", "stage 2", "stage 3"])
-def test_parameters_that_are_written(wrap: str) -> None:
-    anywhere(2, written, Row(wrap, "bf16"))
-
-
-def states(world: World, row: Row, schedule: Any) -> None:
-    hand = ByHand(row, world, exact_calls(schedule))
-    model = row.model(world)
-    optimizer = optimizer_of(row, model, tier="cpu", schedule=schedule)
-    for step in range(STEPS):
-        for one, loop in ((hand.model, hand), (model, optimizer)):
-            work(world, row, one, loop, step)
-        same_states(copied(optimizer.state_dict()), copied(hand.optimizer.state_dict()), ahead=True)
-
-
-@each("size, wrap, schedule", [(1, "plain", "delayed"), (1, "stage 3", "overlap"), (2, "stage 2", "overlap")])
-def test_states(size: int, wrap: str, schedule: str) -> None:
-    anywhere(size, states, Row(wrap, "bf16"), SCHEDULES[schedule])
 
 
 def restarted(world: World, wrap: str, tier: str, schedule: Any) -> None:

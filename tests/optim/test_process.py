@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from optim_cases import BF16, MAKERS, contents, copies, make_params, same_bits, set_grads, train
 from tables import each, pairwise
 from torch.utils.data import DataLoader, Dataset
@@ -78,11 +77,13 @@ def test_19_workers_forked_after_a_step_share_nothing_and_hang_nowhere() -> None
 
 
 SCRIPT = """
-import hashlib, sys, torch
+import hashlib, os, sys, torch
 sys.path.insert(0, {folder!r})
+if sys.argv[1] == "bound":
+    os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+from forked import run_forked
 from optim_cases import BF16, contents, make_params, train
 from zerokern.core import native
-from zerokern.core.env import usable_cpus
 from zerokern.optim import AdamW
 params = make_params((200_000, 300), BF16)
 optimizer = AdamW(params, state_format="int8", max_grad_norm=1.0)
@@ -94,39 +95,21 @@ print(native.threads(), digest.hexdigest(), optimizer.grad_norm.hex())
 """
 
 
-def start_child(cpus: set[int], **environment: str) -> subprocess.Popen[str]:
-    """A process with that environment, on those CPUs, that prints what `outcome` reads."""
-    script = SCRIPT.format(folder=str(Path(__file__).parent))
-    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "ZEROKERN_THREADS")}
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        return subprocess.Popen([sys.executable, "-c", script], env={**kept, **environment}, stdout=-1, text=True)
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def outcome(child: subprocess.Popen[str]) -> tuple[int, str]:
+def outcome(where: str, **environment: str) -> tuple[int, str]:
     """Threads of the pool, and a digest of everything that the steps made."""
-    threads, result = child.communicate(timeout=240)[0].split(maxsplit=1)
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "ZEROKERN_THREADS")}
+    script = SCRIPT.format(folder=str(Path(__file__).parent))
+    ran = run_forked(script, where, env={**kept, "OMP_NUM_THREADS": "1", **environment})
+    assert ran.returncode == 0, ran.stderr
+    threads, result = ran.stdout.split(maxsplit=1)
     return int(threads), result
 
 
-ALONE = {"OMP_NUM_THREADS": "1"}
-CROWDED = {**ALONE, "LOCAL_WORLD_SIZE": str(4 * usable_cpus())}
-
-
-@pytest.mark.parametrize(
-    "environment, threads",
-    [(CROWDED, 1), pytest.param(ALONE, usable_cpus(), marks=pytest.mark.slow)],
-    ids=["more ranks than cores", "alone"],
-)
-def test_20_the_environment_changes_threads_and_no_bit(environment: dict[str, str], threads: int) -> None:
-    cpus = os.sched_getaffinity(0)
-    children = [start_child(cpus, **environment), start_child({min(cpus)})]
-    found, bound = map(outcome, children)
-    assert (found[0], bound[0]) == (threads, 1)
-    assert found[1] == bound[1]
+def test_20_the_environment_changes_threads_and_no_bit() -> None:
+    crowded = outcome("anywhere", LOCAL_WORLD_SIZE=str(4 * usable_cpus()))
+    told, bound, alone = outcome("anywhere", ZEROKERN_THREADS="3"), outcome("bound"), outcome("anywhere")
+    assert [crowded[0], told[0], bound[0], alone[0]] == [1, 3, 1, usable_cpus()]
+    assert len({one[1] for one in (crowded, told, bound, alone)}) == 1
 
 
 def test_optimizers_step_in_threads_at_once() -> None:

@@ -282,24 +282,6 @@ def test_one_that_has_stepped_before_is_refused() -> None:
     on_ranks(2, work)
 
 
-def test_a_parameter_group_added_later_is_taken_in() -> None:
-    def work(group: Any) -> None:
-        one, two = Divided(group, 2, sizes=(300,)), Divided(group, 2, sizes=(200,))
-        optimizer = AdamW(one.zero_order, max_grad_norm=1.0)
-        one.set_grads([torch.ones(300)])
-        optimizer.step()
-        kept = optimizer.state[one.zero_order[0]]["exp_avg"].local
-        optimizer.add_param_group({"params": two.zero_order, "lr": 0.5})
-        two.set_grads([torch.ones(200)])
-        optimizer.step()
-        assert optimizer.state[one.zero_order[0]]["exp_avg"].local is kept
-        assert float(optimizer.state[two.zero_order[0]]["step"]) == 1.0
-        assert optimizer.grad_norm == 500.0**0.5
-        assert (one.published, two.published) == (2, 1)
-
-    on_ranks(2, work)
-
-
 def test_pieces_themselves_are_parameters_whose_norm_is_of_all_ranks() -> None:
     steps = [gradients(seed) for seed in range(2)]
     expected = straight("adamw", steps, max_grad_norm=1.0)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from device_double import Double
 from optim_cases import BF16, FP16, FP32, MAKERS, same_bits, same_state
@@ -14,8 +12,6 @@ from shard_double import Divided, gradients, on_ranks, whole_state
 from tables import each
 from torch import Tensor
 
-from zerokern.comm import group_on
-from zerokern.optim import AdamW
 from zerokern.optim.clip import clip_grad_norm_
 
 Before = Callable[[Divided, Any, int], None]
@@ -82,16 +78,6 @@ def test_the_device_skips_on_all_ranks(max_grad_norm: float | None, stage: int, 
         assert mine[3] == 1
 
 
-def test_an_infinity_that_one_rank_found_skips_on_all(double: Double) -> None:
-    def found(model: Divided, optimizer: Any, step: int) -> None:
-        optimizer.grad_scale = torch.tensor(4.0)
-        optimizer.found_inf = torch.tensor([float(step == 1 and model.group.rank == 1)])
-
-    both(double, [gradients(seed) for seed in range(3)], before=found)
-    with double.on():
-        assert [skipped for *_, skipped in trained([gradients(0), gradients(1)], before=found)] == [1, 1]
-
-
 @each("stage", [1, 3])
 def test_a_clip_factor_is_taken_up(stage: int, double: Double) -> None:
     def clip(model: Divided, optimizer: Any, step: int) -> None:
@@ -106,47 +92,3 @@ def test_a_clip_factor_is_taken_up(stage: int, double: Double) -> None:
     for mine, expected in zip(there, here, strict=True):
         for one, other in zip(mine[0], expected[0], strict=True):
             torch.testing.assert_close(one, other)
-
-
-def test_state_moves_between_device_and_cpu(double: Double) -> None:
-    first, second = [gradients(0), gradients(1)], [gradients(2)]
-
-    def half(group: Any, steps: list[list[Tensor]], saved: Any, values: Any) -> tuple[Any, Any]:
-        model = Divided(group, values=values)
-        optimizer = AdamW(model.zero_order)
-        if saved is not None:
-            optimizer.load_state_dict(saved[group.rank])
-        for grads in steps:
-            model.set_grads(grads)
-            optimizer.step()
-        return optimizer.state_dict(), model.values()
-
-    straight = on_ranks(2, lambda group: half(group, first + second, None, None))
-    for begins, ends in ((double.on, contextlib.nullcontext), (contextlib.nullcontext, double.on)):
-        with begins():
-            begun = on_ranks(2, lambda group: half(group, first, None, None))
-        saved = [state for state, _ in begun]
-        with ends():
-            ended = on_ranks(2, lambda group, saved=saved, begun=begun: half(group, second, saved, begun[0][1]))
-        assert all(same_bits(mine[1], expected[1]) for mine, expected in zip(ended, straight, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter divides infinity by infinity
-@each("settings", [{}, {"max_grad_norm": 1.0}])
-def test_the_kernels_make_the_bits_of_the_cpu(settings: dict[str, Any]) -> None:
-    """Without clipping the norm is compared with infinity, on the device too."""
-    steps = [gradients(seed) for seed in range(3)]
-    steps[1][4][999] = float("inf")
-
-    def work(place: contextlib.AbstractContextManager[None]) -> tuple[list[Tensor], float | None, int]:
-        model = Divided(group_on(), 2, dtype=BF16)
-        with place:
-            optimizer = AdamW(model.zero_order, **settings)
-            for grads in steps:
-                model.set_grads(grads)
-                optimizer.step()
-            return model.values(), optimizer.grad_norm, optimizer.skipped_steps
-
-    there, here = work(Double().on(interpreted=True)), work(contextlib.nullcontext())
-    assert same_bits(there[0], here[0])
-    assert there[2] == here[2] == 1

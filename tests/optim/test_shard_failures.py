@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from failing_cases import Refusals, learn
+from failing_cases import learn
 from offload_cases import World
 from optim_cases import FP32, MAKERS, same_bits, same_state
 from shard_double import Divided, gradients, on_ranks, whole_state
@@ -160,18 +160,6 @@ def test_ranks_with_different_settings_are_told_which_before_anything_changed(st
     on_ranks(2, work)
 
 
-@each("stage", [1, 3])
-def test_ranks_with_different_formats_are_told_so(stage: int) -> None:
-    def work(group: Any) -> None:
-        model, optimizer = begun(group, stage, "device", state_format=("fp32", "int8")[group.rank])
-        before = model.values()
-        said = step(model, optimizer, 0)
-        assert "on rank 1: state_format of param_groups[0] is int8, and not so on others" in said
-        assert "Nothing was changed" in said and same_bits(model.values(), before)
-
-    on_ranks(2, work)
-
-
 def test_a_setting_on_a_device_is_not_read() -> None:
     class There(torch.Tensor):
         @classmethod
@@ -212,24 +200,6 @@ def test_what_one_rank_refuses_stops_all_before_anything_changed(stage: int, sch
         reference.flush()
         mine, straight = full(model), full(twin)
         assert same_bits(mine.values(), straight.values())
-
-    on_threads(2, work)
-
-
-@SCHEDULES
-def test_an_update_that_fails_on_one_rank_tears_all_by_the_next_step(
-    stage: int, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refusals = Refusals(monkeypatch)
-
-    def work(world: World) -> None:
-        model, optimizer = trained(world, stage, schedule)
-        assert not learn(model, optimizer, 0) and not learn(model, optimizer, 1)
-        optimizer.flush()
-        if world.rank == 1:
-            refusals.comes(optimizer)
-        said = [learn(model, optimizer, seed) for seed in (2, 3, 4)]
-        assert any("refused" in one for one in said[:2]) and "load a checkpoint" in said[2], said
 
     on_threads(2, work)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import BF16, EVERY_STATE, MAKERS, make_params, same_bits, same_state, set_grads
+from optim_cases import BF16, EVERY_STATE, MAKERS, make_params, same_bits, same_state
 from shard_double import SIZES, Divided, gradients, on_ranks, whole_state
 from tables import each
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.optim import AdamW, convert_state
+from zerokern.optim import convert_state
 from zerokern.zero.sharded import Sharded
 
 STAGES = (0, 1, 3)
@@ -104,21 +104,6 @@ def test_state_that_is_assigned_counts() -> None:
     on_ranks(2, work)
 
 
-def test_state_of_a_parameter_that_was_replaced_is_not_forgotten() -> None:
-    def work(group: Any) -> None:
-        model, optimizer = begun(group)
-        other = Divided(group, 2, sizes=(300,))
-        optimizer.param_groups[0]["params"][0] = other.zero_order[0]
-        model.set_grads(gradients(2))
-        other.set_grads([torch.ones(300)])
-        with pytest.raises(StateError, match="in no param_group"):
-            optimizer.step()
-        del optimizer.state[model.zero_order[0]]
-        optimizer.step()
-
-    on_ranks(2, work)
-
-
 @each(
     "key, value, message",
     [
@@ -153,23 +138,6 @@ def test_state_of_another_rank_is_refused() -> None:
         with pytest.raises(StateError, match=r"layer\.\d: state .* it was kept on another rank.*zk\.load"):
             optimizer.load_state_dict(saved[1 - group.rank])
         go_on(model, optimizer, [2])
-
-    on_ranks(2, work)
-
-
-def test_loaded_state_counts_instead_of_the_initial_values() -> None:
-    params = make_params(SIZES, BF16)
-    source = AdamW(params)
-    set_grads(params)
-    source.step()
-    saved = source.state_dict()
-
-    def work(group: Any) -> None:
-        model = Divided(group, 2, dtype=BF16)
-        optimizer = AdamW(model.zero_order)
-        optimizer.load_state_dict(saved)
-        assert all(home.take_initial() is None for home in model.homes)
-        assert same_state(whole_state(group, optimizer.state_dict()), saved)
 
     on_ranks(2, work)
 
@@ -218,27 +186,3 @@ def test_random_rounding_is_that_of_the_whole_parameter() -> None:
 
     for values in on_ranks(3, work):
         assert same_bits(values, [param.detach() for param in params])
-
-
-@each("tier", ["device", "cpu"])
-@each("key", ["exp_avg", "step"])
-def test_state_of_replicated_parameters_follows_exchanged_memory(key: str, tier: str) -> None:
-    """What is shown of a moment is a view of it, which `.data =` leads away from it."""
-
-    def work(group: Any, by_data: bool) -> list[Tensor]:
-        model = Divided(group, 0)
-        optimizer = AdamW(model.zero_order, tier=tier)
-        for seed in range(3):
-            model.set_grads(gradients(seed))
-            if seed == 1:
-                entry = optimizer.state[model.zero_order[4]]
-                value = torch.full_like(entry[key], 7.0)
-                if by_data:
-                    entry[key].data = value
-                else:
-                    entry[key] = value
-            optimizer.step()
-        return [one.clone() for one in (*model.values(), *optimizer.state_dict()["state"][4].values())]
-
-    for by_data, assigned in on_ranks(2, lambda group: (work(group, True), work(group, False))):
-        assert same_bits(by_data, assigned)

@@ -189,13 +189,6 @@ def test_a_single_exchanged_memory_is_found_by_the_next_step(settings: dict[str,
     assert same_bits(*made)
 
 
-def test_state_is_not_swapped_with_another_tensor() -> None:
-    """Its body would be another tensor's to free, while its address is asked for in every step."""
-    optimizer, params = trained(None, FP32)
-    with pytest.raises(RuntimeError, match="weakref"):
-        torch.utils.swap_tensors(optimizer.state[params[0]]["exp_avg"], torch.zeros(1))
-
-
 def test_an_exchanged_memory_is_found_when_the_gradients_change_with_it() -> None:
     """The binding is made anew for another set of gradients: it must not trust addresses that were not looked at."""
     optimizer, params = trained(None, FP32)
@@ -278,27 +271,3 @@ def test_state_of_a_replaced_parameter_is_not_dropped_silently() -> None:
     optimizer.state[new] = optimizer.state.pop(params[4])
     optimizer.step()
     assert optimizer.state[new]["step"] == 4
-
-
-def test_a_parameter_that_grew_brings_its_state_along() -> None:
-    """As densification does: a longer parameter, its state padded by hand."""
-    weight = torch.nn.Parameter(torch.ones(10))
-    optimizer = AdamW([weight], lr=0.1)
-    train(optimizer, [weight], 1)
-    longer = torch.nn.Parameter(torch.cat([weight.detach(), torch.ones(5)]))
-    entry = optimizer.state.pop(weight)
-    optimizer.state[longer] = {k: v if k == "step" else torch.cat([v, torch.zeros(5)]) for k, v in entry.items()}
-    optimizer.param_groups[0]["params"][0] = longer
-    train(optimizer, [longer], 1)
-    assert optimizer.state[longer]["step"] == 2
-    assert optimizer.state[longer]["exp_avg"].shape == (15,)
-
-
-def test_a_parameter_whose_dtype_changed_is_refused_where_its_state_does_not_fit() -> None:
-    optimizer, params = trained(None, FP32)
-    for param in params:
-        param.grad = None
-        param.data = param.data.to(BF16)
-    set_grads(params)
-    with pytest.raises(StateError, match=r"remainder.*not there.*split16"):
-        optimizer.step()
