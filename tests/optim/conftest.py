@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,3 +77,15 @@ def devices() -> Iterator[Callable[..., PlayedDevice]]:
 @pytest.fixture
 def device(devices: Callable[..., PlayedDevice]) -> PlayedDevice:
     return devices()
+
+
+@pytest.fixture
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each update takes its time, and begins late."""
+    run = UpdateTable.run
+
+    def slowly(self: UpdateTable, *arguments: object, **settings: object) -> None:
+        time.sleep(0.003)
+        run(self, *arguments, **settings)
+
+    monkeypatch.setattr(UpdateTable, "run", slowly)

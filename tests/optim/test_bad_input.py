@@ -72,13 +72,6 @@ def test_a_refused_group_is_not_added(settings: dict[str, Any]) -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@each("settings", [{"fused": True}, {"fused": False}, {"foreach": False}, {"foreach": None}, {"capturable": False}])
-def test_torchs_hints_that_change_no_meaning_are_taken(settings: dict[str, Any]) -> None:
-    params = make_params()
-    train(AdamW(params, **settings), params, 1)
-    assert not same_bits(params, make_params())
-
-
 def test_the_same_parameter_twice() -> None:
     first, second = make_params((3, 4))
     with pytest.raises(ValueError, match=r"same parameter at 0 and 2.*tied"):
@@ -240,34 +233,6 @@ def test_a_native_refusal_leaves_everything_as_it_was(name: str, monkeypatch: py
             optimizer.step()
     assert same_bits(contents(optimizer, params), before)
     optimizer.step()
-
-
-def test_an_interrupt_is_before_or_after_and_never_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, twins = make_params(), make_params()
-    optimizer, reference = AdamW(params), AdamW(twins)
-    train(optimizer, params, 1)
-    train(reference, twins, 2)
-    run = UpdateTable.run
-
-    def after(self: UpdateTable, *arguments: float) -> None:
-        run(self, *arguments)
-        raise KeyboardInterrupt
-
-    def before(self: UpdateTable, *arguments: float) -> None:
-        raise KeyboardInterrupt
-
-    kept = contents(optimizer, params)
-    set_grads(params, seed=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(UpdateTable, "run", before)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    assert same_bits(contents(optimizer, params), kept)
-    with monkeypatch.context() as patch:
-        patch.setattr(UpdateTable, "run", after)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    assert same_bits(contents(optimizer, params), contents(reference, twins))
 
 
 def test_a_step_that_broke_off_says_so_until_a_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import math
 import pickle
 from collections.abc import Callable
@@ -23,19 +22,13 @@ from optim_cases import (
     make_params,
     same_bits,
     set_grads,
+    through_disk,
     train,
 )
 from tables import each
 
 from zerokern import StateError
 from zerokern.optim import SGD, AdamW
-
-
-def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True, map_location="cpu")
 
 
 @each("from_torch", [True, False])

@@ -116,18 +116,6 @@ def test_a_compiled_training_step_calls_the_optimizer() -> None:
     assert same_bits(list(model.parameters()), list(twin.parameters()))
 
 
-def test_versions_count_our_writes() -> None:
-    params = make_params()
-    optimizer = AdamW(params)
-    loss = (params[0] * params[0]).sum()
-    set_grads(params)
-    before = [param._version for param in params]
-    optimizer.step()
-    assert [param._version for param in params] == [version + 1 for version in before]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 @each("state_format", ["fp32", "int8"])
 def test_torchs_default_device_and_dtype_do_not_reach_the_state(state_format: str) -> None:
     params, twins = make_params((0, 300), BF16), make_params((0, 300), BF16)

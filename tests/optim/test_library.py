@@ -122,9 +122,3 @@ def test_updates_count_as_writes() -> None:
     assert torch.equal(param.detach(), torch.full((3,), 0.5))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_lists_of_other_devices_have_no_kernel() -> None:
-    meta = torch.ones(3, device="meta")
-    torch.ops.zerokern.sgd_([meta], [meta], lr=0.5)
-    assert torch.ops.zerokern.cast(meta, BF16).dtype is BF16

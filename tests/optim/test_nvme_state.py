@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +14,12 @@ from optim_cases import (
     Twins,
     copies,
     make_params,
-    same_state,
     set_grads,
     train,
     write_from_outside,
 )
 from tables import each
 
-import zerokern as zk
 from zerokern import StateError
 from zerokern.core.errors import BudgetError
 from zerokern.io import Nvme
@@ -179,18 +175,3 @@ def test_formats_and_dtypes_changed_after_a_step_are_refused(tier: Tier) -> None
     set_grads(params)
     with pytest.raises(StateError, match=r"remainder.*not there.*split16"):
         optimizer.step()
-
-
-@each("state_format", ["fp32", "int8"])
-def test_a_parameter_without_elements_is_saved_and_loaded(tier: Tier, tmp_path: Path, state_format: str) -> None:
-    def begun(where: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model = torch.nn.ParameterList([torch.ones(3), torch.empty(0), torch.empty(0, 5)])
-        return model, AdamW(model.parameters(), tier=where, state_format=state_format)
-
-    model, optimizer = begun(tier())
-    train(optimizer, list(model), 2)
-    zk.save(tmp_path / "saved", model, optimizer)
-    for where in (tier(), "device"):
-        twin, other = begun(where)
-        zk.load(tmp_path / "saved", twin, other)
-        assert same_state(other.state_dict(), optimizer.state_dict())

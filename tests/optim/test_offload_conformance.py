@@ -1,8 +1,8 @@
 """What frameworks do to an optimizer, one failure seen elsewhere per test, with the update on the host.
 
 The numbers are those of the conformance list, as in test_conformance.py. Where they are missing here another file has
-them: 2, 7, 10 and 18 test_offload_outside.py, 6 test_delayed_resume.py, 9 and 11 test_delayed.py, 14 and 16
-tests/whole, 17 tests/conformance, 20 test_process.py.
+them: 10 and 18 test_offload_outside.py, 9 and 11 test_delayed.py, 6, 14 and 16 tests/whole, 2, 7, 8, 13 and 17
+tests/conformance, 4, 12 and 15 test_elsewhere.py, 20 test_process.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pytest
 from offload_cases import (
     SCHEDULES,
     ByHand,
-    Late,
     Row,
     agree,
     exact_calls,
@@ -22,9 +21,8 @@ from offload_cases import (
     train,
     values,
 )
-from optim_cases import BF16, FP32, MAKERS, copies, make_params, same_bits, set_grads
+from optim_cases import same_bits
 from tables import each
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -34,40 +32,11 @@ from torch.utils.data import DataLoader
 from worlds import World
 
 from zerokern.core.errors import ZerokernError
-from zerokern.examples.played_device import PlayedDevice
 
 WORLD = World(0, 1)
 
 
 EACH = each("schedule", ["overlap", "delayed"])
-
-
-class Pair:
-    """The same parameters trained by ours, on a device that is played, and by the loop by hand."""
-
-    def __init__(self, schedule: str, device: PlayedDevice, params: list[nn.Parameter], **settings: Any) -> None:
-        self.device, self.params, self.twins = device, params, copies(params)
-        for param in params:
-            device.own(param)
-        ahead = copies(params)
-        self.ours = MAKERS["adamw"](params, tier="cpu", schedule=SCHEDULES[schedule], **settings)
-        self.late = Late(self.twins, ahead, MAKERS["adamw"](ahead, **settings), exact_calls(SCHEDULES[schedule]))
-
-    def step(self, number: int, idle: tuple[int, ...] = ()) -> None:
-        self.device.synchronize()
-        set_grads(self.params, self.twins, seed=number)
-        for index in idle:
-            self.params[index].grad = self.twins[index].grad = None
-        for optimizer in (self.ours, self.late):
-            optimizer.step()
-
-    def agree(self) -> None:
-        self.device.synchronize()
-        assert same_bits(self.params, self.twins)
-        self.ours.flush()
-        self.late.flush()
-        self.device.synchronize()
-        assert same_bits(self.params, self.twins)
 
 
 @EACH
@@ -102,28 +71,6 @@ def test_3_a_checkpoint_asked_of_an_optimizer_that_has_not_stepped(schedule: str
     assert same_bits(values(model), before)
     optimizer.flush()
     assert same_bits(values(model), before)
-
-
-@EACH
-def test_12_and_15_parameters_of_no_size_and_of_two_dtypes_in_one_group(schedule: str, device: PlayedDevice) -> None:
-    params = [*make_params((0, 5, 0, 1000, 0), BF16), *make_params((5, 1000), FP32, seed=2)]
-    pair = Pair(schedule, device, params, max_grad_norm=1.0, master_format=None)
-    for step in range(5):
-        pair.step(step)
-    pair.agree()
-
-
-@EACH
-def test_13_frozen_and_thawed_in_between(schedule: str, device: PlayedDevice) -> None:
-    """A parameter that is frozen while its update is pending gets that update, and no other."""
-    pair = Pair(schedule, device, make_params(dtype=BF16), max_grad_norm=1.0)
-    for step in range(7):
-        frozen = (2, 4) if 2 <= step < 4 else ()
-        for params in (pair.params, pair.twins):
-            for index, param in enumerate(params):
-                param.requires_grad_(index not in frozen)
-        pair.step(step, idle=frozen)
-    pair.agree()
 
 
 class Numbers:

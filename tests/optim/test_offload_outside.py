@@ -61,20 +61,6 @@ def follow(row: Row, schedule: Any, work: Callable[[torch.nn.Module, Any, list],
     agree(traces[1], traces[0], ahead=True)
 
 
-@EACH
-def test_stepped_by_hand_between_with_the_gradients_that_are_there(schedule: Any) -> None:
-    """Each call counts: one more of them publishes what the one before has made."""
-
-    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
-        backward(WORLD, ROW, model, 3)
-        for _ in range(3):
-            optimizer.step()
-        model.zero_grad()
-        optimizer.step()
-
-    follow(ROW, schedule, work)
-
-
 @each("dtype", ["fp32", "bf16"])
 @each("before_backward", [True, False])
 def test_a_parameter_written_during_a_pending_update_keeps_what_was_written(dtype: str, before_backward: bool) -> None:
@@ -148,38 +134,6 @@ def test_an_exception_between_backward_and_step_costs_that_step_only(schedule: A
         model.zero_grad()
 
     follow(ROW, schedule, interrupted)
-
-
-@EACH
-def test_gradients_edited_after_step_do_not_count(schedule: Any) -> None:
-    hand = reference(ROW, schedule)
-    expected = train(WORLD, ROW, hand.model, hand)
-    model, optimizer = begun(ROW, schedule)
-    model.zero_grad = lambda: ruin(model)  # type: ignore[method-assign]
-    agree(train(WORLD, ROW, model, optimizer), expected, ahead=True)
-
-
-def ruin(model: torch.nn.Module) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.fill_(float("nan"))
-        param.grad = None
-
-
-@EACH
-def test_hyperparameters_and_groups_may_change_until_step(schedule: Any) -> None:
-    """Between backward and step: learning rates, and parameters that move to a group of their own."""
-
-    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        backward(WORLD, ROW, model, 3)
-        inner.param_groups[0]["weight_decay"] = 0.3
-        moved = inner.param_groups[0]["params"].pop()
-        inner.add_param_group({"params": [moved], "weight_decay": 0.0, "betas": (0.8, 0.9)})
-        optimizer.step()
-        model.zero_grad()
-
-    follow(ROW, schedule, work)
 
 
 @each(

@@ -32,7 +32,6 @@ from zerokern.comm.fake import FakeGroup
 from zerokern.core.errors import StateError
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.kernels.cpu import UpdateTable
 from zerokern.memory.copies import Copy
 from zerokern.optim.hosted import Twin
 from zerokern.optim.leaving import Departure
@@ -142,17 +141,6 @@ def test_edits_that_nobody_counts(kept: bool, devices: Callable) -> None:
     the_same(*played(devices(**slow), "overlap", **edits))
     with pytest.raises(StateError, match=r"edited between backward and step\(\).*overlap"):
         played(devices(**slow), zk.Delayed(), **edits)
-
-
-@pytest.fixture
-def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = UpdateTable.run
-
-    def slowly(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
-        time.sleep(SLOW_S)
-        run(self, *arguments, **settings)
-
-    monkeypatch.setattr(UpdateTable, "run", slowly)
 
 
 @each("schedule", NAMES)

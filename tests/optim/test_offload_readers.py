@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,48 +22,16 @@ from offload_cases import (
 from optim_cases import same_bits
 from tables import each
 from torch import Tensor, nn
-from worlds import World, anywhere, full
-from zero_cases import batch
+from worlds import World, anywhere
 
-from zerokern.kernels.cpu import UpdateTable
-
-SLOW_S = 0.002
 STEPS = 3
-
-
-def gathered(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    return list(full(model).values())
-
-
-def from_state_dict(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    return [local(value.detach().clone()) for value in model.state_dict().values()]
-
-
-def evaluated(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    model.eval()
-    with torch.no_grad():
-        out = model(batch(3)[0].to(next(model.parameters()).dtype))
-    model.train()
-    return [out]
 
 
 def copied_whole(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [param.detach() for param in copy.deepcopy(model).parameters()]
 
 
-READERS = [gathered, from_state_dict, evaluated]
-
-
-@pytest.fixture(autouse=True)
-def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each update takes its time, and begins late."""
-    run = UpdateTable.run
-
-    def slowly(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
-        time.sleep(SLOW_S)
-        run(self, *arguments, **settings)
-
-    monkeypatch.setattr(UpdateTable, "run", slowly)
+pytestmark = pytest.mark.usefixtures("slow_cpu")
 
 
 def follow(world: World, row: Row, schedule: Any, read: Callable[[nn.Module, Any], list[Tensor]]) -> None:
@@ -85,12 +52,6 @@ def work(world: World, row: Row, model: nn.Module, loop: Any, step: int) -> None
         backward(world, row, model, step)
         loop.step()
         model.zero_grad()
-
-
-@each("read", READERS)
-@each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
-def test_of_sharded_models(wrap: str, schedule: str, read: Callable) -> None:
-    anywhere(2, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
 
 
 def direct(model: nn.Module, optimizer: Any) -> list[Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from offload_cases import (
     agree,
     backward,
     exact_calls,
-    loads_back,
     one_thread,
     optimizer_of,
     train,
@@ -27,9 +24,7 @@ from tables import each
 from torch import nn
 from worlds import World, on_threads
 
-import zerokern as zk
 from zerokern.core.errors import StateError
-from zerokern.kernels.cpu import UpdateTable
 
 EACH = each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
 
@@ -45,23 +40,6 @@ def reference(world: World, row: Row, schedule: Any) -> ByHand:
 def begun(world: World, row: Row, schedule: Any, seed: int = 0) -> tuple[nn.Module, Any]:
     model = row.model(world, seed)
     return model, optimizer_of(row, model, tier="cpu", schedule=schedule)
-
-
-def keep_gradients(world: World, row: Row, schedule: Any) -> None:
-    """The memory of gradients is zeroed as soon as step() has returned."""
-    hand = reference(world, row, schedule)
-    expected = train(world, row, hand.model, hand)
-    for through_optimizer in (True, False):
-        model, optimizer = begun(world, row, schedule)
-        owner = optimizer if through_optimizer else copy.copy(model)
-        clear = type(owner).zero_grad
-        model.zero_grad = lambda owner=owner, clear=clear: clear(owner, set_to_none=False)  # type: ignore[method-assign]
-        agree(train(world, row, model, optimizer), expected, ahead=True)
-
-
-@EACH
-def test_zero_grad_that_keeps_gradients(schedule: str, wrap: str) -> None:
-    on_threads(2, keep_gradients, row_of(wrap, accumulate=2), SCHEDULES[schedule])
 
 
 def fail_between(world: World, row: Row, schedule: Any, when: str) -> None:
@@ -95,37 +73,6 @@ def strike(*arguments: Any) -> None:
 @EACH
 def test_an_exception_between_two_steps_costs_that_step_only(schedule: str, wrap: str, when: str) -> None:
     on_threads(2, fail_between, row_of(wrap), SCHEDULES[schedule], when)
-
-
-def load_back(world: World, row: Row, schedule: Any) -> None:
-    loads_back(world, row, *begun(world, row, schedule))
-
-
-@EACH
-@pytest.mark.filterwarnings("ignore:.*written while an update")
-def test_a_checkpoint_loaded_while_an_update_is_under_way(schedule: str, wrap: str) -> None:
-    on_threads(2, load_back, row_of(wrap), SCHEDULES[schedule])
-
-
-def write_inside(world: World, row: Row, schedule: Any) -> None:
-    """Inside of zk.gathered(write=True) whatever is under way has been waited for."""
-    hand = reference(world, row, schedule)
-    model, optimizer = begun(world, row, schedule)
-    traces = []
-    for one, loop, others in ((hand.model, hand, [hand.ahead]), (model, optimizer, [])):
-        train(world, row, one, loop, range(3))
-        if isinstance(schedule, zk.Delayed):
-            loop.flush()
-        for copy_of in (one, *others):
-            with zk.gathered(copy_of, write=True), torch.no_grad():
-                copy_of.blocks[1].up.weight.fill_(0.125)
-        traces.append(train(world, row, one, loop, range(3, row.steps)))
-    agree(traces[1], traces[0], ahead=True)
-
-
-@EACH
-def test_parameters_written_while_gathered(schedule: str, wrap: str) -> None:
-    on_threads(2, write_inside, row_of(wrap), SCHEDULES[schedule])
 
 
 def write_outside(world: World, row: Row) -> None:
@@ -169,12 +116,5 @@ def train_one(world: World, row: Row, model: nn.Module, optimizer: Any) -> None:
 
 
 @each("wrap", ["stage 0", "stage 2", "stage 3"])
-def test_parameters_written_under_an_update_are_not_mixed_with_it(wrap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = UpdateTable.run
-
-    def slowly(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
-        time.sleep(0.01)
-        run(self, *arguments, **settings)
-
-    monkeypatch.setattr(UpdateTable, "run", slowly)
+def test_parameters_written_under_an_update_are_not_mixed_with_it(wrap: str, slow_cpu: None) -> None:
     on_threads(2, write_outside, row_of(wrap))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from optim_cases import BF16, FP32, copies, make_params, same_bits, set_grads
-from shard_double import SIZES, Divided, gradients, on_ranks
-from tables import each, pairwise
+from shard_double import Divided, gradients, on_ranks
+from tables import each
 from torch import Tensor
 
 from zerokern.optim import SGD, AdamW
@@ -53,31 +53,6 @@ def test_a_tensor_a_module_and_nothing_are_taken() -> None:
         clip_grad_norm_(linear.weight, 1.0, error_if_nonfinite=True)
 
 
-@pairwise
-@each("stage", [1, 3])
-@each("kind", KINDS)
-@each("max_norm", [0.0, 0.5, 1e9])
-def test_the_next_update_is_that_of_clipped_gradients(max_norm: float, kind: float, stage: int) -> None:
-    grads = gradients(0)
-    norm, clipped = torch_clipped(grads, max_norm, kind)
-    params = [param.detach() for param in make_params(SIZES)]
-    expected = [param - 0.5 * grad for param, grad in zip(params, clipped, strict=True)]
-
-    def work(group: Any) -> tuple[Tensor, list[Tensor]]:
-        model = Divided(group, stage)
-        optimizer = SGD(model.zero_order, lr=0.5)
-        model.set_grads(grads)
-        found = clip_grad_norm_(model.zero_order, max_norm, kind)
-        optimizer.step()
-        assert model.factor == 1.0
-        return found, model.values()
-
-    for found, values in on_ranks(3, work):
-        assert found.dtype is FP32 and found.shape == () and torch.allclose(found, norm)
-        for value, one in zip(values, expected, strict=True):
-            torch.testing.assert_close(value, one)
-
-
 def test_clipping_twice_is_clipping_once_to_the_smaller() -> None:
     def work(group: Any) -> tuple[float, float, float]:
         model = Divided(group)
@@ -106,26 +81,6 @@ def test_some_parameters_of_a_model_are_clipped_alone() -> None:
     on_ranks(2, work)
 
 
-def test_plain_and_sharded_parameters_are_clipped_together() -> None:
-    grads = gradients(0)
-    norm, clipped = torch_clipped([*grads, torch.full((2,), 30.0)], 1.0)
-
-    def work(group: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-        model, plain = Divided(group), torch.nn.Parameter(torch.zeros(2))
-        optimizer = SGD([plain, *model.zero_order], lr=1.0)
-        before = model.values()
-        model.set_grads(grads)
-        plain.grad = torch.full((2,), 30.0)
-        found = clip_grad_norm_([plain, *model.zero_order], 1.0)
-        optimizer.step()
-        return found, -plain.detach(), [a - b for a, b in zip(before, model.values(), strict=True)]
-
-    for found, moved, others in on_ranks(2, work):
-        assert torch.allclose(found, norm)
-        for one, other in zip([*others, moved], clipped, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
-
-
 @each("kind", KINDS)
 @each("value", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_skips_one_update_and_no_more(value: float, kind: float) -> None:
@@ -147,25 +102,6 @@ def test_a_norm_that_is_not_finite_skips_one_update_and_no_more(value: float, ki
 
     for found, skipped in on_ranks(2, work):
         assert skipped == 1 and (math.isnan(found) if math.isnan(value) else found == math.inf)
-
-
-def test_two_optimizers_of_one_model_both_see_the_factor() -> None:
-    grads = gradients(0)
-    _, clipped = torch_clipped(grads, 1.0)
-
-    def work(group: Any) -> list[Tensor]:
-        model = Divided(group)
-        before = model.values()
-        optimizers = [SGD(model.zero_order[:3], lr=1.0), SGD(model.zero_order[3:], lr=1.0)]
-        model.set_grads(grads)
-        clip_grad_norm_(model.zero_order, 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        return [a - b for a, b in zip(before, model.values(), strict=True)]
-
-    for moved in on_ranks(2, work):
-        for one, other in zip(moved, clipped, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
 def test_an_update_that_fails_leaves_the_factor_for_the_next_one() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import BF16, EVERY_STATE, MAKERS, make_params, same_bits, same_state
+from optim_cases import BF16, MAKERS, make_params, same_bits, same_state
 from shard_double import SIZES, Divided, gradients, on_ranks, whole_state
 from tables import each
 from torch import Tensor
@@ -41,25 +41,6 @@ def full_states(name: str, steps: int, **settings: Any) -> tuple[list[Tensor], d
             param.grad = grad
         optimizer.step()
     return [param.detach() for param in params], optimizer.state_dict()
-
-
-@each("name, state_format, stage", [(*pair, STAGES[number % 3]) for number, pair in enumerate(EVERY_STATE)])
-def test_state_of_one_process_is_loaded_and_goes_on_with_the_same_bits(
-    name: str, state_format: str, stage: int
-) -> None:
-    values, saved = full_states(name, 2, state_format=state_format)
-    expected = full_states(name, 4, state_format=state_format)
-
-    def work(group: Any) -> tuple[list[Tensor], dict[str, Any]]:
-        model = Divided(group, stage, values=values)
-        optimizer = MAKERS[name](model.zero_order, state_format=state_format)
-        optimizer.load_state_dict(saved)
-        assert same_state(whole_state(group, optimizer.state_dict()), saved)
-        go_on(model, optimizer, (2, 3))
-        return model.values(), whole_state(group, optimizer.state_dict())
-
-    for found, state_dict in on_ranks(2, work):
-        assert same_bits(found, expected[0]) and same_state(state_dict, expected[1])
 
 
 @each("stage", STAGES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -16,7 +15,9 @@ from optim_cases import (
     copies,
     make_params,
     same_bits,
+    same_state,
     set_grads,
+    through_disk,
     train,
 )
 from tables import each
@@ -31,13 +32,6 @@ PEERS = {
     "adagrad": (Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}),
     "sgd": (SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3}),
 }
-
-
-def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @each("from_torch", [True, False])
@@ -92,25 +86,6 @@ def test_keys_are_torchs() -> None:
     assert type(saved["state"][0]) is dict
 
 
-@each(
-    "state_format, keys",
-    [
-        ("bf16", ["step", "exp_avg", "exp_avg_sq"]),
-        ("int8", ["step", "exp_avg.codes", "exp_avg_scale", "exp_avg_sq.codes", "exp_avg_sq_scale"]),
-    ],
-)
-def test_keys_of_lossy_state(state_format: str, keys: list[str]) -> None:
-    params = make_params(dtype=BF16)
-    optimizer = AdamW(params, state_format=state_format)
-    train(optimizer, params, 1)
-    entry = optimizer.state_dict()["state"][4]
-    assert list(entry) == [*keys, "remainder"]
-    assert entry["remainder"].dtype is torch.int16
-    if state_format == "int8":
-        assert (entry["exp_avg.codes"].dtype, entry["exp_avg_sq.codes"].dtype) == (torch.int8, torch.uint8)
-        assert entry["exp_avg_scale"].shape == (8,)
-
-
 def test_codes_are_no_averages_to_torch() -> None:
     """torch's load_state_dict takes anything; its step misses what it needs, instead of taking codes for averages."""
     params = make_params()
@@ -136,17 +111,9 @@ def test_codes_under_their_earlier_names_are_loaded_and_converted() -> None:
         },
     }
     again.load_state_dict(earlier)
-    assert same_contents(again.state_dict(), saved)
+    assert same_state(again.state_dict(), saved)
     exact = [convert_state(one, state_format="fp32") for one in (saved, earlier)]
-    assert same_contents(*exact) and list(exact[0]["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
-
-
-def same_contents(left: dict, right: dict) -> bool:
-    return left["state"].keys() == right["state"].keys() and all(
-        left["state"][number].keys() == entry.keys()
-        and all(torch.equal(left["state"][number][key], value) for key, value in entry.items())
-        for number, entry in right["state"].items()
-    )
+    assert same_state(*exact) and list(exact[0]["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
 
 
 def test_names_are_saved_and_loading_keeps_ours_where_there_are_none() -> None:
