@@ -163,19 +163,6 @@ def test_twins_in_host_memory_follow(schedule: Any, device: PlayedDevice) -> Non
     assert same_bits(*made)
 
 
-def test_parameters_that_are_plain_tensors_are_followed() -> None:
-    made = []
-    for counts in (False, True):
-        params = [param.detach().requires_grad_() for param in make_params(dtype=BF16)]
-        optimizer = AdamW(params, lr=1e-2, master_format="fp32")
-        for step in range(3):
-            train(optimizer, params, 1, start=step)
-            counted(clipped, params, []) if counts else clipped(params, [])
-        made.append(contents(optimizer, params))
-    del torch.Tensor.data  # type: ignore[misc]  # other tests do without
-    assert same_bits(*made)
-
-
 def test_what_is_saved_has_followed() -> None:
     params = make_params(dtype=BF16)
     optimizer = AdamW(params, lr=1e-2, master_format="fp32")

@@ -109,14 +109,6 @@ def test_flush_has_nothing_to_do_for_other_schedules(tier: str, schedule: str) -
     assert same_bits(values(model), values(twin))
 
 
-def test_flush_before_the_first_step_does_nothing() -> None:
-    row, world = Row(), World(0, 1)
-    model, optimizer = begun(world, row, 0)
-    before = values(model)
-    optimizer.flush()
-    assert same_bits(values(model), before) and not optimizer.state_dict()["state"]
-
-
 def loaded_elsewhere(world: World, wrap: str, dtype: str) -> None:
     """The checkpoint of one process, whole tensors, into ranks: pending values are cut as state is."""
     row = Row("plain", dtype, steps=5)

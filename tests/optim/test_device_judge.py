@@ -9,6 +9,7 @@ import torch
 from device_double import DeviceTwins, Double
 from optim_cases import BF16, FP16, FP32, MAKERS, contents, make_params, same_bits, set_grads, train
 from tables import each
+from test_clipping import Net, scaled_steps
 
 from zerokern.optim import AdamW
 
@@ -67,31 +68,17 @@ def test_no_norm_is_known_without_a_limit(double: Double) -> None:
     assert twins.ours.skipped_steps == 0
 
 
-def scaled_steps(optimizer: torch.optim.Optimizer, net: torch.nn.Linear, unscale: bool, overflow: int | None) -> float:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = net(torch.randn(5, 16, generator=generator)).square().mean()
-        scaler.scale(loss * (math.inf if step == overflow else 1.0)).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    return scaler.get_scale()
-
-
 @each("name, overflow, unscale, limit", [("adamw", 2, True, 0.1), ("sgd", 0, False, None), ("adamw", None, False, 0.1)])
 def test_grad_scaler(name: str, overflow: int | None, unscale: bool, limit: float | None, double: Double) -> None:
-    net, twin = torch.nn.Linear(16, 3), torch.nn.Linear(16, 3)
+    net, twin = Net(16, 3), Net(16, 3)
     twin.load_state_dict(net.state_dict())
     with double.on():
         ours = MAKERS[name](net.parameters(), max_grad_norm=limit)
-        scale = scaled_steps(ours, net, unscale, overflow)
+        scale = scaled_steps(ours, net, unscale, overflow).get_scale()
         assert ours.skipped_steps == (overflow is not None)
         saved = ours.state_dict()["state"]
     reference = MAKERS[name](twin.parameters(), max_grad_norm=limit)
-    assert scale == scaled_steps(reference, twin, unscale, overflow)
+    assert scale == scaled_steps(reference, twin, unscale, overflow).get_scale()
     assert same_bits(list(net.parameters()), list(twin.parameters()))
     assert ours.grad_norm == reference.grad_norm
     assert not hasattr(ours, "found_inf")

@@ -111,18 +111,6 @@ def test_equal_labels_mean_equal_counts(seed: int, monkeypatch: pytest.MonkeyPat
             replay()
 
 
-def test_the_host_reads_only_when_there_are_many_more_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = Reads(monkeypatch)
-    book, _, _ = book_of([0.0] * 1000)
-    everyone = list(range(1000))
-    for step in range(300):
-        book.choose(random.Random(step).sample(everyone, 500))
-        book.advance(certain=False)
-        book.steps.data.add_(book.increments)
-    assert 0 < reads.count < 150
-    assert len(set(book.choose(everyone))) < 512
-
-
 def test_the_host_never_reads_for_a_hundred_parts_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Reads(monkeypatch)
     book, _, _ = book_of([0.0] * 200)

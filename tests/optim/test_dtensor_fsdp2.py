@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import get_total_norm
@@ -53,32 +53,6 @@ def close(ours: nn.Module, theirs: nn.Module) -> None:
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), **SETTINGS)
-
-
-def frozen_and_unused_parameters_accumulation_and_mixed_precision(rank: int) -> None:
-    mesh = mesh_of(2)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for settings in ({}, {"mp_policy": policy}, {"reshard_after_forward": False}):
-        ours, theirs = built(mesh, **settings), built(mesh, **settings)
-        for model in (ours, theirs):
-            model[0].bias.requires_grad_(False)
-        mine, other = AdamW(ours.parameters(), max_grad_norm=1.0, **SETTINGS), adamw(theirs)
-        frozen = local(ours[0].bias).clone()
-        for seed in range(6):
-            for model in (ours, theirs):
-                model.set_requires_gradient_sync(seed % 2 == 1)
-            backward(rank, seed, ours, theirs)
-            if seed % 2 == 0:
-                continue
-            if seed == 3:
-                ours[2].bias.grad = theirs[2].bias.grad = None
-            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-            for optimizer in (mine, other):
-                optimizer.step()
-                optimizer.zero_grad()
-        close(ours, theirs)
-        assert same_bits([local(ours[0].bias)], [frozen]) and ours[0].bias not in mine.state
-        assert float(mine.state[ours[2].bias]["step"]) == 2.0
 
 
 def state_goes_through_torchs_functions_and_training_goes_on_with_the_same_bits(rank: int) -> None:
@@ -259,7 +233,6 @@ def state_that_is_assigned_or_moved_counts(rank: int) -> None:
 
 def two_ranks_train_and_are_saved_as_torchs_are(rank: int) -> list:
     works = [
-        frozen_and_unused_parameters_accumulation_and_mixed_precision,
         state_goes_through_torchs_functions_and_training_goes_on_with_the_same_bits,
         the_initialising_step_changes_nothing_that_stays,
         whole_state_is_cut_and_state_cut_otherwise_is_refused,

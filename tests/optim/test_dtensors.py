@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dtensor_cases import SHAPES, Pair, cut, for_each, local, mesh_of, on_ranks, tensors
-from optim_cases import BF16, EVERY_STATE, FP16, MASTERS, same_bits
+from optim_cases import BF16, FP16, MASTERS, same_bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -19,16 +19,6 @@ from zerokern.zero.kinds import here_of, take
 from zerokern.zero.sharded import Sharded
 
 EVEN = ((4, 6), (8, 128), (2, 2, 64))
-WHOLE_BLOCKS = ((6, 128), (5, 256), (1,), (0,), (2048,), (90,), (64, 4))
-
-
-def every_optimizer(rank: int) -> None:
-    mesh = mesh_of(2)
-    for name, state_format in EVERY_STATE:
-        shapes = WHOLE_BLOCKS[:5] if state_format == "int8" else SHAPES
-        pair = Pair(name, mesh, shapes=shapes, state_format=state_format)
-        pair.train(range(3))
-        pair.agree()
 
 
 def every_master(rank: int) -> None:
@@ -261,7 +251,6 @@ def clipping_apart_from_the_update(rank: int) -> None:
 
 def two_ranks_have_their_parts_of_one_process(rank: int) -> list:
     works = [
-        every_optimizer,
         every_master,
         an_infinity_that_one_ranks_scaler_found_skips_the_step_on_all,
         writes_from_outside_are_followed_and_our_own_are_not,

@@ -171,16 +171,6 @@ def test_files_are_private_nameless_and_gone_with_the_optimizer(tier: Tier) -> N
     train(AdamW(params, tier=where), params, 1)
 
 
-def test_the_folder_is_opened_by_the_first_step_that_has_state(tier: Tier) -> None:
-    where = tier()
-    params = make_params()
-    optimizer = AdamW(params, tier=where)
-    optimizer.step()
-    assert not os.path.exists(where.path)
-    train(optimizer, params, 1)
-    assert os.path.isdir(where.path)
-
-
 @each("value", ["nvme", "swap", Path("swap"), None, 3])
 def test_other_tiers_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"tier=.*'device', 'cpu' or zk\.Nvme\(path\)"):

@@ -66,32 +66,31 @@ def step_reference(twins: Twins, seed: int) -> None:
     twins.reference.step()
 
 
-@ENGINES
-@each("number", [1, 8, 18])
-def test_a_failed_read_in_the_middle_tears_and_a_load_heals(tier: Tier, number: int, engine: str) -> None:
-    twins = Twins("adamw", tier(faults=failing(READ, number), engine=engine), SIZES)
-    twins.train(1)
+@each(
+    "op, number, engine",
+    [
+        (READ, 1, "auto"),
+        (READ, 8, "threads"),
+        (READ, 18, "auto"),
+        (WRITE, 0, "threads"),
+        (WRITE, 8, "auto"),
+        (WRITE, 18, "auto"),
+    ],
+)
+def test_a_failed_transfer_in_the_middle_tears_and_a_load_heals(tier: Tier, op: int, number: int, engine: str) -> None:
+    """Of the first step, where it is a write."""
+    twins = Twins("adamw", tier(faults=failing(op, number), engine=engine), SIZES, max_grad_norm=1.0)
+    begin = 0 if op == WRITE else 1
+    twins.train(begin)
     versions = [param._version for param in twins.params]
     with pytest.raises(zk.IoError, match=f"state/{number:06}") as failed:
-        step_ours(twins, 1)
+        step_ours(twins, begin)
+    assert failed.value.errno == errno.EIO and failed.value.key == f"state/{number:06}"
     assert_torn(twins, failed)
     assert [param._version for param in twins.params] > versions
+    step_reference(twins, begin)
     heal(twins)
-    twins.train(2, 1)
-    assert twins.agree()
-
-
-@ENGINES
-@each("number", [0, 8, 18])
-def test_a_failed_write_tears_and_a_load_heals(tier: Tier, number: int, engine: str) -> None:
-    twins = Twins("adamw", tier(faults=failing(WRITE, number), engine=engine), SIZES, max_grad_norm=1.0)
-    with pytest.raises(zk.IoError, match=f"state/{number:06}") as failed:
-        step_ours(twins, 0)
-    assert failed.value.errno == errno.EIO
-    assert_torn(twins, failed)
-    step_reference(twins, 0)
-    heal(twins)
-    twins.train(2, 1)
+    twins.train(2, begin + 1)
     assert twins.agree()
 
 

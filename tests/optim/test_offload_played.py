@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,6 @@ from tries import Missed, in_time
 from worlds import World, alone, on_ranks, on_threads, ranked
 
 import zerokern as zk
-from zerokern.comm.fake import FakeGroup
 from zerokern.core.errors import StateError
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
@@ -236,30 +234,6 @@ def fsdp2_on_devices(world: World) -> None:
 
 def test_fsdp2_on_devices_of_real_ranks() -> None:
     on_ranks(2, fsdp2_on_devices)
-
-
-@each("schedule, wrap", [("delayed", "stage 2"), ("overlap", "stage 3")])
-def test_slow_collectives(schedule: str, wrap: str, slow_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank is late in its own way; bits are those of fast ones."""
-    take = FakeGroup._take
-    monkeypatch.setenv("ZEROKERN_POISON", "1")
-
-    def slowly(self: FakeGroup, waiting: Any) -> Any:
-        time.sleep(SLOW_S * ((self.rank + waiting.count) % 3) / 2)
-        return take(self, waiting)
-
-    row = Row(wrap, "bf16", "random", steps=5)
-
-    def follow(world: World) -> None:
-        hand = ByHand(row, world, exact_calls(SCHEDULES[schedule]))
-        expected = train(world, row, hand.model, hand)
-        model = row.model(world)
-        ours = optimizer_of(row, model, tier="cpu", schedule=SCHEDULES[schedule])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FakeGroup, "_take", slowly)
-            agree(train(world, row, model, ours), expected, ahead=True)
-
-    on_threads(2, follow)
 
 
 def test_a_device_that_fails_is_heard_of_and_nothing_hangs() -> None:

@@ -98,28 +98,6 @@ def test_writes_while_an_update_is_pending_stay(tmp_path: Path) -> None:
     assert same_bits(*ends)
 
 
-@each("state", ["cpu", "nvme"])
-def test_a_checkpoint_with_a_pending_update(state: str, tmp_path: Path) -> None:
-    """Of a model that rests and of a resident one, loaded by the other kind."""
-    went_on = []
-    for number, (model, opt) in enumerate(pair(tmp_path, state)):
-        for x in batches(3):
-            step(model, [opt], x)
-        zk.save(tmp_path / f"saved-{number}", model, opt)
-        went_on.append([step(model, [opt], x) for x in batches(3)])
-        opt.flush()
-        went_on[-1].append(values(model))
-    for number, (model, opt) in enumerate(pair(tmp_path / "again", state)):
-        step(model, [opt], next(batches(1)))
-        if sharding_of(model).rests is not None:
-            sharding_of(model).rests.leaving_nbytes = 0
-        zk.load(tmp_path / f"saved-{1 - number}", model, opt)
-        losses = [step(model, [opt], x) for x in batches(3)]
-        opt.flush()
-        assert losses == went_on[0][:3] == went_on[1][:3]
-        assert same_bits(values(model), went_on[0][3]) and same_bits(values(model), went_on[1][3])
-
-
 def freeze_at_times(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
     model.blocks[0][0].weight.requires_grad_(number not in (0, 1, 4))
 

@@ -13,7 +13,6 @@ from tables import each
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.optim import convert_state
 from zerokern.zero.sharded import Sharded
 
 STAGES = (0, 1, 3)
@@ -119,23 +118,6 @@ def test_state_of_another_rank_is_refused() -> None:
         with pytest.raises(StateError, match=r"layer\.\d: state .* it was kept on another rank.*zk\.load"):
             optimizer.load_state_dict(saved[1 - group.rank])
         go_on(model, optimizer, [2])
-
-    on_ranks(2, work)
-
-
-@each("stage", [0, 2])
-def test_state_is_converted_where_it_lies(stage: int) -> None:
-    expected = convert_state(full_states("adamw", 2)[1], state_format="int8")
-
-    def work(group: Any) -> None:
-        model, optimizer = begun(group, stage=stage)
-        small = MAKERS["adamw"](model.zero_order, state_format="int8")
-        small.load_state_dict(convert_state(optimizer.state_dict(), state_format="int8"))
-        found = whole_state(group, small.state_dict())
-        for number, entry in expected["state"].items():
-            assert same_bits([found["state"][number][key] for key in entry], list(entry.values()))
-        back = convert_state(small.state_dict(), state_format="fp32")
-        optimizer.load_state_dict(back)
 
     on_ranks(2, work)
 
