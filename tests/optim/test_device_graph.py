@@ -93,21 +93,6 @@ def test_a_graph_whose_parameters_part_is_told_of(double: Double) -> None:
     assert twins.agree()
 
 
-def test_a_moment_that_starts_in_a_replay(double: Double) -> None:
-    twins = DeviceTwins(double.on, "sgd", max_grad_norm=1.0, dampening=0.5)
-    twins.train(1, scale=math.inf)
-    held = [param.grad for param in twins.params]
-    with double.on(), double.capture() as graph:
-        twins.ours.step()
-    for step in range(3):
-        twins.set_grads(step)
-        for grad, param in zip(held, twins.params, strict=True):
-            grad.copy_(param.grad)
-        replay(graph)
-        twins.reference.step()
-    assert twins.agree()
-
-
 @each("cls", [AdamW, SGD])
 def test_state_is_not_made_in_a_capture(cls: type, double: Double) -> None:
     params = make_params()
@@ -195,14 +180,6 @@ def test_a_capture_finds_the_pinned_memory_that_steps_before_it_set_aside() -> N
         assert [spans.take(nbytes).numel() for nbytes in (5000, 128, 1, 65)] == [8192, 128, 64, 128]
         captured[0] = False
         spans.refill()
-
-
-def test_what_is_set_aside_is_bounded() -> None:
-    made = []
-    spans = SetAside(lambda nbytes: made.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8))
-    for _ in range(1000):
-        spans.keep(1000)
-    assert made == [1024] * 64
 
 
 @pytest.mark.gpu
