@@ -20,7 +20,8 @@ def compare(world: World, row: Row) -> None:
         agree(trained(world, row, tier="cpu", schedule=schedule), expected)
 
 
-def test_overlap_has_the_bits_of_sync() -> None:
+def test_overlap_has_the_bits_of_sync(slow_cpu: None) -> None:
+    """Each part of an update is late, so that a forward that does not wait for it is too early."""
     alone(compare, Row("stage 3", "mixed", "never", accumulate=4, steps=12))
 
 
