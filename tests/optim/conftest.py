@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from device_double import Double
 
+from zerokern.examples.played_device import PlayedDevice
 from zerokern.io import Faults, Nvme, Store, place
 from zerokern.kernels.cpu import UpdateTable
 
@@ -56,3 +58,34 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nvme]
         return Nvme(tmp_path / f"tier{next(numbers)}", **{"ring_nbytes": RING_NBYTES, **settings})
 
     return make
+
+
+@pytest.fixture
+def devices() -> Iterator[Callable[..., PlayedDevice]]:
+    """Makes devices that threads play."""
+    made: list[PlayedDevice] = []
+
+    def make(kind: type[PlayedDevice] = PlayedDevice, **settings: object) -> PlayedDevice:
+        made.append(kind(**{"poison": True, **settings}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def device(devices: Callable[..., PlayedDevice]) -> PlayedDevice:
+    return devices()
+
+
+@pytest.fixture
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each update takes its time, and begins late."""
+    run = UpdateTable.run
+
+    def slowly(self: UpdateTable, *arguments: object, **settings: object) -> None:
+        time.sleep(0.003)
+        run(self, *arguments, **settings)
+
+    monkeypatch.setattr(UpdateTable, "run", slowly)

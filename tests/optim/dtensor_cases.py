@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
 
 from optim_cases import FP32, MAKERS, same_bits
-from ranks import run_ranks
+from worlds import for_each, run_ranks
 
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["SHAPES", "Pair", "built", "cut", "local", "mesh_of", "on_ranks", "tensors"]
+__all__ = ["SHAPES", "Pair", "built", "cut", "for_each", "local", "mesh_of", "on_ranks", "tensors"]
 
 SHAPES = ((1,), (127,), (6, 128), (7, 3), (0,), (1000,))  # uneven, and of some a rank holds nothing
 DIVIDED = (Shard(0),)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +29,6 @@ import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.zero.homes import home_of
 
-WRAPS = ("plain", "stage 0", "stage 1", "stage 2", "stage 3", "fsdp2")
-DTYPES = ("fp32", "bf16", "mixed")
 BUCKET_NBYTES = 1024  # several buckets at every stage
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = {"sync": "sync", "overlap": "overlap", "delayed": zk.Delayed(), "delayed after 2": zk.Delayed(after=2)}
@@ -48,11 +45,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def rarely(*values: Any) -> list:
-    """The same parameters, for --all only."""
-    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in values]
 
 
 def exact_calls(schedule: Any) -> int:

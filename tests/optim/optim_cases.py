@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,8 @@ MASTERS = [
     (FP16, "fp32"),
     (FP16, "none"),
 ]
+# Each optimizer with each format of its state, and each format of a master with some of them.
+FORMATS = [(name, state, *MASTERS[number % len(MASTERS)]) for number, (name, state) in enumerate(EVERY_STATE)]
 
 
 def make_params(sizes: Sequence[int] = SIZES, dtype: torch.dtype = FP32, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -125,6 +128,11 @@ class Twins:
                     params[number].grad = None
                 optimizer.step()
 
+    def both(self, work: Callable[[Any, list[torch.nn.Parameter]], Any]) -> None:
+        """The same from outside to either of them."""
+        for optimizer, params in self.pairs:
+            work(optimizer, params)
+
     def agree(self) -> bool:
         """The same bits in all parameters and in all of state_dict."""
         return same_bits(self.params, self.straight) and same_state(self.ours.state_dict(), self.reference.state_dict())
@@ -152,3 +160,10 @@ def write_from_outside(how: str, optimizer: Any, params: Sequence[torch.nn.Param
     else:
         params[4].detach().data.copy_(value)
         optimizer.refresh_masters()
+
+
+def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True, map_location="cpu")

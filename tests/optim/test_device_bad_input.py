@@ -10,6 +10,7 @@ import pytest
 import torch
 from device_double import Double, Table
 from optim_cases import BF16, contents, make_params, same_bits, set_grads, train
+from tables import each
 
 from zerokern import BackendError, StateError
 from zerokern.optim import SGD, Adam, AdamW, Lion, device
@@ -22,8 +23,8 @@ def on(double: Double) -> Iterator[Double]:
 
 
 @pytest.mark.usefixtures("on")
-@pytest.mark.parametrize(
-    ("cls", "settings", "message"),
+@each(
+    "cls, settings, message",
     [
         (AdamW, {"lr": torch.ones(2)}, r"lr='\(2,\) tensor of torch\.float32'.*one element"),
         (AdamW, {"lr": torch.ones((), dtype=BF16)}, r"lr=.*torch\.bfloat16.*torch\.float32 or torch\.float64"),
@@ -136,30 +137,6 @@ def test_an_interrupt_waits_for_the_launches(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert same_bits(contents(optimizer, params), contents(reference, straight))
-
-
-@pytest.mark.gpu
-def test_a_gradient_that_was_moved_from_the_gpu() -> None:
-    params = [torch.nn.Parameter(param.detach().cuda()) for param in make_params()]
-    optimizer = AdamW(params)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-    params[2].grad.data = params[2].grad.data.cpu()
-    with pytest.raises(ValueError, match=r"\[2\]\.grad\.device=device\(type='cpu'\).*cuda:0, the parameter's"):
-        optimizer.step()
-
-
-@pytest.mark.gpu
-def test_parameters_on_the_gpu_and_on_the_cpu() -> None:
-    params = make_params((3, 3))
-    params[1] = torch.nn.Parameter(params[1].detach().cuda())
-    optimizer = AdamW(params)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    with pytest.raises(ValueError, match=r"\[1\]\.device=device\(type='cuda', index=0\).*cpu, where.*\[0\] is"):
-        optimizer.step()
 
 
 def test_a_step_that_cannot_be_sent_leaves_everything_as_it_was(on: Double) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tables import each
 
 from zerokern.optim import device_steps
 from zerokern.optim.device_steps import DeviceSteps
@@ -22,40 +23,13 @@ def book_of(values: list[float | None], last: DeviceSteps | None = None) -> tupl
     return book, params, entries
 
 
-def test_counters_become_views_of_one_tensor() -> None:
-    book, _, entries = book_of([3.0, None, 0.0])
-    assert [entry.get("step") for entry in entries] == [3.0, None, 0.0]
-    book.steps.data.add_(1.0)
-    assert [entry.get("step") for entry in entries] == [4.0, None, 1.0]
-    assert entries[0]["step"].shape == torch.Size([])
-
-
-@pytest.mark.parametrize("value", [5, 5.0, torch.tensor([5]), torch.tensor(5.0, dtype=torch.float64)])
+@each("value", [5, 5.0, torch.tensor([5]), torch.tensor(5.0, dtype=torch.float64)])
 def test_counters_of_other_kinds_are_taken_over(value: object) -> None:
     entries = [{"step": value}]
     book = DeviceSteps(PLACE, [torch.zeros(1)], None)
     book.adopt(entries)
     assert torch.equal(entries[0]["step"], torch.tensor(5.0))
     assert torch.equal(book.steps, torch.tensor([5.0]))
-
-
-def test_labels_are_of_counts() -> None:
-    book, _, _ = book_of([3.0, 3.0, 0.0, None])
-    assert book.choose([0, 1, 2, 3]) == [0, 0, 1, 1]
-    assert torch.equal(book.increments, torch.ones(4))
-    assert book.choose([1, 2]) == [0, 1]
-    assert torch.equal(book.increments, torch.tensor([0.0, 1.0, 1.0, 0.0]))
-
-
-def test_updates_that_are_known_to_be_made_count_and_others_part() -> None:
-    book, _, _ = book_of([0.0, 0.0, 2.0])
-    book.choose([0, 1])
-    book.advance(certain=True)
-    book.advance(certain=True)
-    assert book.choose([0, 1, 2]) == [0, 0, 0]
-    book.choose([0])
-    book.advance(certain=False)
-    assert book.choose([0, 1, 2]) == [0, 1, 1]
 
 
 def test_a_write_from_outside_is_seen_and_our_own_is_not() -> None:
@@ -81,34 +55,6 @@ def test_what_the_last_book_knows_is_carried_over(monkeypatch: pytest.MonkeyPatc
     assert again.choose([0, 1, 2]) == [0, 1, 1]
 
 
-def test_counters_that_are_replaced_are_taken_over_where_they_were() -> None:
-    book, _, entries = book_of([1.0, 1.0, 1.0])
-    flat, view = book.steps, entries[0]["step"]
-    entries[1]["step"] = 4
-    entries[2] = {}
-    book.adopt(entries)
-    assert book.untouched()
-    assert book.steps is flat
-    assert entries[0]["step"] is view
-    assert flat.tolist() == [1.0, 4.0, 1.0]
-    assert book.choose([0, 1, 2]) == [0, 1, 0]
-    entries[1]["step"].fill_(1.0)
-    book.adopt(entries)
-    assert book.choose([0, 1, 2]) == [0, 0, 0]
-
-
-def test_a_counter_that_starts_again() -> None:
-    book, _, _ = book_of([None, None])
-    book.choose([0, 1])
-    book.advance(certain=False)
-    book.steps.data.add_(book.increments)
-    book.choose([])
-    book.restart(1)
-    assert book.untouched()
-    assert book.steps.tolist() == [1.0, 0.0]
-    assert book.choose([0, 1]) == [0, 1]
-
-
 class Reads:
     """Counts how often the host waits for the counters."""
 
@@ -124,7 +70,7 @@ class Reads:
 
 
 @pytest.mark.filterwarnings("ignore:a CUDA graph")
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_equal_labels_mean_equal_counts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random updates of random parameters, skipped or not, in graphs replayed at random, with few classes allowed, and
     counters that somebody replaces or writes."""
@@ -163,18 +109,6 @@ def test_equal_labels_mean_equal_counts(seed: int, monkeypatch: pytest.MonkeyPat
         capturing = False
         for replay in generator.sample(graphs, min(len(graphs), 2)):
             replay()
-
-
-def test_the_host_reads_only_when_there_are_many_more_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = Reads(monkeypatch)
-    book, _, _ = book_of([0.0] * 1000)
-    everyone = list(range(1000))
-    for step in range(300):
-        book.choose(random.Random(step).sample(everyone, 500))
-        book.advance(certain=False)
-        book.steps.data.add_(book.increments)
-    assert 0 < reads.count < 150
-    assert len(set(book.choose(everyone))) < 512
 
 
 def test_the_host_never_reads_for_a_hundred_parts_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dtensor_cases import built, cut, local, mesh_of, on_ranks
+from dtensor_cases import built, cut, for_each, local, mesh_of, on_ranks
 from optim_cases import same_bits
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import get_total_norm
 
 from zerokern.core.errors import StateError
-from zerokern.optim import AdamW, convert_state
+from zerokern.optim import AdamW
 from zerokern.zero.kinds import over
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -51,88 +51,11 @@ def close(ours: nn.Module, theirs: nn.Module) -> None:
         torch.testing.assert_close(local(mine), local(other), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_as_torchs_adamw_with_and_without_clipping(size: int) -> None:
-    assert len(set(on_ranks(size, as_torchs))) == 1
-
-
-def as_torchs(rank: int) -> tuple[float, ...]:
-    mesh = mesh_of(torch.distributed.get_world_size())
-    norms: list[float] = []
-    for max_norm in (None, 0.5, 1e9):
-        ours, theirs = built(mesh), built(mesh)
-        mine, other = AdamW(ours.parameters(), max_grad_norm=max_norm, **SETTINGS), adamw(theirs)
-        for seed in range(10):
-            backward(rank, seed, ours, theirs)
-            expected = get_total_norm([param.grad for param in ours.parameters()]).full_tensor()
-            if max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
-            for optimizer in (mine, other):
-                optimizer.step()
-                optimizer.zero_grad()
-            norms.append(mine.grad_norm)
-            torch.testing.assert_close(torch.tensor(norms[-1]), expected)
-        close(ours, theirs)
-    return tuple(norms)
-
-
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), **SETTINGS)
 
 
-def test_frozen_and_unused_parameters_accumulation_and_mixed_precision() -> None:
-    on_ranks(2, unusual)
-
-
-def unusual(rank: int) -> None:
-    mesh = mesh_of(2)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for settings in ({}, {"mp_policy": policy}, {"reshard_after_forward": False}):
-        ours, theirs = built(mesh, **settings), built(mesh, **settings)
-        for model in (ours, theirs):
-            model[0].bias.requires_grad_(False)
-        mine, other = AdamW(ours.parameters(), max_grad_norm=1.0, **SETTINGS), adamw(theirs)
-        frozen = local(ours[0].bias).clone()
-        for seed in range(6):
-            for model in (ours, theirs):
-                model.set_requires_gradient_sync(seed % 2 == 1)
-            backward(rank, seed, ours, theirs)
-            if seed % 2 == 0:
-                continue
-            if seed == 3:
-                ours[2].bias.grad = theirs[2].bias.grad = None
-            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-            for optimizer in (mine, other):
-                optimizer.step()
-                optimizer.zero_grad()
-        close(ours, theirs)
-        assert same_bits([local(ours[0].bias)], [frozen]) and ours[0].bias not in mine.state
-        assert float(mine.state[ours[2].bias]["step"]) == 2.0
-
-
-def test_clipping_by_torchs_own_function_counts() -> None:
-    on_ranks(2, clipped_by_torch)
-
-
-def clipped_by_torch(rank: int) -> None:
-    ours, theirs = built(mesh_of(2)), built(mesh_of(2))
-    mine, other = AdamW(ours.parameters(), **SETTINGS), adamw(theirs)
-    for seed in range(3):
-        backward(rank, seed, ours, theirs)
-        for model in (ours, theirs):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        for optimizer in (mine, other):
-            optimizer.step()
-            optimizer.zero_grad()
-    close(ours, theirs)
-    assert mine.grad_norm == pytest.approx(0.1, rel=1e-5)
-
-
-def test_state_goes_through_torchs_functions_and_training_goes_on_with_the_same_bits() -> None:
-    on_ranks(2, round_trip)
-
-
-def round_trip(rank: int) -> None:
+def state_goes_through_torchs_functions_and_training_goes_on_with_the_same_bits(rank: int) -> None:
     mesh = mesh_of(2)
     for options in (StateDictOptions(), FULL, StateDictOptions(flatten_optimizer_state_dict=True)):
         straight = built(mesh)
@@ -153,11 +76,7 @@ def everything(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [local(p) for p in params] + [local(v) for p in params for v in optimizer.state[p].values()]
 
 
-def test_the_initialising_step_changes_nothing_that_stays() -> None:
-    on_ranks(2, initialised)
-
-
-def initialised(rank: int) -> None:
+def the_initialising_step_changes_nothing_that_stays(rank: int) -> None:
     model = built(mesh_of(2))
     before = [local(param).clone() for param in model.parameters()]
     optimizer = AdamW(model.parameters(), max_grad_norm=1.0, **SETTINGS)
@@ -168,26 +87,6 @@ def initialised(rank: int) -> None:
         entry = saved["state"][name]
         assert entry["exp_avg"].placements == param.placements and entry["exp_avg"].shape == param.shape
         assert not local(entry["exp_avg"]).any()
-
-
-def test_state_is_that_of_torchs_optimizer_both_ways() -> None:
-    on_ranks(2, exchanged)
-
-
-def exchanged(rank: int) -> None:
-    mesh = mesh_of(2)
-    for make, take in ((adamw, ours), (ours, adamw)):
-        model = built(mesh)
-        source = make(model)
-        trained(rank, model, source, range(2))
-        target = take(model)
-        target.load_state_dict(source.state_dict())
-        for param in model.parameters():
-            for key, value in source.state[param].items():
-                assert type(target.state[param][key]) is type(value)
-                assert same_bits([local(target.state[param][key])], [local(value)])
-        trained(rank, model, target, [2])
-        assert float(next(iter(target.state.values()))["step"]) == 3.0
 
 
 def ours(model: nn.Module) -> AdamW:
@@ -233,11 +132,7 @@ def load(rank: int, folder: str) -> list[Tensor]:
     return whole(model, optimizer)
 
 
-def test_whole_state_is_cut_and_state_cut_otherwise_is_refused() -> None:
-    on_ranks(2, loads)
-
-
-def loads(rank: int) -> None:
+def whole_state_is_cut_and_state_cut_otherwise_is_refused(rank: int) -> None:
     model = built(mesh_of(2))
     optimizer = ours(model)
     trained(rank, model, optimizer, range(2))
@@ -293,11 +188,7 @@ def two_ways(rank: int) -> None:
     assert same_bits(everything(mine, first), before)
 
 
-def test_optimizers_and_their_state_are_copied_and_pickled_as_torchs_are() -> None:
-    on_ranks(1, copied)
-
-
-def copied(rank: int) -> None:
+def optimizers_and_their_state_are_copied_and_pickled_as_torchs_are(rank: int) -> None:
     model = built(mesh_of(1))
     optimizer = ours(model)
     trained(rank, model, optimizer, range(2))
@@ -315,11 +206,7 @@ def moments(optimizer: AdamW) -> list[Tensor]:
     return [local(value) for entry in optimizer.state.values() for value in entry.values()]
 
 
-def test_state_in_host_memory_under_a_mesh_of_devices() -> None:
-    on_ranks(1, host_under_devices)
-
-
-def host_under_devices(rank: int) -> None:
+def state_in_host_memory_under_a_mesh_of_devices(rank: int) -> None:
     mesh = DeviceMesh("cuda", torch.tensor([0]), mesh_dim_names=("dp",), _init_backend=False)
     memory = torch.ones(12)
     shown = over(memory.view(4, 3), mesh, [Shard(0)], torch.Size([4, 3]), (3, 1))
@@ -328,11 +215,7 @@ def host_under_devices(rank: int) -> None:
     assert codes.dtype is torch.int8 and codes.device_mesh.device_type == "cuda"
 
 
-def test_state_that_is_assigned_or_moved_counts() -> None:
-    on_ranks(2, assigned)
-
-
-def assigned(rank: int) -> None:
+def state_that_is_assigned_or_moved_counts(rank: int) -> None:
     model = built(mesh_of(2))
     optimizer = ours(model)
     trained(rank, model, optimizer, range(2))
@@ -348,30 +231,29 @@ def assigned(rank: int) -> None:
     assert all(optimizer.state[weight][key] is value for key, value in kept.items())
 
 
-def test_state_is_converted_where_it_lies() -> None:
-    on_ranks(2, converted)
+def two_ranks_train_and_are_saved_as_torchs_are(rank: int) -> list:
+    works = [
+        state_goes_through_torchs_functions_and_training_goes_on_with_the_same_bits,
+        the_initialising_step_changes_nothing_that_stays,
+        whole_state_is_cut_and_state_cut_otherwise_is_refused,
+        state_that_is_assigned_or_moved_counts,
+    ]
+    return for_each(rank, lambda rank, work: work(rank), works)
 
 
-def converted(rank: int) -> None:
-    model = nn.Sequential(nn.Linear(64, 6, bias=False), nn.Linear(256, 5, bias=False))
-    for module in model:
-        params = {name: nn.Parameter(cut(param.detach(), mesh_of(2))) for name, param in module.named_parameters()}
-        for name, param in params.items():
-            setattr(module, name, param)
-    (even, uneven) = model.parameters()
-    optimizer = AdamW([uneven])
-    uneven.grad = cut(torch.ones(5, 256), mesh_of(2))
-    optimizer.step()
-    exact = optimizer.state_dict()
-    small = AdamW([uneven], state_format="int8")
-    small.load_state_dict(convert_state(exact, state_format="int8"))
-    again = convert_state(convert_state(small.state_dict(), state_format="fp32"), state_format="int8")
-    found, expected = again["state"][0], small.state_dict()["state"][0]
-    assert same_bits([local(found[key]) for key in expected], [local(value) for value in expected.values()])
-    half = AdamW([uneven], state_format="bf16")
-    half.load_state_dict(convert_state(exact, state_format="bf16"))
-    optimizer = AdamW([even])
-    even.grad = cut(torch.ones(6, 64), mesh_of(2))
-    optimizer.step()
-    with pytest.raises(ValueError, match=r"state_format='int8'.*not every rank begins with a block"):
-        convert_state(optimizer.state_dict(), state_format="int8")
+def test_two_ranks_train_and_are_saved_as_torchs_are() -> None:
+    """As torch's own AdamW trains, and its functions for checkpoints work."""
+    on_ranks(2, two_ranks_train_and_are_saved_as_torchs_are)
+
+
+def alone_they_are_copied_and_may_have_state_elsewhere(rank: int) -> list:
+    works = [
+        optimizers_and_their_state_are_copied_and_pickled_as_torchs_are,
+        state_in_host_memory_under_a_mesh_of_devices,
+    ]
+    return for_each(rank, lambda rank, work: work(rank), works)
+
+
+def test_alone_they_are_copied_and_may_have_state_elsewhere() -> None:
+    """One rank, under a mesh of one."""
+    on_ranks(1, alone_they_are_copied_and_may_have_state_elsewhere)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from dtensor_cases import SHAPES, Pair, cut, local, mesh_of, on_ranks, tensors
-from optim_cases import BF16, EVERY_STATE, FP16, MASTERS, same_bits
+from dtensor_cases import SHAPES, Pair, cut, for_each, local, mesh_of, on_ranks, tensors
+from optim_cases import BF16, FP16, MASTERS, same_bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -15,21 +15,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.optim import AdamW
-from zerokern.optim.dtensors import Alone, homes_of
 from zerokern.zero.kinds import here_of, take
 from zerokern.zero.sharded import Sharded
 
 EVEN = ((4, 6), (8, 128), (2, 2, 64))
-WHOLE_BLOCKS = ((6, 128), (5, 256), (1,), (0,), (2048,), (90,), (64, 4))
-
-
-def every_optimizer(rank: int) -> None:
-    mesh = mesh_of(2)
-    for name, state_format in EVERY_STATE:
-        shapes = WHOLE_BLOCKS[:5] if state_format == "int8" else SHAPES
-        pair = Pair(name, mesh, shapes=shapes, state_format=state_format)
-        pair.train(range(3))
-        pair.agree()
 
 
 def every_master(rank: int) -> None:
@@ -41,16 +30,7 @@ def every_master(rank: int) -> None:
         assert pair.ours.grad_norm == pair.reference.grad_norm
 
 
-@pytest.mark.parametrize("work", [every_optimizer, every_master])
-def test_the_bits_are_those_of_one_process(work: Any) -> None:
-    on_ranks(2, work)
-
-
-def test_any_way_to_divide_gives_the_same_bits() -> None:
-    on_ranks(4, any_placement)
-
-
-def any_placement(rank: int) -> None:
+def any_way_to_divide_gives_the_same_bits(rank: int) -> None:
     one, two = mesh_of(4), mesh_of(2, 2)
     ways: list[tuple[Any, list[Any]]] = [
         (one, [Replicate()]),
@@ -69,11 +49,7 @@ def any_placement(rank: int) -> None:
         assert pair.ours.grad_norm == pair.reference.grad_norm
 
 
-def test_one_optimizer_may_have_parameters_that_are_divided_differently() -> None:
-    assert len(set(on_ranks(4, mixed))) == 1
-
-
-def mixed(rank: int) -> tuple[float, int]:
+def one_optimizer_may_have_parameters_that_are_divided_differently(rank: int) -> None:
     two = mesh_of(2, 2)
     ways = [[Replicate(), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Replicate()]]
     plain = nn.Parameter(torch.ones(3))
@@ -93,27 +69,19 @@ def mixed(rank: int) -> tuple[float, int]:
     before = [local(param).clone() for param in (plain, *params)]
     step(1.0, float("nan"))
     assert same_bits([local(param) for param in (plain, *params)], before)
-    return optimizer.skipped_steps, float(optimizer.state[params[1]]["step"])
+    assert (optimizer.skipped_steps, float(optimizer.state[params[1]]["step"])) == (1, 1.0)
 
 
-def test_an_infinity_that_one_ranks_scaler_found_skips_the_step_on_all() -> None:
-    assert on_ranks(2, found_inf) == [1, 1]
-
-
-def found_inf(rank: int) -> int:
+def an_infinity_that_one_ranks_scaler_found_skips_the_step_on_all(rank: int) -> None:
     pair = Pair("adamw", mesh_of(2))
     pair.ours.grad_scale, pair.ours.found_inf = torch.tensor(2.0), torch.tensor(float(rank == 1))
     pair.set_grads(0)
     pair.ours.step()
     assert same_bits([local(p) for p in pair.params], [local(cut(p.detach(), pair.mesh)) for p in pair.straight])
-    return pair.ours.skipped_steps
+    assert pair.ours.skipped_steps == 1
 
 
-def test_int8_where_no_block_is_on_two_ranks() -> None:
-    on_ranks(4, int8)
-
-
-def int8(rank: int) -> None:
+def int8_where_no_block_is_on_two_ranks(rank: int) -> None:
     one, two = mesh_of(4), mesh_of(2, 2)
     pair = Pair("adamw", one, shapes=((5, 256), (8, 128)), state_format="int8")
     pair.train(range(2))
@@ -133,11 +101,7 @@ def int8(rank: int) -> None:
         optimizer.step()
 
 
-def test_writes_from_outside_are_followed_and_our_own_are_not() -> None:
-    on_ranks(2, writes)
-
-
-def writes(rank: int) -> None:
+def writes_from_outside_are_followed_and_our_own_are_not(rank: int) -> None:
     pair = Pair("adamw", mesh_of(2), dtype=BF16)
     pair.train(range(3))
     number = 2
@@ -164,26 +128,7 @@ def writes(rank: int) -> None:
     pair.agree()
 
 
-def test_a_write_to_a_parameter_counts_for_every_optimizer_that_has_it() -> None:
-    on_ranks(2, two_owners)
-
-
-def two_owners(rank: int) -> None:
-    pair = Pair("adamw", mesh_of(2), shapes=((6, 128),), dtype=BF16)
-    pair.train(range(2))
-    other = AdamW(pair.params)
-    versions = pair.params[0]._version, pair.params[0]._local_tensor._version
-    other.step()
-    now = pair.params[0]._version, pair.params[0]._local_tensor._version
-    assert all(after > before for before, after in zip(versions, now, strict=True))
-    assert not local(pair.ours.state_dict()["state"][0]["remainder"]).any()
-
-
-def test_values_may_move_and_state_stays() -> None:
-    on_ranks(2, moves)
-
-
-def moves(rank: int) -> None:
+def values_may_move_and_state_stays(rank: int) -> None:
     pair = Pair("adamw", mesh_of(2))
     pair.train(range(2))
     moments = [pair.ours.state[param]["exp_avg"] for param in pair.params]
@@ -197,11 +142,7 @@ def moves(rank: int) -> None:
     assert pair.ours.holdings.bound.binding is bound  # nothing moved: nothing is looked for again
 
 
-def test_parameters_may_be_exchanged_until_the_first_step() -> None:
-    on_ranks(2, exchanged)
-
-
-def exchanged(rank: int) -> None:
+def parameters_may_be_exchanged_until_the_first_step(rank: int) -> None:
     """As Accelerate does: built over whole parameters, then placeholders, then DTensors."""
     pair = Pair("adamw", mesh_of(2))
     ours = AdamW([nn.Parameter(value.detach().clone()) for value in pair.straight], lr=1e-2, weight_decay=0.1)
@@ -213,26 +154,7 @@ def exchanged(rank: int) -> None:
     pair.agree()
 
 
-def test_a_home_is_known_as_long_as_it_is_the_one() -> None:
-    on_ranks(2, found_again)
-
-
-def found_again(rank: int) -> None:
-    mesh = mesh_of(2)
-    plain, param, other = nn.Parameter(torch.ones(4)), *(nn.Parameter(cut(torch.ones(4), mesh)) for _ in range(2))
-    homes = homes_of([plain, param], ["bias", "weight"])
-    assert isinstance(homes[0], Alone) and homes[0].stays(plain) and homes[1].stays(param)
-    assert homes_of([param, other], ["a", "b"], homes)[0] is homes[1]
-    assert not homes[0].stays(param) and not homes[1].stays(other) and not homes[1].stays(plain)
-    torch.utils.swap_tensors(param, other)
-    assert not homes[1].stays(param)
-
-
-def test_gradients_are_lent_and_a_partial_sum_is_summed_once() -> None:
-    on_ranks(2, partial)
-
-
-def partial(rank: int) -> None:
+def gradients_are_lent_and_a_partial_sum_is_summed_once(rank: int) -> None:
     mesh = mesh_of(2)
     pair = Pair("adamw", mesh, shapes=((5, 4), (3,)), max_grad_norm=1.0)
     pair.set_grads(0)
@@ -247,11 +169,7 @@ def partial(rank: int) -> None:
     assert all(home.piece.grad is None for home in pair.ours.holdings.local.homes)
 
 
-def test_what_cannot_be_updated_is_refused_by_name() -> None:
-    on_ranks(2, refused)
-
-
-def refused(rank: int) -> None:
+def what_cannot_be_updated_is_refused_by_name(rank: int) -> None:
     mesh = mesh_of(2)
 
     def step(param: DTensor, grad: Any = None) -> None:
@@ -288,11 +206,7 @@ def taken_where_it_is(rank: int, mesh: DeviceMesh) -> None:
             take(here_of(here), other, "exp_avg")
 
 
-def test_state_of_divided_parameters_is_refused_by_plain_ones() -> None:
-    on_ranks(2, given_to_plain)
-
-
-def given_to_plain(rank: int) -> None:
+def state_of_divided_parameters_is_refused_by_plain_ones(rank: int) -> None:
     pair = Pair("adamw", mesh_of(2))
     pair.train(range(1))
     plain = [nn.Parameter(value.detach().clone()) for value in pair.straight]
@@ -309,11 +223,7 @@ def given_to_plain(rank: int) -> None:
         ours.step()
 
 
-def test_clipping_apart_from_the_update() -> None:
-    on_ranks(2, clips)
-
-
-def clips(rank: int) -> None:
+def clipping_apart_from_the_update(rank: int) -> None:
     mesh = mesh_of(2)
     for norm_type in (2.0, float("inf")):
         shapes = [shape for shape in SHAPES if shape != (0,)]  # of nothing, torch has no largest magnitude
@@ -337,3 +247,37 @@ def clips(rank: int) -> None:
     local(params[2].grad)[:] = float("nan")
     with pytest.raises(RuntimeError, match="the total norm of order 2"):
         zk.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+
+
+def two_ranks_have_their_parts_of_one_process(rank: int) -> list:
+    works = [
+        every_master,
+        an_infinity_that_one_ranks_scaler_found_skips_the_step_on_all,
+        writes_from_outside_are_followed_and_our_own_are_not,
+        values_may_move_and_state_stays,
+        parameters_may_be_exchanged_until_the_first_step,
+        gradients_are_lent_and_a_partial_sum_is_summed_once,
+        what_cannot_be_updated_is_refused_by_name,
+        state_of_divided_parameters_is_refused_by_plain_ones,
+        clipping_apart_from_the_update,
+    ]
+    return for_each(rank, lambda rank, work: work(rank), works)
+
+
+def test_two_ranks_have_their_parts_of_one_process() -> None:
+    """However parameters are divided, written, moved, clipped and refused."""
+    on_ranks(2, two_ranks_have_their_parts_of_one_process)
+
+
+def four_ranks_divide_them_any_way(rank: int) -> list:
+    works = [
+        any_way_to_divide_gives_the_same_bits,
+        one_optimizer_may_have_parameters_that_are_divided_differently,
+        int8_where_no_block_is_on_two_ranks,
+    ]
+    return for_each(rank, lambda rank, work: work(rank), works)
+
+
+def test_four_ranks_divide_them_any_way() -> None:
+    """In one dimension and in two."""
+    on_ranks(4, four_ranks_divide_them_any_way)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zerokern.core.errors import IoError, StateError
 from zerokern.io import Faults, Nvme
-from zerokern.optim import SGD, AdamW
+from zerokern.optim import SGD
 from zerokern.optim.exchange import Column, Exchange
 from zerokern.optim.formats import as_kept
 
@@ -155,7 +155,7 @@ RING = 4 * MIB
 
 def begun(name, seed):
     torch.manual_seed(seed)
-    model = nn.ParameterList([torch.randn(1 << 20).bfloat16() for _ in range(16)])
+    model = nn.ParameterList([torch.randn(1 << 20).bfloat16() for _ in range(8)])
     opt = zk.AdamW(model.parameters(), tier=zk.Nvme(folder / name, ring_nbytes=RING))
     for param in model:
         param.grad = torch.full_like(param, 0.01)
@@ -184,25 +184,11 @@ print(*found, same)
 
 
 def test_saving_and_loading_take_the_ring_and_not_the_state(tmp_path: Path) -> None:
-    """160 MiB of state through a ring of 4 MiB, as the kernel counts pages; parameters are there all along."""
+    """80 MiB of state through a ring of 4 MiB, as the kernel counts pages; parameters are there all along."""
     tests = Path(__file__).resolve().parents[1]
     paths = [str(tests / name) for name in ("zero", "saving", "optim")]
     script = WITNESS.format(paths=paths)
     child = run_forked(script, tmp_path, timeout=240)
     assert child.returncode == 0, child.stderr[-2000:]
     saving, loading, same = child.stdout.split()[-3:]
-    assert same == "True" and int(saving) < 40 and int(loading) < 40, child.stdout
-
-
-def test_state_dicts_go_on_as_they_did(tier: Callable[..., Nvme]) -> None:
-    """What reads everything at once may come between two parts of a save."""
-    _, opt = begun(tier())
-    column = next(c for e in Exchange(opt).entries() for c in (e or {}).values() if isinstance(c, Column))
-    first = read(column, column.places[0])
-    saved = opt.state_dict()
-    assert torch.equal(first, read(column, column.places[0]))
-    other = AdamW([nn.Parameter(torch.zeros(shape).bfloat16()) for shape in SHAPES], tier=tier())
-    other.load_state_dict(saved)
-    assert all(
-        torch.equal(saved["state"][n][k], v) for n, e in other.state_dict()["state"].items() for k, v in e.items()
-    )
+    assert same == "True" and int(saving) < 24 and int(loading) < 24, child.stdout

@@ -11,8 +11,9 @@ import torch
 from failing_cases import Refusals, learn
 from offload_cases import World
 from optim_cases import MAKERS
+from tables import each
 from torch import nn
-from worlds import built, full, on_threads, ranked, run_ranks
+from worlds import built, for_each, full, on_threads, ranked, run_ranks
 
 import zerokern as zk
 
@@ -27,9 +28,7 @@ def layered(world: World, stage: int) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:the update failed on this rank")
-@pytest.mark.parametrize("part", range(LAYERS))
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@each("ranks, stage, part", [(2, 1, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)])
 def test_a_part_that_fails_beside_a_forward_keeps_nobody_waiting(
     ranks: int, stage: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,9 +56,10 @@ def test_a_part_that_fails_beside_a_forward_keeps_nobody_waiting(
 
 
 @pytest.mark.filterwarnings("ignore:the update failed on this rank")
-@pytest.mark.parametrize("trained", [False, True], ids=["at once", "after a forward"])
-@pytest.mark.parametrize("asked", ["flush", "state_dict", "evaluation", "read"])
-@pytest.mark.parametrize("stage", [1, 3])
+@each(
+    "stage, asked, trained",
+    [(1, "flush", False), (3, "flush", True), (3, "state_dict", False), (1, "evaluation", True), (3, "read", True)],
+)
 def test_what_failed_beside_a_forward_is_raised_by_what_is_asked_first(
     stage: int, asked: str, trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +110,7 @@ class Skips(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:the update failed on this rank")
-@pytest.mark.parametrize("stage", [1, 3])
+@each("stage", [1, 3])
 def test_a_part_that_fails_for_a_unit_which_the_next_forward_leaves_out(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,11 +154,15 @@ def save_beside(world: World, stage: int, how: str, folder: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("how", ["save", "export"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_of_different_steps_are_not_saved(stage: int, how: str, tmp_path: Path) -> None:
-    assert all("refused" in said for said in run_ranks(2, save_beside, stage, how, str(tmp_path), timeout=60))
+def test_weights_of_different_steps_are_not_saved(tmp_path: Path) -> None:
+    rows = [(2, "save", str(tmp_path)), (3, "export", str(tmp_path))]
+    for said in run_ranks(2, save_rows, rows, timeout=60):
+        assert all("refused" in one for one in said)
     assert not list(tmp_path.rglob("zerokern.json")) and not list(tmp_path.rglob("*.safetensors"))
+
+
+def save_rows(rank: int, rows: list[tuple[int, str, str]]) -> list[str]:
+    return for_each(rank, lambda rank, row: save_beside(rank, *row), rows)
 
 
 @ranked
@@ -177,8 +181,11 @@ def fail_beside(world: World, stage: int, part: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("part", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [2, 3, pytest.param(1, marks=pytest.mark.slow)])
-def test_real_ranks_go_on_beside_a_forward_too(stage: int, part: int) -> None:
-    for first, _, last in run_ranks(2, fail_beside, stage, part, timeout=60):
-        assert not first and "refused" in last and "load a checkpoint" in last
+def fail_rows(rank: int, rows: list[tuple[int, int]]) -> list[list[str]]:
+    return for_each(rank, lambda rank, row: fail_beside(rank, *row), rows)
+
+
+def test_real_ranks_go_on_beside_a_forward_too() -> None:
+    for told in run_ranks(2, fail_rows, [(2, 0), (3, 2)], timeout=60):
+        for first, _, last in told:
+            assert not first and "refused" in last and "load a checkpoint" in last

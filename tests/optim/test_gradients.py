@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tables import each
 
 import zerokern as zk
 from zerokern.optim import gradients
@@ -34,7 +35,7 @@ def reader(params: Params) -> GradientReader:
     return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_addresses_are_those_of_the_gradients_of_now(dtype: torch.dtype) -> None:
     params = make(dtype)
     read = reader(params).read
@@ -93,7 +94,7 @@ CHANGES = [no_grad, sparse, transposed, other_dtype, cut, moved, swapped]
 CHANGES += [half_the_parameter, parameter_transposed, parameter_of_another_dtype]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@each("change", CHANGES)
 def test_any_change_gives_none(change: Callable[[torch.nn.Parameter], None]) -> None:
     params = make()
     read = reader(params).read

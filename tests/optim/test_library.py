@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from optim_cases import BF16, same_bits
+from tables import each
 
 from zerokern.kernels import library, ops
 
@@ -74,7 +75,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_opcheck(case: str) -> None:
     op, args, kwargs = CASES[case]()
     results = torch.library.opcheck(op, args, kwargs)
@@ -86,7 +87,7 @@ def tensors(values: Any) -> list[torch.Tensor]:
     return [value for some in lists for value in some if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_compiled_gives_the_same_bits(case: str) -> None:
     torch._dynamo.reset()
     op, args, kwargs = CASES[case]()
@@ -121,9 +122,3 @@ def test_updates_count_as_writes() -> None:
     assert torch.equal(param.detach(), torch.full((3,), 0.5))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_lists_of_other_devices_have_no_kernel() -> None:
-    meta = torch.ones(3, device="meta")
-    torch.ops.zerokern.sgd_([meta], [meta], lr=0.5)
-    assert torch.ops.zerokern.cast(meta, BF16).dtype is BF16

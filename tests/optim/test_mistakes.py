@@ -12,6 +12,7 @@ import pytest
 import torch
 from device_double import Double
 from ranks import run_ranks
+from tables import each
 from torch import nn
 
 import zerokern as zk
@@ -21,19 +22,12 @@ def model() -> nn.Module:
     return nn.Linear(4, 4)
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_grad_norm": 1.0}, {"tier": "cpu"}, {"schedule": "overlap"}, {"group": None}], ids=str
-)
-@pytest.mark.parametrize("kind", [zk.AdamW, zk.Adam, zk.Lion, zk.Adagrad, zk.SGD])
+@each("options", [{"max_grad_norm": 1.0}, {"tier": "cpu"}, {"schedule": "overlap"}, {"group": None}])
+@each("kind", [zk.AdamW, zk.Adam, zk.Lion, zk.Adagrad, zk.SGD])
 def test_what_is_no_option_of_a_group(kind: Any, options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=rf"param_group\['{name}'\].*one for all groups"):
         kind([{"params": list(model().parameters()), **options}], lr=1e-3)
-
-
-def test_names_that_others_put_into_groups_stay() -> None:
-    opt = zk.AdamW([{"params": list(model().parameters()), "name": "all", "initial_lr": 1e-3}])
-    assert opt.param_groups[0]["name"] == "all"
 
 
 def test_a_module_is_not_built() -> None:
@@ -52,21 +46,6 @@ def test_an_optimizer_says_what_it_does() -> None:
     assert "state_format: fp32" in said
 
 
-def test_a_closure_computes_gradients_in_any_mode() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    opt = zk.SGD([weight], lr=0.5)
-
-    def closure() -> torch.Tensor:
-        opt.zero_grad()
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        assert float(opt.step(closure).detach()) == 2.0
-    assert weight.tolist() == [0.0, 0.0]
-
-
 def stepped(kind: nn.Module, **options: Any) -> zk.AdamW:
     opt = zk.AdamW(kind.parameters(), lr=0.1, **options)
     kind(torch.ones(2, 4)).sum().backward()
@@ -80,7 +59,7 @@ def test_overlap_that_hides_nothing_warns() -> None:
         stepped(model(), schedule="overlap")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@each("stage", [1, 2, 3])
 def test_overlap_that_hides_something_does_not_warn(stage: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -88,7 +67,7 @@ def test_overlap_that_hides_something_does_not_warn(stage: Any) -> None:
         stepped(model(), schedule="sync")
 
 
-@pytest.mark.parametrize("stage", [None, 0, 2, 3])
+@each("stage", [None, 0, 2, 3])
 def test_an_infinite_limit_measures_the_norm_and_clips_nothing(stage: Any) -> None:
     torch.manual_seed(0)
     one = model()
@@ -103,13 +82,13 @@ def test_an_infinite_limit_measures_the_norm_and_clips_nothing(stage: Any) -> No
     assert stage is not None or plain.grad_norm is None
 
 
-@pytest.mark.parametrize("params", [
+@each("params", [
     lambda param: [param],
     lambda param: [{"params": param}],
     lambda param: [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [param]}],
     lambda param: [("phase", param)],
-], ids=["list", "tensor", "second group", "named"])  # fmt: skip
-@pytest.mark.parametrize("kind", [zk.AdamW, zk.SGD])
+])  # fmt: skip
+@each("kind", [zk.AdamW, zk.SGD])
 def test_complex_parameters_are_refused_where_the_optimizer_is_built(kind: Any, params: Any) -> None:
     param = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     with pytest.raises(TypeError, match=r"dtype=torch\.complex64: must be torch\.float32.*torch\.view_as_real"):
@@ -130,11 +109,11 @@ def not_finite(opt: Any, weight: nn.Parameter, value: float = math.inf, **of_the
     return [str(one.message) for one in told]
 
 
-@pytest.mark.parametrize("of_the_scaler, says", [
+@each("of_the_scaler, says", [
     ({}, "their norm is nan"),
     ({"grad_scale": 65536.0}, "their norm is nan, with a loss scale of 65536"),
     ({"grad_scale": 1024.0, "found_inf": 1.0}, "the GradScaler found an infinity or NaN, with a loss scale of 1024"),
-], ids=["a norm", "a scale", "GradScaler"])  # fmt: skip
+])  # fmt: skip
 def test_ten_skipped_steps_in_a_row_say_so_once(of_the_scaler: dict[str, float], says: str) -> None:
     weight = nn.Parameter(torch.ones(2))
     opt = zk.AdamW([weight], lr=0.1, max_grad_norm=1.0)
@@ -145,7 +124,7 @@ def test_ten_skipped_steps_in_a_row_say_so_once(of_the_scaler: dict[str, float],
     assert opt.skipped_steps == 25 and weight.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("every", [1, 10])
+@each("every", [1, 10])
 def test_on_a_device_whoever_asks_how_many_were_skipped_is_told(every: int, double: Double) -> None:
     """The device decides, and a step waits for nothing: asking does."""
     with double.on(), warnings.catch_warnings(record=True) as told:
@@ -161,7 +140,7 @@ def test_on_a_device_whoever_asks_how_many_were_skipped_is_told(every: int, doub
     assert "10 steps in a row changed nothing" in str(told[0].message)
 
 
-@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+@each("schedule", ["sync", "overlap"])
 def test_skipped_steps_of_a_sharded_model_say_so_and_those_between_others_do_not(schedule: Any) -> None:
     one = zk.shard(model(), stage=2)
     opt = zk.AdamW(one.parameters(), lr=0.1, schedule=schedule)
@@ -174,13 +153,13 @@ def test_skipped_steps_of_a_sharded_model_say_so_and_those_between_others_do_not
                 opt.step()
                 opt.zero_grad()
             opt.flush()
-        return [str(each.message) for each in told if "in a row" in str(each.message)]
+        return [str(one_told.message) for one_told in told if "in a row" in str(one_told.message)]
 
     assert steps(math.inf, 9) == steps(1.0, 1) == steps(math.inf, 9) == steps(1.0, 1) == []
     assert len(steps(math.inf, 12)) == 1 and opt.skipped_steps == 30
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@each("stage", [1, 3])
 def test_a_write_that_zk_gathered_does_not_keep_is_told(stage: Any) -> None:
     one = zk.shard(model(), stage=stage)
     with warnings.catch_warnings(record=True) as told:
@@ -194,12 +173,12 @@ def test_a_write_that_zk_gathered_does_not_keep_is_told(stage: Any) -> None:
             one.zero_grad()
         with zk.gathered(one), zk.gathered(one.weight, write=True), torch.no_grad():
             one.weight.fill_(2.0)
-    lost = [each for each in told if "zk.gathered" in str(each.message)]
+    lost = [one_told for one_told in told if "zk.gathered" in str(one_told.message)]
     with zk.gathered(one):
         assert one.bias.tolist() == [0.0] * 4 and one.weight.flatten().tolist() == [2.0] * 16
     assert len(lost) == (stage == 3)  # below stage 3 it is the parameter itself that is written
-    assert all("what was written to 'weight' within zk.gathered is gone" in str(each.message) for each in lost)
-    assert all(each.filename == __file__ for each in lost)
+    assert all("what was written to 'weight' within zk.gathered is gone" in str(one_told.message) for one_told in lost)
+    assert all(one_told.filename == __file__ for one_told in lost)
 
 
 def state_on_disk(rank: int, folder: str) -> tuple[list[str], list[float]]:

@@ -1,10 +1,9 @@
-"""State on disk: the bits of state in memory, whatever formats, sizes and gradients; and nothing but state there."""
+"""State on disk: however the disk is driven, what moves there and what does not, and whose the folder is."""
 
 from __future__ import annotations
 
 import gc
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +11,6 @@ import pytest
 import torch
 from optim_cases import (
     BF16,
-    EVERY_STATE,
-    FP16,
-    FP32,
-    MASTERS,
     SPREAD,
     Twins,
     make_params,
@@ -24,6 +19,7 @@ from optim_cases import (
     set_grads,
     train,
 )
+from tables import each
 from tries import best
 
 import zerokern as zk
@@ -34,18 +30,8 @@ from zerokern.optim.disk_binding import DiskBinding
 Tier = Callable[..., Nvme]
 
 
-@pytest.mark.parametrize(("dtype", "master_format"), MASTERS)
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
-def test_same_bits_as_in_memory(
-    tier: Tier, name: str, state_format: str, dtype: torch.dtype, master_format: str | None
-) -> None:
-    twins = Twins(name, tier(), dtype=dtype, state_format=state_format, master_format=master_format)
-    twins.train(3)
-    assert twins.agree()
-
-
-@pytest.mark.parametrize("how", [{"engine": "threads"}, {"checksum": True}, {"budget": "8M"}], ids=str)
-@pytest.mark.parametrize(("dtype", "state_format"), [(FP32, "fp32"), (BF16, "int8")])
+@each("how", [{"engine": "threads"}, {"checksum": True}, {"budget": "8M"}])
+@each("dtype, state_format", [(BF16, "int8")])
 def test_same_bits_however_the_disk_is_driven(tier: Tier, how: dict, dtype: torch.dtype, state_format: str) -> None:
     twins = Twins("adamw", tier(**how), dtype=dtype, state_format=state_format, max_grad_norm=1.0)
     twins.train(4)
@@ -53,7 +39,7 @@ def test_same_bits_however_the_disk_is_driven(tier: Tier, how: dict, dtype: torc
     assert twins.ours.grad_norm == twins.reference.grad_norm
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(2))
 def test_same_bits_from_a_device_that_delays_shortens_and_interrupts(tier: Tier, seed: int) -> None:
     chance = 65536 // 4
     bad_day = Faults(seed=seed, delay=chance, delay_us=500, shorten=chance, interrupt=chance, again=chance, full=chance)
@@ -62,34 +48,11 @@ def test_same_bits_from_a_device_that_delays_shortens_and_interrupts(tier: Tier,
     assert twins.agree()
 
 
-def test_stochastic_rounding_counts_elements_of_the_whole_parameter(tier: Tier) -> None:
-    twins = Twins("adamw", tier(), dtype=BF16, master_format="none", stochastic_seed=7)
-    twins.train(4)
-    assert twins.agree()
-
-
 def test_thousands_of_small_parameters_share_records(tier: Tier) -> None:
-    twins = Twins("adamw", tier(), sizes=(10,) * 3_000)
+    twins = Twins("adamw", tier(), sizes=(10,) * 1_500)
     twins.train(2)
     assert twins.agree()
-    assert len(twins.ours.holdings.disk.records) == 3  # 3,000 x 2 x 64 bytes in slots of 128 KiB
-
-
-def test_a_parameter_larger_than_the_ring(tier: Tier) -> None:
-    twins = Twins("adamw", tier(), sizes=(300_001,))
-    twins.train(3)
-    assert twins.agree()
-    assert len(twins.ours.holdings.disk.records) > len(twins.ours.holdings.disk.ring.slots)
-
-
-def test_gradients_come_and_go(tier: Tier) -> None:
-    """Pieces of idle parameters are not touched, half idle ones keep the idle half, step counts differ."""
-    twins = Twins("adamw", tier(), dtype=BF16)
-    for start, idle in enumerate([(0, 2), (1, 2, 4), (), (0, 1, 3), (6,), range(7), (2,), ()]):
-        twins.train(1, start, idle=idle)
-    assert twins.agree()
-    steps = [entry["step"].item() for entry in twins.ours.state.values()]
-    assert sorted(steps) == [4, 5, 5, 6, 6, 6, 7] or len(set(steps)) > 2
+    assert len(twins.ours.holdings.disk.records) == 2  # 1,500 x 2 x 64 bytes in slots of 128 KiB
 
 
 def test_records_of_idle_parameters_do_not_move(tier: Tier) -> None:
@@ -105,7 +68,7 @@ def test_records_of_idle_parameters_do_not_move(tier: Tier) -> None:
     assert twins.agree()
 
 
-@pytest.mark.parametrize(("state_format", "per_parameter"), [("fp32", 10), ("int8", 4 + 1 / 16)])
+@each("state_format, per_parameter", [("fp32", 10), ("int8", 4 + 1 / 16)])
 def test_a_step_reads_and_writes_each_byte_of_state_once_and_no_gradient(
     tier: Tier, state_format: str, per_parameter: float
 ) -> None:
@@ -138,7 +101,7 @@ def seen_by_the_system() -> dict[str, int]:
 
 def test_bookkeeping_is_for_records_and_not_for_parameters(tier: Tier, native_calls: list[int]) -> None:
     calls = {}
-    for count in (1_000, 10_000):
+    for count in (300, 3_000):
         params = make_params((10,) * count)
         optimizer = AdamW(params, tier=tier())
         train(optimizer, params, 2)
@@ -147,7 +110,7 @@ def test_bookkeeping_is_for_records_and_not_for_parameters(tier: Tier, native_ca
         calls[count] = python_calls(optimizer.step)
         assert len(native_calls) == len(optimizer.holdings.disk.records)
         assert sum(native_calls) == count
-    assert (calls[10_000] - calls[1_000]) / 9_000 < 0.1
+    assert (calls[3_000] - calls[300]) / 2_700 < 0.1
 
 
 def test_the_binding_is_made_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,111 +130,11 @@ def test_the_binding_is_made_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -
     assert len(made) == 1
 
 
-def test_optimizers_step_in_threads_at_once(tier: Tier) -> None:
-    jobs = [Twins("adamw", tier(), sizes=(100_000,)) for _ in range(3)]
-    threads = [threading.Thread(target=lambda job=job: train(job.ours, job.params, 3)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for job in jobs:
-        train(job.reference, job.straight, 3)
-        assert job.agree()
-
-
-def test_groups_added_later_and_formats_per_group(tier: Tier) -> None:
-    twins = Twins("adamw", tier(), sizes=(20_000, 5))
-    twins.train(2)
-    for optimizer, params in twins.pairs:
-        later = make_params((30_000, 7), BF16, seed=3)
-        params += later
-        optimizer.add_param_group({"params": later, "lr": 0.1, "state_format": "int8", "master_format": "split8"})
-    twins.train(2, 2)
-    assert twins.agree()
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_schedulers_closures_clipping_and_skipped_steps(tier: Tier, name: str) -> None:
-    twins = Twins(name, tier(), dtype=BF16, max_grad_norm=0.5)
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20) for optimizer, _ in twins.pairs
-    ]
-    for step in range(6):
-        for (optimizer, params), schedule in zip(twins.pairs, schedules, strict=True):
-
-            def closure(params=params, step=step) -> float:
-                set_grads(params, seed=step)
-                if step == 3:
-                    params[4].grad[17] = float("inf")
-                return 0.25
-
-            assert optimizer.step(closure) == 0.25
-            schedule.step()
-            optimizer.zero_grad(set_to_none=bool(step % 2))
-    assert twins.agree()
-    assert twins.ours.skipped_steps == twins.reference.skipped_steps == 1
-
-
-def test_a_skipped_first_step_makes_no_state(tier: Tier, tmp_path: Path) -> None:
-    where = tier()
-    params = make_params()
-    optimizer = AdamW(params, tier=where, max_grad_norm=1.0)
-    set_grads(params)
-    params[0].grad.fill_(float("nan"))
-    optimizer.step()
-    assert optimizer.skipped_steps == 1
-    assert not optimizer.state
-    assert not os.path.exists(where.path)
-
-
-def test_grad_scaler(tier: Tier) -> None:
-    twins = Twins("adamw", tier(), dtype=FP16)
-    for optimizer, params in twins.pairs:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(4):
-            set_grads(params, seed=step, scale=0.01)
-            if step == 2:
-                params[0].grad[5] = float("inf")
-            scaler.scale(torch.zeros(()))
-            scaler.step(optimizer)
-            scaler.update()
-    assert twins.agree()
-    assert twins.ours.skipped_steps == 1
-
-
 def test_sgd_without_momentum_leaves_the_disk_alone(tier: Tier) -> None:
     twins = Twins("sgd", where := tier(), momentum=0.0)
     twins.train(2)
     assert twins.agree()
     assert not os.path.exists(where.path)
-
-
-@pytest.mark.parametrize(("dtype", "master_format"), [(FP32, None), (BF16, "split16"), (BF16, "none")])
-def test_momentum_switched_on_and_off(tier: Tier, dtype: torch.dtype, master_format: str | None) -> None:
-    twins = Twins("sgd", tier(), dtype=dtype, master_format=master_format, momentum=0.0)
-    for start, momentum in enumerate([0.0, 0.9, 0.9, 0.0, 0.5]):
-        for optimizer, _ in twins.pairs:
-            optimizer.param_groups[0]["momentum"] = momentum
-        twins.train(1, start)
-    assert twins.agree()
-
-
-def test_adagrad_begins_with_its_initial_value(tier: Tier) -> None:
-    twins = Twins("adagrad", tier(), initial_accumulator_value=0.5)
-    twins.train(1, idle=(0, 2))
-    assert twins.agree()
-    twins.train(2, 1)
-    assert twins.agree()
-
-
-def test_parameters_are_used_where_they_are_now(tier: Tier) -> None:
-    twins = Twins("adamw", tier())
-    twins.train(2)
-    for _, params in twins.pairs:
-        params[0].data = params[0].data.clone()
-        params[2].grad, params[4].grad = None, torch.zeros_like(params[4])
-    twins.train(2, 2)
-    assert twins.agree()
 
 
 def test_two_optimizers_of_one_folder_are_refused_and_two_folders_are_not(tier: Tier) -> None:
@@ -308,33 +171,7 @@ def test_files_are_private_nameless_and_gone_with_the_optimizer(tier: Tier) -> N
     train(AdamW(params, tier=where), params, 1)
 
 
-def test_the_folder_is_opened_by_the_first_step_that_has_state(tier: Tier) -> None:
-    where = tier()
-    params = make_params()
-    optimizer = AdamW(params, tier=where)
-    optimizer.step()
-    assert not os.path.exists(where.path)
-    train(optimizer, params, 1)
-    assert os.path.isdir(where.path)
-
-
-@pytest.mark.parametrize("value", ["nvme", "swap", Path("swap"), None, 3])
+@each("value", ["nvme", "swap", Path("swap"), None, 3])
 def test_other_tiers_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"tier=.*'device', 'cpu' or zk\.Nvme\(path\)"):
         SGD(make_params(), tier=value)
-
-
-def test_versions_count_our_writes(tier: Tier) -> None:
-    params = make_params()
-    optimizer = AdamW(params, tier=tier())
-    set_grads(params)
-    before = [param._version for param in params]
-    optimizer.step()
-    assert [param._version for param in params] == [version + 1 for version in before]
-
-
-def test_an_empty_parameter_alone(tier: Tier) -> None:
-    twins = Twins("adagrad", tier(), sizes=(0,))
-    twins.train(2)
-    assert twins.agree()
-    assert twins.ours.state[twins.params[0]]["step"] == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,8 +16,6 @@ from test_nvme_random import DEEDS, SIZES, Life
 from test_offload_played import SLOW, HostComputes
 
 from zerokern.examples.played_device import PlayedDevice
-
-LIVES = 3
 
 
 class OnDevice(Life):
@@ -95,17 +95,24 @@ class OnDevice(Life):
         return super().agrees()
 
 
+def live(tier: Tier, seeds: Iterable[int], schedules: Iterable[str]) -> None:
+    for seed, schedule in itertools.product(seeds, schedules):
+        device = HostComputes(poison=True, **(SLOW["everything"] if seed % 2 else {}))
+        life = OnDevice(tier, seed, device, SCHEDULES[schedule])
+        for number in range(DEEDS):
+            life.deed()
+            assert number % 3 or life.agrees(), (seed, life.told)
+        assert life.agrees(), (seed, life.told)
+        device.close()
+
+
 @pytest.mark.filterwarnings("ignore:the remainders loaded for", "ignore:.*while an update of them was pending")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= LIVES else ()) for seed in range(40)]
-)
-def test_a_random_life(seed: int, schedule: str, tier: Tier) -> None:
-    device = HostComputes(poison=True, **(SLOW["everything"] if seed % 2 else {}))
-    life = OnDevice(tier, seed, device, SCHEDULES[schedule])
-    for number in range(DEEDS):
-        life.deed()
-        if number % 3 == 0:
-            assert life.agrees(), life.told
-    assert life.agrees(), life.told
-    device.close()
+def test_random_lives_on_a_device(tier: Tier) -> None:
+    live(tier, [0], SCHEDULES)
+    live(tier, [1], ["overlap", "delayed"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the remainders loaded for", "ignore:.*while an update of them was pending")
+def test_more_random_lives_on_a_device(tier: Tier) -> None:
+    live(tier, range(2, 12), SCHEDULES)

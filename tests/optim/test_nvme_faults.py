@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from optim_cases import Twins, copies, make_params, same_bits, set_grads, train
+from forked import run_forked
+from optim_cases import Twins, copies, same_bits, set_grads
+from tables import each
 
 import zerokern as zk
 from zerokern.io import Faults, Nvme, Store
@@ -24,7 +22,7 @@ Tier = Callable[..., Nvme]
 SIZES = (300_001,)  # 19 records of 128 KiB, in a ring of 8
 RECORD = 128 << 10
 READ, WRITE = 1, 2
-ENGINES = pytest.mark.parametrize("engine", ["auto", "threads"])
+ENGINES = each("engine", ["auto", "threads"])
 
 
 def failing(op: int, number: int) -> Faults:
@@ -68,48 +66,31 @@ def step_reference(twins: Twins, seed: int) -> None:
     twins.reference.step()
 
 
-@ENGINES
-def test_a_failed_read_before_the_first_update_leaves_everything_as_it_was(tier: Tier, engine: str) -> None:
-    twins = Twins("adamw", tier(faults=failing(READ, 0), engine=engine), SIZES)
-    twins.train(1)
-    versions = [param._version for param in twins.params]
-    with pytest.raises(zk.IoError, match=r"state/000000.*Nothing was changed") as failed:
-        step_ours(twins, 1)
-    error = failed.value
-    assert (error.key, error.errno, error.offset) == ("state/000000", errno.EIO, 0)
-    assert os.path.dirname(error.path) == twins.ours.tier.path
-    assert [param._version for param in twins.params] == versions
-    assert twins.agree()
-    twins.train(2, 1)
-    assert twins.agree()
-
-
-@ENGINES
-@pytest.mark.parametrize("number", [1, 7, 8, 18])
-def test_a_failed_read_in_the_middle_tears_and_a_load_heals(tier: Tier, number: int, engine: str) -> None:
-    twins = Twins("adamw", tier(faults=failing(READ, number), engine=engine), SIZES)
-    twins.train(1)
+@each(
+    "op, number, engine",
+    [
+        (READ, 1, "auto"),
+        (READ, 8, "threads"),
+        (READ, 18, "auto"),
+        (WRITE, 0, "threads"),
+        (WRITE, 8, "auto"),
+        (WRITE, 18, "auto"),
+    ],
+)
+def test_a_failed_transfer_in_the_middle_tears_and_a_load_heals(tier: Tier, op: int, number: int, engine: str) -> None:
+    """Of the first step, where it is a write."""
+    twins = Twins("adamw", tier(faults=failing(op, number), engine=engine), SIZES, max_grad_norm=1.0)
+    begin = 0 if op == WRITE else 1
+    twins.train(begin)
     versions = [param._version for param in twins.params]
     with pytest.raises(zk.IoError, match=f"state/{number:06}") as failed:
-        step_ours(twins, 1)
+        step_ours(twins, begin)
+    assert failed.value.errno == errno.EIO and failed.value.key == f"state/{number:06}"
     assert_torn(twins, failed)
     assert [param._version for param in twins.params] > versions
+    step_reference(twins, begin)
     heal(twins)
-    twins.train(2, 1)
-    assert twins.agree()
-
-
-@ENGINES
-@pytest.mark.parametrize("number", [0, 8, 18])
-def test_a_failed_write_tears_and_a_load_heals(tier: Tier, number: int, engine: str) -> None:
-    twins = Twins("adamw", tier(faults=failing(WRITE, number), engine=engine), SIZES, max_grad_norm=1.0)
-    with pytest.raises(zk.IoError, match=f"state/{number:06}") as failed:
-        step_ours(twins, 0)
-    assert failed.value.errno == errno.EIO
-    assert_torn(twins, failed)
-    step_reference(twins, 0)
-    heal(twins)
-    twins.train(2, 1)
+    twins.train(2, begin + 1)
     assert twins.agree()
 
 
@@ -135,7 +116,7 @@ def test_a_failed_read_of_state_dict_changes_nothing(tier: Tier) -> None:
     assert twins.agree()
 
 
-@pytest.mark.parametrize("budget", [None, "2M"])
+@each("budget", [None, "2M"])
 def test_a_disk_that_is_too_small_shows_before_anything_is_changed(tier: Tier, budget: str | None) -> None:
     twins = Twins("adamw", tier(budget=budget), SIZES)
     kept = copies(twins.params)
@@ -147,19 +128,6 @@ def test_a_disk_that_is_too_small_shows_before_anything_is_changed(tier: Tier, b
     if budget is None:
         twins.train(2)
         assert twins.agree()
-
-
-def test_room_that_is_missing_for_a_later_group_leaves_the_state_there_is(tier: Tier) -> None:
-    twins = Twins("adamw", tier(budget="2500k"), SIZES)
-    twins.train(1)
-    for optimizer, params in twins.pairs:
-        params += make_params((300_000,), seed=5)
-        optimizer.add_param_group({"params": params[1:]})
-    set_grads(twins.params)
-    with pytest.raises(zk.BudgetError):
-        twins.ours.step()
-    twins.train(2, 1, idle=(1,))
-    assert twins.agree()
 
 
 @ENGINES
@@ -176,7 +144,7 @@ def test_a_file_limit_in_the_middle_of_a_step(tier: Tier, engine: str) -> None:
     assert twins.agree()
 
 
-@pytest.mark.parametrize("how", ["overwritten", "truncated"])
+@each("how", ["overwritten", "truncated"])
 def test_a_file_changed_behind_its_back(tier: Tier, how: str) -> None:
     twins = Twins("adamw", tier(checksum=True), SIZES)
     twins.train(1)
@@ -208,7 +176,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     monkeypatch.setattr(Store, "put", interrupted)
 
 
-@pytest.mark.parametrize("number", [0, 9, 18])
+@each("number", [0, 9, 18])
 def test_ctrl_c_waits_until_the_step_is_whole(tier: Tier, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins("adamw", tier(), SIZES)
     twins.train(1)
@@ -235,25 +203,6 @@ def test_a_second_ctrl_c_breaks_the_step_off(tier: Tier, monkeypatch: pytest.Mon
     assert twins.agree()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-def test_a_forked_child_is_refused_and_the_parent_goes_on(tier: Tier) -> None:
-    twins = Twins("adamw", tier(), SIZES)
-    twins.train(1)
-    set_grads(twins.params, seed=1)
-    span = twins.params[0].data_ptr(), twins.params[0].nbytes  # torch's own threads do not survive a fork
-    before = ctypes.string_at(*span)
-    child = os.fork()
-    if not child:
-        try:
-            twins.ours.step()
-        except zk.ZerokernError as error:
-            os._exit(0 if "process" in str(error) and ctypes.string_at(*span) == before else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    twins.train(2, 1)
-    assert twins.agree()
-
-
 SCRIPT = """
 import os, signal, sys, torch
 import zerokern as zk
@@ -265,30 +214,21 @@ optimizer = zk.AdamW([weight], tier=zk.Nvme({folder!r}, ring_nbytes=1 << 20))
 put, puts = Store.put, []
 def counted(self, *arguments):
     puts.append(1)
-    if len(puts) == {kill_at}:
+    if len(puts) == 28:
         os.kill(os.getpid(), signal.SIGKILL)
     return put(self, *arguments)
 Store.put = counted
 for _ in range(2):
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-print(len(puts))
 """
 
 
-@pytest.mark.parametrize(
-    ("kill_at", "code"),
-    [
-        pytest.param(-1, 0, id="exit", marks=pytest.mark.slow),
-        pytest.param(28, -signal.SIGKILL, id="kill"),
-    ],
-)
-def test_swap_is_gone_with_its_process(tier: Tier, kill_at: int, code: int) -> None:
+def test_swap_is_gone_with_its_process(tier: Tier) -> None:
     where = tier()
-    command = [sys.executable, "-c", SCRIPT.format(folder=where.path, kill_at=kill_at)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == code, ran.stderr
-    assert [path.name for path in Path(where.path).iterdir()] == ([] if code == 0 else ["zerokern.lock"])
+    ran = run_forked(SCRIPT.format(folder=where.path))
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    assert [path.name for path in Path(where.path).iterdir()] == ["zerokern.lock"]
     twins = Twins("adamw", where, SIZES)
     twins.train(2)
     assert twins.agree()
@@ -306,32 +246,7 @@ def test_a_native_refusal_leaves_everything_as_it_was(tier: Tier, monkeypatch: p
     assert twins.agree()
 
 
-def test_gradients_that_are_refused_touch_no_record(tier: Tier) -> None:
-    twins = Twins("adamw", tier(), (20_000, 300))
-    twins.train(1)
-    before = twins.ours.holdings.disk.swap.stats()
-    set_grads(twins.params)
-    twins.params[1].grad = torch.zeros(300, 2)[:, 0]
-    with pytest.raises(ValueError, match="contiguous"):
-        twins.ours.step()
-    assert twins.ours.holdings.disk.swap.stats()["calls"] == before["calls"]
-    twins.train(1, 1)
-    assert twins.agree()
-
-
-def test_steps_after_an_exception_in_a_closure(tier: Tier) -> None:
-    params, twins = make_params((20_000,)), make_params((20_000,))
-    optimizer, reference = zk.AdamW(params, tier=tier()), zk.AdamW(twins)
-    train(optimizer, params, 1)
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step(lambda: 1 / 0)
-    train(optimizer, params, 1, start=1)
-    train(reference, twins, 2)
-    assert same_bits(params, twins)
-
-
-@ENGINES
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@each("seed, engine", [(0, "auto"), (1, "threads")])
 def test_a_disk_that_fails_at_random_never_lies(tier: Tier, seed: int, engine: str) -> None:
     """Each step is done, or not begun, or torn; what is read back is right. About one block in 60 fails."""
     unlucky = Faults(seed=seed, fail=65536 // 60, shorten=4000, delay=4000, delay_us=200)

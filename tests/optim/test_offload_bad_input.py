@@ -10,6 +10,7 @@ import pytest
 import torch
 from offload_cases import Row, agree, backward, copied, optimizer_of, train, values
 from optim_cases import same_bits
+from tables import each
 from worlds import World, on_threads
 
 import zerokern as zk
@@ -46,7 +47,7 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize("call", ["step", "flush", "state_dict", "pickle"])
+@each("call", ["step", "flush", "state_dict", "pickle"])
 def test_a_worker_that_fails_raises_in_the_next_call_with_its_own_traceback(call: str, strike: list[int]) -> None:
     model, optimizer = begun(ROW, zk.Delayed())
     train(WORLD, ROW, model, optimizer, range(3))
@@ -77,7 +78,7 @@ def go_on_from(model: Any, optimizer: Any, weights: Any, states: Any) -> None:
     agree(train(WORLD, ROW, model, optimizer, rest), train(WORLD, ROW, straight, other, rest))
 
 
-@pytest.mark.parametrize("wrap", ["stage 0", "stage 2", "stage 3"])
+@each("wrap", ["stage 0", "stage 2", "stage 3"])
 def test_a_worker_that_fails_on_one_rank_ends_all_of_them_and_nothing_hangs(wrap: str, strike: list[int]) -> None:
     row = Row(wrap, "bf16")
 
@@ -93,7 +94,7 @@ def test_a_worker_that_fails_on_one_rank_ends_all_of_them_and_nothing_hangs(wrap
         on_threads(2, lambda world: work(world.mesh))
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong, kind, words",
     [
         ("async", ValueError, ["schedule='async'", "'sync'", "'overlap'", "zk.Delayed(after=N)"]),
@@ -109,13 +110,13 @@ def test_schedules_that_do_not_exist(wrong: Any, kind: type, words: list[str]) -
     assert not [word for word in words if word not in str(caught.value)], caught.value
 
 
-@pytest.mark.parametrize("after, kind", [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)])
+@each("after, kind", [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)])
 def test_numbers_of_exact_steps_that_are_none(after: Any, kind: type) -> None:
     with pytest.raises(kind, match="after="):
         zk.Delayed(after=after)
 
 
-@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed()], ids=str)
+@each("schedule", ["sync", "overlap", zk.Delayed()])
 def test_more_than_the_machine_has_is_refused_before_anything_is_taken(
     schedule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

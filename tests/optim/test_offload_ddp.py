@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from dtensor_cases import on_ranks
 from offload_cases import Late
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from worlds import for_each
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
@@ -75,14 +75,25 @@ def compared(rank: int, schedule: str, played: bool, dtype: torch.dtype) -> tupl
     return *found, sum(down) - values
 
 
-@pytest.mark.parametrize("played", [False, True], ids=["in host memory", "on a device"])
-@pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed"])
-def test_reduced_gradients_are_what_is_applied(schedule: str, played: bool) -> None:
-    dtype = torch.bfloat16 if played else torch.float32
-    first, second = on_ranks(2, compared, schedule, played, dtype)
-    nbytes = sum(param.nbytes for param in model(dtype).parameters())
-    for found, expected, down in (first, second):
-        assert found == expected
-        assert down == (STEPS * nbytes if played else 0), "each gradient crosses once, when it is final"
-    assert first[0][STEPS:] == second[0][STEPS:], "the ranks have drifted apart"
-    assert first[0][:STEPS] != second[0][:STEPS], "both ranks were fed the same"
+ROWS = [
+    ("sync", True, torch.bfloat16),
+    ("overlap", False, torch.float32),
+    ("overlap", True, torch.bfloat16),
+    ("delayed", False, torch.float32),
+    ("delayed", True, torch.bfloat16),
+]
+
+
+def all_compared(rank: int) -> list[tuple[list, list, int]]:
+    return for_each(rank, lambda rank, row: compared(rank, *row), ROWS)
+
+
+def test_reduced_gradients_are_what_is_applied() -> None:
+    of_ranks = on_ranks(2, all_compared)
+    for (_, played, dtype), first, second in zip(ROWS, *of_ranks, strict=True):
+        nbytes = sum(param.nbytes for param in model(dtype).parameters())
+        for found, expected, down in (first, second):
+            assert found == expected
+            assert down == (STEPS * nbytes if played else 0), "each gradient crosses once, when it is final"
+        assert first[0][STEPS:] == second[0][STEPS:], "the ranks have drifted apart"
+        assert first[0][:STEPS] != second[0][:STEPS], "both ranks were fed the same"

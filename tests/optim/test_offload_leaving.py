@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
 from dtensor_cases import on_ranks
+from tables import each
 from torch import nn
 
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.examples.played_device import PlayedDevice
-
-
-@pytest.fixture
-def device() -> Iterator[PlayedDevice]:
-    played = PlayedDevice(poison=True)
-    yield played
-    played.close()
 
 
 def built(device: PlayedDevice, stage: int | None = None) -> nn.Sequential:
@@ -79,7 +72,7 @@ def test_two_optimizers_of_one_model_both_hear_of_its_buckets(device: PlayedDevi
     assert train(device, alone, [one], 4) == train(device, again, two, 4)
 
 
-@pytest.mark.parametrize("stage", [None, 2])
+@each("stage", [None, 2])
 def test_hooks_go_with_their_optimizer(device: PlayedDevice, stage: int | None) -> None:
     model = built(device, stage)
     optimizer = zk.AdamW(model.parameters(), tier="cpu", schedule="overlap")
@@ -105,7 +98,7 @@ def pending(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(4, 3), torch.zeros(2, 3, dtype=torch.float64)])
+@each("wrong", [torch.zeros(4, 3), torch.zeros(2, 3, dtype=torch.float64)])
 def test_pending_values_of_another_kind_are_refused_before_anything_changes(wrong: torch.Tensor) -> None:
     model = nn.Linear(3, 2, bias=False)
     optimizer = pending(model)

@@ -17,20 +17,20 @@ from offload_cases import (
     backward,
     copied,
     exact_calls,
-    one_thread,
     optimizer_of,
-    rarely,
     train,
-    values,
 )
-from optim_cases import same_bits
+from tables import each
 from worlds import World
 
 import zerokern as zk
 from zerokern.core.errors import StateError
 
 WORLD = World(0, 1)
-ROW = Row(dtype="bf16", steps=8)
+ROW = Row(dtype="bf16", steps=6)
+
+
+EACH = each("schedule", [SCHEDULES["overlap"], SCHEDULES["delayed"]])
 
 
 def begun(row: Row, schedule: Any, seed: int = 0, **settings: Any) -> tuple[torch.nn.Module, Any]:
@@ -41,11 +41,6 @@ def begun(row: Row, schedule: Any, seed: int = 0, **settings: Any) -> tuple[torc
 def reference(row: Row, schedule: Any) -> ByHand:
     """The loop by hand that a schedule stands for: exact ones are never late."""
     return ByHand(row, WORLD, exact_calls(schedule))
-
-
-@pytest.fixture(params=["overlap", "delayed", *rarely("sync", "delayed after 2")])
-def schedule(request: pytest.FixtureRequest) -> Any:
-    return SCHEDULES[request.param]
 
 
 def both(row: Row, schedule: Any) -> Iterator[tuple[torch.nn.Module, Any, list]]:
@@ -66,23 +61,8 @@ def follow(row: Row, schedule: Any, work: Callable[[torch.nn.Module, Any, list],
     agree(traces[1], traces[0], ahead=True)
 
 
-def test_stepped_by_hand_between_with_the_gradients_that_are_there(schedule: Any) -> None:
-    """Each call counts: one more of them publishes what the one before has made."""
-
-    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
-        backward(WORLD, ROW, model, 3)
-        for _ in range(3):
-            optimizer.step()
-
-    follow(ROW, schedule, work)
-
-
-def test_stepped_by_hand_between_without_gradients(schedule: Any) -> None:
-    follow(ROW, schedule, lambda model, optimizer, others: optimizer.step())
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("before_backward", [True, False])
+@each("dtype", ["fp32", "bf16"])
+@each("before_backward", [True, False])
 def test_a_parameter_written_during_a_pending_update_keeps_what_was_written(dtype: str, before_backward: bool) -> None:
     """Its pending value is dropped with one warning, its moments stay; the others are published."""
     row = Row(dtype=dtype, steps=8)
@@ -102,6 +82,7 @@ def test_a_parameter_written_during_a_pending_update_keeps_what_was_written(dtyp
     assert len([one for one in caught if "written" in str(one.message)]) == 1
 
 
+@EACH
 def test_a_parameter_written_while_nothing_is_pending_is_followed_without_a_word(schedule: Any) -> None:
     def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
         optimizer.flush() if hasattr(optimizer, "flush") else None
@@ -113,23 +94,6 @@ def test_a_parameter_written_while_nothing_is_pending_is_followed_without_a_word
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="schedule=.overlap. hides nothing here")  # in host memory
         follow(ROW, schedule, work)
-
-
-def test_a_model_saved_without_its_optimizer_is_what_was_seen(schedule: Any) -> None:
-    """One whole set of parameters; what it lacks is the update that was pending, and state."""
-    model, optimizer = begun(ROW, schedule)
-    train(WORLD, ROW, model, optimizer, range(3))
-    hand = reference(ROW, schedule)
-    train(WORLD, ROW, hand.model, hand, range(3))
-    kept = copy.deepcopy(model.state_dict())
-    assert same_bits(list(kept.values()), values(hand.model))
-    again, fresh = begun(ROW, schedule, seed=9)
-    again.load_state_dict(kept)
-    hand = ByHand(ROW, WORLD, hand.after, seed=9)
-    for one in (hand.model, hand.ahead):
-        one.load_state_dict(kept)
-    rest = range(3, ROW.steps)
-    agree(train(WORLD, ROW, again, fresh, rest), train(WORLD, ROW, hand.model, hand, rest), ahead=True)
 
 
 def test_a_model_loaded_without_its_optimizer_drops_what_is_pending() -> None:
@@ -144,30 +108,12 @@ def test_a_model_loaded_without_its_optimizer_drops_what_is_pending() -> None:
     assert len([one for one in caught if "written" in str(one.message)]) == 1
 
 
-def test_a_closure_runs_first(schedule: Any) -> None:
-    hand = reference(ROW, schedule)
-    expected = train(WORLD, ROW, hand.model, hand)
-    model, optimizer = begun(ROW, schedule)
-    losses = []
-    for step in range(ROW.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * (1 + (step % 5)) / 5
-
-        def closure(step: int = step) -> float:
-            assert torch.is_grad_enabled()
-            model.zero_grad()
-            return backward(WORLD, ROW, model, step)
-
-        with one_thread(), torch.no_grad():
-            losses.append(optimizer.step(closure))
-    assert losses == expected.losses and same_bits(values(model), expected.values)
-
-
 class Broken(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize("when", ["in backward", "after backward", "in the closure"])
+@each("when", ["in backward", "after backward", "in the closure"])
+@EACH
 def test_an_exception_between_backward_and_step_costs_that_step_only(schedule: Any, when: str) -> None:
     """Gradients that have left for the host already are those of nobody."""
 
@@ -190,88 +136,16 @@ def test_an_exception_between_backward_and_step_costs_that_step_only(schedule: A
     follow(ROW, schedule, interrupted)
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_zero_grad_that_keeps_gradients(schedule: Any, accumulate: int) -> None:
-    """The memory of a gradient is written again as soon as step() has returned."""
-    row = Row(dtype="bf16", accumulate=accumulate, steps=8)
-    hand = reference(row, schedule)
-    expected = train(WORLD, row, hand.model, hand)
-    model, optimizer = begun(row, schedule)
-    model.zero_grad = lambda: torch.nn.Module.zero_grad(model, set_to_none=False)  # type: ignore[method-assign]
-    agree(train(WORLD, row, model, optimizer), expected, ahead=True)
-
-
-def test_gradients_edited_after_step_do_not_count(schedule: Any) -> None:
-    hand = reference(ROW, schedule)
-    expected = train(WORLD, ROW, hand.model, hand)
-    model, optimizer = begun(ROW, schedule)
-    model.zero_grad = lambda: ruin(model)  # type: ignore[method-assign]
-    agree(train(WORLD, ROW, model, optimizer), expected, ahead=True)
-
-
-def ruin(model: torch.nn.Module) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.fill_(float("nan"))
-        param.grad = None
-
-
-@pytest.mark.parametrize("edit", ["clip_grad_norm_", "in place", "another tensor", "none of it"])
-def test_gradients_edited_before_step_count(schedule: Any, edit: str) -> None:
-    def edited(model: torch.nn.Module) -> None:
-        params = list(model.parameters())
-        if edit == "clip_grad_norm_":
-            torch.nn.utils.clip_grad_norm_(params, 0.05)
-        for param in params[1:3]:
-            if edit == "in place":
-                param.grad.mul_(0.5)
-            elif edit == "another tensor":
-                param.grad = param.grad * 0.25
-            elif edit == "none of it":
-                param.grad = None
-
-    traces = []
-    for model, optimizer, _ in both(ROW, schedule):
-        step = optimizer.step
-
-        def after_edits(*arguments: Any, model: Any = model, step: Any = step) -> None:
-            edited(model)
-            step(*arguments)
-
-        optimizer.step = after_edits
-        traces.append(train(WORLD, ROW, model, optimizer))
-    agree(traces[1], traces[0], ahead=True)
-
-
-def test_hyperparameters_and_groups_may_change_until_step(schedule: Any) -> None:
-    """Between backward and step: learning rates, and parameters that move to a group of their own."""
-
-    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        backward(WORLD, ROW, model, 3)
-        inner.param_groups[0]["weight_decay"] = 0.3
-        moved = inner.param_groups[0]["params"].pop()
-        inner.add_param_group({"params": [moved], "weight_decay": 0.0, "betas": (0.8, 0.9)})
-        optimizer.step()
-        model.zero_grad()
-
-    follow(ROW, schedule, work)
-
-
-def test_state_moved_behind_our_back_is_taken_over(schedule: Any) -> None:
-    """Lightning and Accelerate replace every tensor of state by a moved copy."""
-
-    def work(model: torch.nn.Module, optimizer: Any, others: list) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        for entry in inner.state.values():
-            for key in list(entry):
-                entry[key] = entry[key].to("cpu", copy=True)
-
-    follow(ROW, schedule, work)
-
-
-@pytest.mark.parametrize("into", SCHEDULES)
-@pytest.mark.parametrize("source", SCHEDULES)
+@each(
+    "source, into",
+    [
+        ("sync", "overlap"),
+        ("overlap", "delayed after 2"),
+        ("delayed", "sync"),
+        ("delayed after 2", "overlap"),
+        ("delayed", "delayed after 2"),
+    ],
+)
 def test_loaded_into_another_schedule(source: str, into: str) -> None:
     """Nothing is substituted: what is pending needs a schedule that has such a thing. Exact calls are counted from
     the first call, or from the load where the checkpoint did not count."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,64 +14,24 @@ from offload_cases import (
     ByHand,
     Row,
     backward,
-    copied,
     exact_calls,
     local,
     one_thread,
     optimizer_of,
-    rarely,
-    same_states,
-    values,
 )
 from optim_cases import same_bits
+from tables import each
 from torch import Tensor, nn
-from worlds import World, anywhere, full
-from zero_cases import batch
+from worlds import World, anywhere
 
-from zerokern.kernels.cpu import UpdateTable
-
-SLOW_S = 0.002
-STEPS = 4
-
-
-def gathered(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    return list(full(model).values())
-
-
-def from_state_dict(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    return [local(value.detach().clone()) for value in model.state_dict().values()]
-
-
-def evaluated(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    model.eval()
-    with torch.no_grad():
-        out = model(batch(3)[0].to(next(model.parameters()).dtype))
-    model.train()
-    return [out]
-
-
-def values_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    return values(model)
+STEPS = 3
 
 
 def copied_whole(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [param.detach() for param in copy.deepcopy(model).parameters()]
 
 
-READERS = [gathered, from_state_dict, evaluated]
-NAMES = ["overlap", "delayed", *rarely("delayed after 2")]
-
-
-@pytest.fixture(autouse=True)
-def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each update takes its time, and begins late."""
-    run = UpdateTable.run
-
-    def slowly(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
-        time.sleep(SLOW_S)
-        run(self, *arguments, **settings)
-
-    monkeypatch.setattr(UpdateTable, "run", slowly)
+pytestmark = pytest.mark.usefixtures("slow_cpu")
 
 
 def follow(world: World, row: Row, schedule: Any, read: Callable[[nn.Module, Any], list[Tensor]]) -> None:
@@ -93,22 +52,6 @@ def work(world: World, row: Row, model: nn.Module, loop: Any, step: int) -> None
         backward(world, row, model, step)
         loop.step()
         model.zero_grad()
-
-
-@pytest.mark.parametrize("read", READERS, ids=lambda one: one.__name__)
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize(
-    "size, wrap",
-    [(2, "stage 2"), (2, "stage 3"), *rarely((1, "stage 2"), (1, "stage 3"), (2, "stage 0"), (2, "stage 1"))],
-)
-def test_of_sharded_models(size: int, wrap: str, schedule: str, read: Callable) -> None:
-    anywhere(size, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
-
-
-@pytest.mark.parametrize("read", [from_state_dict, evaluated, values_of, copied_whole], ids=lambda one: one.__name__)
-@pytest.mark.parametrize("schedule", NAMES)
-def test_of_plain_models(schedule: str, read: Callable) -> None:
-    anywhere(1, follow, Row("plain", "bf16"), SCHEDULES[schedule], read)
 
 
 def direct(model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -142,54 +85,15 @@ def pickled(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [param.detach() for param in torch.load(file, weights_only=False)]
 
 
-@pytest.mark.parametrize("read", [direct, averaged])
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("size, wrap", [(2, "stage 2"), *rarely((2, "stage 3"), (1, "stage 3"), (1, "stage 1"))])
-def test_parameters_themselves(size: int, wrap: str, schedule: str, read: Callable) -> None:
-    anywhere(size, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
+@each("read", [direct, averaged])
+@each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
+def test_parameters_themselves(wrap: str, schedule: str, read: Callable) -> None:
+    anywhere(2, follow, Row(wrap, "bf16"), SCHEDULES[schedule], read)
 
 
-@pytest.mark.parametrize("read", [penalised, shown, raw, copied_whole, pickled], ids=lambda one: one.__name__)
-@pytest.mark.parametrize("wrap", ["stage 1", *rarely("stage 0", "stage 2")])
-def test_whole_parameters_however_they_are_read(wrap: str, read: Callable) -> None:
-    anywhere(2, follow, Row(wrap, "bf16"), SCHEDULES["overlap"], read)
-
-
-def written(world: World, row: Row) -> None:
-    """What is written between steps is written behind the update, as it is where updates wait for nothing."""
-    seen = []
-    for schedule in ("sync", "overlap"):
-        model = row.model(world)
-        optimizer = optimizer_of(row, model, tier="cpu", schedule=schedule)
-        for step in range(STEPS):
-            work(world, row, model, optimizer, step)
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(0.5)
-                    param.data.add_(0.25)
-        seen.append(direct(model, optimizer))
-    assert same_bits(*seen)
-
-
-@pytest.mark.parametrize("wrap", ["stage 2", *rarely("stage 0", "stage 1", "stage 3")])
-def test_parameters_that_are_written(wrap: str) -> None:
-    anywhere(2, written, Row(wrap, "bf16"))
-
-
-def states(world: World, row: Row, schedule: Any) -> None:
-    hand = ByHand(row, world, exact_calls(schedule))
-    model = row.model(world)
-    optimizer = optimizer_of(row, model, tier="cpu", schedule=schedule)
-    for step in range(STEPS):
-        for one, loop in ((hand.model, hand), (model, optimizer)):
-            work(world, row, one, loop, step)
-        same_states(copied(optimizer.state_dict()), copied(hand.optimizer.state_dict()), ahead=True)
-
-
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("size, wrap", [(1, "plain"), (1, "stage 3"), (2, "stage 2")])
-def test_states(size: int, wrap: str, schedule: str) -> None:
-    anywhere(size, states, Row(wrap, "bf16"), SCHEDULES[schedule])
+@each("read", [penalised, shown, raw, copied_whole, pickled])
+def test_whole_parameters_however_they_are_read(read: Callable) -> None:
+    anywhere(2, follow, Row("stage 1", "bf16"), SCHEDULES["overlap"], read)
 
 
 def restarted(world: World, wrap: str, tier: str, schedule: Any) -> None:
@@ -209,8 +113,8 @@ def restarted(world: World, wrap: str, tier: str, schedule: Any) -> None:
         assert not any(local(optimizer.state[param]["exp_avg"]).any() for param in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("size", "wrap", "tier", "schedule"),
+@each(
+    "size, wrap, tier, schedule",
     [
         (1, "plain", "cpu", "delayed"),
         (1, "stage 3", "device", "overlap"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,27 +14,23 @@ from offload_cases import (
     agree,
     backward,
     exact_calls,
-    loads_back,
     one_thread,
     optimizer_of,
-    rarely,
     train,
     values,
 )
 from optim_cases import same_bits
+from tables import each
 from torch import nn
-from worlds import World, anywhere, full
+from worlds import World, on_threads
 
-import zerokern as zk
 from zerokern.core.errors import StateError
-from zerokern.kernels.cpu import UpdateTable
 
-NAMES = ["overlap", "delayed", *rarely("delayed after 2")]
-PLACES = [(2, "stage 2"), *rarely((2, "stage 3"), (1, "stage 2"), (2, "stage 0"), (1, "stage 3"))]
+EACH = each("schedule, wrap", [("overlap", "stage 2"), ("delayed", "stage 3")])
 
 
 def row_of(wrap: str, **settings: Any) -> Row:
-    return Row(wrap, "bf16", **{"steps": 7, **settings})
+    return Row(wrap, "bf16", **{"steps": 6, **settings})
 
 
 def reference(world: World, row: Row, schedule: Any) -> ByHand:
@@ -46,24 +40,6 @@ def reference(world: World, row: Row, schedule: Any) -> ByHand:
 def begun(world: World, row: Row, schedule: Any, seed: int = 0) -> tuple[nn.Module, Any]:
     model = row.model(world, seed)
     return model, optimizer_of(row, model, tier="cpu", schedule=schedule)
-
-
-def keep_gradients(world: World, row: Row, schedule: Any) -> None:
-    """The memory of gradients is zeroed as soon as step() has returned."""
-    hand = reference(world, row, schedule)
-    expected = train(world, row, hand.model, hand)
-    for through_optimizer in (True, False):
-        model, optimizer = begun(world, row, schedule)
-        owner = optimizer if through_optimizer else copy.copy(model)
-        clear = type(owner).zero_grad
-        model.zero_grad = lambda owner=owner, clear=clear: clear(owner, set_to_none=False)  # type: ignore[method-assign]
-        agree(train(world, row, model, optimizer), expected, ahead=True)
-
-
-@pytest.mark.parametrize("size, wrap", PLACES)
-@pytest.mark.parametrize("schedule", NAMES)
-def test_zero_grad_that_keeps_gradients(schedule: str, size: int, wrap: str) -> None:
-    anywhere(size, keep_gradients, row_of(wrap, accumulate=2), SCHEDULES[schedule])
 
 
 def fail_between(world: World, row: Row, schedule: Any, when: str) -> None:
@@ -93,44 +69,10 @@ def strike(*arguments: Any) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("when", ["in backward", *rarely("in forward", "after backward")])
-@pytest.mark.parametrize("size, wrap", PLACES)
-@pytest.mark.parametrize("schedule", NAMES)
-def test_an_exception_between_two_steps_costs_that_step_only(schedule: str, size: int, wrap: str, when: str) -> None:
-    anywhere(size, fail_between, row_of(wrap), SCHEDULES[schedule], when)
-
-
-def load_back(world: World, row: Row, schedule: Any) -> None:
-    loads_back(world, row, *begun(world, row, schedule))
-
-
-@pytest.mark.filterwarnings("ignore:.*written while an update")
-@pytest.mark.parametrize("size, wrap", PLACES)
-@pytest.mark.parametrize("schedule", NAMES)
-def test_a_checkpoint_loaded_while_an_update_is_under_way(schedule: str, size: int, wrap: str) -> None:
-    anywhere(size, load_back, row_of(wrap), SCHEDULES[schedule])
-
-
-def write_inside(world: World, row: Row, schedule: Any) -> None:
-    """Inside of zk.gathered(write=True) whatever is under way has been waited for."""
-    hand = reference(world, row, schedule)
-    model, optimizer = begun(world, row, schedule)
-    traces = []
-    for one, loop, others in ((hand.model, hand, [hand.ahead]), (model, optimizer, [])):
-        train(world, row, one, loop, range(3))
-        if isinstance(schedule, zk.Delayed):
-            loop.flush()
-        for each in (one, *others):
-            with zk.gathered(each, write=True), torch.no_grad():
-                each.blocks[1].up.weight.fill_(0.125)
-        traces.append(train(world, row, one, loop, range(3, row.steps)))
-    agree(traces[1], traces[0], ahead=True)
-
-
-@pytest.mark.parametrize("size, wrap", PLACES)
-@pytest.mark.parametrize("schedule", NAMES)
-def test_parameters_written_while_gathered(schedule: str, size: int, wrap: str) -> None:
-    anywhere(size, write_inside, row_of(wrap), SCHEDULES[schedule])
+@each("when", ["in backward", "in forward", "after backward"])
+@EACH
+def test_an_exception_between_two_steps_costs_that_step_only(schedule: str, wrap: str, when: str) -> None:
+    on_threads(2, fail_between, row_of(wrap), SCHEDULES[schedule], when)
 
 
 def write_outside(world: World, row: Row) -> None:
@@ -173,58 +115,6 @@ def train_one(world: World, row: Row, model: nn.Module, optimizer: Any) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("size, wrap", PLACES)
-def test_parameters_written_under_an_update_are_not_mixed_with_it(
-    size: int, wrap: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = UpdateTable.run
-
-    def slowly(self: UpdateTable, *arguments: Any, **settings: Any) -> None:
-        time.sleep(0.01)
-        run(self, *arguments, **settings)
-
-    monkeypatch.setattr(UpdateTable, "run", slowly)
-    anywhere(size, write_outside, row_of(wrap))
-
-
-def clip_apart(world: World, row: Row, schedule: Any) -> None:
-    """zk.clip_grad_norm_ leaves its factor with the model, and the update of that step takes it."""
-    hand = reference(world, row, schedule)
-    model, optimizer = begun(world, row, schedule)
-    late, exact = hand.step, optimizer.step
-    hand.step = lambda _: late(lambda one: (zk.clip_grad_norm_(hand.ahead, 0.05), one.step()))  # type: ignore[method-assign]
-    optimizer.step = lambda: (zk.clip_grad_norm_(model, 0.05), exact())
-    agree(*(train(world, row, *pair) for pair in ((model, optimizer), (hand.model, hand))), ahead=True)
-
-
-@pytest.mark.parametrize("size, wrap", [(2, "stage 2"), (2, "stage 3")])
-@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
-def test_clipped_by_zk_clip_grad_norm(schedule: str, size: int, wrap: str) -> None:
-    anywhere(size, clip_apart, row_of(wrap, clip="none"), SCHEDULES[schedule])
-
-
-def two_models(world: World, schedule: Any) -> None:
-    """One optimizer over two sharded models and a plain one; only some of them have gradients in each step."""
-    runs = []
-    for chosen in ("sync", schedule):
-        rows = [row_of("stage 2"), row_of("stage 3"), row_of("plain")]
-        models = [row.model(world, seed) for seed, row in enumerate(rows)]
-        params = [param for model in models for param in model.parameters()]
-        optimizer = zk.AdamW(params, lr=1e-2, tier="cpu", schedule=chosen, max_grad_norm=0.7)
-        losses = []
-        for step in range(7):
-            with one_thread():
-                for number, (row, model) in enumerate(zip(rows, models, strict=True)):
-                    if (step + number) % 3:
-                        losses.append(backward(world, row, model, step))
-                optimizer.step()
-                optimizer.zero_grad()
-        optimizer.flush()
-        runs.append((losses, [value for model in models for value in values(model)]))
-    assert runs[0][0] == runs[1][0] and same_bits(runs[0][1], runs[1][1])
-    assert full(models[1])
-
-
-@pytest.mark.parametrize("size", [1, *rarely(2)])
-def test_one_optimizer_for_several_models(size: int) -> None:
-    anywhere(size, two_models, "overlap")
+@each("wrap", ["stage 0", "stage 2", "stage 3"])
+def test_parameters_written_under_an_update_are_not_mixed_with_it(wrap: str, slow_cpu: None) -> None:
+    on_threads(2, write_outside, row_of(wrap))

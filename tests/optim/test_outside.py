@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_cases import World
-from torch import nn
-from worlds import full, on_threads
+from tables import each
 
 import zerokern as zk
 from zerokern.optim import survey
@@ -87,8 +85,8 @@ def test_gradients_may_be_dropped_by_another_thread_during_a_step() -> None:
     assert param.isfinite().all() and param.max() <= 1.0
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["read natively", "read one by one"])
-@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=0)], ids=["sync", "overlap", "delayed"])
+@each("native", [True, False])
+@each("schedule", ["sync", "overlap", zk.Delayed(after=0)])
 def test_a_lazily_negated_gradient_means_what_torch_says_it_does(
     schedule: Any, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,41 +101,6 @@ def test_a_lazily_negated_gradient_means_what_torch_says_it_does(
         reference.step()
     opt.flush()
     assert torch.equal(param, straight)
-
-
-class Negated(nn.Module):
-    """A product whose weight gets its gradient as a lazily negated view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Turned.apply(self.weight) * x
-
-
-class Turned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return torch._neg_view(-grad)
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_lazily_negated_gradient_under_zk_shard(stage: int) -> None:
-    def work(world: World) -> None:
-        model = world.shard(Negated(), stage=stage)
-        opt = zk.SGD(model.parameters(), lr=0.5)
-        for _ in range(2):
-            model(torch.full((3,), 1.0 + world.rank)).sum().backward()
-            opt.step()
-            opt.zero_grad()
-        assert full(model)["weight"].eq(1.0 - 2 * 0.5 * 1.5).all()
-
-    on_threads(2, work)
 
 
 def test_a_lazily_negated_parameter_is_refused() -> None:

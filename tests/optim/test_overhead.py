@@ -11,22 +11,22 @@ from zerokern.optim import AdamW, survey
 from zerokern.optim.binding import Binding
 
 
-def test_ten_thousand_parameters_take_one_native_call(native_calls: list[int]) -> None:
-    params = make_params((10,) * 10_000, BF16)
+def test_thousands_of_parameters_take_one_native_call(native_calls: list[int]) -> None:
+    params = make_params((10,) * 3_000, BF16)
     optimizer = AdamW(params, max_grad_norm=1.0)
     train(optimizer, params, 2)
-    assert native_calls == [10_000, 10_000]
+    assert native_calls == [3_000, 3_000]
 
 
-def test_ten_thousand_parameters_take_few_python_calls() -> None:
+def test_thousands_of_parameters_take_few_python_calls() -> None:
     calls = {}
-    for count in (1_000, 10_000):
+    for count in (300, 3_000):
         params = make_params((10,) * count)
         optimizer = AdamW(params)
         train(optimizer, params, 1)
         set_grads(params)
         calls[count] = python_calls(optimizer.step)
-    per_parameter = (calls[10_000] - calls[1_000]) / 9_000
+    per_parameter = (calls[3_000] - calls[300]) / 2_700
     assert per_parameter < 0.1
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import BF16, EVERY_STATE, MAKERS, contents, copies, make_params, same_bits, set_grads, train
+from forked import run_forked
+from optim_cases import BF16, MAKERS, contents, copies, make_params, same_bits, set_grads, train
+from tables import each, pairwise
 from torch.utils.data import DataLoader, Dataset
 
 import zerokern as zk
@@ -25,10 +24,10 @@ from zerokern.optim import AdamW
 from zerokern.optim.formats import Algorithm
 
 
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
-)
+@pairwise
+@each("name", MAKERS)
+@each("state_format", ["fp32", "bf16"])
+@each("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_goes_its_own_way_with_the_same_bits(how, name: str, state_format: str) -> None:
     params = make_params(dtype=BF16)
     optimizer = MAKERS[name](params, state_format=state_format)
@@ -78,11 +77,13 @@ def test_19_workers_forked_after_a_step_share_nothing_and_hang_nowhere() -> None
 
 
 SCRIPT = """
-import hashlib, sys, torch
+import hashlib, os, sys, torch
 sys.path.insert(0, {folder!r})
+if sys.argv[1] == "bound":
+    os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+from forked import run_forked
 from optim_cases import BF16, contents, make_params, train
 from zerokern.core import native
-from zerokern.core.env import usable_cpus
 from zerokern.optim import AdamW
 params = make_params((200_000, 300), BF16)
 optimizer = AdamW(params, state_format="int8", max_grad_norm=1.0)
@@ -94,39 +95,21 @@ print(native.threads(), digest.hexdigest(), optimizer.grad_norm.hex())
 """
 
 
-def start_child(cpus: set[int], **environment: str) -> subprocess.Popen[str]:
-    """A process with that environment, on those CPUs, that prints what `outcome` reads."""
-    script = SCRIPT.format(folder=str(Path(__file__).parent))
-    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "ZEROKERN_THREADS")}
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        return subprocess.Popen([sys.executable, "-c", script], env={**kept, **environment}, stdout=-1, text=True)
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def outcome(child: subprocess.Popen[str]) -> tuple[int, str]:
+def outcome(where: str, **environment: str) -> tuple[int, str]:
     """Threads of the pool, and a digest of everything that the steps made."""
-    threads, result = child.communicate(timeout=240)[0].split(maxsplit=1)
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "ZEROKERN_THREADS")}
+    script = SCRIPT.format(folder=str(Path(__file__).parent))
+    ran = run_forked(script, where, env={**kept, "OMP_NUM_THREADS": "1", **environment})
+    assert ran.returncode == 0, ran.stderr
+    threads, result = ran.stdout.split(maxsplit=1)
     return int(threads), result
 
 
-ALONE = {"OMP_NUM_THREADS": "1"}
-CROWDED = {**ALONE, "LOCAL_WORLD_SIZE": str(4 * usable_cpus())}
-
-
-@pytest.mark.parametrize(
-    "environment, threads",
-    [(CROWDED, 1), pytest.param(ALONE, usable_cpus(), marks=pytest.mark.slow)],
-    ids=["more ranks than cores", "alone"],
-)
-def test_20_the_environment_changes_threads_and_no_bit(environment: dict[str, str], threads: int) -> None:
-    cpus = os.sched_getaffinity(0)
-    children = [start_child(cpus, **environment), start_child({min(cpus)})]
-    found, bound = map(outcome, children)
-    assert (found[0], bound[0]) == (threads, 1)
-    assert found[1] == bound[1]
+def test_20_the_environment_changes_threads_and_no_bit() -> None:
+    crowded = outcome("anywhere", LOCAL_WORLD_SIZE=str(4 * usable_cpus()))
+    told, bound, alone = outcome("anywhere", ZEROKERN_THREADS="3"), outcome("bound"), outcome("anywhere")
+    assert [crowded[0], told[0], bound[0], alone[0]] == [1, 3, 1, usable_cpus()]
+    assert len({one[1] for one in (crowded, told, bound, alone)}) == 1
 
 
 def test_optimizers_step_in_threads_at_once() -> None:
@@ -150,26 +133,8 @@ def test_optimizers_step_in_threads_at_once() -> None:
         assert same_bits(params, twin)
 
 
-def test_a_failed_backward_leaves_an_optimizer_that_goes_on() -> None:
-    params, twins = make_params(), make_params()
-    optimizer, reference = AdamW(params), AdamW(twins)
-    train(optimizer, params, 1)
-    train(reference, twins, 1)
-
-    def closure() -> None:
-        raise RuntimeError("backward broke")
-
-    with pytest.raises(RuntimeError, match="backward broke"):
-        optimizer.step(closure)
-    set_grads(params, twins, seed=3)
-    optimizer.step()
-    reference.step()
-    assert same_bits(contents(optimizer, params), contents(reference, twins))
-    assert hashlib.sha256(params[4].detach().numpy().tobytes()).digest() != hashlib.sha256(b"").digest()
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-@pytest.mark.parametrize("settings", [{"tier": "cpu"}, {"schedule": zk.Delayed()}], ids=["cpu", "delayed"])
+@each("settings", [{"tier": "cpu"}, {"schedule": zk.Delayed()}])
 def test_a_forked_child_is_told_at_once_that_the_state_is_not_there(settings: dict[str, Any]) -> None:
     """Whatever it does; memory that stays behind in the parent would end it by a signal."""
     (weight,) = params = make_params((300,))

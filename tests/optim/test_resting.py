@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,9 @@ import pytest
 import torch
 from offload_cases import values
 from optim_cases import same_bits
+from tables import each
 from torch import Tensor, nn
-from worlds import World, built, on_threads, ranked
+from worlds import built
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -62,72 +60,9 @@ def step(model: nn.Module, opts: list[Any], x: Tensor, aside: bool = False) -> f
     return loss.item()
 
 
-def groups_of(model: Model) -> list[dict[str, Any]]:
-    params = list(model.parameters())
-    return [{"params": params[:3]}, {"params": params[3:], "lr": 3e-3}]
-
-
 def tier_of(state: str, folder: Path) -> Any:
     folder.parent.mkdir(exist_ok=True)
     return zk.Nvme(folder, ring_nbytes="1M") if state == "nvme" else state
-
-
-@ranked
-def alike(world: World, folder: Path, dtype: str, state: str, settings: dict[str, Any], name: str = "AdamW") -> None:
-    """Resident and resting: losses and norms of each step, and what comes of the parameters."""
-    seen, ends = [], []
-    for place in ("device", "nvme"):
-        model = world.shard(model_of(dtype), stage=3, tier=tier_of(place, folder / "model"))
-        tier = tier_of(state, folder / f"{place}-{world.rank}")
-        opt = getattr(zk, name)(groups_of(model), lr=1e-3, tier=tier, **settings)
-        seen.append([])
-        for number, x in enumerate(batches(6, world.rank)):
-            x = x * torch.inf if number == 3 and "max_grad_norm" in settings else x
-            seen[-1].append((step(model, [opt], x, aside=number % 3 == 1), opt.grad_norm, opt.skipped_steps))
-        opt.flush()
-        ends.append(values(model))
-    assert str(seen[0]) == str(seen[1])  # a norm may be nan
-    assert same_bits(*ends)
-
-
-ROWS = [
-    (size, state, schedule, clipped)
-    for size, state, schedule, clipped in itertools.product((1, 2), ("device", "cpu", "nvme"), SCHEDULES, (False, True))
-]
-QUICK = {(1, "cpu", "delayed", True), (2, "device", "delayed", False), (1, "nvme", "delayed", False),
-         (2, "nvme", "delayed", True), (2, "cpu", "overlap", True), (1, "nvme", "overlap", True),
-         (1, "device", "sync", True), (2, "nvme", "sync", False)}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "size, state, schedule, clipped",
-    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in ROWS],
-)
-def test_the_bits_of_resident_parameters(size: int, state: str, schedule: str, clipped: bool, tmp_path: Path) -> None:
-    settings = {"schedule": SCHEDULES[schedule], **({"max_grad_norm": 0.5} if clipped else {})}
-    on_threads(size, alike, tmp_path, "bf16", state, settings)
-
-
-FORMATS = [
-    ("bf16", "AdamW", {"state_format": "int8", "master_format": "split8"}),
-    ("bf16", "AdamW", {"master_format": "fp32"}),
-    ("bf16", "AdamW", {"master_format": "none"}),
-    ("fp16", "AdamW", {}),
-    ("fp32", "AdamW", {"state_format": "int8"}),
-    ("bf16", "Lion", {}),
-    ("fp32", "Adagrad", {}),
-    ("bf16", "SGD", {}),
-    ("fp32", "SGD", {"momentum": 0.9}),
-]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("state", ["cpu", pytest.param("nvme", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype, name, settings", FORMATS)
-def test_every_format(
-    dtype: str, name: str, settings: dict[str, Any], state: str, schedule: str, tmp_path: Path
-) -> None:
-    on_threads(1, alike, tmp_path, dtype, state, {**settings, "schedule": SCHEDULES[schedule]}, name)
 
 
 def pair(folder: Path, state: str = "cpu", schedule: Any = DELAYED) -> Iterator[tuple[Model, Any]]:
@@ -137,7 +72,7 @@ def pair(folder: Path, state: str = "cpu", schedule: Any = DELAYED) -> Iterator[
         yield model, zk.AdamW(model.parameters(), tier=tier_of(state, folder / place), lr=1e-3, schedule=schedule)
 
 
-@pytest.mark.parametrize("state", ["cpu", "nvme"])
+@each("state", ["cpu", "nvme"])
 def test_the_twins_are_in_memory_only_while_they_are_updated(state: str, tmp_path: Path) -> None:
     *_, (model, opt) = pair(tmp_path, state)
     for x in batches(4):
@@ -161,56 +96,6 @@ def test_writes_while_an_update_is_pending_stay(tmp_path: Path) -> None:
         opt.flush()
         ends.append(values(model))
     assert same_bits(*ends)
-
-
-@pytest.mark.parametrize("state", ["cpu", "nvme"])
-def test_a_state_dict_with_a_pending_update(state: str, tmp_path: Path) -> None:
-    """It is loaded by a resident model and by one that rests; both go on as if nothing had happened."""
-    ends = []
-    (resident, of_resident), (resting, of_resting) = pair(tmp_path, state)
-    for model, opt in ((resident, of_resident), (resting, of_resting)):
-        for x in batches(3):
-            step(model, [opt], x)
-        saved = copy.deepcopy(model.state_dict()), opt.state_dict()
-        weight = next(iter(saved[1]["state"].values()))
-        assert "pending" in weight
-        ends.append(saved)
-    assert same_bits(*([one["pending"].span for one in saved["state"].values()] for _, saved in ends))
-    found = []
-    for (model, opt), (weights, saved) in zip(pair(tmp_path / "again", state), reversed(ends), strict=True):
-        model.load_state_dict(weights)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            opt.load_state_dict(saved)
-        losses = [step(model, [opt], x) for x in batches(3)]
-        opt.flush()
-        found.append((losses, values(model)))
-    losses = [step(resident, [of_resident], x) for x in batches(3)]
-    of_resident.flush()
-    assert found[0][0] == found[1][0] == losses
-    assert same_bits(found[0][1], found[1][1]) and same_bits(found[0][1], values(resident))
-
-
-@pytest.mark.parametrize("state", ["cpu", "nvme"])
-def test_a_checkpoint_with_a_pending_update(state: str, tmp_path: Path) -> None:
-    """Of a model that rests and of a resident one, loaded by the other kind."""
-    went_on = []
-    for number, (model, opt) in enumerate(pair(tmp_path, state)):
-        for x in batches(3):
-            step(model, [opt], x)
-        zk.save(tmp_path / f"saved-{number}", model, opt)
-        went_on.append([step(model, [opt], x) for x in batches(3)])
-        opt.flush()
-        went_on[-1].append(values(model))
-    for number, (model, opt) in enumerate(pair(tmp_path / "again", state)):
-        step(model, [opt], next(batches(1)))
-        if sharding_of(model).rests is not None:
-            sharding_of(model).rests.leaving_nbytes = 0
-        zk.load(tmp_path / f"saved-{1 - number}", model, opt)
-        losses = [step(model, [opt], x) for x in batches(3)]
-        opt.flush()
-        assert losses == went_on[0][:3] == went_on[1][:3]
-        assert same_bits(values(model), went_on[0][3]) and same_bits(values(model), went_on[1][3])
 
 
 def freeze_at_times(model: Model, opt: Any, number: int, seen: list[Any]) -> None:
@@ -245,9 +130,7 @@ def load_what_was_just_saved(model: Model, opt: Any, number: int, seen: list[Any
         opt.load_state_dict(opt.state_dict())
 
 
-@pytest.mark.parametrize(
-    "act", [freeze_at_times, read_what_is_pending, keep_what_is_pending, evaluate, clip, load_what_was_just_saved]
-)
+@each("act", [freeze_at_times, read_what_is_pending, keep_what_is_pending, evaluate, clip, load_what_was_just_saved])
 def test_what_is_done_while_an_update_is_pending(act: Callable[..., None], tmp_path: Path) -> None:
     ends = []
     for model, opt in pair(tmp_path):
@@ -260,7 +143,7 @@ def test_what_is_done_while_an_update_is_pending(act: Callable[..., None], tmp_p
     assert ends[0][0] == ends[1][0] and same_bits(ends[0][1], ends[1][1])
 
 
-@pytest.mark.parametrize("schedules", [(DELAYED, DELAYED), (DELAYED, "overlap"), ("sync", "overlap")])
+@each("schedules", [(DELAYED, DELAYED), (DELAYED, "overlap"), ("sync", "overlap")])
 def test_two_optimizers_whose_parameters_rest_together(schedules: tuple[Any, Any], tmp_path: Path) -> None:
     """What one publishes does not undo what the other has written beside it."""
     ends = []
@@ -290,11 +173,11 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("formats, read, written", [
-    ({}, 14, 12),
-    ({"state_format": "int8", "master_format": "split8"}, 7.0625, 5.0625),
-], ids=["exact", "int8"])  # fmt: skip
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each("schedule, formats, read, written", [
+    ("sync", {}, 14, 12),
+    ("overlap", {"state_format": "int8", "master_format": "split8"}, 7.0625, 5.0625),
+    ("delayed", {}, 16, 12),
+])  # fmt: skip
 def test_bytes_of_a_step(schedule: str, formats: dict[str, Any], read: float, written: float, tmp_path: Path) -> None:
     """What the update reads serves the forward too, but under Delayed, whose forwards are those of the step before."""
     model = zk.shard(built(Stack, 1).to(torch.bfloat16), stage=3, tier=zk.Nvme(tmp_path / "model"))
@@ -316,11 +199,11 @@ def test_bytes_of_a_step(schedule: str, formats: dict[str, Any], read: float, wr
         return torch.tensor([[one["read_nbytes"], one["written_nbytes"]] for one in stats]).sum(0)
 
     before = moved(2)
-    reads, writes = ((moved(4) - before) / 4 / numel).tolist()
+    reads, writes = ((moved(3) - before) / 3 / numel).tolist()
     assert writes == pytest.approx(written, rel=0.01)
-    more = 2 if schedule == "delayed" else 0
-    assert reads <= (read + more) * 1.01
-    assert reads >= read - 2 * 2  # all of it may be on its way still when either pass needs it again: it is that small
+    assert reads <= read * 1.01
+    # all of it may be on its way still when either pass needs it again: it is that small
+    assert reads >= min(read, 14) - 2 * 2
 
 
 class Noted:

@@ -1,4 +1,4 @@
-"""Optimizers over parameters that zk.shard divides: the bits of one process, at every stage, on any number of ranks."""
+"""Optimizers over parameters that zk.shard divides: counts, norms, masters and what one rank tells the others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import BF16, EVERY_STATE, FP32, MAKERS, MASTERS, make_params, same_bits, same_state
+from optim_cases import BF16, same_bits
 from shard_double import SIZES, Divided, gradients, on_ranks, whole_state
+from tables import each
 from torch import Tensor
 
 from zerokern.core.errors import StateError
@@ -19,88 +20,6 @@ from zerokern.zero.sharded import Sharded
 
 STAGES = (0, 1, 3)
 Grads = list[Tensor | None]
-
-
-def trained(
-    group: Any, name: str, stage: int, steps: list[Grads], dtype: torch.dtype = FP32, **settings: Any
-) -> tuple[list[Tensor], dict[str, Any], Any]:
-    model = Divided(group, stage, dtype=dtype)
-    optimizer = MAKERS[name](model.zero_order, **settings)
-    for grads in steps:
-        model.set_grads(grads)
-        optimizer.step()
-    return model.values(), whole_state(group, optimizer.state_dict()), optimizer
-
-
-def straight(
-    name: str, steps: list[Grads], dtype: torch.dtype = FP32, **settings: Any
-) -> tuple[list[Tensor], dict[str, Any], Any]:
-    """One process, plain parameters, which begin with what rounding to `dtype` loses."""
-    wide = make_params(SIZES)
-    params = [torch.nn.Parameter(param.detach().to(dtype)) for param in wide]
-    optimizer = MAKERS[name](params, **settings)
-    for grads in steps:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = None if grad is None else grad.to(dtype)
-        optimizer.step()
-    return [param.detach() for param in params], optimizer.state_dict(), optimizer
-
-
-def agree(ours: Any, theirs: Any) -> None:
-    assert same_bits(ours[0], theirs[0])
-    assert same_state(ours[1], theirs[1])
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
-def test_every_optimizer_and_state_format_makes_the_bits_of_one_process(
-    name: str, state_format: str, stage: int
-) -> None:
-    steps = [gradients(seed) for seed in range(3)]
-    expected = straight(name, steps, state_format=state_format)
-    for result in on_ranks(2, lambda group: trained(group, name, stage, steps, state_format=state_format)):
-        agree(result, expected)
-
-
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_the_norm_is_of_all_ranks_and_clips_everywhere_alike(size: int) -> None:
-    steps = [gradients(seed, scale=10.0**seed) for seed in range(3)]
-    expected = straight("adamw", steps, max_grad_norm=1.0)
-    for result in on_ranks(size, lambda group: trained(group, "adamw", 2, steps, max_grad_norm=1.0)):
-        agree(result, expected)
-        assert result[2].grad_norm == expected[2].grad_norm
-
-
-def test_there_is_a_norm_and_a_check_without_clipping() -> None:
-    steps = [gradients(0)]
-    expected = straight("adamw", steps, max_grad_norm=1e9)[2].grad_norm
-    assert [r[2].grad_norm for r in on_ranks(2, lambda group: trained(group, "sgd", 2, steps))] == [expected] * 2
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_one_element_that_is_not_finite_skips_the_step_on_all_ranks(value: float, stage: int) -> None:
-    broken = gradients(1)
-    broken[4][900] = value  # the last of three ranks has it
-    clean = [gradients(0), gradients(2)]
-    expected = straight("adamw", clean)
-    for result in on_ranks(3, lambda group: trained(group, "adamw", stage, [clean[0], broken, clean[1]])):
-        agree(result, expected)
-        assert result[2].skipped_steps == 1
-
-
-def test_an_infinity_that_one_ranks_scaler_found_skips_the_step_on_all() -> None:
-    def work(group: Any) -> tuple[int, int, list[Tensor]]:
-        model = Divided(group)
-        before = model.values()
-        optimizer = AdamW(model.zero_order)
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(float(group.rank == 1))
-        model.set_grads(gradients(0))
-        optimizer.step()
-        assert same_bits(model.values(), before) and not optimizer.state
-        return optimizer.skipped_steps, model.published
-
-    assert on_ranks(2, work) == [(1, 0)] * 2
 
 
 def test_plain_parameters_beside_sharded_ones_count_once_and_skip_with_them() -> None:
@@ -143,87 +62,6 @@ def test_every_rank_has_state_and_a_count_for_every_parameter() -> None:
     on_ranks(3, work)
 
 
-def test_a_rank_that_owns_nothing_takes_part() -> None:
-    def work(group: Any) -> tuple[float | None, list[Tensor]]:
-        model = Divided(group, 2, sizes=(5,))
-        optimizer = AdamW(model.zero_order, max_grad_norm=1.0)
-        model.set_grads([torch.full((5,), 2.0)])
-        optimizer.step()
-        return optimizer.grad_norm, model.values()
-
-    results = on_ranks(3, work)
-    assert all(norm == results[0][0] and same_bits(values, results[0][1]) for norm, values in results)
-
-
-def test_a_step_without_any_gradient_changes_nothing() -> None:
-    def work(group: Any) -> None:
-        model = Divided(group)
-        optimizer = AdamW(model.zero_order)
-        optimizer.step()
-        assert not optimizer.state and optimizer.skipped_steps == 0
-
-    on_ranks(2, work)
-
-
-def test_gradients_are_lent_for_the_step_only() -> None:
-    def work(group: Any) -> None:
-        model = Divided(group)
-        optimizer = AdamW(model.zero_order)
-        model.set_grads(gradients(0))
-        optimizer.step()
-        assert all(home.piece.grad is None for home in model.homes)
-
-    on_ranks(2, work)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("dtype", "master_format"), [one for one in MASTERS if one[0] is not FP32 and one[1] != "none"]
-)
-def test_masters_begin_with_the_values_that_rounding_to_the_parameter_lost(
-    stage: int, dtype: torch.dtype, master_format: str
-) -> None:
-    steps = [gradients(seed) for seed in range(2)]
-    expected = begun_exactly(steps, dtype, master_format)
-
-    def work(group: Any) -> list[Tensor]:
-        model = Divided(group, stage, dtype=dtype)
-        optimizer = MAKERS["adamw"](model.zero_order, master_format=master_format)
-        for grads in steps:
-            model.set_grads(grads)
-            optimizer.step()
-        assert all(home.take_initial() is None for home in model.homes)
-        kept = whole_state(group, optimizer.state_dict())["state"]
-        return [*model.values(), *(masters(value, kept[number]) for number, value in enumerate(model.values()))]
-
-    for found in on_ranks(2, work):
-        assert same_bits(found, expected)
-
-
-def masters(param: Tensor, entry: dict[str, Any]) -> Tensor:
-    return entry["master"] if "master" in entry else join(param, entry["remainder"])
-
-
-def begun_exactly(steps: list[Grads], dtype: torch.dtype, master_format: str) -> list[Tensor]:
-    """Parameters and masters of one process whose masters were put there by hand."""
-    exact = [param.detach() for param in make_params(SIZES)]
-    if master_format == "fp32":
-        halves = [(value.to(dtype), value.clone()) for value in exact]
-    else:
-        halves = [split(value, master_format) for value in exact]
-    params = [torch.nn.Parameter(half.clone()) for half, _ in halves]
-    optimizer = MAKERS["adamw"](params, master_format=master_format)
-    key = "master" if master_format == "fp32" else "remainder"
-    for param, (_, kept) in zip(params, halves, strict=True):
-        moments = {name: torch.zeros(param.shape) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[param] = {"step": torch.tensor(0.0), **moments, key: kept}
-    for grads in steps:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.to(dtype)
-        optimizer.step()
-    return [*(param.detach() for param in params), *(masters(p.detach(), optimizer.state[p]) for p in params)]
-
-
 def test_a_value_that_24_bits_round_up_begins_in_the_next_bf16() -> None:
     upper = torch.tensor([0x3F807FFF, 0x3F808000, 0x3F80FFFF], dtype=torch.int32).view(torch.float32)
     kept = torch.zeros(3, dtype=torch.int8)
@@ -233,7 +71,7 @@ def test_a_value_that_24_bits_round_up_begins_in_the_next_bf16() -> None:
     assert same_bits([join(param, kept)], [join(*split(upper, "split8"))]) and param[0] > 1.0
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_a_write_before_the_first_step_counts_instead_of_the_initial_values(stage: int) -> None:
     def work(group: Any) -> list[Tensor]:
         model = Divided(group, stage, dtype=BF16)
@@ -249,7 +87,7 @@ def test_a_write_before_the_first_step_counts_instead_of_the_initial_values(stag
         assert not remainders[4].any() and remainders[3].any()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_masters_follow_writes_from_outside_and_not_our_own(stage: int) -> None:
     def work(group: Any) -> tuple[Tensor, Tensor]:
         model = Divided(group, stage, dtype=BF16)
@@ -282,87 +120,6 @@ def test_a_publication_that_fails_leaves_an_optimizer_that_says_so() -> None:
                 refused()
 
     on_ranks(2, work)
-
-
-def test_an_optimizer_built_before_it_was_sharded_binds_at_its_next_step() -> None:
-    steps = [gradients(seed) for seed in range(2)]
-
-    def work(group: Any) -> tuple[list[Tensor], dict[str, Any], Any]:
-        model = Divided(group)
-        homes = [param.__dict__.pop("_zk_home") for param in model.zero_order]
-        optimizer = AdamW(model.zero_order, lr=1e-2, weight_decay=0.1)
-        optimizer.step()
-        for param, home in zip(model.zero_order, homes, strict=True):
-            param._zk_home = home
-        for grads in steps:
-            model.set_grads(grads)
-            optimizer.step()
-        return model.values(), whole_state(group, optimizer.state_dict()), optimizer
-
-    expected = straight("adamw", steps)
-    for result in on_ranks(2, work):
-        agree(result, expected)
-
-
-def test_one_that_has_stepped_before_is_refused() -> None:
-    def work(group: Any) -> None:
-        model = Divided(group, 2)
-        homes = [param.__dict__.pop("_zk_home") for param in model.zero_order]
-        optimizer = AdamW(model.zero_order)
-        for param in model.zero_order:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        saved = optimizer.state_dict()
-        for param, home in zip(model.zero_order, homes, strict=True):
-            param.data = param.data.clone()  # zk.shard moves it into a bucket
-            param._zk_home = home
-        model.set_grads(gradients(0))
-        with pytest.raises(StateError, match=r"layer\.0: its optimizer has stepped before zk\.shard.*state_dict"):
-            optimizer.step()
-        optimizer.load_state_dict(saved)
-        optimizer.step()
-        assert float(optimizer.state[model.zero_order[4]]["step"]) == 2.0
-
-    on_ranks(2, work)
-
-
-def test_a_parameter_group_added_later_is_taken_in() -> None:
-    def work(group: Any) -> None:
-        one, two = Divided(group, 2, sizes=(300,)), Divided(group, 2, sizes=(200,))
-        optimizer = AdamW(one.zero_order, max_grad_norm=1.0)
-        one.set_grads([torch.ones(300)])
-        optimizer.step()
-        kept = optimizer.state[one.zero_order[0]]["exp_avg"].local
-        optimizer.add_param_group({"params": two.zero_order, "lr": 0.5})
-        two.set_grads([torch.ones(200)])
-        optimizer.step()
-        assert optimizer.state[one.zero_order[0]]["exp_avg"].local is kept
-        assert float(optimizer.state[two.zero_order[0]]["step"]) == 1.0
-        assert optimizer.grad_norm == 500.0**0.5
-        assert (one.published, two.published) == (2, 1)
-
-    on_ranks(2, work)
-
-
-def test_pieces_themselves_are_parameters_whose_norm_is_of_all_ranks() -> None:
-    steps = [gradients(seed) for seed in range(2)]
-    expected = straight("adamw", steps, max_grad_norm=1.0)
-
-    def work(group: Any) -> tuple[list[Tensor], float | None]:
-        model = Divided(group, 2)
-        pieces = [home.piece for home in model.homes]
-        optimizer = MAKERS["adamw"](pieces, max_grad_norm=1.0)
-        for grads in steps:
-            for home, grad in zip(model.homes, grads, strict=True):
-                home.piece.grad = grad[home.start : home.start + home.numel].clone()
-            optimizer.step()
-        assert all(type(optimizer.state[piece]["exp_avg"]) is Tensor for piece in pieces)
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert model.published == 2
-        return model.values(), optimizer.grad_norm
-
-    for values, norm in on_ranks(2, work):
-        assert same_bits(values, expected[0]) and norm == expected[2].grad_norm
 
 
 def test_gradients_that_pieces_have_are_not_passed_over() -> None:

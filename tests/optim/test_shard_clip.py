@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from optim_cases import BF16, FP32, copies, make_params, same_bits, set_grads
-from shard_double import SIZES, Divided, gradients, on_ranks
+from shard_double import Divided, gradients, on_ranks
+from tables import each
 from torch import Tensor
 
 from zerokern.optim import SGD, AdamW
@@ -29,8 +30,8 @@ def torch_clipped(grads: list[Tensor], max_norm: float, kind: float = 2.0) -> tu
     return torch.nn.utils.clip_grad_norm_(some, max_norm, kind), grads_of(params)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("kind", [1.0, *KINDS])
+@each("dtype", [FP32, BF16])
+@each("kind", [1.0, *KINDS])
 def test_plain_gradients_are_clipped_as_torch_does(kind: float, dtype: torch.dtype) -> None:
     ours = make_params(dtype=dtype)
     theirs = copies(ours)
@@ -50,42 +51,6 @@ def test_a_tensor_a_module_and_nothing_are_taken() -> None:
     linear.weight.grad.fill_(math.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_(linear.weight, 1.0, error_if_nonfinite=True)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e9])
-def test_the_next_update_is_that_of_clipped_gradients(max_norm: float, kind: float, stage: int) -> None:
-    grads = gradients(0)
-    norm, clipped = torch_clipped(grads, max_norm, kind)
-    params = [param.detach() for param in make_params(SIZES)]
-    expected = [param - 0.5 * grad for param, grad in zip(params, clipped, strict=True)]
-
-    def work(group: Any) -> tuple[Tensor, list[Tensor]]:
-        model = Divided(group, stage)
-        optimizer = SGD(model.zero_order, lr=0.5)
-        model.set_grads(grads)
-        found = clip_grad_norm_(model.zero_order, max_norm, kind)
-        optimizer.step()
-        assert model.factor == 1.0
-        return found, model.values()
-
-    for found, values in on_ranks(3, work):
-        assert found.dtype is FP32 and found.shape == () and torch.allclose(found, norm)
-        for value, one in zip(values, expected, strict=True):
-            torch.testing.assert_close(value, one)
-
-
-def test_at_stage_0_gradients_are_whole_and_clipped_at_once() -> None:
-    norm, clipped = torch_clipped(gradients(0), 1.0)
-
-    def work(group: Any) -> None:
-        model = Divided(group, 0)
-        model.set_grads(gradients(0))
-        assert torch.equal(clip_grad_norm_(model.zero_order, 1.0), norm) and model.factor == 1.0
-        assert same_bits(grads_of(model.zero_order), clipped)
-
-    on_ranks(2, work)
 
 
 def test_clipping_twice_is_clipping_once_to_the_smaller() -> None:
@@ -116,28 +81,8 @@ def test_some_parameters_of_a_model_are_clipped_alone() -> None:
     on_ranks(2, work)
 
 
-def test_plain_and_sharded_parameters_are_clipped_together() -> None:
-    grads = gradients(0)
-    norm, clipped = torch_clipped([*grads, torch.full((2,), 30.0)], 1.0)
-
-    def work(group: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-        model, plain = Divided(group), torch.nn.Parameter(torch.zeros(2))
-        optimizer = SGD([plain, *model.zero_order], lr=1.0)
-        before = model.values()
-        model.set_grads(grads)
-        plain.grad = torch.full((2,), 30.0)
-        found = clip_grad_norm_([plain, *model.zero_order], 1.0)
-        optimizer.step()
-        return found, -plain.detach(), [a - b for a, b in zip(before, model.values(), strict=True)]
-
-    for found, moved, others in on_ranks(2, work):
-        assert torch.allclose(found, norm)
-        for one, other in zip([*others, moved], clipped, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@each("kind", KINDS)
+@each("value", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_skips_one_update_and_no_more(value: float, kind: float) -> None:
     broken = gradients(0)
     broken[4][999] = value
@@ -157,25 +102,6 @@ def test_a_norm_that_is_not_finite_skips_one_update_and_no_more(value: float, ki
 
     for found, skipped in on_ranks(2, work):
         assert skipped == 1 and (math.isnan(found) if math.isnan(value) else found == math.inf)
-
-
-def test_two_optimizers_of_one_model_both_see_the_factor() -> None:
-    grads = gradients(0)
-    _, clipped = torch_clipped(grads, 1.0)
-
-    def work(group: Any) -> list[Tensor]:
-        model = Divided(group)
-        before = model.values()
-        optimizers = [SGD(model.zero_order[:3], lr=1.0), SGD(model.zero_order[3:], lr=1.0)]
-        model.set_grads(grads)
-        clip_grad_norm_(model.zero_order, 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        return [a - b for a, b in zip(before, model.values(), strict=True)]
-
-    for moved in on_ranks(2, work):
-        for one, other in zip(moved, clipped, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
 def test_an_update_that_fails_leaves_the_factor_for_the_next_one() -> None:
@@ -200,11 +126,3 @@ def test_other_norms_of_sharded_gradients_are_refused() -> None:
             clip_grad_norm_(model.zero_order, 1.0, 1.0)
 
     on_ranks(1, work)
-
-
-def test_ranks_without_gradients_take_part() -> None:
-    def work(group: Any) -> float:
-        model = Divided(group)
-        return float(clip_grad_norm_(model.zero_order, 1.0))
-
-    assert on_ranks(2, work) == [0.0, 0.0]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from device_double import Double
 from optim_cases import BF16, FP16, FP32, MAKERS, same_bits, same_state
 from shard_double import Divided, gradients, on_ranks, whole_state
+from tables import each
 from torch import Tensor
 
-from zerokern.comm import group_on
-from zerokern.optim import AdamW
 from zerokern.optim.clip import clip_grad_norm_
 
-STAGES = (0, 1, 3)
 Before = Callable[[Divided, Any, int], None]
 
 
@@ -53,16 +49,15 @@ def both(double: Double, *arguments: Any, **settings: Any) -> None:
         assert mine[2:] == expected[2:]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("name", "dtype", "settings"),
+@each(
+    "name, dtype, settings, stage",
     [
-        ("adamw", FP32, {"max_grad_norm": 1.0}),
-        ("adamw", BF16, {"state_format": "int8"}),
-        ("adam", BF16, {"master_format": "split8", "max_grad_norm": 0.5}),
-        ("lion", FP16, {}),
-        ("adagrad", BF16, {"master_format": "fp32"}),
-        ("sgd", FP32, {"nesterov": True}),
+        ("adamw", FP32, {"max_grad_norm": 1.0}, 0),
+        ("adamw", BF16, {"state_format": "int8"}, 1),
+        ("adam", BF16, {"master_format": "split8", "max_grad_norm": 0.5}, 3),
+        ("lion", FP16, {}, 0),
+        ("adagrad", BF16, {"master_format": "fp32"}, 1),
+        ("sgd", FP32, {"nesterov": True}, 3),
     ],
 )
 def test_the_bits_of_the_cpu(
@@ -71,8 +66,7 @@ def test_the_bits_of_the_cpu(
     both(double, [gradients(seed) for seed in range(3)], name=name, stage=stage, dtype=dtype, **settings)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@each("stage, max_grad_norm", [(0, 1.0), (1, None), (3, 1.0)])
 def test_the_device_skips_on_all_ranks(max_grad_norm: float | None, stage: int, double: Double) -> None:
     steps = [gradients(seed) for seed in range(3)]
     steps[1][4][999] = float("nan")
@@ -84,17 +78,7 @@ def test_the_device_skips_on_all_ranks(max_grad_norm: float | None, stage: int, 
         assert mine[3] == 1
 
 
-def test_an_infinity_that_one_rank_found_skips_on_all(double: Double) -> None:
-    def found(model: Divided, optimizer: Any, step: int) -> None:
-        optimizer.grad_scale = torch.tensor(4.0)
-        optimizer.found_inf = torch.tensor([float(step == 1 and model.group.rank == 1)])
-
-    both(double, [gradients(seed) for seed in range(3)], before=found)
-    with double.on():
-        assert [skipped for *_, skipped in trained([gradients(0), gradients(1)], before=found)] == [1, 1]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
+@each("stage", [1, 3])
 def test_a_clip_factor_is_taken_up(stage: int, double: Double) -> None:
     def clip(model: Divided, optimizer: Any, step: int) -> None:
         clip_grad_norm_(model.zero_order, 1.0)
@@ -108,60 +92,3 @@ def test_a_clip_factor_is_taken_up(stage: int, double: Double) -> None:
     for mine, expected in zip(there, here, strict=True):
         for one, other in zip(mine[0], expected[0], strict=True):
             torch.testing.assert_close(one, other)
-
-
-def test_a_rank_that_owns_nothing_launches_and_takes_part(double: Double) -> None:
-    def work(group: Any) -> tuple[float | None, list[Tensor], int]:
-        model = Divided(group, 2, sizes=(5,))
-        optimizer = AdamW(model.zero_order, max_grad_norm=1.0)
-        model.set_grads([torch.full((5,), 2.0)])
-        optimizer.step()
-        return optimizer.grad_norm, model.values(), model.published
-
-    with double.on():
-        results = on_ranks(3, work)
-    assert all(one[0] == 20.0**0.5 and same_bits(one[1], results[0][1]) and one[2] == 1 for one in results)
-
-
-def test_state_moves_between_device_and_cpu(double: Double) -> None:
-    first, second = [gradients(0), gradients(1)], [gradients(2)]
-
-    def half(group: Any, steps: list[list[Tensor]], saved: Any, values: Any) -> tuple[Any, Any]:
-        model = Divided(group, values=values)
-        optimizer = AdamW(model.zero_order)
-        if saved is not None:
-            optimizer.load_state_dict(saved[group.rank])
-        for grads in steps:
-            model.set_grads(grads)
-            optimizer.step()
-        return optimizer.state_dict(), model.values()
-
-    straight = on_ranks(2, lambda group: half(group, first + second, None, None))
-    for begins, ends in ((double.on, contextlib.nullcontext), (contextlib.nullcontext, double.on)):
-        with begins():
-            begun = on_ranks(2, lambda group: half(group, first, None, None))
-        saved = [state for state, _ in begun]
-        with ends():
-            ended = on_ranks(2, lambda group, saved=saved, begun=begun: half(group, second, saved, begun[0][1]))
-        assert all(same_bits(mine[1], expected[1]) for mine, expected in zip(ended, straight, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter divides infinity by infinity
-@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}])
-def test_the_kernels_make_the_bits_of_the_cpu(settings: dict[str, Any]) -> None:
-    """Without clipping the norm is compared with infinity, on the device too."""
-    steps = [gradients(seed) for seed in range(3)]
-    steps[1][4][999] = float("inf")
-
-    def work(place: contextlib.AbstractContextManager[None]) -> tuple[list[Tensor], float | None, int]:
-        model = Divided(group_on(), 2, dtype=BF16)
-        with place:
-            optimizer = AdamW(model.zero_order, **settings)
-            for grads in steps:
-                model.set_grads(grads)
-                optimizer.step()
-            return model.values(), optimizer.grad_norm, optimizer.skipped_steps
-
-    there, here = work(Double().on(interpreted=True)), work(contextlib.nullcontext())
-    assert same_bits(there[0], here[0])
-    assert there[2] == here[2] == 1

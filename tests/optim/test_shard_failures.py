@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from failing_cases import Refusals, learn
+from failing_cases import learn
 from offload_cases import World
 from optim_cases import FP32, MAKERS, same_bits, same_state
 from shard_double import Divided, gradients, on_ranks, whole_state
+from tables import each
 from torch import nn
 from worlds import built, full, on_threads, ranked, run_ranks
 
@@ -24,7 +25,6 @@ from zerokern.optim.disk_binding import DiskBinding
 
 Tier = Callable[..., Nvme]
 SIZES = (40_000, 300)
-STAGES = pytest.mark.parametrize("stage", [0, 1, 3])
 
 
 class Trouble:
@@ -64,8 +64,7 @@ def step(model: Divided, optimizer: Any, seed: int) -> str:
     return ""
 
 
-@STAGES
-@pytest.mark.parametrize("first", [True, False])
+@each("stage, first", [(0, False), (1, True), (3, False)])
 def test_a_disk_that_fails_on_one_rank_in_the_middle_tears_all(
     tier: Tier, stage: int, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +91,7 @@ def test_a_disk_that_fails_on_one_rank_in_the_middle_tears_all(
     on_ranks(2, work)
 
 
-@STAGES
+@each("stage", [0, 3])
 def test_a_disk_that_fails_on_all_ranks_before_anything_changed_leaves_all_as_it_was(
     tier: Tier, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +111,7 @@ def test_a_disk_that_fails_on_all_ranks_before_anything_changed_leaves_all_as_it
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@each("stage", [1, 3])
 def test_a_rank_that_has_no_room_for_its_state_stops_all_before_anything_changed(
     tier: Tier, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +131,7 @@ def test_a_rank_that_has_no_room_for_its_state_stops_all_before_anything_changed
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@each("stage", [1, 3])
 def test_ranks_with_different_settings_are_told_which_before_anything_changed(stage: int) -> None:
     def work(group: Any) -> None:
         model, optimizer = begun(group, stage, "device", weight_decay=0.5)
@@ -161,18 +160,6 @@ def test_ranks_with_different_settings_are_told_which_before_anything_changed(st
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_with_different_formats_are_told_so(stage: int) -> None:
-    def work(group: Any) -> None:
-        model, optimizer = begun(group, stage, "device", state_format=("fp32", "int8")[group.rank])
-        before = model.values()
-        said = step(model, optimizer, 0)
-        assert "on rank 1: state_format of param_groups[0] is int8, and not so on others" in said
-        assert "Nothing was changed" in said and same_bits(model.values(), before)
-
-    on_ranks(2, work)
-
-
 def test_a_setting_on_a_device_is_not_read() -> None:
     class There(torch.Tensor):
         @classmethod
@@ -186,7 +173,7 @@ def test_a_setting_on_a_device_is_not_read() -> None:
         assert accord.total([4.0], skip=False) == 4.0
 
 
-SCHEDULES = pytest.mark.parametrize("schedule", ["sync", "overlap", "delayed"])
+SCHEDULES = each("stage, schedule", [(1, "sync"), (3, "overlap"), (2, "delayed"), (3, "sync")])
 
 
 def trained(world: World, stage: int, schedule: str) -> tuple[nn.Module, Any]:
@@ -198,7 +185,6 @@ def trained(world: World, stage: int, schedule: str) -> tuple[nn.Module, Any]:
 
 
 @SCHEDULES
-@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_one_rank_refuses_stops_all_before_anything_changed(stage: int, schedule: str) -> None:
     def work(world: World) -> None:
         model, optimizer = trained(world, stage, schedule)
@@ -218,25 +204,6 @@ def test_what_one_rank_refuses_stops_all_before_anything_changed(stage: int, sch
     on_threads(2, work)
 
 
-@SCHEDULES
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_update_that_fails_on_one_rank_tears_all_by_the_next_step(
-    stage: int, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refusals = Refusals(monkeypatch)
-
-    def work(world: World) -> None:
-        model, optimizer = trained(world, stage, schedule)
-        assert not learn(model, optimizer, 0) and not learn(model, optimizer, 1)
-        optimizer.flush()
-        if world.rank == 1:
-            refusals.comes(optimizer)
-        said = [learn(model, optimizer, seed) for seed in (2, 3, 4)]
-        assert any("refused" in one for one in said[:2]) and "load a checkpoint" in said[2], said
-
-    on_threads(2, work)
-
-
 @ranked
 def fail_once(world: World, stage: int, folder: str) -> list[str]:
     """What each of four steps said on a rank; the disk of rank 1 fails once, in the second."""
@@ -252,8 +219,7 @@ def fail_once(world: World, stage: int, folder: str) -> list[str]:
     return [*said, learn(model, optimizer, 2), learn(model, optimizer, 3)]
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
-def test_real_ranks_agree_too(stage: int, tmp_path: Path) -> None:
-    for first, second, *rest in run_ranks(2, fail_once, stage, str(tmp_path)):
+def test_real_ranks_agree_too(tmp_path: Path) -> None:
+    for first, second, *rest in run_ranks(2, fail_once, 2, str(tmp_path)):
         assert not first and "the disk failed" in second and "load a checkpoint" in second
         assert all("broken off" in one for one in rest)

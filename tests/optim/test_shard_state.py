@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import BF16, EVERY_STATE, MAKERS, make_params, same_bits, same_state, set_grads
+from optim_cases import BF16, MAKERS, make_params, same_bits, same_state
 from shard_double import SIZES, Divided, gradients, on_ranks, whole_state
+from tables import each
 from torch import Tensor
 
 from zerokern.core.errors import StateError
-from zerokern.optim import SGD, AdamW, convert_state
 from zerokern.zero.sharded import Sharded
 
 STAGES = (0, 1, 3)
@@ -42,27 +42,7 @@ def full_states(name: str, steps: int, **settings: Any) -> tuple[list[Tensor], d
     return [param.detach() for param in params], optimizer.state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
-def test_state_of_one_process_is_loaded_and_goes_on_with_the_same_bits(
-    name: str, state_format: str, stage: int
-) -> None:
-    values, saved = full_states(name, 2, state_format=state_format)
-    expected = full_states(name, 4, state_format=state_format)
-
-    def work(group: Any) -> tuple[list[Tensor], dict[str, Any]]:
-        model = Divided(group, stage, values=values)
-        optimizer = MAKERS[name](model.zero_order, state_format=state_format)
-        optimizer.load_state_dict(saved)
-        assert same_state(whole_state(group, optimizer.state_dict()), saved)
-        go_on(model, optimizer, (2, 3))
-        return model.values(), whole_state(group, optimizer.state_dict())
-
-    for found, state_dict in on_ranks(2, work):
-        assert same_bits(found, expected[0]) and same_state(state_dict, expected[1])
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_what_is_saved_is_loaded_by_another_optimizer(stage: int) -> None:
     def work(group: Any) -> None:
         straight, first = begun(group, stage=stage, steps=3)
@@ -78,38 +58,6 @@ def test_what_is_saved_is_loaded_by_another_optimizer(stage: int) -> None:
         assert isinstance(loaded, Sharded) == (stage > 0)
         if stage:
             assert loaded.local.data_ptr() != kept.local.data_ptr()
-
-    on_ranks(2, work)
-
-
-def test_replicated_state_is_plain_and_in_the_parameters_shape() -> None:
-    def work(group: Any) -> None:
-        model = Divided(group, 0, sizes=(300,), shapes={0: (3, 100)})
-        optimizer = AdamW(model.zero_order)
-        model.set_grads([torch.ones(3, 100)])
-        optimizer.step()
-        moment = optimizer.state[model.zero_order[0]]["exp_avg"]
-        assert type(moment) is Tensor and moment.shape == (3, 100)
-        moment.zero_()
-        model.set_grads([torch.zeros(3, 100)])
-        optimizer.step()
-        assert not moment.any() and optimizer.state[model.zero_order[0]]["exp_avg"] is moment
-        reference = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, 100))])
-        reference.load_state_dict(optimizer.state_dict())
-
-    on_ranks(2, work)
-
-
-def test_the_same_tensors_are_shown_from_step_to_step() -> None:
-    def work(group: Any) -> None:
-        model, optimizer = begun(group)
-        before = {param: dict(optimizer.state[param]) for param in model.zero_order}
-        grads: list[Tensor | None] = list(gradients(3))
-        grads[0] = None
-        model.set_grads(grads)
-        optimizer.step()
-        for param in model.zero_order:
-            assert all(optimizer.state[param][key] is before[param][key] for key in ("exp_avg", "exp_avg_sq"))
 
     on_ranks(2, work)
 
@@ -136,35 +84,8 @@ def test_state_that_is_assigned_counts() -> None:
     on_ranks(2, work)
 
 
-def test_an_entry_beside_our_own_stays() -> None:
-    def work(group: Any) -> None:
-        model, optimizer = begun(group)
-        optimizer.state[model.zero_order[4]]["note"] = "kept"
-        optimizer.state["whole"] = {"note": 1}
-        go_on(model, optimizer, [2])
-        assert optimizer.state[model.zero_order[4]]["note"] == "kept" and optimizer.state["whole"] == {"note": 1}
-        assert optimizer.state_dict()["state"]["whole"] == {"note": 1}
-
-    on_ranks(1, work)
-
-
-def test_state_of_a_parameter_that_was_replaced_is_not_forgotten() -> None:
-    def work(group: Any) -> None:
-        model, optimizer = begun(group)
-        other = Divided(group, 2, sizes=(300,))
-        optimizer.param_groups[0]["params"][0] = other.zero_order[0]
-        model.set_grads(gradients(2))
-        other.set_grads([torch.ones(300)])
-        with pytest.raises(StateError, match="in no param_group"):
-            optimizer.step()
-        del optimizer.state[model.zero_order[0]]
-        optimizer.step()
-
-    on_ranks(2, work)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
+@each(
+    "key, value, message",
     [
         ("exp_avg", torch.zeros(999), r"layer\.4: state 'exp_avg' has shape \(999,\), and \(1000,\) is needed"),
         ("exp_avg", torch.zeros(1000, dtype=BF16), r"torch\.bfloat16.*convert_state"),
@@ -201,40 +122,6 @@ def test_state_of_another_rank_is_refused() -> None:
     on_ranks(2, work)
 
 
-def test_loaded_state_counts_instead_of_the_initial_values() -> None:
-    params = make_params(SIZES, BF16)
-    source = AdamW(params)
-    set_grads(params)
-    source.step()
-    saved = source.state_dict()
-
-    def work(group: Any) -> None:
-        model = Divided(group, 2, dtype=BF16)
-        optimizer = AdamW(model.zero_order)
-        optimizer.load_state_dict(saved)
-        assert all(home.take_initial() is None for home in model.homes)
-        assert same_state(whole_state(group, optimizer.state_dict()), saved)
-
-    on_ranks(2, work)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_state_is_converted_where_it_lies(stage: int) -> None:
-    expected = convert_state(full_states("adamw", 2)[1], state_format="int8")
-
-    def work(group: Any) -> None:
-        model, optimizer = begun(group, stage=stage)
-        small = MAKERS["adamw"](model.zero_order, state_format="int8")
-        small.load_state_dict(convert_state(optimizer.state_dict(), state_format="int8"))
-        found = whole_state(group, small.state_dict())
-        for number, entry in expected["state"].items():
-            assert same_bits([found["state"][number][key] for key in entry], list(entry.values()))
-        back = convert_state(small.state_dict(), state_format="fp32")
-        optimizer.load_state_dict(back)
-
-    on_ranks(2, work)
-
-
 def test_copies_of_the_optimizer_are_refused_where_state_is_divided() -> None:
     def work(group: Any) -> None:
         model, optimizer = begun(group, stage=1, name="adamw")
@@ -243,27 +130,6 @@ def test_copies_of_the_optimizer_are_refused_where_state_is_divided() -> None:
         assert model.homes
 
     on_ranks(2, work)
-
-
-def test_a_moment_that_starts_from_the_gradient_does_so_once() -> None:
-    def work(group: Any) -> list[Tensor]:
-        model = Divided(group, 2)
-        optimizer = SGD(model.zero_order, lr=0.1, momentum=0.9, dampening=0.5)
-        go_on(model, optimizer, (0, 1))
-        saved = optimizer.state_dict()
-        assert all(isinstance(entry["momentum_buffer"], Sharded) for entry in saved["state"].values())
-        optimizer.load_state_dict(saved)
-        go_on(model, optimizer, [2])
-        return model.values()
-
-    params = make_params(SIZES)
-    reference = SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
-    for seed in range(3):
-        for param, grad in zip(params, gradients(seed), strict=True):
-            param.grad = grad
-        reference.step()
-    for values in on_ranks(3, work):
-        assert same_bits(values, [param.detach() for param in params])
 
 
 def test_random_rounding_is_that_of_the_whole_parameter() -> None:
@@ -283,27 +149,3 @@ def test_random_rounding_is_that_of_the_whole_parameter() -> None:
 
     for values in on_ranks(3, work):
         assert same_bits(values, [param.detach() for param in params])
-
-
-@pytest.mark.parametrize("tier", ["device", "cpu"])
-@pytest.mark.parametrize("key", ["exp_avg", "step"])
-def test_state_of_replicated_parameters_follows_exchanged_memory(key: str, tier: str) -> None:
-    """What is shown of a moment is a view of it, which `.data =` leads away from it."""
-
-    def work(group: Any, by_data: bool) -> list[Tensor]:
-        model = Divided(group, 0)
-        optimizer = AdamW(model.zero_order, tier=tier)
-        for seed in range(3):
-            model.set_grads(gradients(seed))
-            if seed == 1:
-                entry = optimizer.state[model.zero_order[4]]
-                value = torch.full_like(entry[key], 7.0)
-                if by_data:
-                    entry[key].data = value
-                else:
-                    entry[key] = value
-            optimizer.step()
-        return [one.clone() for one in (*model.values(), *optimizer.state_dict()["state"][4].values())]
-
-    for by_data, assigned in on_ranks(2, lambda group: (work(group, True), work(group, False))):
-        assert same_bits(by_data, assigned)

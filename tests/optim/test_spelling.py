@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import each
 
 import zerokern as zk
 
@@ -16,7 +17,7 @@ def params() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(4))]
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong, meant",
     [
         ("state", "state_format"),

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from optim_cases import (
     BF16,
-    EVERY_STATE,
-    FP32,
+    FORMATS,
     MAKERS,
-    MASTERS,
     contents,
     copies,
     make_params,
     same_bits,
+    same_state,
     set_grads,
+    through_disk,
     train,
 )
+from tables import each
 
 from zerokern import Delayed, StateError
 from zerokern.optim import SGD, Adagrad, Adam, AdamW, convert_state
@@ -34,15 +34,8 @@ PEERS = {
 }
 
 
-def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("from_torch", [True, False])
-@pytest.mark.parametrize("peer", PEERS)
+@each("from_torch", [True, False])
+@each("peer", PEERS)
 def test_torch_checkpoints_load_in_both_directions(peer: str, from_torch: bool) -> None:
     cls, theirs, settings = PEERS[peer]
     first, second = (theirs, cls) if from_torch else (cls, theirs)
@@ -66,8 +59,7 @@ def test_torch_checkpoints_load_in_both_directions(peer: str, from_torch: bool) 
             torch.testing.assert_close(after.state[param][key], value, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize(("dtype", "master_format"), MASTERS)
-@pytest.mark.parametrize(("name", "state_format"), EVERY_STATE)
+@each("name, state_format, dtype, master_format", FORMATS)
 def test_resuming_gives_the_same_bits(
     name: str, state_format: str, dtype: torch.dtype, master_format: str | None
 ) -> None:
@@ -92,25 +84,6 @@ def test_keys_are_torchs() -> None:
     assert saved["state"][0]["step"].shape == torch.Size([])
     assert set(theirs.state_dict()["param_groups"][0]) <= set(saved["param_groups"][0])
     assert type(saved["state"][0]) is dict
-
-
-@pytest.mark.parametrize(
-    ("state_format", "keys"),
-    [
-        ("bf16", ["step", "exp_avg", "exp_avg_sq"]),
-        ("int8", ["step", "exp_avg.codes", "exp_avg_scale", "exp_avg_sq.codes", "exp_avg_sq_scale"]),
-    ],
-)
-def test_keys_of_lossy_state(state_format: str, keys: list[str]) -> None:
-    params = make_params(dtype=BF16)
-    optimizer = AdamW(params, state_format=state_format)
-    train(optimizer, params, 1)
-    entry = optimizer.state_dict()["state"][4]
-    assert list(entry) == [*keys, "remainder"]
-    assert entry["remainder"].dtype is torch.int16
-    if state_format == "int8":
-        assert (entry["exp_avg.codes"].dtype, entry["exp_avg_sq.codes"].dtype) == (torch.int8, torch.uint8)
-        assert entry["exp_avg_scale"].shape == (8,)
 
 
 def test_codes_are_no_averages_to_torch() -> None:
@@ -138,17 +111,9 @@ def test_codes_under_their_earlier_names_are_loaded_and_converted() -> None:
         },
     }
     again.load_state_dict(earlier)
-    assert same_contents(again.state_dict(), saved)
+    assert same_state(again.state_dict(), saved)
     exact = [convert_state(one, state_format="fp32") for one in (saved, earlier)]
-    assert same_contents(*exact) and list(exact[0]["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
-
-
-def same_contents(left: dict, right: dict) -> bool:
-    return left["state"].keys() == right["state"].keys() and all(
-        left["state"][number].keys() == entry.keys()
-        and all(torch.equal(left["state"][number][key], value) for key, value in entry.items())
-        for number, entry in right["state"].items()
-    )
+    assert same_state(*exact) and list(exact[0]["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
 
 
 def test_names_are_saved_and_loading_keeps_ours_where_there_are_none() -> None:
@@ -162,16 +127,6 @@ def test_names_are_saved_and_loading_keeps_ours_where_there_are_none() -> None:
     assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
 
 
-def test_loading_copies() -> None:
-    params = make_params()
-    first, second = AdamW(params), AdamW(copies(params))
-    train(first, params, 1)
-    second.load_state_dict(first.state_dict())
-    before = contents(first, params)
-    train(second, second.param_groups[0]["params"], 1)
-    assert same_bits(contents(first, params), before)
-
-
 def test_loading_keeps_groups_in_place_and_formats_that_torch_does_not_know() -> None:
     params = make_params(dtype=BF16)
     optimizer = AdamW([{"params": params, "state_format": "bf16", "master_format": "none"}], max_grad_norm=1.0)
@@ -181,18 +136,8 @@ def test_loading_keeps_groups_in_place_and_formats_that_torch_does_not_know() ->
     assert (group["lr"], group["state_format"], group["master_format"]) == (0.25, "bf16", "none")
 
 
-def test_torchs_bf16_state_goes_into_bf16_format_without_a_master() -> None:
-    params = make_params(dtype=BF16)
-    theirs = torch.optim.AdamW(params)
-    train(theirs, params, 1)
-    optimizer = AdamW(copies(params), state_format="bf16", master_format="none")
-    optimizer.load_state_dict(theirs.state_dict())
-    (first, *_) = optimizer.param_groups[0]["params"]
-    assert same_bits([optimizer.state[first]["exp_avg"]], [theirs.state[params[0]]["exp_avg"]])
-
-
-@pytest.mark.parametrize("to", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("kept", ["fp32", "bf16", "int8"])
+@each("to", ["fp32", "bf16", "int8"])
+@each("kept", ["fp32", "bf16", "int8"])
 def test_another_format_is_refused_by_name_and_converts_by_name(kept: str, to: str) -> None:
     params = make_params()
     first, second = AdamW(params, state_format=kept), AdamW(copies(params), state_format=to)
@@ -210,14 +155,6 @@ def test_another_format_is_refused_by_name_and_converts_by_name(kept: str, to: s
         largest = exact[4][key].abs().max()
         assert (back[4][key] - exact[4][key]).abs().max() <= error * largest
     train(second, second.param_groups[0]["params"], 1)
-
-
-def test_torchs_fp32_state_does_not_become_int8_silently() -> None:
-    params = make_params()
-    theirs = torch.optim.AdamW(params)
-    train(theirs, params, 1)
-    with pytest.raises(StateError, match=r"fp32.*'int8'.*convert_state"):
-        AdamW(copies(params), state_format="int8").load_state_dict(theirs.state_dict())
 
 
 def broken(saved: dict[str, Any], what: str) -> dict[str, Any]:
@@ -246,8 +183,8 @@ def broken(saved: dict[str, Any], what: str) -> dict[str, Any]:
     return saved
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
+@each(
+    "what, message",
     [
         ("shape", r"\[4\].*exp_avg.*\(3,\).*\(1000,\)"),
         ("missing", r"\[4\].*exp_avg_sq.*not there"),
@@ -274,18 +211,6 @@ def test_a_refused_state_dict_changes_nothing(what: str, message: str) -> None:
     assert optimizer.param_groups[0]["lr"] == 1e-2
     train(optimizer, params, 1, start=1)
     assert optimizer.state[params[0]]["step"] == 2
-
-
-def test_a_buffer_that_momentum_0_does_not_use_is_carried_along() -> None:
-    params = make_params()
-    optimizer = SGD(params, lr=0.1, momentum=0.9)
-    train(optimizer, params, 1)
-    optimizer.param_groups[0]["momentum"] = 0.0
-    train(optimizer, params, 1)
-    again = SGD(copies(params), lr=0.1)
-    again.load_state_dict(optimizer.state_dict())
-    kept = [again.state[param]["momentum_buffer"] for param in again.param_groups[0]["params"]]
-    assert same_bits(kept, [optimizer.state[param]["momentum_buffer"] for param in params])
 
 
 def test_a_live_optimizer_is_given_its_state_and_groups_alone() -> None:
@@ -342,14 +267,3 @@ def test_state_dict_hooks_run_as_torchs() -> None:
     optimizer.load_state_dict(saved)
     assert seen == ["pre", "load", "loaded"]
     assert saved["extra"] == 1
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_each_state_tensor_has_a_storage_of_its_own(dtype: torch.dtype) -> None:
-    """Saving one tensor saves its storage: it must not drag the others along."""
-    params = make_params(dtype=dtype)
-    optimizer = AdamW(params, state_format="int8")
-    train(optimizer, params, 1)
-    for entry in optimizer.state.values():
-        for value in entry.values():
-            assert value.untyped_storage().nbytes() == value.nbytes

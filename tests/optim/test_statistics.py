@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import each, pairwise
 from torch import nn
 
 import zerokern as zk
@@ -31,10 +32,11 @@ def trained(stage: int | None, steps: int = 3, **options: Any) -> tuple[nn.Modul
     return model, opt
 
 
-@pytest.mark.parametrize("stage", [None, 1, 3])
-@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=1)], ids=str)
-@pytest.mark.parametrize("where", ["device", "cpu", "disk"])
 @pytest.mark.filterwarnings("ignore:schedule=.overlap. hides nothing here")
+@pairwise
+@each("stage", [None, 1, 3])
+@each("schedule", ["sync", "overlap", zk.Delayed(after=1)])
+@each("where", ["device", "cpu", "disk"])
 def test_bytes_are_where_they_are_said_to_be(where: str, schedule: Any, stage: int | None, tmp_path: Path) -> None:
     tier = zk.Nvme(tmp_path / "state", ring_nbytes="1M") if where == "disk" else where
     _, opt = trained(stage, tier=tier, schedule=schedule)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from optim_cases import make_params, set_grads
+from tables import each
 
 from zerokern.optim import SGD, Adagrad, Lion
 
@@ -21,19 +21,17 @@ def follow(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, params: l
             torch.testing.assert_close(ours.state[param][key], value, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("maximize", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize(
-    "kind", [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}]
-)
+@each("maximize", [True, False])
+@each("weight_decay", [0.0, 0.1])
+@each("kind", [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}])
 def test_sgd(kind: dict, weight_decay: float, maximize: bool) -> None:
     params, twins = make_params(), make_params()
     settings = {"lr": 0.05, "weight_decay": weight_decay, "maximize": maximize, **kind}
     follow(SGD(params, **settings), torch.optim.SGD(twins, **settings), params, twins)
 
 
-@pytest.mark.parametrize("maximize", [True, False])
-@pytest.mark.parametrize("initial", [0.0, 0.5])
+@each("maximize", [True, False])
+@each("initial", [0.0, 0.5])
 def test_adagrad(initial: float, maximize: bool) -> None:
     params, twins = make_params(), make_params()
     settings = {
