@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 import importlib.machinery
 import importlib.util
 import sys
@@ -203,9 +202,3 @@ class TestVerdict:
         lines = report.outcome_lines(found, rehearsal=False)
         assert any("10 ns" in line and "2.00x" in line for line in lines)
         assert "10 ns" not in "\n".join(report.outcome_lines(found, rehearsal=True))
-
-
-@each("module", [asked, pytest_section, sections, settings, turns])
-def test_examples_run(module: types.ModuleType) -> None:
-    assert doctest.testmod(module).failed == 0
-    assert doctest.testmod(module).attempted > 0

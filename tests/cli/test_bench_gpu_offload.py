@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 import subprocess
@@ -235,12 +234,6 @@ class TestWatch:
         assert seen.close() == 300 << 20
         monkeypatch.setattr(watch, "SMI", (str(tmp_path / "nothing"),))
         assert watch.DeviceWatch().close() is None
-
-
-@each("module", [syncs, case, offloadmax, zero])
-def test_examples(module: object) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted > 0 and found.failed == 0
 
 
 # The section `zero`.
