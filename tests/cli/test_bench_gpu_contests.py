@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.machinery
 import importlib.util
 import sys
@@ -16,10 +15,10 @@ from tables import each
 
 MODULES = (
     "gpu.asked", "gpu.clock", "gpu.lists", "gpu.ours", "gpu.problem", "gpu.report", "gpu.sections", "gpu.settings",
-    "gpu.turns", "gpu.peers.eight_bit", "gpu.sections.tests", "gpu.sections.update",
+    "gpu.turns", "gpu.peers.eight_bit", "gpu.sections.update",
 )  # fmt: skip
 (
-    asked, clock, lists, ours, problem, report, sections, settings, turns, eight_bit, pytest_section, update
+    asked, clock, lists, ours, problem, report, sections, settings, turns, eight_bit, update
 ) = (import_module(f"zerokern.bench.{name}") for name in MODULES)  # fmt: skip
 adam, contest, step, timers = (
     import_module(f"zerokern.bench.{name}") for name in ("ops.adam", "contest", "step", "timers")
@@ -84,12 +83,6 @@ class TestTurns:
         }
         assert "WRONG, and so not timed: element 3" in said
 
-    def test_late_means_fewer_rounds_and_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(settings, "TOY", dataclasses.replace(settings.TOY, rounds=50))
-        found, said = measured({"a": 1.0}, {"a": lambda: [provider("a")]}, {}, budget=0.0)
-        assert f"late: {turns.LEAST_ROUNDS} rounds instead of 50" in said
-        assert found.rows[0].ns.median == 1.0
-
 
 class TestProblem:
     @each("at", [0, 127, 128, 4999])
@@ -129,10 +122,6 @@ class TestProblem:
         with pytest.raises(contest.WrongResult, match="off: the norm is 3"):
             made.check()
 
-    def test_every_format_has_the_bytes_of_the_design(self) -> None:
-        exact, int8 = ours.Layout(torch.bfloat16, "split16", "fp32"), ours.Layout(torch.bfloat16, "split8", "int8")
-        assert (exact.nbytes("adam"), int8.nbytes("adam")) == (26.0, 12.125)
-
     def test_every_update_format_is_measured(self) -> None:
         """Gradients, masters and states of the design, in every combination, with Adam."""
         found = [layout for algorithm, group in update.groups() for layout in group if algorithm.name == "adam"]
@@ -148,12 +137,6 @@ class TestProblem:
 
 
 class TestEightBitPeers:
-    def test_a_peer_that_is_not_installed_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        for peer in eight_bit.KINDS:
-            with pytest.raises(contest.Missing, match=f"{peer} is not installed"):
-                eight_bit.direct(peer, None)()
-
     def test_one_that_is_installed_takes_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The wiring and its check, with torch's AdamW in the peer's place."""
 
@@ -187,10 +170,6 @@ class TestVerdict:
     def test_bounds_are_inclusive(self, key: str, value: float, met: str) -> None:
         lines = asked.verdicts({key: {"value": value, "of": ""}}, {}, [key.partition(".")[0]], False)
         assert [line["met"] for line in lines if line["key"] == key] == [met]
-
-    def test_what_has_no_figure_has_a_reason(self) -> None:
-        (line,) = asked.verdicts({}, {"step1b": "stopped after 30 s"}, ["step1b"], False)
-        assert (line["measured"], line["met"]) == ("not measured", "- stopped after 30 s")
 
     def test_a_measurement_shows_its_times(self) -> None:
         """What a rehearsal leaves out is there in a run."""

@@ -54,11 +54,6 @@ def test_with_a_delay_compute_is_all_there_is() -> None:
     assert compute <= said.step_s <= 1.02 * compute and said.hidden > 0.9
 
 
-def test_there_are_cases_enough() -> None:
-    for cases, most in ((hidden.CASES, 7), (resting.CASES, 10)):
-        assert len(cases) >= most and len({(one.name, one.schedule) for one in cases}) == len(cases)
-
-
 def test_it_is_written_down_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
     told = tmp_path / "told.json"
 
@@ -109,16 +104,6 @@ def rates(*cases: resting.Case) -> resting.Rates:
     return resting.Rates(update_numel_s=1e9, update_int8_numel_s=2e9, compute_s=played, **DISK)
 
 
-def case(name: str, schedule: str) -> resting.Case:
-    return next(one for one in resting.CASES if (one.name, one.schedule) == (name, schedule))
-
-
-def test_where_compute_is_long_it_is_all_there_is() -> None:
-    one = resting.Case("long", "delayed", resting.EVEN, 20_000, 40_000)
-    said = resting.foretell(one, rates(one))
-    assert 60.0 <= said.step_s <= 60.1 and said.hidden > 0.99
-
-
 def test_where_compute_is_short_the_disk_decides() -> None:
     """14 bytes are read and 12 written per parameter: both ways as long as the shorter lasts, then one alone."""
     one = resting.Case("short", "delayed", resting.EVEN, 1, 2)
@@ -127,17 +112,6 @@ def test_where_compute_is_short_the_disk_decides() -> None:
     said = resting.foretell(one, rates(one))
     bound = 12 * numel / DISK["both_gb_s"]
     assert said.bound_s <= said.step_s and bound <= said.step_s <= bound + (2 * numel - last) / DISK["read_gb_s"] + 0.2
-
-
-def test_micro_batches_one_after_the_other_read_parameters_each_time() -> None:
-    orders = [case(f"all on disk, 4 micro-batches, {order}", "overlap") for order in ("vertical", "horizontal")]
-    vertical, horizontal = (resting.foretell(one, rates(one)) for one in orders)
-    assert vertical.step_s < horizontal.step_s
-
-
-def test_int8_is_updated_at_its_own_rate() -> None:
-    one = resting.Case("int8", "sync", resting.EVEN, 1, 2, params="cpu", state="cpu", form="int8")
-    assert resting.foretell(one, rates(one)).step_s == pytest.approx(3e-3 + sum(one.units) / 2e9, abs=1e-6)
 
 
 @pytest.mark.slow

