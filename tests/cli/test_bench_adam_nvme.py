@@ -88,10 +88,6 @@ def training():
     return save.Training(shapes.shape("flat", 5000))
 
 
-def test_the_state_is_twelve_bytes_per_parameter(training) -> None:
-    assert training.nbytes == save.NBYTES_PER_PARAMETER * 5000 + 4, "and the step"
-
-
 def test_what_loads_other_values_gets_no_time(training) -> None:
     tensors = training.tensors()
     with pytest.raises(wrong.WrongResult, match=r"somebody: model.0 and \d others"), training.compared("somebody"):

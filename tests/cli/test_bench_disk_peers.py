@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from importlib import import_module
 
@@ -10,16 +9,10 @@ import pytest
 from disk_cases import MIB, READ, WRITE, task
 from tables import each
 
-contest, deepspeed, fio, pattern, peers, torch_file, workfile = (
-    import_module(f"zerokern.bench.{name}")
-    for name in (
-        "disk.contest", "peers.deepspeed_aio", "peers.fio", "disk.pattern", "peers", "peers.torch_file", "disk.workfile"
-    )
-)  # fmt: skip
-Missing, WrongResult = (
-    import_module("zerokern.bench.contest").Missing,
-    import_module("zerokern.bench.contest").WrongResult,
+fio, peers, torch_file = (
+    import_module(f"zerokern.bench.{name}") for name in ("peers.fio", "peers", "peers.torch_file")
 )
+Missing, WrongResult = (getattr(import_module("zerokern.bench.contest"), name) for name in ("Missing", "WrongResult"))
 
 
 class TestFio:
@@ -69,27 +62,8 @@ class TestFio:
         (mover,) = fio.io(task(file, tune=True))
         assert mover.settings["engine"] == "libaio"
 
-    def test_registered_buffers_take_part_for_their_cpu(self, file, monkeypatch: pytest.MonkeyPatch) -> None:
-        def execute(arguments: list[str]) -> dict[str, object]:
-            job = self.TOLD["jobs"][1]
-            runtime = 100 if "--ioengine=libaio" in arguments else 400
-            return {"jobs": [{**job, "read": {**job["read"], "runtime": runtime}}]}
-
-        monkeypatch.setattr(shutil, "which", lambda name: "fio")
-        monkeypatch.setattr(fio, "execute", execute)
-        movers = fio.io(task(file, tune=True))
-        assert [(mover.name, mover.settings["engine"]) for mover in movers] == [
-            ("fio", "libaio"),
-            ("fio-registered", "io_uring, registered"),
-        ]
-
 
 class TestOtherPeers:
-    def test_deepspeed_is_named_where_it_is_missing(self, file, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(Missing, match=r"needs O_DIRECT|not installed"):
-            peers.candidates("deepspeed", "io", task(file))()
-
     @each("wanted", [READ, WRITE])
     def test_torch_is_labelled_buffered(self, file, wanted) -> None:
         (mover,) = torch_file.io(task(file, wanted))

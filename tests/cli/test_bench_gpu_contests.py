@@ -111,30 +111,6 @@ class TestProblem:
         with pytest.raises(contest.WrongResult, match="lazy: element 0 is nan"):
             lazy.check()
 
-    def test_a_wrong_norm_is_found(self) -> None:
-        one = lists.Lists(settings.uneven(4, 100), torch.float32, torch.float32, torch.device("cpu"))
-
-        def run() -> None:
-            torch.cat(one.tensors, out=one.bucket)
-            one.norm = lambda: 3.0
-
-        made = one.provider("off", run, lists.Lists.check_bucket, lists.Lists.before_flatten)
-        with pytest.raises(contest.WrongResult, match="off: the norm is 3"):
-            made.check()
-
-    def test_every_update_format_is_measured(self) -> None:
-        """Gradients, masters and states of the design, in every combination, with Adam."""
-        found = [layout for algorithm, group in update.groups() for layout in group if algorithm.name == "adam"]
-        wanted = {
-            (grad, master, state)
-            for grad in (torch.float32, torch.bfloat16, torch.float16)
-            for master in ("fp32", "split16", "split8", "none")
-            for state in ("fp32", "bf16", "int8")
-        }
-        assert {(layout.grad, layout.master, layout.state) for layout in found} == wanted
-        assert {layout.out for layout in found} == {None, torch.bfloat16, torch.float16}
-        assert len({layout.name for layout in found}) == len(found)
-
 
 class TestEightBitPeers:
     def test_one_that_is_installed_takes_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,14 +146,3 @@ class TestVerdict:
     def test_bounds_are_inclusive(self, key: str, value: float, met: str) -> None:
         lines = asked.verdicts({key: {"value": value, "of": ""}}, {}, [key.partition(".")[0]], False)
         assert [line["met"] for line in lines if line["key"] == key] == [met]
-
-    def test_a_measurement_shows_its_times(self) -> None:
-        """What a rehearsal leaves out is there in a run."""
-        found, _ = measured(
-            {"a": 10.0, "torch": 20.0}, {"a": lambda: [provider("a")]}, {"t": lambda: [provider("torch")]}
-        )
-        made = report.outcome_json(found, rehearsal=False)
-        assert made["rows"][0]["ns"] == 10.0 and made["rows"][0]["ratio"] == {"t": 2.0}
-        lines = report.outcome_lines(found, rehearsal=False)
-        assert any("10 ns" in line and "2.00x" in line for line in lines)
-        assert "10 ns" not in "\n".join(report.outcome_lines(found, rehearsal=True))

@@ -132,16 +132,6 @@ class TestJudge:
         }
         assert desk.refused == {"offload.fsdp2": "not today"}
 
-    def test_parameters_on_the_host_are_compared_with_those_on_the_device(self) -> None:
-        def of(losses: list[float], seconds: float) -> object:
-            return watch.Found([{"tokens": 64, "losses": losses, "seconds": seconds}], numel=10)
-
-        desk = Desk()
-        infinity.judge(desk, {infinity.DEVICE: of([2.0, 1.0], 1.0), infinity.HOST: of([2.0, 1.01], 1.25)})
-        assert desk.figures == {"infinity.loss": (1.0, "4 steps"), "infinity.share": (0.8, "10 parameters")}
-        infinity.judge(desk, {infinity.DEVICE: of([2.0], 1.0), infinity.HOST: watch.Found(failed="ended with 1")})
-        assert desk.refused == {"infinity.share": "ended with 1", "infinity.loss": "ended with 1"}
-
 
 class TestWatch:
     @pytest.mark.slow
@@ -160,18 +150,6 @@ class TestWatch:
         assert found.failed.startswith("stopped after 0 s")
         assert found.told == []
 
-    def test_the_device_is_read_from_its_own_program(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        program = tmp_path / "smi"
-        program.write_text("#!/bin/sh\necho 100\necho 300\necho '[N/A]'\necho 200\nexec sleep 60\n")
-        program.chmod(0o700)
-        monkeypatch.setattr(watch, "SMI", (str(program),))
-        seen = watch.DeviceWatch()
-        while seen.peak != 300 << 20:
-            pass
-        assert seen.close() == 300 << 20
-        monkeypatch.setattr(watch, "SMI", (str(tmp_path / "nothing"),))
-        assert watch.DeviceWatch().close() is None
-
 
 # The section `zero`.
 
@@ -179,10 +157,6 @@ class TestWatch:
 @pytest.fixture(scope="module")
 def trained() -> object:
     return training.Training(settings.Settings(rehearse=True))
-
-
-def test_the_fp32_truth_falls(trained) -> None:
-    assert trained.truth[-1] < trained.truth[0] * (1 - 2 * training.TOLERANCE)
 
 
 @each("stage", zero.STAGES)

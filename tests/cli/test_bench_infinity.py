@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from importlib import import_module
 from pathlib import Path
@@ -79,15 +78,6 @@ class TestJob:
 
 
 class TestOurs:
-    def test_with_one_micro_batch_there_is_no_order_and_without_a_folder_no_disk(self) -> None:
-        def names(micro: int, folder: str) -> list[str]:
-            return ours.names_of(trainer.Seat(jobs.InfinityJob("tiny", "bf16", 1, 8, micro=micro, folder=folder), 0))
-
-        assert names(4, "swap") == list(ours.NAMES)
-        assert names(1, "swap") == [ours.RESIDENT, ours.CPU, ours.NVME]
-        assert names(4, "")[:2] == [ours.RESIDENT, ours.RESIDENT + ours.VERTICAL]
-        assert names(1, "") == [ours.RESIDENT, ours.CPU]
-
     def test_zk_shard_is_told_where_and_in_which_order(self, seat: Any, rested: list[dict[str, Any]]) -> None:
         for name in ours.NAMES:
             ours.how(seat, name)
@@ -166,14 +156,6 @@ class TestMeasure:
         assert order["asked"] == pytest.approx((10 + 8 * 4 + 12) / (14 + 12), abs=0.1), "no more than bytes allow"
         assert found["zk nvme, vertical against disk alone"]["met"] is True
         assert "zk nvme against disk alone" not in found
-
-    def test_bytes_at_the_disk_are_those_of_the_plan(self) -> None:
-        outcome = self.rows(1, {ours.NVME: [1.0]})
-        numel = outcome.job.numel
-        weights = {ours.NVME: measure.Weight(1, 1, round(13.8 * numel), round(13 * numel))}
-        read, written = asked.verdicts([dataclasses.replace(outcome, weights=weights)])
-        assert (read["met"], written["met"]) == (True, False)
-        assert written["measured"] == pytest.approx(13 / 12, abs=1e-3)
 
 
 class TestCommand:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -95,14 +94,6 @@ class TestRounds:
         mover = contest.Mover("ours", "", lambda: None, lambda: None)
         found = contest.row(mover, passes(1.0, 1.0, 3.0), passes(1.0, 1.0, 3.0), {"peer": passes(2.0, 2.0, 6.0)})
         assert found.ratio["peer"] == timers.Estimate(2.0, 2.0, 2.0)
-
-    def test_cpu_and_bytes_at_the_disk(self) -> None:
-        mover = contest.Mover("ours", "", lambda: None, lambda: None)
-        own, theirs = passes(1.0, 1.0, cpu_s=0.02, disk=1.0005), passes(1.0, 1.0, cpu_s=0.05)
-        found = contest.row(mover, own, own, {"peer": theirs})
-        assert found.cpu_s_per_gib.median == 0.02
-        assert found.cpu_ratio["peer"].median == pytest.approx(2.5)
-        assert found.disk_share == pytest.approx(1.0005)
 
 
 class TestSearch:
@@ -227,13 +218,6 @@ class TestCommand:
         assert "no speed is told of a wrong result" in shown.err
         assert "GB/s" not in shown.out.partition("sequential read")[2]
         assert list(tmp_path.iterdir()) == []
-
-    def test_a_full_disk_is_told_with_what_is_needed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": MIB}))
-        assert main(["bench", "io", "--smoke", "--path", str(tmp_path)]) == 1
-        assert "has 1 MiB free and this needs 256 MiB" in capsys.readouterr().err
 
 
 def test_lines_show_time_and_cpu_against_each_peer() -> None:

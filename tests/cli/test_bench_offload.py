@@ -48,16 +48,6 @@ class TestDelayedTruth:
         assert late[:2] == pytest.approx(start[:2])
         assert exact[1] != pytest.approx(start[1]) and late[2] != pytest.approx(start[2])
 
-    def test_each_update_is_made_of_the_gradient_of_one_call_before(self, lone_seat) -> None:
-        """By hand: the third loss is that after one update, made of the first gradient."""
-        seen = self.losses(lone_seat, lambda: contenders.delayed_truth(lone_seat), 3)
-        model, data = lone_seat.job.build_model(), zero.Data(lone_seat.job)
-        optimizer = trainer.fused_adamw(list(model.parameters()))
-        model(*data.of_all(0)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), zero.MAX_NORM)
-        optimizer.step()
-        assert seen[2] == pytest.approx(model(*data.of_all(2)).item())
-
 
 @pytest.mark.usefixtures("no_waiting")
 class TestContest:
@@ -80,11 +70,6 @@ class TestContest:
         assert set(losses) == {*ours.NAMES, ours.RESIDENT, "fsdp2", plain.NAME}
         assert losses[ours.SYNC] == losses[ours.OVERLAP] == losses[ours.RESIDENT] != losses[ours.DELAYED]
         assert found["missing"] == {}
-
-    def test_trained_apart_spares_delayed(self) -> None:
-        losses = {ours.SYNC: 2.0, ours.DELAYED: 2.5, "deepspeed": 2.0, plain.NAME: 9.0}
-        assert rank.trained_apart(losses) == ""
-        assert "zk overlap has the loss 2.5" in rank.trained_apart({**losses, ours.OVERLAP: 2.5})
 
 
 class TestMemory:

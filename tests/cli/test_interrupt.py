@@ -52,17 +52,6 @@ def test_without_a_whole_round_it_is_an_interrupt(call: int) -> None:
         timers.interleave([ends_in(call)], 60, at_least_s=0.0)
 
 
-def test_rounds_of_disks_too() -> None:
-    mover = disk_contest.Mover("one", "", iter([1, 2, 3]).__next__, lambda: None)
-
-    def after_round(done: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
-    found = disk_contest.rounds([mover], 9, after_round)
-    assert found == {"one": [1, 2]} and found.interrupted == "after 2 of 9 rounds"
-
-
 @each("rounds", [1, 3])
 def test_behind_the_last_round_it_is_an_interrupt_too(rounds: int) -> None:
     def after_round(done: int) -> None:
