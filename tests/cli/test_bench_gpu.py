@@ -201,7 +201,7 @@ class TestSections:
                 raise Missed("one of them was stopped before it had begun")
             return found
 
-        found = in_time(stopped, 1.0)
+        found = in_time(stopped, 0.5)
         assert [fact["name"] for fact in found["facts"]] == ["before", "after"]
         assert "stopped" in found["took"]["hangs"] and "stopped" not in found["took"]["runs"]
         assert found["could_not"][0]["key"] == "hangs"
@@ -221,7 +221,7 @@ class TestSections:
                 raise Missed("it was stopped before it had begun")
             return code, lines
 
-        assert in_time(run, 1.0) == (None, ["begun"])
+        assert in_time(run, 0.3) == (None, ["begun"])
 
     def test_compiling_ahead_ends_in_time(self) -> None:
         def compiled(seconds: float) -> str:
@@ -231,6 +231,6 @@ class TestSections:
                 raise Missed(done)
             return done
 
-        done = in_time(compiled, 2.0)
+        done = in_time(compiled, 1.0)
         assert "1 of 3 jobs" in done
         assert "1 failed" in done and "1 processes stopped, late" in done

@@ -155,16 +155,6 @@ def test_split16_is_exact(every: bool) -> None:
 
 
 @every_set
-def test_split16_survives_an_update_that_changes_nothing(native_impl: str) -> None:
-    for bits in pattern_chunks(every=False):
-        hi, remainder = ops.split(bits.view(torch.float32), "split16", impl=native_impl)
-        before = hi.clone(), remainder.clone()
-        ops.sgd(hi, torch.zeros_like(hi), None, lr=0.0, remainder=remainder, impl=native_impl)
-        assert torch.equal(hi.view(torch.int16), before[0].view(torch.int16))
-        assert torch.equal(remainder, before[1])
-
-
-@every_set
 def test_split8_rounds_to_24_bits_and_is_then_exact(native_impl: str) -> None:
     for bits in pattern_chunks(every=False):
         x = bits.view(torch.float32)

@@ -198,16 +198,6 @@ def test_a_flattener_follows_other_tensors_and_other_buckets(impl: str) -> None:
         assert tensors[1].tolist() == [[-2.0 * seed] * 4] * 3
 
 
-@every_impl
-def test_fresh_values_of_the_same_tensors_are_seen(impl: str) -> None:
-    tensor, bucket = torch.ones(9), torch.zeros(9)
-    flattener = flat.Flattener([tensor], torch.float32, impl=impl)
-    flattener.flatten([tensor], bucket)
-    tensor.fill_(5.0)
-    flattener.flatten([tensor], bucket)
-    assert (bucket == 5.0).all()
-
-
 def test_stats_of_the_cpu_are_its_sum_of_squares() -> None:
     tensors, bucket, stats = (
         tensors_of(SIZES, torch.float32),
