@@ -12,40 +12,29 @@ from typing import Any
 from zerokern.core.env import usable_cpus
 
 COMPILE = Path(__file__).with_name("compile.py")
-LAUNCHES = Path(__file__).with_name("launches.py")
 Work = tuple[dict[str, Any], int]
 
 
-def compiling(**more: str) -> dict[str, str]:
-    """The environment of a child that compiles."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | more
-    environment.pop("TRITON_INTERPRET", None)
-    return environment
-
-
-def said_by(program: Path) -> str:
-    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, env=compiling())
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
-def compile_all(wanted: dict[str, Work], folder: Path, cache: Path) -> dict[str, dict[str, Any]]:
-    """Facts by name, from one process for each CPU."""
+def compile_all(wanted: dict[str, Work], folder: Path, cache: Path, *words: str) -> tuple[dict[str, Any], list[Any]]:
+    """Facts by name, from one process for each CPU; and what the first was told to say besides."""
     names = list(wanted)
     count = max(min(usable_cpus(), len(names) // 20), 1)  # a start costs as much as four jobs
-    environment = compiling(TRITON_CACHE_DIR=str(cache))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
     children = []
     for i in range(count):
         share = folder / f"{i}.jobs"
         share.write_text(json.dumps([wanted[name] for name in names[i::count]]))
+        command = [sys.executable, COMPILE, *(words if i == 0 else ())]
         with share.open() as given, (folder / f"{i}.facts").open("w") as out, (folder / f"{i}.said").open("w") as said:
-            children.append(
-                subprocess.Popen([sys.executable, COMPILE], stdin=given, stdout=out, stderr=said, env=environment)
-            )
-    facts = {}
+            children.append(subprocess.Popen(command, stdin=given, stdout=out, stderr=said, env=environment))
+    facts, besides = {}, []
     for i, child in enumerate(children):
         code = child.wait()
         assert code == 0, (folder / f"{i}.said").read_text()
-        lines = (folder / f"{i}.facts").read_text().splitlines()
-        facts |= dict(zip(names[i::count], map(json.loads, lines), strict=True))
-    return facts
+        lines = [json.loads(line) for line in (folder / f"{i}.facts").read_text().splitlines()]
+        share = names[i::count]
+        facts |= dict(zip(share, lines, strict=False))
+        besides += lines[len(share) :]
+    assert len(facts) == len(names)
+    return facts, besides

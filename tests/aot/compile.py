@@ -1,7 +1,8 @@
 """Compiles jobs of `zerokern.kernels.triton.ahead` and prints what the compiled kernels are made of.
 
 A process of its own: Triton decides when a kernel is defined whether it is compiled or interpreted. Reads a JSON list
-of [job, architecture] from stdin, prints a JSON line of facts for each, in order. Needs no GPU.
+of [job, architecture] from stdin, prints a JSON line of facts for each, in order, and with the word `launches` one
+more of what launchers ask for. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import launches
 import triton
 
 from zerokern.kernels.triton.ahead import compile_job
@@ -74,11 +76,9 @@ def facts_of_cubin(cubin: bytes) -> dict[str, object]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, sass = (
-            subprocess.run([TOOLS / "cuobjdump", what, file.name], capture_output=True, text=True, check=True).stdout
-            for what in ("-res-usage", "-sass")
-        )
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+        command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", sass).groups()
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", sass, re.MULTILINE)
     opcodes = [re.sub(r"^@!?U?P\w+\s+", "", line).split()[0].split(".")[0] for line in lines]
     return {
@@ -93,6 +93,8 @@ def facts_of_cubin(cubin: bytes) -> dict[str, object]:
 def main() -> None:
     for job, architecture in json.load(sys.stdin):
         print(json.dumps(facts_of_job(job, architecture)), flush=True)
+    if "launches" in sys.argv:
+        print(json.dumps(launches.recorded()))
 
 
 def facts_of_job(job: dict[str, object], architecture: int) -> dict[str, object]:

@@ -1,13 +1,12 @@
-"""Runs launchers as they run on a GPU, without one, and prints what they ask Triton to compile.
+"""Runs launchers as they run on a GPU, without one, and records what they ask Triton to compile.
 
-A process of its own, in which Triton compiles. Its driver is a stand-in, and a hook ends each launch where the compiler
-would start: what remains is the launcher's Python and Triton's own reading of the arguments. Prints a JSON list.
+In a process in which Triton compiles. Its driver is a stand-in, and a hook ends each launch where the compiler would
+start: what remains is the launcher's Python and Triton's own reading of the arguments.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -101,7 +100,7 @@ def conversions() -> None:
         codecs.convert(verb, kind, torch.ones(512), codes, aux)
 
 
-def main() -> None:
+def recorded() -> list[dict[str, Any]]:
     launches: list[dict[str, Any]] = []
     triton.runtime.driver.set_active(StandInDriver())
     triton.knobs.runtime.jit_cache_hook = recorder(launches)
@@ -110,8 +109,4 @@ def main() -> None:
     everything()
     updates()
     conversions()
-    print(json.dumps(launches))
-
-
-if __name__ == "__main__":
-    main()
+    return launches

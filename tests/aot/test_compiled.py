@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-from ahead_of_time import LAUNCHES, Work, compile_all, said_by
+from ahead_of_time import Work, compile_all
 from compile import access_widths, facts_of_ptx
 from products import covering
 from tables import run_table
@@ -38,7 +38,7 @@ def algorithm_of(case: str) -> str:
 
 
 def many() -> list[Work]:
-    """Jobs in which any two settings of a kernel meet, for an architecture in turn, and what represents all for each.
+    """Jobs in which any two settings of a kernel meet, for an architecture in turn, and one of each for all of them.
 
     A compiler takes a second for each, and every job would be 535.
     """
@@ -46,7 +46,7 @@ def many() -> list[Work]:
     for work in in_turn(every=True):
         by_kernel.setdefault(work[0]["kernel"], []).append(work)
     met = [some[place] for some in by_kernel.values() for place in sorted(covering(settings_of(some)))]
-    return met + [(job, architecture) for job in ahead.jobs(every=False) for architecture in ahead.ARCHITECTURES]
+    return met + [(job, architecture) for job, _ in one_of_each() for architecture in ahead.ARCHITECTURES]
 
 
 def settings_of(work: list[Work]) -> list[list[str]]:
@@ -61,14 +61,20 @@ def name_of(work: Work) -> str:
     return f"{job['kernel'].rpartition(':')[2]}-{job['case']}-sm_{architecture}"
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one of each", "many"])
-def test_each_kernel_keeps_its_promises(every: bool, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def compiled(work: list[Work], folder: Path, config: pytest.Config, *words: str) -> list[Any]:
     """Triton's cache is kept from run to run: it knows a kernel by its source, that of what it calls, its options."""
-    wanted = {name_of(work): work for work in (many() if every else one_of_each())}
-    kept = getattr(pytestconfig, "cache", None)
-    facts = compile_all(wanted, tmp_path, cache=kept.mkdir("triton") if kept else tmp_path / "cache")
-    rows = [(name, facts[name], work[0]["promises"]) for name, work in wanted.items()]
+    wanted = {name_of(one): one for one in work}
+    kept = getattr(config, "cache", None)
+    cache = kept.mkdir("triton") if kept else folder / "cache"
+    facts, besides = compile_all(wanted, folder, cache, *words)
+    rows = [(name, facts[name], one[0]["promises"]) for name, one in wanted.items()]
     run_table(assert_promises, ["kernel", "facts", "promises"], rows)
+    return besides
+
+
+@pytest.mark.slow
+def test_each_kernel_keeps_its_promises(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    compiled(many(), tmp_path, pytestconfig)
 
 
 def assert_promises(kernel: str, facts: dict[str, Any], promises: dict[str, Any]) -> None:
@@ -133,10 +139,15 @@ def test_an_interpreted_kernel_says_why_it_cannot_be_compiled(monkeypatch: pytes
         ahead.compile_job(job, 90)
 
 
-def test_what_is_launched_is_what_was_compiled() -> None:
-    """Argument by argument: types, constants, alignment, warps. A launch that no job covers would compile by itself."""
+def test_one_of_each_keeps_its_promises_and_what_is_launched_is_what_was_compiled(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Argument by argument: types, constants, alignment, warps. A launch that no job covers would compile by itself.
+
+    In one process, whose start takes as long as several kernels.
+    """
+    (launches,) = compiled(one_of_each(), tmp_path, pytestconfig, "launches")
     covered = [essence(job) for job in ahead.jobs(every=True)]
-    launches = json.loads(said_by(LAUNCHES))
     assert len(launches) > 500
     for launch in launches:
         assert essence(launch) in covered, launch

@@ -126,18 +126,6 @@ class TestRehearsal:
         assert all(path.is_file() and path.stat().st_size < MOST_NBYTES for path in left)
         assert all("rehearsal" in path.name for path in left)
 
-    def test_it_says_what_it_could_not_run_in_one_line_each(self, rehearsal: tuple[Path, str]) -> None:
-        text = (rehearsal[0] / "rehearsal.txt").read_text()
-        for entry in content(rehearsal)["could_not"]:
-            assert f"could not run {entry['key']}: {entry['why']}" in text.splitlines()
-        assert "could not run build: a rehearsal takes the package that is installed" in rehearsal[1]
-
-    def test_it_knows_what_it_ran_on(self, rehearsal: tuple[Path, str]) -> None:
-        found = content(rehearsal)
-        assert {"date", "commit", "sources_sha256", "command", "machine", "tools", "versions"} <= found.keys()
-        assert re.fullmatch("[0-9a-f]{64}", found["sources_sha256"])
-        assert found["command"] == "bench/gpu.sh OUT --rehearse"
-
 
 class TestScript:
     @each("arguments", [[], ["a", "b", "c"], ["--rehearse"], ["--help"]])
@@ -145,13 +133,6 @@ class TestScript:
         ran = subprocess.run([SCRIPT, *arguments], capture_output=True, text=True)
         assert ran.returncode == 2
         assert "bench/gpu.sh OUT [SECTION]" in ran.stderr
-
-    @pytest.mark.slow
-    def test_an_unknown_section_is_taught(self, tmp_path: Path) -> None:
-        environment = {**os.environ, "PYTHON": sys.executable}
-        ran = subprocess.run([SCRIPT, "--rehearse", tmp_path, "upd"], env=environment, capture_output=True, text=True)
-        assert ran.returncode == 2
-        assert "section='upd': must be tests, sanitize, update" in ran.stderr
 
     def test_a_result_is_never_overwritten(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "rehearsal-sweep.json").write_text("kept")
@@ -220,7 +201,7 @@ class TestSections:
                 raise Missed("one of them was stopped before it had begun")
             return found
 
-        found = in_time(stopped, 1.0)
+        found = in_time(stopped, 0.5)
         assert [fact["name"] for fact in found["facts"]] == ["before", "after"]
         assert "stopped" in found["took"]["hangs"] and "stopped" not in found["took"]["runs"]
         assert found["could_not"][0]["key"] == "hangs"
@@ -240,7 +221,7 @@ class TestSections:
                 raise Missed("it was stopped before it had begun")
             return code, lines
 
-        assert in_time(run, 1.0) == (None, ["begun"])
+        assert in_time(run, 0.3) == (None, ["begun"])
 
     def test_compiling_ahead_ends_in_time(self) -> None:
         def compiled(seconds: float) -> str:
@@ -250,6 +231,6 @@ class TestSections:
                 raise Missed(done)
             return done
 
-        done = in_time(compiled, 2.0)
+        done = in_time(compiled, 1.0)
         assert "1 of 3 jobs" in done
         assert "1 failed" in done and "1 processes stopped, late" in done

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import doctest
 import importlib.machinery
 import importlib.util
 import sys
@@ -17,10 +15,10 @@ from tables import each
 
 MODULES = (
     "gpu.asked", "gpu.clock", "gpu.lists", "gpu.ours", "gpu.problem", "gpu.report", "gpu.sections", "gpu.settings",
-    "gpu.turns", "gpu.peers.eight_bit", "gpu.sections.tests", "gpu.sections.update",
+    "gpu.turns", "gpu.peers.eight_bit", "gpu.sections.update",
 )  # fmt: skip
 (
-    asked, clock, lists, ours, problem, report, sections, settings, turns, eight_bit, pytest_section, update
+    asked, clock, lists, ours, problem, report, sections, settings, turns, eight_bit, update
 ) = (import_module(f"zerokern.bench.{name}") for name in MODULES)  # fmt: skip
 adam, contest, step, timers = (
     import_module(f"zerokern.bench.{name}") for name in ("ops.adam", "contest", "step", "timers")
@@ -85,12 +83,6 @@ class TestTurns:
         }
         assert "WRONG, and so not timed: element 3" in said
 
-    def test_late_means_fewer_rounds_and_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(settings, "TOY", dataclasses.replace(settings.TOY, rounds=50))
-        found, said = measured({"a": 1.0}, {"a": lambda: [provider("a")]}, {}, budget=0.0)
-        assert f"late: {turns.LEAST_ROUNDS} rounds instead of 50" in said
-        assert found.rows[0].ns.median == 1.0
-
 
 class TestProblem:
     @each("at", [0, 127, 128, 4999])
@@ -119,42 +111,8 @@ class TestProblem:
         with pytest.raises(contest.WrongResult, match="lazy: element 0 is nan"):
             lazy.check()
 
-    def test_a_wrong_norm_is_found(self) -> None:
-        one = lists.Lists(settings.uneven(4, 100), torch.float32, torch.float32, torch.device("cpu"))
-
-        def run() -> None:
-            torch.cat(one.tensors, out=one.bucket)
-            one.norm = lambda: 3.0
-
-        made = one.provider("off", run, lists.Lists.check_bucket, lists.Lists.before_flatten)
-        with pytest.raises(contest.WrongResult, match="off: the norm is 3"):
-            made.check()
-
-    def test_every_format_has_the_bytes_of_the_design(self) -> None:
-        exact, int8 = ours.Layout(torch.bfloat16, "split16", "fp32"), ours.Layout(torch.bfloat16, "split8", "int8")
-        assert (exact.nbytes("adam"), int8.nbytes("adam")) == (26.0, 12.125)
-
-    def test_every_update_format_is_measured(self) -> None:
-        """Gradients, masters and states of the design, in every combination, with Adam."""
-        found = [layout for algorithm, group in update.groups() for layout in group if algorithm.name == "adam"]
-        wanted = {
-            (grad, master, state)
-            for grad in (torch.float32, torch.bfloat16, torch.float16)
-            for master in ("fp32", "split16", "split8", "none")
-            for state in ("fp32", "bf16", "int8")
-        }
-        assert {(layout.grad, layout.master, layout.state) for layout in found} == wanted
-        assert {layout.out for layout in found} == {None, torch.bfloat16, torch.float16}
-        assert len({layout.name for layout in found}) == len(found)
-
 
 class TestEightBitPeers:
-    def test_a_peer_that_is_not_installed_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        for peer in eight_bit.KINDS:
-            with pytest.raises(contest.Missing, match=f"{peer} is not installed"):
-                eight_bit.direct(peer, None)()
-
     def test_one_that_is_installed_takes_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The wiring and its check, with torch's AdamW in the peer's place."""
 
@@ -188,24 +146,3 @@ class TestVerdict:
     def test_bounds_are_inclusive(self, key: str, value: float, met: str) -> None:
         lines = asked.verdicts({key: {"value": value, "of": ""}}, {}, [key.partition(".")[0]], False)
         assert [line["met"] for line in lines if line["key"] == key] == [met]
-
-    def test_what_has_no_figure_has_a_reason(self) -> None:
-        (line,) = asked.verdicts({}, {"step1b": "stopped after 30 s"}, ["step1b"], False)
-        assert (line["measured"], line["met"]) == ("not measured", "- stopped after 30 s")
-
-    def test_a_measurement_shows_its_times(self) -> None:
-        """What a rehearsal leaves out is there in a run."""
-        found, _ = measured(
-            {"a": 10.0, "torch": 20.0}, {"a": lambda: [provider("a")]}, {"t": lambda: [provider("torch")]}
-        )
-        made = report.outcome_json(found, rehearsal=False)
-        assert made["rows"][0]["ns"] == 10.0 and made["rows"][0]["ratio"] == {"t": 2.0}
-        lines = report.outcome_lines(found, rehearsal=False)
-        assert any("10 ns" in line and "2.00x" in line for line in lines)
-        assert "10 ns" not in "\n".join(report.outcome_lines(found, rehearsal=True))
-
-
-@each("module", [asked, pytest_section, sections, settings, turns])
-def test_examples_run(module: types.ModuleType) -> None:
-    assert doctest.testmod(module).failed == 0
-    assert doctest.testmod(module).attempted > 0

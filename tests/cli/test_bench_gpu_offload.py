@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 import subprocess
@@ -54,13 +53,6 @@ def test_a_section_is_rehearsed(name: str, tmp_path: Path) -> None:
     assert not {"seconds", "tokens_per_s", "host_bytes_per_param"} & set(json.dumps(found).replace('"', " ").split())
 
 
-def test_a_run_of_everything_does_without_them() -> None:
-    alone = {section.name for section in sections.ALONE}
-    assert not alone & {section.name for section in sections.SECTIONS}
-    assert {one.section for one in asked.ASKED_ALONE} == alone
-    assert all(sections.section(name).least < sections.section(name).seconds for name in alone)
-
-
 @pytest.fixture(scope="module")
 def course(world: None) -> dict[str, list]:
     """Everyone of the contest at toy size, in a world of one rank."""
@@ -78,10 +70,6 @@ class TestEntrants:
             entrant.run()
             entrant.settle()
 
-    def test_fsdp2_has_them_too(self, course) -> None:
-        ((entrant, _),) = course["fsdp2"]
-        entrant.check()
-
     def test_delayed_must_be_late_and_others_must_not(self, course) -> None:
         exact, late = (device.truth(STAGE, STAGE.batch(64), delayed) for delayed in (False, True))
         assert late[:2] == pytest.approx([exact[0]] * 2) and late[2] == pytest.approx(exact[1])
@@ -91,28 +79,6 @@ class TestEntrants:
             )
             with pytest.raises(contest.WrongResult, match=f"{name}: the loss of step 2 is"):
                 entrant.check()
-
-    def test_who_fails_once_is_named_in_every_contest(self) -> None:
-        def broken() -> None:
-            raise OSError("no such link")
-
-        entrant = offload.Entrant("peer", broken, tuple, ())
-        with pytest.raises(OSError, match="no such link"):
-            entrant.check()
-        with pytest.raises(contest.Missing, match="no such link"):
-            entrant.check()
-
-    def test_nothing_is_under_way_after_a_sample(self) -> None:
-        settled: list[str] = []
-        entrant = offload.Entrant("late", None, tuple, (), trainer=device.Trainer(None, lambda: settled.append("late")))
-
-        class Clock:
-            def sample_ns(self, run: Callable, repeats: int) -> float:
-                assert settled == []
-                return 7.0
-
-        assert offload.Settled(Clock(), [entrant]).sample_ns(lambda: None, 1) == 7.0
-        assert settled == ["late"]
 
 
 class Desk:
@@ -166,40 +132,6 @@ class TestJudge:
         }
         assert desk.refused == {"offload.fsdp2": "not today"}
 
-    def test_shares_of_processes_of_their_own(self) -> None:
-        def of(seconds: dict[int, float]) -> object:
-            return watch.Found([{"tokens": count, "seconds": value} for count, value in seconds.items()])
-
-        desk = Desk()
-        found = {
-            offload.RESIDENT: of({16384: 1.0, 32768: 2.0}),
-            device.DELAYED: of({16384: 1.25, 32768: 2.0, 65536: 4.0}),
-            device.OVERLAP: watch.Found(failed="ended with 1: out of memory"),
-        }
-        offload7b.judge(desk, found)
-        assert desk.figures == {"offload7b.delayed": (0.8, f"{device.DELAYED}, 16,384 tokens")}
-        assert desk.refused == {"offload7b.overlap": "ended with 1: out of memory"}
-
-    def test_parameters_on_the_host_are_compared_with_those_on_the_device(self) -> None:
-        def of(losses: list[float], seconds: float) -> object:
-            return watch.Found([{"tokens": 64, "losses": losses, "seconds": seconds}], numel=10)
-
-        desk = Desk()
-        infinity.judge(desk, {infinity.DEVICE: of([2.0, 1.0], 1.0), infinity.HOST: of([2.0, 1.01], 1.25)})
-        assert desk.figures == {"infinity.loss": (1.0, "4 steps"), "infinity.share": (0.8, "10 parameters")}
-        infinity.judge(desk, {infinity.DEVICE: of([2.0], 1.0), infinity.HOST: watch.Found(failed="ended with 1")})
-        assert desk.refused == {"infinity.share": "ended with 1", "infinity.loss": "ended with 1"}
-
-    def test_ten_falling_losses_are_a_training(self) -> None:
-        def of(losses: list[float], failed: str = "") -> bool:
-            return offloadmax.trained(watch.Found([{"tokens": 64, "losses": losses}], failed=failed))
-
-        assert of([5.0 - i / 10 for i in range(10)])
-        assert not of([5.0] * 9)
-        assert not of([5.0 + i for i in range(10)])
-        assert not of([math.nan] * 10)
-        assert not of([5.0 - i / 10 for i in range(10)], "ended with -9")
-
 
 class TestWatch:
     @pytest.mark.slow
@@ -218,30 +150,6 @@ class TestWatch:
         assert found.failed.startswith("stopped after 0 s")
         assert found.told == []
 
-    @pytest.mark.slow
-    def test_one_that_fails_leaves_its_last_words(self, tmp_path: Path) -> None:
-        wrong = case.Case(device.SYNC, "int7", 2, 64, 32, (32,), 3, "cpu")
-        found = watch.run_case(wrong, tmp_path / "log", 120)
-        assert found.failed.startswith("ended with 1: ") and "int7" in found.failed
-
-    def test_the_device_is_read_from_its_own_program(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        program = tmp_path / "smi"
-        program.write_text("#!/bin/sh\necho 100\necho 300\necho '[N/A]'\necho 200\nexec sleep 60\n")
-        program.chmod(0o700)
-        monkeypatch.setattr(watch, "SMI", (str(program),))
-        seen = watch.DeviceWatch()
-        while seen.peak != 300 << 20:
-            pass
-        assert seen.close() == 300 << 20
-        monkeypatch.setattr(watch, "SMI", (str(tmp_path / "nothing"),))
-        assert watch.DeviceWatch().close() is None
-
-
-@each("module", [syncs, case, offloadmax, zero])
-def test_examples(module: object) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted > 0 and found.failed == 0
-
 
 # The section `zero`.
 
@@ -249,10 +157,6 @@ def test_examples(module: object) -> None:
 @pytest.fixture(scope="module")
 def trained() -> object:
     return training.Training(settings.Settings(rehearse=True))
-
-
-def test_the_fp32_truth_falls(trained) -> None:
-    assert trained.truth[-1] < trained.truth[0] * (1 - 2 * training.TOLERANCE)
 
 
 @each("stage", zero.STAGES)
@@ -263,13 +167,6 @@ def test_a_stage_that_forgets_its_update_is_found(trained, stage: int) -> None:
 
     with pytest.raises(contest.WrongResult, match=r"lazy: the loss of step [234] is 5\.\d+, in fp32 it is"):
         trained.provider("lazy", build, 1.0).check()
-
-
-def test_everyone_begins_alike_and_the_dice_are_kept(trained) -> None:
-    before = torch.get_rng_state()
-    wide, narrow = trained.model(torch.float32), trained.model()
-    assert torch.equal(before, torch.get_rng_state())
-    assert all(torch.equal(a, b.float()) for a, b in zip(wide.parameters(), narrow.parameters(), strict=True))
 
 
 def test_the_slowest_stage_is_told_of() -> None:
@@ -285,10 +182,3 @@ def test_the_slowest_stage_is_told_of() -> None:
     assert desk.facts == {
         "zero: overhead in % of the step, vs zk.AdamW": dict(zip(NAMES, (0.0, 1.01, 25.0, -9.09), strict=True))
     }
-
-
-def test_without_one_stage_there_is_no_figure() -> None:
-    desk = Desk()
-    zero._judge(desk, outcome_of({(NAMES[0], plain.OURS): 1.0}, {NAMES[1]: "its result is wrong"}), NAMES[:2])
-    assert desk.figures == {}
-    assert desk.refused == {"zero.overhead": f"{NAMES[1]}: its result is wrong"}

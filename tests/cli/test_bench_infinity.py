@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from importlib import import_module
 from pathlib import Path
@@ -79,15 +78,6 @@ class TestJob:
 
 
 class TestOurs:
-    def test_with_one_micro_batch_there_is_no_order_and_without_a_folder_no_disk(self) -> None:
-        def names(micro: int, folder: str) -> list[str]:
-            return ours.names_of(trainer.Seat(jobs.InfinityJob("tiny", "bf16", 1, 8, micro=micro, folder=folder), 0))
-
-        assert names(4, "swap") == list(ours.NAMES)
-        assert names(1, "swap") == [ours.RESIDENT, ours.CPU, ours.NVME]
-        assert names(4, "")[:2] == [ours.RESIDENT, ours.RESIDENT + ours.VERTICAL]
-        assert names(1, "") == [ours.RESIDENT, ours.CPU]
-
     def test_zk_shard_is_told_where_and_in_which_order(self, seat: Any, rested: list[dict[str, Any]]) -> None:
         for name in ours.NAMES:
             ours.how(seat, name)
@@ -96,12 +86,6 @@ class TestOurs:
         assert tiers[:4] == ["device", "device", "cpu", "cpu"]
         assert all(isinstance(one, zk.Nvme) for one in tiers[4:])
         assert [one["micro"] for one in rested] == [1, 2] * 3
-
-    def test_a_zerokern_that_does_not_know_the_word_is_named(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(zk, "shard", lambda module, *, stage: module)
-        with pytest.raises(ours.Missing, match="has no tier and no micro"):
-            ours.how(seat, ours.CPU + ours.VERTICAL)
-        assert ours.how(seat, ours.RESIDENT) == {}
 
 
 @pytest.mark.usefixtures("no_waiting")
@@ -126,18 +110,6 @@ class TestContest:
 
         monkeypatch.setattr(zk, "AdamW", optimizer)
         assert "zk cpu: its loss in step" in contest(seat)["wrong"]
-
-    def test_a_peer_with_wrong_losses_is_named_and_left_out(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        fsdp2 = import_module("zerokern.bench.peers.fsdp2_infinity")
-        build = fsdp2.accumulating
-        monkeypatch.setattr(fsdp2, "accumulating", lambda *arguments: lambda *batch: build(*arguments)(*batch) + 0.05)
-        assert "fsdp2: its loss in step 1 is" in contest(seat)["missing"]["fsdp2"]
-
-    def test_what_cannot_be_made_leaves_the_others_alone(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ours, "how", lambda seat, name: (_ for _ in ()).throw(ours.Missing("no such tier")))
-        found = contest(seat)
-        assert set(found["missing"]) == set(ours.NAMES)
-        assert set(found["times"]) == {"fsdp2", disk.NAME, plain.NAME}
 
     def test_trained_apart(self) -> None:
         resident, vertical = ours.RESIDENT + ours.VERTICAL, ours.NVME + ours.VERTICAL
@@ -165,14 +137,6 @@ class TestDisk:
         assert moved.read_nbytes == pytest.approx(planned.up * share, rel=0.005)
         assert moved.written_nbytes == pytest.approx(planned.down * share, rel=0.005)
 
-    def test_a_pass_more_reads_the_parameters_twice_more(self) -> None:
-        """But for the root, which stays, and the last unit, which is there when backward begins."""
-        job = jobs.InfinityJob("100M", "bf16", 1, 16, micro=8)
-        once, eight = disk.traffic(job), disk.traffic(job, horizontal=True)
-        assert once.down == eight.down == pytest.approx(12, rel=1e-3)
-        assert (eight.up - once.up) / 7 == pytest.approx(2 * 2, rel=0.05)
-        assert once.up == pytest.approx(14, rel=0.03)
-
 
 class TestMeasure:
     def rows(self, micro: int, times: dict[str, list[float]]) -> Any:
@@ -183,13 +147,6 @@ class TestMeasure:
         rows = done.rows(job, ours.NAMES, beside=(ours.RESIDENT, *ours.OFFLOADED))
         return measure.Outcome(job, [measure.alike(one) for one in rows], {}, {}, {}, [], 1)
 
-    def test_each_is_compared_with_who_does_the_same(self) -> None:
-        names = [*ours.NAMES, "deepspeed-cpu", "deepspeed-nvme", "fsdp2", disk.NAME, plain.NAME]
-        rows = {row.name: row for row in self.rows(8, {name: [1.0] for name in names}).rows}
-        assert set(rows[ours.CPU].ratio) == {ours.RESIDENT, "deepspeed-cpu", "fsdp2"}
-        assert set(rows[ours.NVME + ours.VERTICAL].ratio) == {ours.RESIDENT, ours.NVME, "deepspeed-nvme", disk.NAME}
-        assert rows[disk.NAME].roof_share is None and rows[ours.NVME].roof_share == 1.0
-
     def test_what_was_asked_is_told(self) -> None:
         times = {ours.CPU: [1.0], ours.NVME: [4.4], ours.NVME + ours.VERTICAL: [1.0], "fsdp2": [1.5], disk.NAME: [0.95]}
         found = {one["what"]: one for one in asked.verdicts([self.rows(8, times)])}
@@ -199,24 +156,6 @@ class TestMeasure:
         assert order["asked"] == pytest.approx((10 + 8 * 4 + 12) / (14 + 12), abs=0.1), "no more than bytes allow"
         assert found["zk nvme, vertical against disk alone"]["met"] is True
         assert "zk nvme against disk alone" not in found
-
-    def test_where_compute_is_longer_the_disk_is_no_measure(self) -> None:
-        times = {ours.NVME: [4.4], ours.NVME + ours.VERTICAL: [4.4], disk.NAME: [1.0], plain.NAME: [4.0]}
-        assert asked.verdicts([self.rows(8, times)]) == []
-
-    def test_bytes_at_the_disk_are_those_of_the_plan(self) -> None:
-        outcome = self.rows(1, {ours.NVME: [1.0]})
-        numel = outcome.job.numel
-        weights = {ours.NVME: measure.Weight(1, 1, round(13.8 * numel), round(13 * numel))}
-        read, written = asked.verdicts([dataclasses.replace(outcome, weights=weights)])
-        assert (read["met"], written["met"]) == (True, False)
-        assert written["measured"] == pytest.approx(13 / 12, abs=1e-3)
-
-    @pytest.mark.usefixtures("no_waiting")
-    def test_bytes_at_the_disk_are_weighed(self, seat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = jobs.InfinityJob("tiny", "bf16", 1, 2, names=(disk.NAME,), folder=seat.job.folder)
-        found = memory.weigh(turns.Floor(trainer.Seat(job, 0), silent), contenders.groups)
-        assert found.keys() == {"held", "peak", "read", "written"}
 
 
 class TestCommand:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tables import each
 
 from zerokern.cli.main import main
 
@@ -19,7 +18,6 @@ asked, contenders, jobs, measure, memory, ours, rank = (
 zero, plain, trainer, turns, zero_measure = (
     import_module(f"zerokern.bench.zero.{name}") for name in ("job", "plain", "trainer", "turns", "measure")
 )
-JOB = jobs.OffloadJob("tiny", "bf16", 2, 2)
 EFFORT = turns.Effort(rounds=2, steps=1, trial_rounds=1, trial_steps=1, check_steps=3)
 MIB = 1 << 20
 
@@ -50,16 +48,6 @@ class TestDelayedTruth:
         assert late[:2] == pytest.approx(start[:2])
         assert exact[1] != pytest.approx(start[1]) and late[2] != pytest.approx(start[2])
 
-    def test_each_update_is_made_of_the_gradient_of_one_call_before(self, lone_seat) -> None:
-        """By hand: the third loss is that after one update, made of the first gradient."""
-        seen = self.losses(lone_seat, lambda: contenders.delayed_truth(lone_seat), 3)
-        model, data = lone_seat.job.build_model(), zero.Data(lone_seat.job)
-        optimizer = trainer.fused_adamw(list(model.parameters()))
-        model(*data.of_all(0)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), zero.MAX_NORM)
-        optimizer.step()
-        assert seen[2] == pytest.approx(model(*data.of_all(2)).item())
-
 
 @pytest.mark.usefixtures("no_waiting")
 class TestContest:
@@ -76,30 +64,12 @@ class TestContest:
         found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
         assert "zk delayed: its loss in step 2" in found["wrong"]
 
-    def test_a_peer_with_wrong_losses_is_named_and_left_out(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
-        fsdp2 = import_module("zerokern.bench.peers.fsdp2_offload")
-        build = fsdp2.trainer
-
-        def unscaled(*arguments: object) -> object:
-            made = build(*arguments)
-            return trainer.Trainer(lambda *batch: made.step(*batch) + 0.001)
-
-        monkeypatch.setattr(fsdp2, "trainer", unscaled)
-        found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
-        assert set(found["times"]) == {*ours.NAMES, ours.RESIDENT, plain.NAME}
-        assert "fsdp2: its loss in step 1 is" in found["missing"]["fsdp2"]
-
     def test_the_schedules_train_alike_and_delayed_on_its_own(self, lone_seat) -> None:
         found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
         losses = found["losses"]
         assert set(losses) == {*ours.NAMES, ours.RESIDENT, "fsdp2", plain.NAME}
         assert losses[ours.SYNC] == losses[ours.OVERLAP] == losses[ours.RESIDENT] != losses[ours.DELAYED]
         assert found["missing"] == {}
-
-    def test_trained_apart_spares_delayed(self) -> None:
-        losses = {ours.SYNC: 2.0, ours.DELAYED: 2.5, "deepspeed": 2.0, plain.NAME: 9.0}
-        assert rank.trained_apart(losses) == ""
-        assert "zk overlap has the loss 2.5" in rank.trained_apart({**losses, ours.OVERLAP: 2.5})
 
 
 class TestMemory:
@@ -123,22 +93,8 @@ class TestMemory:
         assert found["held"] == pytest.approx(16 * MIB, abs=2 * MIB)
         assert found["peak"] == pytest.approx(80 * MIB, abs=4 * MIB)
 
-    def test_who_cannot_be_made_has_no_memory(self, lone_seat) -> None:
-        job = jobs.OffloadJob("tiny", "fp32", 1, 2, names=("torchao",), peers=("torchao",))
-        found = memory.weigh(turns.Floor(trainer.Seat(job, 0), silent))
-        assert "torchao cannot be made" in found["missing"]
-
 
 class TestMeasure:
-    @each("gib, sets", [(6, 3), (9, 2), (100, 1)])
-    def test_sets_hold_every_peer_once_and_ours_always(self, gib: int, sets: int) -> None:
-        names = [*ours.NAMES, ours.RESIDENT, "deepspeed", plain.NAME]
-        gigabyte = measure.Weight(10**9, 2 * 10**9)
-        found = measure.split(names, dict.fromkeys(names, gigabyte), JOB, gib * 2**30)
-        assert [name for one in found for name in one[3:]] == names[3:]
-        assert all(one[:3] == ours.NAMES for one in found)
-        assert len(found) == sets
-
     def test_what_was_asked_is_told(self) -> None:
         times = {"zk sync": [1.0], "zk overlap": [1.0], "deepspeed": [1.3]}
         turned = zero_measure.Turns(times, dict.fromkeys(times, 2.0))
@@ -172,11 +128,3 @@ class TestCommand:
         shown = capsys.readouterr().out
         assert "CPU, gloo: no claim for GPUs" in shown
         assert "zk delayed: the losses are right" in shown
-
-    @pytest.mark.slow
-    def test_tuned_and_weighed_against_deepspeed(self, tmp_path: Path) -> None:
-        """Minutes where DeepSpeed has to compile first."""
-        content = run(tmp_path, "--model", "tiny", "--pairs", "2", "--vs", "none,deepspeed")
-        rows = {row["name"]: row for row in content["rows"]}
-        assert "deepspeed" in content["contests"][0]["missing"] or "deepspeed" in rows[ours.SYNC]["ratio"]
-        assert all(row["host_peak_per_param"] is not None for row in rows.values())

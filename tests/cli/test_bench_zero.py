@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -41,32 +40,11 @@ class TestJob:
         ):
             assert (type(job).from_json(job.to_json()), job.name) == (job, name)
 
-    def test_every_model_has_a_batch_and_means_of_micro_batches_are_exact(self) -> None:
-        assert offload.BATCHES.keys() == infinity.BATCHES.keys() == jobs.MODELS.keys()
-        assert all(batch & (batch - 1) == 0 for batch in infinity.BATCHES.values())
-
-    @each("name, numel", [("25M", 25e6), ("100M", 100e6)])
-    def test_models_have_the_size_of_their_name(self, name: str, numel: float) -> None:
-        assert jobs.MODELS[name].numel == pytest.approx(numel, rel=0.02)
-
     def test_everyone_starts_alike_and_the_caller_keeps_his_dice(self) -> None:
         before = torch.random.get_rng_state()
         one, other = JOB.build_model(), JOB.build_model()
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
         assert torch.equal(before, torch.random.get_rng_state())
-
-    def test_ranks_divide_the_batch(self) -> None:
-        data = jobs.Data(JOB)
-        whole, parts = data.of_all(9), [data.of_rank(9, each) for each in range(2)]
-        assert all(torch.equal(whole[i], torch.cat([part[i] for part in parts])) for i in range(2))
-        assert not torch.equal(parts[0][0], parts[1][0])
-
-    def test_ranks_that_share_a_model_share_its_rows(self) -> None:
-        job = jobs.Job("25M", "fp32", 4, 2, tp=2)
-        data = jobs.Data(job)
-        whole, parts = data.of_all(0)[0], [data.of_rank(0, each)[0] for each in range(4)]
-        assert torch.equal(parts[0], parts[1]) and torch.equal(parts[2], parts[3])
-        assert torch.equal(whole, torch.cat(parts[::2])) and job.tokens == 4 * job.shape.context
 
     @each("model, ranks, tp, says", [("25M", 3, 2, "divides --ranks, 3"), ("tiny", 2, 2, "1 of tiny")])
     def test_ranks_that_cannot_share_a_model_are_refused(self, model: str, ranks: int, tp: int, says: str) -> None:
@@ -111,14 +89,6 @@ class TestFloor:
         found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
         assert set(found["times"]) == {*ours.NAMES, plain.NAME}
         assert "ddp: its loss in step 1 is" in found["missing"]["ddp"]
-
-    def test_a_peer_that_does_not_start_is_missing(self, lone_seat, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken(*_: object, **__: object) -> None:
-            raise OSError("no such backend\nand a long story")
-
-        monkeypatch.setattr(import_module("zerokern.bench.peers.ddp"), "in_fp32", broken)
-        found = rank.contest(turns.Floor(lone_seat, silent), EFFORT, silent)
-        assert found["missing"] == {"ddp": "OSError: no such backend"}
 
     def test_everyone_takes_the_same_steps(self, lone_seat) -> None:
         told: list[dict[str, object]] = []
@@ -192,16 +162,6 @@ class TestMeasure:
 
 
 class TestLaunch:
-    def test_lines_arrive_whole_whatever_the_pieces(self) -> None:
-        reading, writing = os.pipe()
-        with open(reading, "rb", buffering=0) as heard:
-            lines = launch.lines_of(heard, silent)
-            os.write(writing, b"one\ntwo\nthr")
-            assert [next(lines), next(lines)] == [b"one", b"two"]
-            os.write(writing, b"ee\n")
-            assert next(lines) == b"three"
-            os.close(writing)
-
     def test_a_rank_that_dies_ends_the_others_and_leaves_its_last_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = (
             "import os, sys, time; print('rank', os.environ['RANK'], flush=True)\n"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,21 +12,7 @@ from rich.console import Console
 
 from zerokern.examples import demo
 from zerokern.examples.contenders import CONTENDERS, state_nbytes
-from zerokern.examples.demo import (
-    act,
-    child,
-    cost,
-    larger,
-    memory,
-    place,
-    plot,
-    processes,
-    race,
-    results,
-    sizes,
-    together,
-    view,
-)
+from zerokern.examples.demo import child, larger, memory, race, sizes
 from zerokern.examples.demo.act import Act, NotHereError
 from zerokern.examples.demo.cost import Cost
 from zerokern.examples.demo.view import View
@@ -38,7 +22,6 @@ from zerokern.examples.widen import WideAttention, WideLinear, attend
 
 TINY = Shape(layers=2, width=128, context=32)
 ACT = Act(TINY, ("torch",), rows=2, steps=2, lr=1e-3, seconds=300.0, cap=64_000_000)
-MODULES = (act, cost, larger, memory, place, plot, processes, race, results, sizes, together, view)
 BF16_EPS = torch.finfo(torch.bfloat16).eps
 
 
@@ -156,13 +139,6 @@ def test_wide_attention_is_that_of_fp32_rounded_once() -> None:
     ours.backward(grad)
     theirs.backward(grad.float())
     assert torch.equal(ours, theirs.bfloat16()) and torch.equal(heads.grad, wide.grad.bfloat16())
-
-
-@pytest.mark.parametrize(
-    "module", [act, cost, larger, memory, place, plot, processes, race, results, sizes, together, view]
-)
-def test_examples(module: Any) -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 def test_an_act_survives_the_command_line() -> None:

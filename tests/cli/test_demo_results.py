@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -89,10 +90,13 @@ def test_only_a_gain_of_time_is_a_figure(seconds: float, says: str) -> None:
     assert (says in panels) is (seconds < 1)
 
 
+PLAN = functools.cache(together.plan)  # a model of its size is made for it
+
+
 def ranks(held: int, loss: float) -> together.Outcome:
     plain = together.Told([5.0, 4.0], [1.0, 1.0], {"parameters": 100})
     made = [together.Told([5.0, loss], [1.0, 1.0], {"parameters": held}, gathered=10) for _ in range(2)]
-    return together.Outcome(together.FULL, together.plan(together.FULL), plain, made)
+    return together.Outcome(together.FULL, PLAN(together.FULL), plain, made)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +137,7 @@ def test_every_panel_is_titled_with_its_finding(tmp_path: Path) -> None:
 
 def test_what_torch_or_the_machine_lacks_is_no_failure() -> None:
     outcomes = [outcome("torch", "fails"), outcome("exact", "trains")]
-    alone = together.Outcome(
-        together.FULL, together.plan(together.FULL), together.Told(), [], peer_failure="exit code 1"
-    )
+    alone = together.Outcome(together.FULL, PLAN(together.FULL), together.Told(), [], peer_failure="exit code 1")
     found = Results([(MEMORY, outcomes)], ranks=alone, left_out={"4": "no folder has room"})
     assert found.failures == []
     assert found.findings[1:] == [

@@ -31,14 +31,6 @@ def test_names_what_runs_here() -> None:
     assert {"adam", "lion", "adagrad", "sgd", "sumsq", "cast", "accumulate"} <= found["implementations"].keys()
 
 
-def test_follows_a_forced_instruction_set() -> None:
-    native.force_isa("scalar")
-    try:
-        assert zk.info()["implementations"]["adam"] == "cpu.scalar"
-    finally:
-        native.force_isa(None)
-
-
 def test_reads_limits_and_shows_the_environment_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for limits, said in (((3 << 20, 4 << 20), "at most 3 MiB"), ((resource.RLIM_INFINITY,) * 2, "unlimited")):
@@ -66,9 +58,10 @@ def test_prints_aligned_lines() -> None:
 
 def test_command_prints_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == dict(zk.info())
+    found = zk.info()
+    assert json.loads(capsys.readouterr().out) == dict(found)
     assert main(["info"]) == 0
-    assert capsys.readouterr().out == f"{zk.info()}\n"
+    assert capsys.readouterr().out == f"{found}\n"
 
 
 def test_parser_loads_without_torch() -> None:
@@ -83,12 +76,6 @@ def test_a_source_tree_has_all_commands() -> None:
     program = "from zerokern.cli.main import parser; parser(); import zerokern.examples as e; print(e.__file__)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert (ran.stdout.strip(), ran.stderr) == (str(ROOT / "examples" / "__init__.py"), "")
-
-
-def test_an_unknown_command_is_taught(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["imfo"])
-    assert "Did you mean info?" in capsys.readouterr().err
 
 
 FOUND = Probe(32, 1 << 20, "uring", True, 3.25, 1.5, 512, 4096, "", "2026-11-20")
@@ -138,12 +125,14 @@ def test_path_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 def test_info_names_the_engine_and_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "why_no_uring", lambda: "EPERM: forbidden")
     monkeypatch.setattr(report, "probes", lambda: {"/swap": FOUND})
-    assert zk.info()["disk engine"] == "threads; io_uring was refused: EPERM: forbidden"
-    assert zk.info()["disks"] == {"/swap": "uring, O_DIRECT, depth 32, block 1024 KiB, read 3.25 GB/s, write 1.50 GB/s"}
+    found = zk.info()
+    assert found["disk engine"] == "threads; io_uring was refused: EPERM: forbidden"
+    assert found["disks"] == {"/swap": "uring, O_DIRECT, depth 32, block 1024 KiB, read 3.25 GB/s, write 1.50 GB/s"}
     monkeypatch.setattr(report, "why_no_uring", lambda: "")
     monkeypatch.setattr(report, "probes", dict)
-    assert zk.info()["disk engine"] == "uring"
-    assert zk.info()["disks"] == "none measured; zerokern info --path DIR does it"
+    found = zk.info()
+    assert found["disk engine"] == "uring"
+    assert found["disks"] == "none measured; zerokern info --path DIR does it"
 
 
 def test_info_moves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

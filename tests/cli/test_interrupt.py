@@ -52,33 +52,6 @@ def test_without_a_whole_round_it_is_an_interrupt(call: int) -> None:
         timers.interleave([ends_in(call)], 60, at_least_s=0.0)
 
 
-def test_trials_of_settings_are_no_result() -> None:
-    one = ends_in(2 + 3)
-
-    def providers() -> list[object]:
-        return [
-            import_module("zerokern.bench.contest").Provider(
-                "x", one.run, lambda: None, 1.0, lambda threads: None, wiring=str(i)
-            )
-            for i in range(2)
-        ]
-
-    effort = bench_run.Effort(trials=5, at_least_s=0.0, all_thread_counts=False)
-    with pytest.raises(KeyboardInterrupt):
-        bench_run._best("x", providers, 1, effort, lambda text: None)
-
-
-def test_rounds_of_disks_too() -> None:
-    mover = disk_contest.Mover("one", "", iter([1, 2, 3]).__next__, lambda: None)
-
-    def after_round(done: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
-    found = disk_contest.rounds([mover], 9, after_round)
-    assert found == {"one": [1, 2]} and found.interrupted == "after 2 of 9 rounds"
-
-
 @each("rounds", [1, 3])
 def test_behind_the_last_round_it_is_an_interrupt_too(rounds: int) -> None:
     def after_round(done: int) -> None:
@@ -207,14 +180,6 @@ def test_what_was_measured_is_printed_and_written(tmp_path: Path) -> None:
         assert content["interrupted"].startswith("after ") and content["interrupted"].endswith(" of 100000 rounds")
         assert f"zerokern bench: interrupted {content['interrupted']}" in running.said()
         assert content["rows"] and content["rows"][0]["name"] in running.said()
-
-
-@pytest.mark.slow
-def test_before_anything_was_measured_nothing_is_written(tmp_path: Path) -> None:
-    with Running(tmp_path, "zero", "--smoke", "--vs", "ddp") as running:
-        running.until("GPT tiny")
-        assert running.ended_by(signal.SIGINT, everyone=True) == 130
-        assert not running.json.exists()
 
 
 @pytest.mark.slow

@@ -22,14 +22,6 @@ def rows(exact: list[float], lossy: list[float]) -> list[dict]:
     ]
 
 
-def test_learning_rate_rises_and_falls() -> None:
-    rates = [quality.learning_rate(step, 200) for step in range(200)]
-    peak = rates.index(max(rates))
-    assert peak in (9, 10) and max(rates) == quality.PEAK_LR
-    assert rates[:peak] == sorted(rates[:peak])
-    assert rates[peak + 1 :] == sorted(rates[peak + 1 :], reverse=True)
-
-
 @each("lossy, holds", [([1.00, 1.21, 1.39], True), ([1.11, 1.31, 1.51], True), ([1.21, 1.41, 1.61], False)])
 def test_the_gap_is_held_against_the_spread(lossy: list[float], holds: bool) -> None:
     """Exact runs at 1.0, 1.2 and 1.4 have a standard deviation of 0.2."""
@@ -37,12 +29,6 @@ def test_the_gap_is_held_against_the_spread(lossy: list[float], holds: bool) -> 
     assert found["exact_std"] == pytest.approx(0.2) and found["exact_range"] == pytest.approx(0.4)
     assert found["int8-split8"]["gap"] == pytest.approx(sum(lossy) / 3 - 1.2)
     assert found["int8-split8"]["holds"] is holds
-
-
-def test_a_seed_counts_once_all_its_formats_are_there() -> None:
-    summary = quality.summarize(rows([1.0, 1.2, 1.4], [1.0, 1.2]), ["exact", "int8-split8"])
-    assert summary["seeds"] == [0, 1]
-    assert "loss" not in quality.summarize(rows([1.0, 1.2], [1.0]), ["exact", "int8-split8"])
 
 
 @each("text", ["exact,int4", "exact,exact", ""])

@@ -115,31 +115,21 @@ class Net(torch.nn.Module):
 
 model, data = Net(), [torch.randn(4, 8) for _ in range(3)]
 """
-AFTER = """
-print("ranks", torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0)
-if torch.distributed.is_initialized():
-    torch.distributed.destroy_process_group()
-"""
 
 
-@pytest.mark.parametrize(
-    "command, ranks",
-    [
-        ("python loop.py", [0]),
-        pytest.param("torchrun --standalone --nproc-per-node=2 loop.py", [2, 2], marks=pytest.mark.slow),
-    ],
-)
-def test_the_loop_as_it_is_after_the_change_runs(command: str, ranks: list[int], tmp_path: Path) -> None:
-    """The block that shows a loop with what is taken out and what is put in, run in a process of its own."""
+SAYS = 'print("ranks", torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0)'
+
+
+def test_the_loop_as_it_is_after_the_change_runs() -> None:
+    """The block that shows a loop with what is taken out and what is put in; alone, and as torchrun starts a rank."""
     (block,) = re.findall(r"^```diff\n(.*?)^```", TEXTS["README.md"], re.MULTILINE | re.DOTALL)
     lines = block.splitlines()
     assert all(line[:1] in ("", " ", "+", "-") for line in lines)
-    kept = "\n".join(line[1:] for line in lines if not line.startswith("-"))
-    (tmp_path / "loop.py").write_text(BEFORE + kept + AFTER)
-    process = started(command, tmp_path)
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, text
-    assert [int(found) for found in re.findall(r"ranks (\d)", text)] == ranks, text
+    program = "\n".join([BEFORE, *(line[1:] for line in lines if not line.startswith("-")), SAYS])
+    rank = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+    for variables, ranks in (({}, 0), (rank, 1)):
+        done = run_forked(program, env=os.environ | variables)
+        assert (done.returncode, done.stdout) == (0, f"ranks {ranks}\n"), done.stderr
 
 
 def test_there_are_commands_for_one_process_one_node_and_several() -> None:

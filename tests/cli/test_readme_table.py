@@ -101,21 +101,9 @@ def test_table_of_whole_steps() -> None:
     assert any(line.startswith("CPU, gloo: no claim for GPUs. CPU (avx512)") for line in lines)
 
 
-def test_a_table_for_each_machine() -> None:
-    results = {f"bench/results/{name}.json": CONTENT for name in "ab"}
-    shown = readme.between_markers(readme.written(PAGE, results))
-    assert readme.sources_of(shown) == list(results)
-    assert shown.count("**2.10x** (2.00 to 2.20)") == 2
-
-
 def test_a_part_of_a_run_is_not_published() -> None:
     with pytest.raises(ValueError, match=r"a\.json: the run was interrupted"):
         readme.written(PAGE, {"bench/results/a.json": {**CONTENT, "interrupted": "after 2 of 60 rounds"}})
-
-
-def test_the_command_is_shown_without_where_its_result_went() -> None:
-    told = {**CONTENT, "command": "zerokern bench adam --json a.json --vs torch --plot a.png"}
-    assert "`zerokern bench adam --vs torch`" in readme.conditions(told)
 
 
 @each("op", [*sorted(readme.MARKERS), ""])

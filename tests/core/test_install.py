@@ -11,6 +11,7 @@ from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 
 import zerokern as zk
 
@@ -142,7 +143,7 @@ for words in (["plan", "--numel", "1B", "--plot", "plan.png"], ["bench", "sumsq"
 
 
 def test_training_and_plain_lines_need_torch_alone_and_pictures_are_refused_by_name(tmp_path: Path) -> None:
-    found = ran(PROGRAM, tmp_path)
+    found = run_forked(f"import os; os.chdir({str(tmp_path)!r})\n{PROGRAM}")
     assert found.stdout.startswith("imported []\n"), found.stdout + found.stderr
     said = re.findall(r"^status (\w+) (\d)$", found.stdout, re.MULTILINE)
     assert said == [(name, "0") for name in ("info", "plan", "bench", "trace")], found.stdout + found.stderr

@@ -62,26 +62,26 @@ def test_a_source_tree_has_neither() -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheel` builds, but from its own source distribution: that must build too."""
-    pytest.importorskip("auditwheel", reason="needs auditwheel, of the extra dev")
-    base = tmp_path_factory.mktemp("wheel")
-    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path}
-    first = [
-        sys.executable,
-        "-c",
-        "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])",
-    ]
-    subprocess.run([*first, str(base)], cwd=ROOT, env=environment, check=True, capture_output=True)
+def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """The source distribution, unpacked; and the names of its files."""
+    base = tmp_path_factory.mktemp("source")
+    program = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(base)], cwd=ROOT, check=True, capture_output=True)
     with tarfile.open(next(base.glob("*.tar.gz"))) as archive:
         archive.extractall(base, filter="data")
-    source = next(path for path in base.iterdir() if path.is_dir())
-    ran = subprocess.run(
-        [source / ".ci/wheel.sh", sys.executable, base / "dist"], env=environment, capture_output=True, text=True
-    )
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    return next(path for path in base.iterdir() if path.is_dir()), names
+
+
+@pytest.fixture(scope="module")
+def built(source: tuple[Path, set[str]]) -> Path:
+    """What `make wheel` builds, but from its own source distribution: that must build too."""
+    pytest.importorskip("auditwheel", reason="needs auditwheel, of the extra dev")
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    command, dist = [source[0] / ".ci/wheel.sh", sys.executable], source[0].with_name("dist")
+    ran = subprocess.run([*command, dist], env=os.environ | {"PATH": path}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    return base / "dist"
+    return dist
 
 
 def wheel_of(built: Path, machine: str) -> Path:
@@ -149,11 +149,8 @@ def sources() -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_source_distribution_has_what_a_build_needs(tmp_path: Path) -> None:
-    program = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
-        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+def test_the_source_distribution_has_what_a_build_needs(source: tuple[Path, set[str]]) -> None:
+    _, names = source
     needed = {"pyproject.toml", "LICENSE", "README.md", "Makefile", ".ci/wheel.sh", ".ci/preflight.py"}
     assert needed <= names
     wanted = sources()

@@ -262,32 +262,26 @@ def resumed(case: Case, world: int, folder: Path | str, again: Case | None = Non
 
 ON_TWO = {
     "ddp": Case(),
-    "0": Case(stage=0),
     "1": Case(stage=1),
     "2 bf16": Case(stage=2, precision="bf16-mixed"),
     "3": Case(stage=3, inside="self"),
     "3 fp16": Case(stage=3, precision="16-mixed", accumulated=1),
 }
 RESUMED_ON_TWO = {
-    "ddp": Case(),
     "2": Case(stage=2, dropout=0.2, shuffle=True, settings={"tier": "cpu"}),
     "3 int8": Case(stage=3, dropout=0.2, state_format="int8", precision="bf16-mixed"),
 }
 SMALLER = Case(stage=3, epochs=1)
 
 
-def everything(rank: int, folder: str, full: bool) -> dict[str, Any]:
-    """All of it, or what represents it."""
+def everything(rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"fits": {}, "resumed": {}}
     for name, case in ON_TWO.items():
-        if full or name in ("ddp", "2 bf16", "3"):
-            wrap = DistributedDataParallel if case.stage is None else None
-            found["fits"][name] = fitted(case, 2, Path(folder) / "fits"), looped(case, rank, 2, wrap)
+        wrap = DistributedDataParallel if case.stage is None else None
+        found["fits"][name] = fitted(case, 2, Path(folder) / "fits"), looped(case, rank, 2, wrap)
     for name, case in RESUMED_ON_TWO.items():
-        if full or name == "3 int8":
-            found["resumed"][name] = resumed(case, 2, Path(folder) / name)
-    if full:
-        found["restaged"] = resumed(Case(stage=3), 2, Path(folder) / "restaged", again=Case(stage=1))
+        found["resumed"][name] = resumed(case, 2, Path(folder) / name)
+    found["restaged"] = resumed(Case(stage=3), 2, Path(folder) / "restaged", again=Case(stage=1))
     kept = {"enable_checkpointing": True, "callbacks": [keeper(Path(folder) / "smaller")]}
     found["smaller"] = fitted(SMALLER, 2, folder, **kept)
     return found

@@ -24,12 +24,10 @@ Layout = dict[str, int]  # degrees by the names that torchtitan has for them, sh
 Logged = tuple[list[float], list[float]]  # losses and norms
 
 OF_CASES: dict[str, tuple[dict[str, Any], int]] = {  # settings of zerokern, batches that are accumulated
-    "accumulated": ({"tier": "cpu"}, 2), "cpu": ({"tier": "cpu"}, 1),
-    "overlap": ({"tier": "cpu", "schedule": "overlap"}, 1), "int8": ({"state_format": "int8"}, 1),
+    "accumulated": ({"tier": "cpu"}, 2), "int8": ({"tier": "cpu", "state_format": "int8", "schedule": "overlap"}, 1),
 }  # fmt: skip
 RESUMED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "cpu": ({"tier": "cpu"}, ()), "async": ({"tier": "cpu"}, ("--checkpoint.async_mode=async",)),
-    "int8": ({"tier": "cpu", "state_format": "int8"}, ()),
     "delayed": ({"tier": "cpu", "schedule": zk.Delayed(after=1)}, ()),
 }  # fmt: skip
 KEPT = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only")

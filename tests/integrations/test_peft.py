@@ -96,11 +96,10 @@ def test_losses_and_adapters_are_those_of_a_plain_loop(worlds: Any, tmp_path: Pa
     assert all(torch.equal(value, ours[name]) for name, value in cases.adapter_of(loaded).items())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_bf16_base_and_fp32_adapters(stage: int) -> None:
+def test_a_bf16_base_and_fp32_adapters() -> None:
     base = {name: value.clone() for name, value in cases.llama(torch.bfloat16).state_dict().items()}
     _, plain = cases.by_torch(torch.bfloat16)
-    model, losses = cases.sharded(stage, torch.bfloat16)
+    model, losses = cases.sharded(3, torch.bfloat16)
     assert {param.dtype for param in cases.trainable(model)} == {torch.float32}
     assert losses == pytest.approx(plain, abs=0.01)  # a bf16 step of the loss
     with zk.gathered(model):
@@ -108,16 +107,15 @@ def test_a_bf16_base_and_fp32_adapters(stage: int) -> None:
     assert all(torch.equal(kept[name], value) for name, value in base.items())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_offloaded_compressed_and_checkpointed(stage: int) -> None:
-    _, plain = cases.sharded(stage)
-    assert cases.sharded(stage, tier="cpu", schedule="overlap")[1] == plain
-    assert cases.sharded(stage, state_format="int8")[1] == pytest.approx(plain, abs=0.02)
+def test_offloaded_compressed_and_checkpointed() -> None:
+    _, plain = cases.sharded(3)
+    assert cases.sharded(3, tier="cpu", schedule="overlap")[1] == plain
+    assert cases.sharded(3, state_format="int8")[1] == pytest.approx(plain, abs=0.02)
     model = cases.adapted()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     model.train()
-    zk.shard(model, stage=stage)
+    zk.shard(model, stage=3)
     opt = zk.AdamW(cases.trainable(model), lr=cases.LR, max_grad_norm=cases.CLIP)
     assert cases.trained(model, opt) == plain
 
@@ -182,7 +180,7 @@ def test_sft_trainer_reaches_the_losses_of_a_plain_loop(worlds: Any, tmp_path: P
         pytest.skip("needs TRL, which needs Python 3.11")
     from peft import PeftModel
 
-    results = worlds(tuned, str(tmp_path), (None, 2, 3))
+    results = worlds(tuned, str(tmp_path), (None, 3))
     plain, adapter = results[0].pop("torch")
     for stage, (losses, ours) in results[0].items():
         assert losses == pytest.approx(plain, abs=ERROR), stage

@@ -57,14 +57,13 @@ def plain() -> list[float]:
     return losses(model, zk.AdamW(model.parameters(), lr=1e-2))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_losses_are_those_of_a_plain_loop(stage: int, plain: list[float], tmp_path: Path) -> None:
+def test_losses_are_those_of_a_plain_loop(plain: list[float], tmp_path: Path) -> None:
     disk = zk.Nvme(tmp_path, ring_nbytes="1M")
-    for keep in (None, "device", "cpu", disk):
-        assert ours(stage=stage, keep=keep) == plain, keep
-    assert ours(checkpoints=True, stage=stage) == ours(checkpoints=True, stage=stage, keep=disk) == plain
+    for keep in ("device", disk):
+        assert ours(stage=3, keep=keep) == plain, keep
+    assert ours(checkpoints=True, stage=2) == ours(checkpoints=True, stage=3, keep=disk) == plain
     # slices of the batch are sums in another order, and Adam's first steps
-    assert ours(stage=stage, micro=2) == pytest.approx(plain, abs=2e-5)
+    assert ours(stage=3, micro=2) == pytest.approx(plain, abs=2e-5)
 
 
 def test_a_cache_of_keys_and_values_is_refused() -> None:

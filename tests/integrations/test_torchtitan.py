@@ -61,7 +61,6 @@ LAYOUTS: dict[int, dict[str, tuple[ranks.Layout, list[int], list[str], int]]] = 
         "dp 2": ({"shard": 2}, [3, 0], [FULL], 2),
         "mixed precision and compiled blocks": ({"shard": 2}, [3], MIXED, 1),
         "pp 2 interleaved": ({"pp": 2}, [3], ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], 1),
-        "tp 2": ({"tp": 2}, [3], [], 2),
         "copies alone": ({"replicate": 2}, [3], [], 1),
     },
     4: {
@@ -69,7 +68,6 @@ LAYOUTS: dict[int, dict[str, tuple[ranks.Layout, list[int], list[str], int]]] = 
         "pp 2 x dp 2": ({"pp": 2, "shard": 2}, [1], [], 2),
         "cp 2 x dp 2": ({"cp": 2, "shard": 2}, [2], [], 4),
         "hsdp 2 x 2": ({"replicate": 2, "shard": 2}, [3], [], 1),
-        "copies x cp 2": ({"replicate": 2, "cp": 2}, [3], [], 1),
     },
 }
 

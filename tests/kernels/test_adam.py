@@ -177,7 +177,7 @@ def test_int8_states_survive_every_magnitude(native_impl: str, magnitude: float)
     assert int8.master[0].abs().item() == pytest.approx(5.0 if 1e-15 < magnitude < 1e19 else 0.0, abs=1e-4)
 
 
-@each("silence", [20, 1000])
+@each("silence", [20, 500])
 @first_and_last_set
 def test_sparse_gradients_never_enlarge_an_int8_update(native_impl: str, silence: int) -> None:
     """Most gradients are zero for many steps; no update passes 4x the bound that exact Adam keeps."""
@@ -185,13 +185,13 @@ def test_sparse_gradients_never_enlarge_an_int8_update(native_impl: str, silence
     generator = torch.Generator().manual_seed(silence)
     run = Int8Run(numel, native_impl)
     magnitude = 10.0 ** (torch.rand(numel, generator=generator) * 8 - 6)
-    for step in range(1, 1201):
+    for step in range(1, 601):
         speaks = torch.rand(numel, generator=generator) < 1 / silence
         grad = torch.where(speaks, torch.randn(numel, generator=generator) * magnitude, 0.0)
         assert run.update(grad, lr=1.0).abs().max().item() <= 4 * exact_bound(0.9, 0.999, step), step
 
 
-@each("quiet", [0.3, 0.02, 0.001])
+@each("quiet", [0.3, 0.001])
 @first_and_last_set
 def test_a_loud_neighbour_never_enlarges_an_int8_update(native_impl: str, quiet: float) -> None:
     """One element of each block keeps the scales up while small ones fall silent and wait at the lowest codes."""

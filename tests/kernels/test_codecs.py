@@ -128,11 +128,11 @@ def test_shapes_are_kept_and_scales_counted(impl: str, kind: str) -> None:
 
 
 def pattern_chunks(every: bool) -> Iterator[torch.Tensor]:
-    """fp32 bit patterns as int32: all 2^32 in pieces; or one in 997 of them, and the edges of every upper half."""
+    """fp32 bit patterns as int32: each 16th piece of all 2^32; or one in 997, and the edges of every upper half."""
     if every:
         piece = torch.arange(1 << 20, dtype=torch.int32)
-        for start in range(-(1 << 31), 1 << 31, 1 << 20):
-            yield piece + start
+        for number, start in enumerate(range(-(1 << 31), 1 << 31, 1 << 24)):
+            yield piece + start + (number % 16 << 20)
         return
     yield torch.arange(-(1 << 31), 1 << 31, 997, dtype=torch.int64).to(torch.int32)
     upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)[:, None] << 16
@@ -140,8 +140,8 @@ def pattern_chunks(every: bool) -> Iterator[torch.Tensor]:
     yield (upper | low).reshape(-1)
 
 
-def test_split16_is_exact_for_every_pattern(every: bool) -> None:
-    """Of all patterns each goes through one set, which take turns; of the few, through every set."""
+def test_split16_is_exact(every: bool) -> None:
+    """Of many patterns each goes through one set, which take turns; of the few, through every set."""
     sets = native.isa_usable()
     for turn, bits in enumerate(pattern_chunks(every)):
         x = bits.view(torch.float32)
@@ -152,16 +152,6 @@ def test_split16_is_exact_for_every_pattern(every: bool) -> None:
             assert torch.equal(hi.view(torch.int16), expected_hi), name
             assert torch.equal(remainder, expected_low), name
             assert torch.equal(ops.join(hi, remainder, impl=f"cpu.{name}").view(torch.int32), kept), name
-
-
-@every_set
-def test_split16_survives_an_update_that_changes_nothing(native_impl: str) -> None:
-    for bits in pattern_chunks(every=False):
-        hi, remainder = ops.split(bits.view(torch.float32), "split16", impl=native_impl)
-        before = hi.clone(), remainder.clone()
-        ops.sgd(hi, torch.zeros_like(hi), None, lr=0.0, remainder=remainder, impl=native_impl)
-        assert torch.equal(hi.view(torch.int16), before[0].view(torch.int16))
-        assert torch.equal(remainder, before[1])
 
 
 @every_set

@@ -149,19 +149,19 @@ def test_special_inputs_have_the_bits_of_the_reference(name: str, one_in: int, e
     """With few special values most blocks take the fast path, and one with such a value another in the middle of it."""
     algorithm, case = FORMATS[name]
     for number, hyper in enumerate(hypers(algorithm)):
-        numel = 200_005 if every else 30_005
+        numel = 200_005 if every else 20_005
         before = special_row(algorithm, case, numel, number + (50 if one_in else 0), one_in)
         assert_bits_of_the_reference(algorithm, case, before, hyper)
 
 
 @pytest.mark.slow
 @each("name", FORMATS)
-def test_many_million_special_inputs_have_the_bits_of_the_scalar_set(name: str) -> None:
+def test_a_million_special_inputs_have_the_bits_of_the_scalar_set(name: str) -> None:
     """Which has those of the reference, above."""
     algorithm, case = FORMATS[name]
     own = hypers(algorithm)
-    drawn = [special_row(algorithm, case, (1 << 21) + 3, 1000 + one_in, one_in) for one_in in (0, 3000)]
-    for number in range(16):
+    drawn = [special_row(algorithm, case, (1 << 20) + 3, 1000 + one_in, one_in) for one_in in (0, 3000)]
+    for number in range(6):
         before = turned(drawn[number % 2], number)
         hyper = own[number % len(own)]
         expected = [before.clone()]
@@ -246,7 +246,7 @@ def test_averages_decay_to_their_last_units_as_in_the_reference(name: str, eps: 
     assert 0 < float(row["exp_avg"].float().abs().max()) < 2.0**-126
 
 
-@each("scale", [3e-33, 1e-37, 2e-41, 3 * 2.0**-149])
+@each("scale", [3e-33, 3 * 2.0**-149])
 @each("name", ["int8.split16", "int8.split8", "lion.int8", "lion.bf16", "sgd.bf16"])
 def test_rows_that_are_no_longer_used_decay_as_in_the_reference(name: str, scale: float) -> None:
     """From small averages through denormal ones to those that stay, beside blocks that still have gradients."""

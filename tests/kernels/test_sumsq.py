@@ -64,7 +64,7 @@ def test_threads_and_alignment_do_not_show(native_impl: str, dtype: torch.dtype)
     tensor = values(66 * CHUNK + 5, dtype)
     shifted = torch.empty(tensor.numel() + 1, dtype=dtype)[1:].copy_(tensor)
     results = set()
-    for threads in (1, 2, 3):
+    for threads in (1, 3):
         native.set_threads(threads)
         results |= {ops.sumsq([tensor], impl=native_impl), ops.sumsq([shifted], impl=native_impl)}
     assert results == {reference.sumsq([tensor])}

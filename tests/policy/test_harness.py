@@ -74,45 +74,34 @@ def run_pytest(folder: Path, *arguments: str, **cases: str) -> subprocess.Comple
     return run_forked(program, *options, folder, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
 
 
-def test_listed_skips_pass_and_slow_rows_wait(tmp_path: Path) -> None:
-    ran = run_pytest(tmp_path, listed=LISTED)
+def test_listed_skips_pass_slow_rows_wait_and_the_slowest_files_are_named(tmp_path: Path) -> None:
+    slow = "import time\ndef test_one(): time.sleep(0.2)\n"
+    ran = run_pytest(tmp_path, listed=LISTED, slow=slow)
     assert ran.returncode == 0, ran.stdout
     assert "1  needs a CUDA GPU" in ran.stdout
-    assert "1 skipped, 1 deselected" in ran.stdout
+    assert "1 passed, 1 skipped, 1 deselected" in ran.stdout
+    assert re.findall(r"([\d.]+) s  test_(\w+)\.py", ran.stdout)[0][1] == "slow"
 
 
-def test_any_two_values_meet_in_a_quick_row(tmp_path: Path) -> None:
+def test_any_two_values_meet_in_a_quick_row_and_the_seed_of_a_budget_draws_the_order(tmp_path: Path) -> None:
     every = {(a, b, c) for a in "xyz" for b in "uv" for c in "pq"}
-    quick = run_pytest(tmp_path, "--co", product=PRODUCT)
-    rows = {tuple(row.split("-")) for row in re.findall(r"test_product\[(.*)\]", quick.stdout)}
+    cases = {"product": PRODUCT, "letters": "".join(f"def test_{name}(): pass\n" for name in "abcdefgh")}
+    said = [run_pytest(tmp_path, "--co", "--minutes=1", f"--seed={seed}", **cases).stdout for seed in "112"]
+    first, again, other = (re.findall(r"::test_(\w)\b", one) for one in said)
+    assert first == again != other and sorted(first) == sorted(other) == list("abcdefgh")
+    rows = set(re.findall(r"test_product\[(.)-(.)-(.)\]", said[0]))
     assert len(rows) < len(every)
     for first, second in ((0, 1), (0, 2), (1, 2)):
         assert {(row[first], row[second]) for row in rows} == {(row[first], row[second]) for row in every}
-    assert quick.stdout.count("test_one[") == 3
-
-
-def test_the_seed_of_a_budget_draws_the_order(tmp_path: Path) -> None:
-    rows = "".join(f"def test_{name}(): pass\n" for name in "abcdefgh")
-    orders = [
-        re.findall(r"::test_(\w)", run_pytest(tmp_path, "--co", "--minutes=1", f"--seed={seed}", rows=rows).stdout)
-        for seed in "112"
-    ]
-    assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[0]) == sorted(orders[2]) == list("abcdefgh")
+    assert said[0].count("test_one[") == 3
 
 
 def test_a_budget_ends_the_run_and_says_what_it_left_out(tmp_path: Path) -> None:
-    rows = "import time\n" + "".join(f"def test_{name}(): time.sleep(1)\n" for name in "abcdefgh")
-    ran = run_pytest(tmp_path, "-pxdist", "-n2", "--dist=worksteal", "--minutes=0.05", rows=rows)
+    rows = "import time\n" + "".join(f"def test_{name}(): time.sleep(1)\n" for name in "abcd")
+    ran = run_pytest(tmp_path, "-pxdist", "-n1", "--dist=worksteal", "--minutes=0.05", rows=rows)
     began, of = map(int, re.search(r"budget: (\d+) of (\d+) tests ran in 0.05 minutes", ran.stdout).groups())
-    assert began < of == 8
+    assert began < of == 4
     assert not began or f"{began} passed" in ran.stdout
-
-
-def test_the_slowest_files_are_named(tmp_path: Path) -> None:
-    slow = "import time\ndef test_one(): time.sleep(0.2)\n"
-    said = run_pytest(tmp_path, slow=slow, quick="def test_one(): pass\n").stdout
-    assert re.findall(r"([\d.]+) s  test_(\w+)\.py", said)[0][1] == "slow"
 
 
 def test_unlisted_skips_fail_and_all_runs_slow_rows(tmp_path: Path) -> None:
