@@ -73,18 +73,6 @@ def test_a_body_can_change_after_backward_and_under_a_user_of_the_parameter() ->
         assert model.weight.mul_(0.0).local.tolist() == [0.0] * 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_every_kind_can_be_assigned(dtype: torch.dtype) -> None:
-    full = torch.randn(3, 4, dtype=dtype)
-    reduced = part(torch.ones(3, 4), kind="gradient", dtype=dtype)  # fp32 behind, the parameter's dtype in front
-    for own in (nn.Parameter(full), nn.Parameter(part(full))):
-        own.grad = reduced
-        assert own.grad is reduced and own.grad.dtype == dtype and own.grad.local.dtype == torch.float32
-        own.grad = torch.ones_like(full)
-        assert own.grad.shape == own.shape
-        own.grad = None
-        with pytest.raises(RuntimeError, match=r"size|shape"):
-            own.grad = part(torch.ones(4, 4, dtype=dtype))
 
 
 def test_a_dropped_gradient_gives_its_memory_back() -> None:
@@ -136,15 +124,6 @@ def test_state_dicts_of_full_tensors_and_of_parts_load() -> None:
         model.load_state_dict({"0.weight": part(torch.ones(3, 4), 0, 6)}, strict=False)
 
 
-def test_loading_with_swapped_parameters_is_refused() -> None:
-    model = rest(nn.Linear(4, 3))
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with pytest.raises(RuntimeError, match="set_swap_module_params_on_conversion"):
-            model.load_state_dict({"weight": torch.ones(3, 4)}, strict=False)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert isinstance(model.weight, Sharded)
 
 
 def test_a_module_is_moved_and_converted_before_it_is_sharded() -> None:
@@ -191,53 +170,10 @@ def test_unscaling_agrees_over_ranks_whether_a_gradient_was_finite(flag: float, 
     assert any(bool(one.item()) for one in found.values()) is skips
 
 
-def test_clipping_by_value_is_elementwise_and_by_norm_is_not() -> None:
-    params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))]
-    params[0].grad, params[1].grad = part(torch.arange(12.0).view(3, 4), kind="gradient"), torch.ones(2)
-    torch.nn.utils.clip_grad_value_(params, 5.0)
-    assert params[0].grad.local.tolist() == [3.0, 4.0, 5.0, 5.0, 5.0]
-    for foreach in (None, False):
-        with pytest.raises(TypeError, match=r"zk.clip_grad_norm_\(model, max_norm\)"):
-            torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=foreach)
-    torch.nn.utils.clip_grads_with_norm_(params, 1.0, torch.tensor(2.0))
-    torch.testing.assert_close(params[0].grad.local, torch.tensor([3.0, 4.0, 5.0, 5.0, 5.0]) / 2)
 
 
-def test_weight_averages() -> None:
-    model = rest(nn.Linear(4, 3))
-    averages = [one.detach().clone() for one in model.parameters()]
-    before = averages[0].local.clone()
-    with torch.no_grad():
-        model.weight.add_(1.0)
-    for update in (
-        lambda: [average.lerp_(one.detach(), 0.5) for average, one in zip(averages, model.parameters(), strict=True)],
-        lambda: torch._foreach_lerp_(averages, [one.detach() for one in model.parameters()], 0.5),
-        lambda: [
-            average.mul_(0.5).add_(one, alpha=0.5) for average, one in zip(averages, model.parameters(), strict=True)
-        ],
-    ):
-        averages[0].local.copy_(before)
-        with torch.no_grad():
-            update()
-        torch.testing.assert_close(averages[0].local, before + 0.5)
-    with torch.no_grad():
-        model.weight.copy_(averages[0])
-        assert torch.equal(model.weight.local, averages[0].local)
 
 
-def test_averaged_models_are_refused() -> None:
-    """They copy the module; one that was made before zk.shard holds full tensors, beside which parts do not stand."""
-    model = nn.Linear(4, 3)
-    early = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    early.update_parameters(model)
-    rest(model)
-    with pytest.raises(ShardedUseError, match="to be written into a plain tensor"):
-        early.update_parameters(model)
-    for duplicate in (torch.optim.swa_utils.AveragedModel, copy.deepcopy):
-        with pytest.raises(
-            ShardedUseError, match=r"copy.deepcopy would copy one rank's part.*Copy the model before zk.shard"
-        ):
-            duplicate(model)
 
 
 class Gathering:
