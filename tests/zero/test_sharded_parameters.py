@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 
 import pytest
 import torch
+from tables import each
 from torch import nn
 
 from zerokern.zero.sharded import Sharded, ShardedUseError
@@ -73,8 +73,6 @@ def test_a_body_can_change_after_backward_and_under_a_user_of_the_parameter() ->
         assert model.weight.mul_(0.0).local.tolist() == [0.0] * 5
 
 
-
-
 def test_a_dropped_gradient_gives_its_memory_back() -> None:
     own = nn.Parameter(torch.randn(3, 4))
     own.grad = part(torch.ones(3, 4), kind="gradient")
@@ -86,8 +84,7 @@ def test_a_dropped_gradient_gives_its_memory_back() -> None:
     assert local() is None
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@each("make, foreach", [(torch.optim.AdamW, True), (torch.optim.SGD, False)])
 def test_zero_grad_of_torch_optimizers(make: type[torch.optim.Optimizer], foreach: bool) -> None:
     model = nn.Linear(4, 3)
     model.weight.grad = part(torch.ones(3, 4), kind="gradient", dtype=torch.float32)
@@ -124,6 +121,14 @@ def test_state_dicts_of_full_tensors_and_of_parts_load() -> None:
         model.load_state_dict({"0.weight": part(torch.ones(3, 4), 0, 6)}, strict=False)
 
 
+def test_loading_with_swapped_parameters_is_refused() -> None:
+    model = rest(nn.Linear(4, 3))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="set_swap_module_params_on_conversion"):
+            model.load_state_dict({"weight": torch.ones(3, 4)}, strict=False)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_a_module_is_moved_and_converted_before_it_is_sharded() -> None:
@@ -157,7 +162,7 @@ def scaled(flag: float, *values: float) -> tuple[torch.amp.GradScaler, torch.opt
     return scaler, torch.optim.SGD(params, lr=0.1), group
 
 
-@pytest.mark.parametrize("flag, here, skips", [(0.0, 8.0, False), (1.0, 8.0, True), (0.0, float("inf"), True)])
+@each("flag, here, skips", [(0.0, 8.0, False), (1.0, 8.0, True), (0.0, float("inf"), True)])
 def test_unscaling_agrees_over_ranks_whether_a_gradient_was_finite(flag: float, here: float, skips: bool) -> None:
     scaler, optimizer, group = scaled(flag, here)
     gradients = [one.grad for one in optimizer.param_groups[0]["params"]]
@@ -168,12 +173,6 @@ def test_unscaling_agrees_over_ranks_whether_a_gradient_was_finite(flag: float, 
     assert group.asked == ["max", "wait"] * 2  # once for each shown dtype, on every rank alike
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     assert any(bool(one.item()) for one in found.values()) is skips
-
-
-
-
-
-
 
 
 class Gathering:
@@ -189,12 +188,16 @@ class Gathering:
         return func(*(self.full if one is self.owner else one for one in args), **kwargs)
 
 
-@pytest.fixture
-def used() -> tuple[nn.Parameter, Gathering]:
+def in_use() -> tuple[nn.Parameter, Gathering]:
     full = nn.Parameter(torch.randn(3, 4))
     own = rest(nn.Linear(4, 3)).weight
     own.use = Gathering(own, full)
     return own, own.use
+
+
+@pytest.fixture
+def used() -> tuple[nn.Parameter, Gathering]:
+    return in_use()
 
 
 USES = {
@@ -212,9 +215,9 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
-def test_a_use_outside_the_module_meets_the_full_tensor(name: str, used: tuple[nn.Parameter, Gathering]) -> None:
-    own, gathering = used
+@each("name", USES)
+def test_a_use_outside_the_module_meets_the_full_tensor(name: str) -> None:
+    own, gathering = in_use()
     x = torch.randn(2, 4)
     result = USES[name](own, x)
     assert len(gathering.calls) == 1 and type(result) is torch.Tensor and result.requires_grad
