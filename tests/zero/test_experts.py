@@ -99,23 +99,6 @@ def test_clipped_skipped_saved_and_loaded(stage: int, tmp_path: Path) -> None:
     on_ranks(4, lives, stage, str(tmp_path / "kept"))
 
 
-def elsewhere(rank: int, settings: dict[str, Any], folder: str) -> None:
-    """The bits of state and parameters on the device, updated at once."""
-    if settings.get("tier") == "nvme":
-        settings = {**settings, "tier": zk.Nvme(f"{folder}/{rank}")}
-    for stage in (1, 3):
-        usual = Run(SIZES, stage)
-        other = Run(SIZES, stage, opt=lambda params: make(params, **settings))
-        for number in range(5):
-            losses = [run.backward(number) for run in (usual, other)]
-            assert losses[0] == losses[1]
-            for run in (usual, other):
-                run.step()
-        other.opt.flush()
-        check(other.params(), usual.params(), f"{stage} {settings}", exactly=True)
-        assert other.opt.grad_norm == usual.opt.grad_norm
-
-
 def delayed(rank: int) -> None:
     """An update of the gradient before: what one process does with the same delay."""
     plain = Alone(opt=lambda params: make(params, schedule=zk.Delayed(after=1), tier="cpu"))
@@ -136,11 +119,6 @@ def delayed(rank: int) -> None:
 
 def test_updated_late() -> None:
     on_ranks(4, delayed)
-
-
-@pytest.mark.slow
-def test_other_tiers_and_times(tmp_path: Path) -> None:
-    on_ranks(4, elsewhere, {"tier": "nvme", "schedule": "overlap"}, str(tmp_path))
 
 
 def refused(rank: int) -> None:

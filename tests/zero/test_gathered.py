@@ -235,26 +235,6 @@ def test_gradients_are_reduced(world: World, work: Callable) -> None:
         same(world.size <= 2 and work not in OTHER_ORDER, mine, theirs.detach(), name)
 
 
-@everywhere(2)
-def test_one_rank_evaluates_alone(world: World) -> None:
-    """One rank evaluates in the middle of what all do: no collective, and nothing of theirs is disturbed."""
-    model, plain = world.shard(built(Net), stage=3), built(Net)
-    x, _ = batch(9)
-    for step in range(2):
-        loss = mse(model, step, world)
-        with zk.gathered(model):
-            if world.rank == 0:
-                with torch.no_grad():
-                    for _ in range(3):  # as generate does
-                        same(world.size <= 2, model(x), plain(x), "an evaluation")
-        loss.backward()
-        mse(plain, step, world).backward()
-        gradients(world, model, plain)
-        for one in (model, plain):
-            optimizer = make_sgd(one.parameters())
-            step_and_zero(optimizer)
-
-
 @everywhere(2, joined=[False, True])
 def test_one_rank_computes_gradients_alone(world: World, joined: bool) -> None:
     """One rank alone has a graph of whole parameters: used in no backward pass, or in that of all."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from module_cases import CASES
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked, step_and_zero
-from zero_cases import Case, Net, batch, follow, make_adamw, make_sgd, mse
+from zero_cases import Case, Net, follow, make_adamw, make_sgd, mse
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -216,54 +215,3 @@ def is_built(world: World) -> None:
 
 def test_building_and_measuring() -> None:
     on_ranks(4, is_built)
-
-
-class WithBuffers(nn.Module):
-    """Buffers, parameters in fp32 under bf16, a shared one, a frozen one, one that a replica does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-        self.norm = nn.LayerNorm(3)
-        self.register_buffer("mean", torch.zeros(3))
-        self.scale = nn.Parameter(torch.ones(3))
-        self.tied = self.net.leave
-        self.still = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.maybe = nn.Linear(3, 3)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor, uses: bool) -> Tensor:
-        self.steps += 1
-        y = self.norm(self.net(x)) * self.scale + self.still
-        self.mean.lerp_(y.detach().float().mean(0), 0.1)
-        y = y + nn.functional.linear(y, self.tied.weight[:, :3], self.tied.bias)
-        return self.maybe(y) if uses else y
-
-
-def odd(world: World, stage: int, policy: Any) -> None:
-    plain = built(WithBuffers)
-    model = world.shard(copy.deepcopy(plain), stage=stage, mp_policy=policy, bucket_bytes=600)
-    replica = world.rank // world.mesh.size
-    pairs = [(model, make_sgd(model.parameters())), (plain, make_sgd(plain.parameters()))]
-    for step in range(4):
-        for one, optimizer in pairs:
-            x, y = batch(step, world.rank, rows=2 + world.rank)
-            uses = step == 2 or replica == 0
-            nn.functional.mse_loss(one(x, uses).float(), y).backward()
-            if one is plain:
-                world.average_gradients(plain.parameters())
-            step_and_zero(optimizer)
-    for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
-        close = {"rtol": 1e-4, "atol": 1e-6} if policy is None else {"rtol": 5e-2, "atol": 5e-2}
-        torch.testing.assert_close(
-            mine.float(), theirs.detach(), **close, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    alike = world.exchange([float(value.double().sum()) for value in full(model).values()])
-    assert all(one == alike[0] for one in alike)
-
-
-@pytest.mark.parametrize("sizes, stage, policy", [
-    ((2, 2), 1, BF16), pytest.param((3, 1), 3, BF16, marks=SLOW),
-])  # fmt: skip
-def test_programs_that_nobody_foresaw(sizes: tuple[int, int], stage: int, policy: Any) -> None:
-    on_hybrid_threads(*sizes, odd, stage, policy)

@@ -92,40 +92,6 @@ def test_one_optimizer_over_models_of_two_stages_and_a_plain_one(world: World, s
         assert all(torch.equal(mine[key], param) for key, param in plain[name].named_parameters()), name
 
 
-@everywhere(2, stage=[3])
-def test_hooks_of_users_see_what_they_see_without_sharding(world: World, stage: int) -> None:
-    """Users' hooks see whole parameters and whole gradients of activations, as often as they do plain."""
-
-    def watch(model: Net, reads: bool = True) -> list[tuple]:
-        seen: list[tuple] = []
-        block = model.blocks[1]
-        if reads:
-            block.register_forward_pre_hook(lambda m, args: seen.append(("pre", m.up.weight.detach().sum())))
-            block.register_forward_hook(lambda m, args, out: seen.append(("post", m.down.weight.detach().norm())))
-        block.register_forward_hook(lambda m, args, out: out * 2)
-        block.register_full_backward_pre_hook(lambda m, out: seen.append(("before", out[0].sum())))
-        block.register_full_backward_hook(lambda m, into, out: seen.append(("after", into[0].sum())))
-        model.register_forward_hook(lambda m, args, out: seen.append(("root", out.detach().sum())))
-        return seen
-
-    plain = built(Net)
-    ours = copy.deepcopy(plain)
-    early = watch(ours)
-    world.shard(ours, stage=stage)
-    late, reference, same = watch(ours, reads=False), watch(plain), watch(plain, reads=False)
-    for model in (ours, plain):
-        mse(model, 0, world).backward()
-    for kind in ("pre", "post", "before", "after", "root"):
-        mine = [float(value) for seen in (early, late) for name, value in seen if name == kind]
-        theirs = [float(value) for seen in (reference, same) for name, value in seen if name == kind]
-        assert mine == theirs and theirs, kind
-    world.average_gradients(plain.parameters())
-    optimizers = [make_adamw(model.parameters()) for model in (ours, plain)]
-    for optimizer in optimizers:
-        optimizer.step()
-    assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
-
-
 @everywhere(2, stage=[1, 3])
 def test_a_write_between_forward_and_backward_is_no_secret(world: World, stage: int) -> None:
     model = world.shard(built(Net), stage=stage)

@@ -23,31 +23,6 @@ def prepared(world: World, stage: int, before: bool, register: Any) -> nn.Module
     return model
 
 
-@each("stage, before", [(0, True), (1, False), (3, True), (3, False)])
-def test_a_gradient_hook_sees_and_changes_what_this_rank_computed(stage: int, before: bool) -> None:
-    def work(world: World) -> None:
-        seen: list[torch.Tensor] = []
-        handles: list[Any] = []
-
-        def register(model: nn.Module) -> None:
-            handles.append(model.enter.weight.register_hook(lambda grad: (seen.append(grad.clone()), 3 * grad)[1]))
-
-        model = prepared(world, stage, before, register)
-        plain = built(Net)
-        mse(plain, 0, world).backward()
-        mse(model, 0, world).backward()
-        torch.testing.assert_close(seen[0], plain.enter.weight.grad)
-        world.average_gradients(plain.parameters())
-        grad = model.enter.weight.grad
-        theirs = plain.enter.weight.grad * 3
-        torch.testing.assert_close(*((grad, theirs) if stage == 0 else (grad.local, grad.span_of(theirs))))
-        handles[0].remove()
-        mse(model, 0, world).backward()
-        assert len(seen) == 1
-
-    on_threads(2, work)
-
-
 @each("stage, before", [(0, False), (2, True), (3, True), (3, False)])
 def test_a_hook_after_accumulation_gets_the_parameter_with_its_reduced_gradient(stage: int, before: bool) -> None:
     def work(world: World) -> None:

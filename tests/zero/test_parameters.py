@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from functools import partial
 
 import torch
 from tables import each
 from torch import nn
-from worlds import World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
+from worlds import World, built, everywhere, full, on_ranks, ranked, step_and_zero
 from zero_cases import Net, Run, batch, make_adamw, mse, same_as_plain
 
 import zerokern as zk
@@ -108,63 +106,10 @@ def test_gradients_are_the_mean_and_add_up(world: World, stage: int) -> None:
         torch.testing.assert_close(ours, other)
 
 
-@everywhere(2, stage=[1, 3])
-def test_parameters_written_between_steps(world: World, stage: int) -> None:
-    """Loaded, filled, copied between steps: the next forward and the next update begin from there."""
-    ours, plain = world.shard(built(Net), stage=stage), built(Net)
-    other = built(Net, seed=9)
-    seen = []
-    for model in (ours, plain):
-        optimizer = make_adamw(model.parameters())
-        losses = []
-        for step in range(4):
-            losses.append(mse(model, step, world))
-            losses[-1].backward()
-            if model is plain:
-                world.average_gradients(plain.parameters())
-            step_and_zero(optimizer)
-            with torch.no_grad():
-                if step == 0:
-                    model.blocks[0].up.weight.mul_(0.5)
-                if step == 1:
-                    model.leave.weight.copy_(other.leave.weight)
-                    model.blocks[1].down.weight.fill_(0.01)
-                if step == 2:
-                    model.load_state_dict(other.state_dict())
-        seen.append(torch.stack(losses).detach())
-    assert torch.equal(*seen)
-    for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
-
-
-@everywhere(2)
-def test_what_a_sharded_parameter_cannot_do_teaches(world: World) -> None:
-    """At stage 3, what needs all elements is refused at rest, and the refusal teaches."""
-    model = world.shard(built(Net), stage=3)
-    parameter, weight = model.blocks[1].up.weight, model.blocks[1].up.weight.detach()
-    for work in (
-        lambda: weight.sum(),
-        lambda: weight.norm(),
-        lambda: weight[0],
-        lambda: weight.view(-1),
-        lambda: weight.tolist(),
-        lambda: weight.numpy(),
-        lambda: weight.matmul(torch.ones(10)),
-        lambda: torch.save(weight, io.BytesIO()),
-        lambda: copy.deepcopy(parameter),
-        lambda: torch.cat([weight, weight]),
-    ):
-        says(refusal(work, (TypeError, RuntimeError)), ["blocks.1.up.weight", "gathered"])
-    says(refusal(lambda: copy.deepcopy(model), TypeError), ["gathered"])
-    shown = repr(parameter)
-    assert "blocks.1.up.weight" in shown and "(83, 10)" in shown, shown
-    assert repr(model) == repr(Net())
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
     test_gradients_are_the_mean_and_add_up(world, 3)
-    test_parameters_written_between_steps(world, 3)
+    test_identity_shape_dtype_and_name_stay(world, 3)
 
 
 def test_parameters_on_real_ranks() -> None:

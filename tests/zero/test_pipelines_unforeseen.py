@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,23 +252,3 @@ def computed_again(world: World, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [{"keep": "device"}, {"micro": 2}], ids=str)
 def test_units_that_are_computed_again(settings: dict[str, Any]) -> None:
     on_ranks(4, computed_again, settings)
-
-
-@ranked
-def at_rest(world: World, folder: Path) -> None:
-    """Parameters on a disk: units come for each micro-batch."""
-    for name in ("1F1B",):
-        tier = zk.Nvme(folder / f"{name}{world.rank}", ring_nbytes="1M")
-        pipe, alone = pipeline(name, stage=3, tier=tier), Alone(0, lr=1e-2)
-        opts = [zk.AdamW(model.parameters(), lr=1e-2) for model in pipe.models]
-        for step in range(2):
-            pipe.step(*batch(0, step, pipe.dp))
-            alone.step(step, pipe.orders())
-            same(gradients(pipe.models), alone.gradients(), name)
-            step_and_zero(*opts, alone.opt)
-            same(parameters(pipe.models), alone.parameters(), name)
-
-
-@pytest.mark.slow
-def test_parameters_that_rest_on_a_disk(tmp_path: Path) -> None:
-    on_ranks(4, at_rest, tmp_path)

@@ -15,23 +15,6 @@ from zerokern.zero.sharded import Sharded, ShardedUseError
 SPAN = (3, 8)  # this rank's elements of the weight
 
 
-class OtherRank:
-    """A group of two, of which the other rank's flag is known beforehand."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, flag: float = 0.0) -> None:
-        self.flag, self.asked = flag, []
-
-    def all_reduce(self, tensor: torch.Tensor, op: str) -> OtherRank:
-        self.asked.append(op)
-        tensor.clamp_(min=self.flag)
-        return self
-
-    def wait(self) -> None:
-        self.asked.append("wait")
-
-
 def part(full: torch.Tensor, start: int = SPAN[0], numel: int = SPAN[1] - SPAN[0], **options) -> Sharded:
     return Sharded(full.detach().reshape(-1)[start : start + numel].clone(), full.shape, start, **options)
 
@@ -84,20 +67,6 @@ def test_a_dropped_gradient_gives_its_memory_back() -> None:
     assert local() is None
 
 
-@each("make, foreach", [(torch.optim.AdamW, True), (torch.optim.SGD, False)])
-def test_zero_grad_of_torch_optimizers(make: type[torch.optim.Optimizer], foreach: bool) -> None:
-    model = nn.Linear(4, 3)
-    model.weight.grad = part(torch.ones(3, 4), kind="gradient", dtype=torch.float32)
-    model.bias.grad = torch.ones(3)
-    optimizer = make(model.parameters(), lr=0.1, foreach=foreach)
-    local, version = model.weight.grad.local, model.weight.grad.local._version
-    optimizer.zero_grad(set_to_none=False)
-    assert model.weight.grad.local is local and not local.any() and not model.bias.grad.any()
-    assert local._version > version and not model.weight.grad.requires_grad
-    optimizer.zero_grad()
-    assert model.weight.grad is None
-
-
 def test_state_dicts_of_full_tensors_and_of_parts_load() -> None:
     source = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
     model = rest(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4)))
@@ -142,37 +111,6 @@ def test_a_module_is_moved_and_converted_before_it_is_sharded() -> None:
     with pytest.raises(TypeError, match=r"Move the model before zk.shard"):
         model.to("meta")
     assert model.weight is weight and weight.local is local and weight.dtype == torch.float32
-
-
-def scaled(flag: float, *values: float) -> tuple[torch.amp.GradScaler, torch.optim.Optimizer, OtherRank]:
-    """Gradients at scale 4: reduced in fp32 for a bf16 parameter, plain, and one that this rank has nothing of."""
-    group = OtherRank(flag)
-    params = [
-        nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)),
-        nn.Parameter(torch.ones(2)),
-        nn.Parameter(torch.ones(6)),
-    ]
-    gradient = torch.full((3, 4), 8.0)
-    gradient.view(-1)[3 : 3 + len(values)] = torch.tensor(values)
-    params[0].grad = part(gradient, kind="gradient", group=group, dtype=torch.bfloat16)
-    params[1].grad = torch.full((2,), 8.0)
-    params[2].grad = part(torch.ones(6), 0, 0, kind="gradient", group=group)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    return scaler, torch.optim.SGD(params, lr=0.1), group
-
-
-@each("flag, here, skips", [(0.0, 8.0, False), (1.0, 8.0, True), (0.0, float("inf"), True)])
-def test_unscaling_agrees_over_ranks_whether_a_gradient_was_finite(flag: float, here: float, skips: bool) -> None:
-    scaler, optimizer, group = scaled(flag, here)
-    gradients = [one.grad for one in optimizer.param_groups[0]["params"]]
-    version = gradients[0].local._version
-    scaler.unscale_(optimizer)
-    assert gradients[0].local[1:].tolist() == [2.0] * 4 and gradients[1].tolist() == [2.0] * 2
-    assert gradients[0].local._version > version
-    assert group.asked == ["max", "wait"] * 2  # once for each shown dtype, on every rank alike
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    assert any(bool(one.item()) for one in found.values()) is skips
 
 
 class Gathering:

@@ -181,32 +181,10 @@ def test_a_torch_optimizer_on_sharded_parameters_is_refused(world: World, stage:
     other.step()  # plain parameters are none of our business
 
 
-@everywhere(2, stage=[1, 3])
-def test_an_optimizer_from_before(world: World, stage: int) -> None:
-    """An optimizer that was built before zk.shard rebinds; one that has stepped before says what to do."""
-    plain, ours, stepped_before = built(Net), built(Net), built(Net)
-    optimizers = [make_adamw(model.parameters()) for model in (plain, ours, stepped_before)]
-    world.shard(ours, stage=stage)
-    for step in range(3):
-        for model, optimizer in zip((plain, ours), optimizers, strict=False):
-            mse(model, step, world).backward()
-            if model is plain:
-                world.average_gradients(plain.parameters())
-            step_and_zero(optimizer)
-    for (key, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7, msg=key)
-    mse(stepped_before, 0, world).backward()
-    step_and_zero(optimizers[2])
-    world.shard(stepped_before, stage=stage)
-    mse(stepped_before, 1, world).backward()
-    says(refusal(optimizers[2].step, zk.StateError), ["after zk.shard"])
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
     test_a_torch_optimizer_on_shards(world, (3, "AdamW"))
     test_a_torch_optimizer_on_sharded_parameters_is_refused(world, 3)
-    test_an_optimizer_from_before(world, 3)
 
 
 def test_shards_on_real_ranks() -> None:

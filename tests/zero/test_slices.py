@@ -82,22 +82,6 @@ def test_the_bits_of_a_loop_dropout_included(micro: int, dtype: torch.dtype) -> 
         assert same(mine, theirs)
 
 
-def test_tensors_in_kwargs_and_containers() -> None:
-    block, x, place = built()
-    scale = torch.rand(ROWS)
-    expected = [
-        *in_a_loop(lambda x, s: block(x, place, scale={"rows": [s]}), x, micro=4, cut=(scale,)),
-        *gradients(block, place),
-    ]
-    shared = functools.partial(block, place=place, scale={"rows": (scale, "text")})
-    torch.manual_seed(9)
-    x.requires_grad_()
-    y = zk.recompute(block, x * 1.0, place=place, scale={"rows": (scale, "text")}, micro=4)
-    y.square().sum().backward()
-    assert same([y.detach(), x.grad, *gradients(block, place)], expected)
-    assert isinstance(shared, functools.partial)
-
-
 class Found(NamedTuple):
     rows: Tensor
     best: Tensor

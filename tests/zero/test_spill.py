@@ -147,20 +147,6 @@ def kept_over_a_step(model: nn.Module, opt: Any, x: Tensor, between: Callable[..
 
 
 @loop
-def parts_kept_over_a_step(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None]) -> None:
-    """As `kept_over_a_step`, of what was taken out of gradients: plain tensors."""
-    loss_of(model, x[:8]).backward()
-    kept = [p.grad.local[1:] for p in model.parameters()]
-    opt.zero_grad()
-    loss_of(model, x[8:]).backward()
-    for p, old in zip(model.parameters(), kept, strict=True):
-        p.grad.local[1:].add_(old, alpha=0.5)
-    del old, kept
-    between(model)
-    step_and_zero(opt)
-
-
-@loop
 def frozen_in_turns(model: nn.Module, opt: Any, x: Tensor, between: Callable[..., None]) -> None:
     model.blocks[1].requires_grad_(not model.blocks[1][0].weight.requires_grad)
     loss_of(model, x).backward()

@@ -126,21 +126,9 @@ def added_up_apart(world: World, model: nn.Module, optimizer: Any, step: int) ->
 
 
 @passes
-def a_part_has_nothing_more(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
-    mse(model, 3 * step, world).backward()
-    model.enter(torch.ones(2, 6)).square().mean().backward()
-
-
-@passes
 def clipped_before(world: World, model: nn.Module, optimizer: Any, step: int) -> float:
     mse(model, step, world).backward()
     return 0.01 / (float(zk.clip_grad_norm_(model, 0.01)) + 1e-6)
-
-
-@passes
-def frozen_now_and_then(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
-    model.middle.weight.requires_grad_(step % 2 == 0)
-    mse(model, step, world).backward()
 
 
 @passes
@@ -179,11 +167,6 @@ def while_it_runs(world: World, model: nn.Module, step: int, write: Callable[[Te
     x = model.enter(torch.full((2, 6), 0.1 * (1 + world.rank)))
     x.register_hook(lambda grad: (write(model.middle.weight.grad), None)[1])
     model.leave(model.middle(x).tanh()).square().mean().backward()
-
-
-@passes
-def scaled_while_a_pass_runs(world: World, model: nn.Module, optimizer: Any, step: int) -> None:
-    while_it_runs(world, model, step, lambda grad: grad.mul_(10.0))
 
 
 @passes
@@ -353,26 +336,6 @@ def test_a_clip_whose_gradients_are_dropped(world: World, stage: int) -> None:
         mse(model, 0, world).backward()
         optimizer.step()
     assert all(torch.equal(value, full(twin)[name]) for name, value in full(ours).items())
-
-
-@everywhere(2, stage=[3])
-def test_some_parameters_are_clipped_by_themselves(world: World, stage: int) -> None:
-    """Two optimizers over one model, of which one gets a group later; clipped together, and one of them alone."""
-    ours, plain = world.shard(built(Net), stage=stage), built(Net)
-    for model in (ours, plain):
-        inner = zk.AdamW(model.blocks.parameters(), lr=1e-2)
-        outer = zk.SGD(model.enter.parameters(), lr=1e-1, momentum=0.9)
-        for step in range(3):
-            mse(model, step, world).backward()
-            if model is plain:
-                world.average_gradients(plain.parameters())
-            zk.clip_grad_norm_(model if step == 0 else list(model.blocks.parameters()), 0.05)
-            if step == 1:
-                outer.add_param_group({"params": list(model.leave.parameters()), "lr": 0.05})
-            step_and_zero(inner, outer)
-            model.zero_grad()
-    for name, value in full(ours).items():
-        torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), rtol=1e-6, atol=1e-7)
 
 
 @ranked

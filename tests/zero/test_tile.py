@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from pages import MIB, large_things_apart, pages
 from tables import each
-from tile_cases import TILES, Loop, Mlp, batches, looped, mlp, same, tiled, train, values
+from tile_cases import TILES, Mlp, batches, mlp, same, tiled, train, values
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from worlds import World, alone, built, everywhere, on_ranks, on_threads, ranked, refusal, says, step_and_zero
+from worlds import World, built, everywhere, on_ranks, on_threads, ranked, refusal, says, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -33,20 +32,6 @@ def test_rows_are_spread_evenly_and_begin_blocks() -> None:
         assert sum(rows) == out and len(rows) == tiles and min(rows) > 0
     assert rows_of(4096, 1024, 8) == [512] * 8
     assert all(row * 96 % 128 == 0 for row in rows_of(1000, 96, 8)[:-1])
-
-
-def test_unsharded_bits_are_those_of_the_loop() -> None:
-    model, twin = tiled(), looped()
-    (x,) = batches(1)
-    out, theirs = (one(x.requires_grad_()) for one in (model, twin))
-    assert torch.equal(out, theirs)
-    out.square().sum().backward()
-    mine, x.grad = x.grad, None
-    theirs.square().sum().backward()
-    assert torch.equal(mine, x.grad)
-    loops = [one for one in twin.modules() if isinstance(one, Loop)]
-    wanted = [grad for one in loops for grad in one.joined(lambda part: part.grad)]
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
 
 
 @each("rows, dtype", [(1, torch.float32), (2, torch.bfloat16), (7, torch.float32), (64, torch.bfloat16)])
@@ -245,33 +230,6 @@ def test_the_plan_knows_tiles() -> None:
     plans = [zk.plan(model, stage=3, world=2, device="cpu").roles for model in (whole, pieces)]
     assert plans[0]["parameters"] == pytest.approx(plans[1]["parameters"], rel=1e-3)
     assert plans[0]["gathered"] > 7 * plans[1]["gathered"]
-
-
-@ranked
-def checkpoints(world: World, folder: Path) -> None:
-    """Saved tiled, loaded untiled; saved untiled, loaded tiled: training goes on with the same bits."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-    def made(make: Callable[[], nn.Module], stage: int, name: str) -> tuple[nn.Module, zk.AdamW]:
-        model = world.shard(make(), stage=stage, mp_policy=policy)
-        tier = zk.Nvme(folder / f"{name}-{world.rank}")
-        return model, zk.AdamW(model.parameters(), lr=1e-2, tier=tier, state_format="int8")
-
-    first, opt = made(tiled, 3, "first")
-    train(first, 2, world.rank, opt)
-    zk.save(folder / "tiled", first, opt)
-    whole, theirs = made(mlp, 2, "whole")
-    zk.load(folder / "tiled", whole, theirs)
-    assert same(values(whole), values(first))
-    zk.save(folder / "whole", whole, theirs)
-    again, other = made(tiled, 3, "again")
-    zk.load(folder / "whole", again, other)
-    losses = [train(model, 2, world.rank, one, seed=5) for model, one in ((first, opt), (again, other))]
-    assert losses[0] == losses[1] and same(values(first), values(again))
-
-
-def test_checkpoints_are_those_of_one_piece(tmp_path: Path) -> None:
-    alone(checkpoints, tmp_path)
 
 
 @ranked

@@ -110,26 +110,6 @@ def test_what_a_forward_writes_lasts(world: World, build: Callable[[], nn.Module
         same(world.size <= 2, mine, theirs.detach(), name)
 
 
-@everywhere(2)
-def test_what_is_written_through_a_view_between_steps_lasts(world: World) -> None:
-    model, plain = world.shard(built(Net), stage=3), built(Net)
-    for one in (model, plain):
-        optimizer = make_adamw(one.parameters())
-        for step in range(2):
-            mse(one, step, world).backward()
-            if one is plain:
-                world.average_gradients(plain.parameters())
-            with torch.no_grad():
-                one.leave.weight[0].zero_()
-                one.leave.weight.add_(1.0)
-            optimizer.step()
-            with torch.no_grad():
-                one.blocks[0].up.weight.t()[1].fill_(0.5)
-            optimizer.zero_grad()
-    for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
-        same(world.size <= 2, mine, theirs.detach(), name)
-
-
 @everywhere(1, 2)
 def test_values_that_take_the_place_of_parameters_compute(world: World) -> None:
     """Weights of an average, of some modules or all, and parameters that were assigned, evaluate."""
@@ -150,27 +130,6 @@ def test_values_that_take_the_place_of_parameters_compute(world: World) -> None:
         assert torch.equal(model(x), other(x))
     says(refusal(lambda: model(x)), ["no parameter that the model had", "write into the parameters that are there"])
     says(refusal(lambda: model.blocks[0](hidden)), ["'blocks.0.norm.weight'", "on this rank alone"])
-
-
-@everywhere(2, stage=[2, 3])
-def test_tensors_that_take_the_place_of_parameters_are_trained(world: World, stage: int) -> None:
-    """Plain tensors in the place of parameters: gradients come to them, and to what is still the model's."""
-    model, plain, other = world.shard(built(Net), stage=stage), built(Net), built(Net, 5)
-    x, y = batch(1, world.rank)
-    for _ in range(2):
-        found = []
-        for one in (model, plain):
-            weights = {name: value.detach().clone().requires_grad_() for name, value in other.named_parameters()}
-            some = {name: value for name, value in weights.items() if name.startswith(("blocks.1", "leave"))}
-            (functional_call(one, some, (x,)) - y).square().mean().backward()
-            found.append([value.grad for value in some.values()])
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], found[-1], strict=True))
-            if one is plain:
-                world.average_gradients(plain.parameters())
-            optimizer = make_adamw(one.parameters())
-            step_and_zero(optimizer)
-    for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
-        same(world.size <= 2, mine, theirs.detach(), name)
 
 
 @everywhere(2, stage=[3])
