@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import loss_cases
 import torch
-from loss_cases import SHAPE, Plan, Run, clipping, in_float64, rms, sharded, train, under_ddp, windows
+from loss_cases import SHAPE, Plan, Run, clipping, in_float64, rms, sharded, under_ddp, windows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from wire_cases import written
 from worlds import World, built, ranked, step_and_zero
+from zero_cases import mse
 
 import zerokern as zk
 from zerokern.examples.model import GPT
@@ -46,7 +48,7 @@ def in_one_process(world: World, plan: Plan, start: GPT) -> Run:
             assert param.grad is not None
             param.grad /= world.size
 
-    return train(plan, world.rank, model, model, clipping(model.parameters()), finish=of_all)
+    return loss_cases.train(plan, world.rank, model, model, clipping(model.parameters()), finish=of_all)
 
 
 def start_of(seed: int) -> GPT:
@@ -83,6 +85,12 @@ def faults(name: str, run: Run, ddp: Run, exact: Run) -> list[str]:
             if not mine <= 2 * theirs + 1e-9:
                 found.append(f"{name}: {what} of step {step} are off by {mine:.3g}, DDP's by {theirs:.3g}")
     return found
+
+
+def train(world: World, model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        mse(model, step, world).backward()
+        step_and_zero(optimizer)
 
 
 @ranked

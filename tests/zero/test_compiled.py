@@ -182,14 +182,10 @@ def accumulated_and_late(world: World, stages: list[int], schedules: list[Any], 
                 as_eager(world, make, after, stage, 2, tier="cpu", schedule=schedule)
 
 
-def test_updates_under_way_and_weights_of_others() -> None:
-    """A graph never holds what was found once: a parameter whose update is under way, or that is not here."""
-    on_ranks(1, accumulated_and_late, [3], ["overlap"], 1, timeout=120)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("stage, schedule", [(2, "overlap"), (3, zk.Delayed(after=1))])
-def test_updates_under_way_at_other_stages(stage: int, schedule: Any) -> None:
+@pytest.mark.parametrize("stage, schedule", [(2, zk.Delayed(after=1)), (3, "overlap")])
+def test_updates_under_way_and_weights_of_others(stage: int, schedule: Any) -> None:
+    """A graph never holds what was found once: a parameter whose update is under way, or that is not here."""
     on_ranks(2, accumulated_and_late, [stage], [schedule], 2, timeout=230)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_cases import alike, compare, folder_nbytes, laid_out, sent
+from hybrid_cases import alike, compare, folder_nbytes, laid_out, sent, train
 from loss_cases import Plan
 from module_cases import CASES
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked, step_and_zero
 from zero_cases import Case, Net, follow, make_adamw, make_sgd, mse
@@ -80,14 +80,6 @@ def test_bytes_along_each_dimension(sizes: tuple[int, int]) -> None:
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-
-def train(world: World, model: nn.Module, optimizer: Any, steps: range, micro: int = 1) -> None:
-    for step in steps:
-        for number in range(micro):
-            mse(model, 10 * step + number, world).backward()
-        step_and_zero(optimizer)
-    getattr(optimizer, "flush", lambda: None)()
 
 
 def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_cases import NAMES, laid_out
-from torch import nn
+from hybrid_cases import NAMES, laid_out, train
 from torch.distributed.device_mesh import init_device_mesh
 from tries import best
 from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked, refusal, says, step_and_zero
@@ -24,12 +23,6 @@ from zerokern.api import sharding_of
 SLOW = pytest.mark.slow
 PATIENCE_S = 60.0  # the group's timeout
 SOON_S = 20.0  # for what nobody waits that long for, in the best of some tries
-
-
-def train(world: World, model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        mse(model, step, world).backward()
-        step_and_zero(optimizer)
 
 
 def skipping(world: World, stage: int, value: float, max_grad_norm: float | None, reduced: bool) -> None:

@@ -271,7 +271,7 @@ def made_anew(world: World, rows: list[tuple[str, int]]) -> None:
     for name, stage in rows:
         pipe = Pipe(name, 0, 2, 2, stage=stage)
         alone, opt = Alone(0, 2, pipe.count, 2), opt_of(pipe)
-        as_one_process(pipe, alone, opt, range(2), name)
+        as_one_process(pipe, alone, opt, range(1), name)
         with zk.no_sync(pipe.models[0]), pytest.raises(zk.StateError, match="no_sync"):
             pipe.step(*batch(0, 2, pipe.dp))
         kind, each = SCHEDULES[name]
@@ -280,10 +280,10 @@ def made_anew(world: World, rows: list[tuple[str, int]]) -> None:
             for one in pipe.stages
         ]
         pipe.schedule = kind(pipe.stages if each > 1 else pipe.stages[0], MICROS, loss_fn=loss_of)
-        as_one_process(pipe, alone, opt, range(2, 4), name)
+        as_one_process(pipe, alone, opt, range(1, 3), name)
         other = Pipe(name, 1, 2, 2, stage=stage)
-        as_one_process(other, Alone(1, 2, other.count, 2), opt_of(other), range(2), name)
-        as_one_process(pipe, alone, opt, range(4, 5), name)
+        as_one_process(other, Alone(1, 2, other.count, 2), opt_of(other), range(1), name)
+        as_one_process(pipe, alone, opt, range(3, 4), name)
         gone = [weakref.ref(model) for model in other.models]
         del other
         gc.collect()

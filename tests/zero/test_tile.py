@@ -209,7 +209,7 @@ def test_built_from_the_same_random_numbers(settings: dict[str, Any], tmp_path: 
     assert torch.equal(torch.get_rng_state(), ends[1][1])
 
 
-@each("stage", [2, 3])
+@each("stage", [3])
 def test_autocast_and_compiled(stage: int) -> None:
     (x,) = batches(1)
     expected = None
