@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensor_parallel_cases import whole
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
-from worlds import built, step_and_zero
+from trained_cases import Plain, Trained, make
+from worlds import built
 
 import zerokern as zk
 
-__all__ = ["ROUTES", "Mixture", "Model", "Plain", "Run", "make", "meshes_of"]
+__all__ = ["ROUTES", "Alone", "Model", "Run", "batches", "meshes_of"]
 
 WIDTH, HIDDEN, EXPERTS, SLOTS, ROWS = 8, 12, 4, 2, 6
 ROUTES = ("any", "first", "apart", "none", "any")  # by step: which experts tokens may go to
@@ -137,16 +137,12 @@ def batches(seed: int, step: int, ranks: int, count: int) -> Iterator[tuple[Tens
         yield torch.randn(ROWS, 5, generator=generator), torch.randn(ROWS, 3, generator=generator), allowed
 
 
-def make(params: Any, **settings: Any) -> torch.optim.Optimizer:
-    return zk.AdamW(params, lr=1e-2, max_grad_norm=0.5, **settings)
-
-
-class Run:
+class Run(Trained):
     """The model on this rank, sharded at a stage: experts over `efsdp`, all else over all ranks."""
 
     def __init__(self, sizes: tuple[int, ...], stage: int, seed: int = 0, opt: Any = None, **settings: Any) -> None:
         self.seed, self.stage = seed, stage
-        self.model = built(Model, seed=seed)
+        self.model = self.module = built(Model, seed=seed)
         dense, sparse, ep = meshes_of(*sizes)
         for block in self.model.blocks:
             block.divide(ep)
@@ -171,39 +167,11 @@ class Run:
         dist.all_reduce(found)
         return found.item() / dist.get_world_size()
 
-    def step(self) -> None:
-        step_and_zero(self.opt)
 
-    def params(self) -> dict[str, Tensor]:
-        with zk.gathered(self.model):
-            return {name: whole(param).detach().clone() for name, param in self.model.named_parameters()}
-
-    def grads(self) -> dict[str, Tensor | None]:
-        found = {name: param.grad for name, param in self.model.named_parameters()}
-        return {name: None if grad is None else whole(grad).detach().clone() for name, grad in found.items()}
-
-
-class Plain:
-    """All experts and all batches in one process."""
-
+class Alone(Plain):
     def __init__(self, seed: int = 0, opt: Any = None) -> None:
         self.seed = seed
-        self.model = built(Model, seed=seed)
-        self.opt = (opt or make)(self.model.parameters())
+        super().__init__(built(Model, seed=seed), opt)
 
     def backward(self, step: int, ranks: int, accumulated: int = 1) -> float:
-        total = 0.0
-        for batch in batches(self.seed, step, ranks, accumulated):
-            loss = self.model.loss(*batch) / (ranks * accumulated)
-            loss.backward()
-            total += loss.item()
-        return total
-
-    def step(self) -> None:
-        step_and_zero(self.opt)
-
-    def params(self) -> dict[str, Tensor]:
-        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
-
-    def grads(self) -> dict[str, Tensor | None]:
-        return {name: None if p.grad is None else p.grad.clone() for name, p in self.model.named_parameters()}
+        return self.backward_of(batches(self.seed, step, ranks, accumulated))

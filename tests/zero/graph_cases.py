@@ -8,38 +8,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 from worlds import World
 from zero_cases import WIDTH, Block, Case, Net, batch, mse
 
 
 class Routed(Block):
-    """A mixture's block: its auxiliary loss is an attribute, made before the output or after it."""
+    """A mixture's block: its auxiliary loss is an attribute, made after the output."""
 
-    def __init__(self, inner: int, late: bool = True) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__(inner)
         self.gate = nn.Linear(WIDTH, 4)
-        self.late = late
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.late:
-            self.aux = self._aux(x)
         y = super().forward(x)
-        if self.late:
-            self.aux = self._aux(y)
+        self.aux = F.linear(self.gate(y).softmax(-1), self.gate.weight.t()).square().mean()
         return y
 
-    def _aux(self, x: Tensor) -> Tensor:
-        return F.linear(self.gate(x).softmax(-1), self.gate.weight.t()).square().mean()
 
-
-def mixture(late: bool) -> Callable[[], Net]:
-    def build() -> Net:
-        net = Net()
-        net.blocks = nn.ModuleList(Routed(30 + 7 * number, late) for number in range(4))
-        return net
-
-    return build
+def mixture() -> Net:
+    net = Net()
+    net.blocks = nn.ModuleList(Routed(30 + 7 * number) for number in range(4))
+    return net
 
 
 def with_aux(model: nn.Module, step: int, world: World) -> Tensor:
@@ -102,11 +92,6 @@ class CheckpointedOver(Net):
         return checkpoint(lambda x: self.blocks[3](self.blocks[2](x)), x, use_reentrant=False)
 
 
-class Sequenced(Net):
-    def body(self, x: Tensor) -> Tensor:
-        return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
-
-
 class CheckpointedTwice(Net):
     """Checkpoints within checkpoints."""
 
@@ -137,45 +122,6 @@ def in_forward(model: nn.Module, step: int, world: World) -> Tensor:
     return InForward.apply(y.repeat(1, 4)[:, :WIDTH] * out.mean(), model.blocks[1].up.weight) + F.mse_loss(out, y)
 
 
-def functional_head(model: nn.Module, step: int, world: World) -> Tensor:
-    x, y = batch(step, world.rank)
-    out = model(x)
-    return F.mse_loss(F.linear(out @ model.leave.weight, model.blocks[0].up.weight).mean() + out, y)
-
-
-def two_passes(loss: Tensor) -> None:
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-class Remembering(Block):
-    """Keeps what it computes for others to use: hidden states of all kinds."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.seen = {"up": self.up(y), "closure": lambda: self.norm(y) @ y.t()}
-        return y
-
-
-class Reading(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Remembering(20 + 5 * number) for number in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out + sum(block.seen["up"].mean() for block in self.blocks)
-
-
-def graph_within(model: nn.Module, step: int, world: World) -> Tensor:
-    """Gradients of activations, taken in the middle of the model (adaptive computation, saliency)."""
-    x, y = batch(step, world.rank)
-    x.requires_grad_()
-    out = model(x)
-    slopes = [torch.autograd.grad(out[:, n].sum(), x, create_graph=True)[0] for n in range(2)]
-    return F.mse_loss(out, y) + sum(slope.square().mean() for slope in slopes)
-
-
 class Checked(Net):
     """Hooks of saved tensors that are not ours, inside of units and around them."""
 
@@ -204,20 +150,14 @@ def four(build: type) -> Callable[[], nn.Module]:
 
 
 CASES = [
-    Case("auxiliary losses as attributes", mixture(True), with_aux),
-    Case("auxiliary losses made before the output", mixture(False), with_aux),
-    Case("auxiliary losses alone", mixture(True), aux_alone),
+    Case("auxiliary losses as attributes", mixture, with_aux),
+    Case("auxiliary losses alone", mixture, aux_alone),
     Case("opaque results", Hidden),
     Case("generators", Dripped),
     Case("one checkpoint over several units", four(CheckpointedOver)),
-    Case("checkpoint_sequential", four(Sequenced)),
     Case("nested checkpoints", four(CheckpointedTwice)),
     # at stage 3 a small bucket may be reduced before the other gradient of the weight is there
     Case("a Function that makes gradients in forward", Net, in_forward, one_order=False),
-    Case("a functional head", Net, functional_head),
-    Case("two passes with attributes", mixture(True), with_aux, two_passes, one_order=False),
-    Case("what blocks remember", Reading),
-    Case("slopes of two outputs", Net, graph_within),
     Case("hooks of others around units", Checked),
     Case("hooks of others inside of units", on_cpu_inside),
 ]

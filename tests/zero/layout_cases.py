@@ -12,14 +12,14 @@ from pipeline_cases import CPU, Model, blocks_of, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import built, step_and_zero
+from trained_cases import Trained
+from worlds import built
 
 import zerokern as zk
-from zerokern.zero.sharded import Sharded
 
-__all__ = ["Alone", "Laid", "adamw", "batch", "divide", "mesh_of", "whole"]
+__all__ = ["Alone", "Laid", "adamw", "batch", "divide", "mesh_of"]
 
 DIMS = ("pp", "replicate", "dp", "tp")
 ROWS = 12  # of all ranks together: as many for each of one, two, three, four
@@ -72,7 +72,7 @@ def adamw(params: Iterable[nn.Parameter], **settings: Any) -> torch.optim.Optimi
     return zk.AdamW(groups_of(params), lr=1e-2, **settings)
 
 
-class Laid:
+class Laid(Trained):
     """What this rank has of it."""
 
     def __init__(
@@ -132,31 +132,13 @@ class Laid:
             self.schedule.step(x)
         return torch.stack(losses).mean().item() if losses else 0.0
 
-    def step(self) -> None:
-        step_and_zero(self.opt)
 
-    def grads(self) -> dict[str, Tensor]:
-        """Whole ones, of the parameters that are here in part."""
-        return {name: whole(param.grad).detach().clone() for name, param in self.module.named_parameters()}
-
-    def params(self) -> dict[str, Tensor]:
-        with zk.gathered(self.module):
-            return {name: whole(param).detach().clone() for name, param in self.module.named_parameters()}
-
-
-def whole(value: Any) -> Tensor:
-    if isinstance(value, Sharded):
-        assert value.whole is not None
-        value = value.whole(value)
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-class Alone:
+class Alone(Trained):
     """The same in one process."""
 
     def __init__(self, seed: int = 0, opt: Callable[..., Any] = adamw, dtype: torch.dtype | None = None) -> None:
         self.seed, self.model = seed, built(model_of, seed).to(dtype)
-        self.opt = opt(self.model.parameters())
+        self.module, self.opt = self.model, opt(self.model.parameters())
 
     def backward(self, step: int, accumulated: int = 1) -> float:
         total = 0.0
@@ -166,12 +148,3 @@ class Alone:
             loss.backward()
             total += loss.item()
         return total
-
-    def step(self) -> None:
-        step_and_zero(self.opt)
-
-    def grads(self) -> dict[str, Tensor]:
-        return {name: param.grad.clone() for name, param in self.model.named_parameters()}
-
-    def params(self) -> dict[str, Tensor]:
-        return {name: param.detach().clone() for name, param in self.model.named_parameters()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ STEPS = 50
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared: with which accumulation, for how long, under which sabotage."""
+    """What is compared: with which accumulation, for how long."""
 
     stages: tuple[int, ...] = (0, 1, 2, 3)
     steps: int = STEPS
@@ -34,8 +34,11 @@ class Plan:
     no_sync: bool = False
     bf16: bool = False
     exact: bool = False  # whether float64 is wanted as well
+    every: bool = False  # whether gradients and parameters of every step are kept
     rows: int = 4
     bucket_bytes: int = 100_000  # several buckets below stage 3
+    seed: int = 0
+    reduce: str = "mean"
 
     @property
     def policy(self) -> MixedPrecisionPolicy | None:
@@ -44,16 +47,18 @@ class Plan:
 
 @dataclass
 class Run:
-    """One rank's losses and norms, and the whole parameters at the end."""
+    """One rank's losses and norms, and the whole parameters at the end; if asked for, all elements after each step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     params: dict[str, Tensor] = field(default_factory=dict)
+    every_grad: list[Tensor] = field(default_factory=list)
+    every_param: list[Tensor] = field(default_factory=list)
 
 
 def windows(plan: Plan, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     """Arithmetic sequences of bytes: something that 50 steps learn."""
-    generator = torch.Generator().manual_seed((step * 64 + micro) * 16 + rank)
+    generator = torch.Generator().manual_seed(((step + 1000 * plan.seed) * 64 + micro) * 16 + rank)
     first = torch.randint(256, (plan.rows // plan.accumulate, 1), generator=generator)
     stride = torch.randint(1, 4, (plan.rows // plan.accumulate, 1), generator=generator)
     text = (first + stride * torch.arange(SHAPE.context + 1)) % 256
@@ -73,43 +78,61 @@ def groups(params: Iterable[Tensor]) -> list[dict]:
 def train(
     plan: Plan,
     rank: int,
-    model: Callable,
+    call: Callable,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    holds: Callable[[], contextlib.AbstractContextManager],
+    *,
+    params: Callable[[], dict[str, Tensor]] | None = None,
+    holds: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    finish: Callable[[], None] = lambda: None,
     clip: Callable[[], Tensor | None] = lambda: None,
-    wide: bool = False,
+    scale: float = 1.0,
 ) -> Run:
+    """`call`: the forward of `model`; `params`: its parameters, whole; `finish`: what reduces gradients."""
     run = Run()
+    params = params or (lambda: {name: param.detach().clone() for name, param in model.named_parameters()})
     for step in range(plan.steps):
         losses = []
         for micro in range(plan.accumulate):
             last = micro == plan.accumulate - 1
             with holds() if plan.no_sync and not last else contextlib.nullcontext():
-                loss = model(*windows(plan, step, micro, rank)) / plan.accumulate
-                loss.backward()
+                loss = call(*windows(plan, step, micro, rank)) / plan.accumulate
+                (loss if scale == 1.0 else loss * scale).backward()
             losses.append(loss.item())
+        finish()
+        if plan.every:
+            run.every_grad.append(flat({name: whole(param.grad) for name, param in model.named_parameters()}))
         norm = clip()
         step_and_zero(optimizer)
         run.losses.append(math.fsum(losses))
         run.norms.append(float(getattr(optimizer, "grad_norm", math.nan) if norm is None else norm))
+        if plan.every:
+            run.every_param.append(flat(params()))
+    run.params = params()
     return run
+
+
+def whole(grad: Any) -> Tensor:
+    return grad.whole(grad) if getattr(grad, "whole", None) else grad
+
+
+def clipping(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return zk.AdamW(groups(params), lr=LR, max_grad_norm=NORM)
 
 
 def sharded(world: World, plan: Plan, start: GPT, stage: int) -> Run:
-    model = world.shard(copy.deepcopy(start), stage=stage, mp_policy=plan.policy, bucket_bytes=plan.bucket_bytes)
-    optimizer = zk.AdamW(groups(model.parameters()), lr=LR, max_grad_norm=NORM)
-    run = train(plan, world.rank, model, optimizer, lambda: zk.no_sync(model))
-    run.params = full(model)
-    return run
+    model = world.shard(
+        copy.deepcopy(start), stage=stage, mp_policy=plan.policy, bucket_bytes=plan.bucket_bytes, reduce=plan.reduce
+    )
+    optimizer, scale = clipping(model.parameters()), 1.0 if plan.reduce == "mean" else 1.0 / world.size
+    holds = lambda: zk.no_sync(model)  # noqa: E731
+    return train(plan, world.rank, model, model, optimizer, params=lambda: full(model), holds=holds, scale=scale)
 
 
 def under_ddp(world: World, plan: Plan, start: GPT) -> Run:
     model = copy.deepcopy(start)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = zk.AdamW(groups(model.parameters()), lr=LR, max_grad_norm=NORM)
-    run = train(plan, world.rank, wrapped, optimizer, wrapped.no_sync)
-    run.params = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return run
+    return train(plan, world.rank, wrapped, model, clipping(model.parameters()), holds=wrapped.no_sync)
 
 
 def under_fsdp2(world: World, plan: Plan, start: GPT) -> Run:
@@ -121,9 +144,10 @@ def under_fsdp2(world: World, plan: Plan, start: GPT) -> Run:
     def clip() -> Tensor:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), NORM).full_tensor()
 
-    run = train(plan, world.rank, model, optimizer, contextlib.nullcontext, clip)
-    run.params = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
-    return run
+    def params() -> dict[str, Tensor]:
+        return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+
+    return train(plan, world.rank, model, model, optimizer, params=params, clip=clip)
 
 
 class Wide(nn.Module):
@@ -145,31 +169,25 @@ class Wide(nn.Module):
 def in_float64(world: World, plan: Plan, start: GPT) -> Run:
     model = Wide(start)
     optimizer = torch.optim.AdamW(groups(model.parameters()), lr=LR)
-
-    def clip() -> Tensor:
-        world.average_gradients(model.parameters())
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
-
-    run = train(plan, world.rank, model, optimizer, contextlib.nullcontext, clip)
-    run.params = {name: param.detach() for name, param in model.gpt.named_parameters()}
-    return run
+    return train(
+        plan,
+        world.rank,
+        model,
+        model.gpt,
+        optimizer,
+        finish=lambda: world.average_gradients(model.parameters()),
+        clip=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), NORM),
+    )
 
 
 @ranked
-def compare(world: World, plan: Plan, sabotages: Sequence[Callable] = ()) -> dict[Any, Run]:
-    """All runs of a plan on this rank: "peer", "float64" where it is wanted, and one for each stage; or one for each
-    sabotage and stage."""
+def compare(world: World, plan: Plan) -> dict[Any, Run]:
+    """All runs of a plan on this rank: "peer", "float64" where it is wanted, and one for each stage."""
     start = built(lambda: GPT(SHAPE))
     runs: dict[Any, Run] = {"peer": (under_fsdp2 if plan.bf16 else under_ddp)(world, plan, start)}
     if plan.exact:
         runs["float64"] = in_float64(world, plan, start)
-    for stage in plan.stages:
-        for sabotage in sabotages:
-            with sabotage(world):
-                runs[sabotage.__name__, stage] = sharded(world, plan, start, stage)
-        if not sabotages:
-            runs[stage] = sharded(world, plan, start, stage)
-    return runs
+    return {**runs, **{stage: sharded(world, plan, start, stage) for stage in plan.stages}}
 
 
 def same_bits(ours: Run, peer: Run) -> None:
@@ -190,12 +208,12 @@ def as_close(ours: Run, peer: Run, exact: Run, of_parameters: bool = True) -> No
     mine, theirs = (rms(torch.tensor(run.losses), torch.tensor(exact.losses)) for run in (ours, peer))
     assert mine <= 2 * theirs, f"losses are off by {mine:.3g}, the peer's by {theirs:.3g}"
     if of_parameters:
-        mine, theirs = (rms(flat(run), flat(exact)) for run in (ours, peer))
+        mine, theirs = (rms(flat(run.params), flat(exact.params)) for run in (ours, peer))
         assert mine <= 2 * theirs, f"parameters are off by {mine:.3g}, the peer's by {theirs:.3g}"
 
 
-def flat(run: Run) -> Tensor:
-    return torch.cat([value.double().flatten() for _, value in sorted(run.params.items())])
+def flat(values: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.detach().double().flatten() for _, value in sorted(values.items())])
 
 
 def rms(value: Tensor, exact: Tensor) -> float:

@@ -7,7 +7,6 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from worlds import World
 from zero_cases import IN, OUT, WIDTH, Block, Case, Net, batch, mse
@@ -205,17 +204,6 @@ class CheckpointedInside(Net):
         return x
 
 
-class SelfCheckpointed(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def self_checkpointed() -> Net:
-    net = Net()
-    net.blocks = nn.ModuleList(SelfCheckpointed(20 + number) for number in range(3))
-    return net
-
-
 def autocast(model: nn.Module, step: int, world: World) -> Tensor:
     x, y = batch(step, world.rank)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -261,41 +249,6 @@ def twice(loss: Tensor) -> None:
     loss.backward()
 
 
-def two_losses(model: nn.Module, step: int, world: World) -> Tensor:
-    """Two forwards before the one backward, a third whose result nobody wants, and a frozen look at the model."""
-    first, second = mse(model, step, world), mse(model, step + 50, world)
-    mse(model, step + 60, world)
-    with torch.no_grad():
-        mse(model, step + 70, world)
-    return first + second
-
-
-def penalized(model: nn.Module, step: int, world: World) -> Tensor:
-    """The gradient with respect to the input, on its way, changes no parameter's gradient."""
-    x, y = batch(step, world.rank)
-    x.requires_grad_(True)
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-    return F.mse_loss(out + slope.detach().mean(), y)
-
-
-def doubly_penalized(model: nn.Module, step: int, world: World) -> Tensor:
-    """A gradient penalty: backward goes through a backward."""
-    x, y = batch(step, world.rank)
-    x.requires_grad_(True)
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return F.mse_loss(out, y) + slope.square().mean()
-
-
-@torch.no_grad()
-def evaluated(model: nn.Module, step: int) -> Tensor:
-    model.eval()
-    out = model(batch(step + 500, rows=2 + step)[0])  # one row: a sum whose order depends on addresses
-    model.train()
-    return out
-
-
 @torch.inference_mode()
 def generated(model: nn.Module, step: int) -> Tensor:
     """Inference tensors must not be left behind for the next step to trip over."""
@@ -328,13 +281,6 @@ def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 17, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     return nn.Sequential(nn.Linear(IN, 8), nn.Unflatten(0, (1, -1)), encoder, nn.Flatten(0, 1), nn.Linear(8, OUT))
-
-
-def weight_normed() -> Net:
-    net = Net()
-    for block in net.blocks:
-        parametrizations.weight_norm(block.up)
-    return net
 
 
 class Recurrent(nn.Module):
@@ -378,18 +324,11 @@ CASES = [
     Case("units in another order", Reordered, in_another_order, steps=4),
     Case("checkpointed", Checkpointed),
     Case("checkpointed inside", CheckpointedInside),
-    Case("checkpointed by itself", self_checkpointed),
     Case("autocast", Net, autocast),
     Case("structured outputs", Structured, structured),
     Case("two backward passes", Net, backward=twice, one_order=False),
-    Case("two forwards and a lost one", Net, two_losses),
-    Case("gradients of inputs", Net, penalized),
-    Case("a gradient penalty", Net, doubly_penalized, stages=(0, 1, 2)),
-    Case("evaluation between steps", Net, after=evaluated),
-    Case("generation between steps", Tied, next_word, after=generated),
     Case("odd parameters", Odd),
     Case("torch's transformer", transformer),
-    Case("weight norm", weight_normed),
     Case("recurrent", Recurrent),
     Case("expanded gradients", Summed),
 ]

@@ -21,12 +21,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
-from worlds import built, step_and_zero
+from trained_cases import Plain, Trained, make, whole
+from worlds import built
 
 import zerokern as zk
-from zerokern.zero.sharded import Sharded
 
-__all__ = ["MODELS", "Plain", "Run", "make", "mesh_of", "whole"]
+__all__ = ["MODELS", "Alone", "Run", "mesh_of"]
 
 VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 48, 16, 2, 6, 4
 
@@ -171,7 +171,7 @@ def batches(name: str, seed: int, step: int, count: int) -> Iterator[tuple[Tenso
         yield MODELS[name].batch(torch.Generator().manual_seed(1000 * seed + 10 * step + number))
 
 
-class Run:
+class Run(Trained):
     """One model on this rank of dp x tp, sharded at a stage, or by hand where that is None."""
 
     def __init__(
@@ -186,7 +186,7 @@ class Run:
     ) -> None:
         """`change`: what is done to the model before it is sharded."""
         self.name, self.seed, self.mesh = name, seed, mesh_of(*sizes)
-        self.model = built(MODELS[name], seed=seed)
+        self.model = self.module = built(MODELS[name], seed=seed)
         self.model.divide(self.mesh["tp"])
         change(self.model)
         self.stage, self.dp = stage, self.mesh["dp"]
@@ -229,51 +229,11 @@ class Run:
             dist.all_reduce(local, group=self.dp.get_group())
             local /= self.dp.size()
 
-    def step(self) -> None:
-        step_and_zero(self.opt)
 
-    def params(self) -> dict[str, Tensor]:
-        with zk.gathered(self.model):
-            return {name: whole(param).detach().clone() for name, param in self.model.named_parameters()}
-
-    def grads(self) -> dict[str, Tensor]:
-        """Whole."""
-        found = {name: param.grad for name, param in self.model.named_parameters()}
-        return {name: whole(grad).detach().clone() for name, grad in found.items() if grad is not None}
-
-
-def whole(value: Any) -> Tensor:
-    if isinstance(value, Sharded):
-        assert value.whole is not None
-        value = value.whole(value)
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def make(params: Any, **settings: Any) -> torch.optim.Optimizer:
-    return zk.AdamW(params, lr=1e-2, max_grad_norm=0.5, **settings)
-
-
-class Plain:
-    """The undivided model on all of the batch, in one process."""
-
+class Alone(Plain):
     def __init__(self, name: str, seed: int = 0, opt: Callable | None = None) -> None:
         self.name, self.seed = name, seed
-        self.model = built(MODELS[name], seed=seed)
-        self.opt = (opt or make)(self.model.parameters())
+        super().__init__(built(MODELS[name], seed=seed), opt)
 
     def backward(self, step: int, count: int) -> float:
-        total = 0.0
-        for x, y in batches(self.name, self.seed, step, count):
-            loss = self.model.loss(x, y) / count
-            loss.backward()
-            total += loss.item()
-        return total
-
-    def grads(self) -> dict[str, Tensor]:
-        return {name: param.grad.clone() for name, param in self.model.named_parameters()}
-
-    def params(self) -> dict[str, Tensor]:
-        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
-
-    def step(self) -> None:
-        step_and_zero(self.opt)
+        return self.backward_of(batches(self.name, self.seed, step, count))

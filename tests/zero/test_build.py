@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from pages import SLACK, large_things_apart, peak, restart_peak
+from tables import each
 from torch import Tensor, nn
 from worlds import World, alone, everywhere, full, on_ranks, on_threads, ranked, refusal, says, step_and_zero
 from zero_cases import Net, make_adamw, mse
@@ -42,8 +43,9 @@ def build(world: World, make: Callable[[], nn.Module], stage: int) -> nn.Module:
     return zk.build(make, mesh=world.mesh, stage=stage)
 
 
-@everywhere(1, 2, stage=[0, 2, 3], how=["plain", "meta", "filled", "gpt"])
-def test_a_model_built_in_parts(world: World, stage: int, how: str) -> None:
+@everywhere(1, 2, row=[(0, "filled"), (2, "meta"), (3, "filled"), (3, "gpt")])
+def test_a_model_built_in_parts(world: World, row: tuple[int, str]) -> None:
+    stage, how = row
     model = build(world, {"meta": meta, "plain": Net, "filled": filled, "gpt": gpt}[how], stage)
     values = full(model)
     assert list(values) == [name for name, _ in {"gpt": gpt, "filled": filled}.get(how, Net)().named_parameters()]
@@ -95,7 +97,7 @@ def builds_in_turn(world: World, meet: threading.Barrier) -> None:
 def test_constructions_on_several_threads_leave_torch_as_it_was() -> None:
     """Each that put back what it had found would leave another one's function behind, for good."""
     before = nn.Module.register_parameter, nn.init._no_grad_trunc_normal_
-    for _ in range(8):
+    for _ in range(4):
         on_threads(3, builds_in_turn, threading.Barrier(3))
     assert (nn.Module.register_parameter, nn.init._no_grad_trunc_normal_) == before
 
@@ -159,8 +161,8 @@ def build_large(world: World) -> tuple[int, int]:
 @ranked
 def on_real_ranks(world: World) -> tuple[int, int]:
     grown = build_large(world)
-    for how in ("plain", "meta", "filled", "gpt"):
-        test_a_model_built_in_parts(world, 3, how)
+    test_a_model_built_in_parts(world, (3, "meta"))
+    test_a_model_built_in_parts(world, (2, "filled"))
     of_two_minds(world)
     return grown
 
@@ -176,7 +178,7 @@ def in_layers(*, listed: bool = False) -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList(layers)}) if listed else nn.Sequential(*layers)
 
 
-@pytest.mark.parametrize("tier", ["device", "nvme"])
+@each("tier", ["device", "nvme"])
 def test_a_large_model_of_one_unit_is_told_of(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it would be in memory whenever it computes, and nobody would know."""
     monkeypatch.setattr(checks, "LARGE", 1)

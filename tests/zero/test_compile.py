@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from worlds import World, alone, built, full, on_ranks, ranked, step_and_zero
 from zero_cases import Net, make_adamw, mse
 
-import zerokern as zk
-
 BACKEND = "aot_eager"  # the whole of capture and autograd, without a C++ compiler's seconds
 
 
@@ -91,9 +89,8 @@ def trains(world: World, stage: int, how: Callable, make: Callable = Net, backen
         )
 
 
-HOWS = [in_place_after, in_place_before, forwards, replaced_before]
 ROWS = [(3, replaced_before), (2, in_place_after)]
-MORE = [(stage, how) for stage in (1, 2, 3) for how in HOWS if (stage, how) not in ROWS]
+MORE = [(1, in_place_before), (3, forwards)]
 
 
 @pytest.mark.parametrize("stage, how", [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)])
@@ -115,35 +112,5 @@ def on_real_ranks(world: World, stages: list[int], backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_on_real_ranks() -> None:
-    on_ranks(2, on_real_ranks, [2, 3], BACKEND, timeout=240)
-
-
-@pytest.mark.slow
 def test_compiled_by_inductor() -> None:
-    on_ranks(2, on_real_ranks, [0, 1, 2, 3], "inductor", timeout=500)
-
-
-def test_a_compiled_whole_still_trains() -> None:
-    """torch.compile of the root, without fullgraph: the hooks break the graph, and that is all."""
-
-    def whole(world: World, stage: int) -> None:
-        torch._dynamo.reset()
-        plain = built(Net)
-        ours = world.shard(copy.deepcopy(plain), stage=stage)
-        compiled = torch.compile(ours, backend=BACKEND)
-        pairs = [(compiled, make_adamw(ours.parameters())), (plain, make_adamw(plain.parameters()))]
-        for step in range(3):
-            losses = []
-            for model, optimizer in pairs:
-                loss = mse(model, step, world)
-                loss.backward()
-                step_and_zero(optimizer)
-                losses.append(loss.detach())
-            torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
-        with zk.gathered(ours):
-            for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-
-    for stage in (2, 3):
-        alone(whole, stage)
+    on_ranks(2, on_real_ranks, [0, 2, 3], "inductor", timeout=500)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -77,18 +76,6 @@ def save_alone(program: Program) -> None:
     program.train()
 
 
-def save_beside_training_alone(program: Program) -> None:
-    if program.rank == 0:
-        zk.save(program.path, program.model, program.opt, wait=False, group=program.pg)
-    program.train()
-
-
-def export_alone(program: Program) -> None:
-    if program.rank == 1:
-        export(program)
-    program.train()
-
-
 def load_alone(program: Program) -> None:
     save(program)
     if program.rank == 1:
@@ -96,22 +83,8 @@ def load_alone(program: Program) -> None:
     program.train()
 
 
-def load_pretrained_alone(program: Program) -> None:
-    export(program)
-    if program.rank == 0:
-        zk.load_pretrained(program.model, program.path, group=program.pg)
-    program.train()
-
-
 def save_against_export(program: Program) -> None:
     (export if program.rank else save)(program)
-    program.train()
-
-
-def gathered_alone(program: Program) -> None:
-    if program.rank == 0:
-        with zk.gathered(program.model):
-            pass
     program.train()
 
 
@@ -129,37 +102,12 @@ def clip_alone(program: Program) -> None:
     program.train()
 
 
-def unscale_alone(program: Program) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(program.forward()).backward()
-    if program.rank == 1:
-        scaler.unscale_(program.opt)
-        program.opt.step()
-    else:
-        program.opt.step()
-    program.train()
-
-
-def evaluate_alone(program: Program) -> None:
-    if program.rank == 0:
-        with torch.no_grad():
-            program.forward()
-    program.train()
-
-
 def skip_a_batch(program: Program) -> None:
     for number in range(4):
         if number == 1 and program.rank == 1:
             continue
         program.step()
     save(program)
-
-
-def no_sync_alone(program: Program) -> None:
-    with zk.no_sync(program.model) if program.rank == 0 else contextlib.nullcontext():
-        program.backward()
-    program.step()
-    program.train()
 
 
 def step_alone(program: Program) -> None:
@@ -182,12 +130,6 @@ def shard_alone(program: Program) -> None:
     program.train()
 
 
-def build_alone(program: Program) -> None:
-    if program.rank == 1:
-        zk.build(lambda: Net(blocks=1), stage=program.stage, mesh=program.mesh)
-    program.train()
-
-
 def other_units(program: Program) -> None:
     if program.rank == 1:
         blocks = list(program.model.blocks)
@@ -204,24 +146,8 @@ def raise_and_go_on(program: Program) -> None:
     program.train()
 
 
-def raise_in_no_sync_and_go_on(program: Program) -> None:
-    with contextlib.suppress(ZeroDivisionError), zk.no_sync(program.model):
-        if program.rank == 1:
-            _raise()
-        program.backward()
-    program.train()
-
-
 def _raise(*arguments: object) -> None:
     raise ZeroDivisionError
-
-
-def other_model(program: Program) -> None:
-    other = program.shard(Net(blocks=2))
-    other_opt = zk.AdamW(other.parameters())
-    for _ in range(3):
-        (other if program.rank else program.model)(torch.ones(2, IN)).sum().backward()
-        (other_opt if program.rank else program.opt).step()
 
 
 @dataclass(frozen=True)
@@ -240,35 +166,18 @@ OVERLAP = {"schedule": "overlap"}
 DELAYED = {"tier": "cpu", "schedule": zk.Delayed(after=0)}
 WAYS = [
     Way(save_alone, 3, ("zk.save", "the forward of"), quick=True),
-    Way(save_alone, 2, ("zk.save", "a backward pass"), quick=True),
-    Way(save_alone, 0, ("zk.save", "a backward pass")),
-    Way(save_beside_training_alone, 1, ("zk.save",)),
+    Way(save_alone, 2, ("zk.save", "a backward pass")),
     Way(save_against_export, 2, ("zk.save", "zk.export")),
-    Way(export_alone, 3, ("zk.export",)),
     Way(load_alone, 2, ("zk.load",)),
-    Way(load_pretrained_alone, 3, ("zk.load_pretrained",)),
-    Way(gathered_alone, 3, ("zk.gathered",)),
     Way(one_backward_more, 2, ("a backward pass", "opt.step"), quick=True),
-    Way(one_backward_more, 3, ("the forward of",)),
-    Way(one_backward_more, 0, ()),
     Way(clip_alone, 2, ("zk.clip_grad_norm_", "opt.step"), quick=True),
-    Way(clip_alone, 3, ("zk.clip_grad_norm_",)),
-    Way(unscale_alone, 2, ("unscale_",)),
-    Way(evaluate_alone, 3, ("the forward of",)),
     Way(skip_a_batch, 2, ("zk.save",)),
-    Way(skip_a_batch, 3, ("zk.save",)),
-    Way(no_sync_alone, 2, ()),
-    Way(no_sync_alone, 3, ()),
     Way(step_alone, 2, ("opt.step",)),
     Way(step_alone, 1, ("opt.step",), OVERLAP),
-    Way(step_alone, 2, (), OVERLAP),
     Way(flush_alone, 2, ("opt.flush",), DELAYED),
     Way(shard_alone, 2, ("zk.shard",)),
-    Way(build_alone, 3, ("zk.build",)),
     Way(other_units, 3, ("the backward of",)),
     Way(raise_and_go_on, 3, ("the forward of",), quick=True),
-    Way(raise_in_no_sync_and_go_on, 3, ()),
-    Way(other_model, 3, ()),
 ]
 
 
@@ -311,9 +220,3 @@ def test_ranks_that_make_different_calls_are_told_which(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_the_ways(tmp_path: Path) -> None:
     told([way for way in WAYS if not way.quick], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [3, 4])
-def test_of_more_ranks(size: int, tmp_path: Path) -> None:
-    told([way for way in WAYS if way.quick], tmp_path, size)

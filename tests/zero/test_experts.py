@@ -12,29 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import ROUTES, Model, Plain, Run, batches, make, meshes_of
+from expert_cases import ROUTES, Alone, Model, Run, batches, meshes_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from trained_cases import OF_GRADIENTS, OF_PARAMETERS, by_function, check, close, make
 from worlds import RanksFailed, on_ranks, refusal, says
 
 import zerokern as zk
 
 SIZES = (2, 2)  # efsdp, ep
-OF_GRADIENTS = {"rtol": 1e-4, "atol": 1e-6}  # products of other shapes, and sums in another order
-OF_PARAMETERS = {"rtol": 1e-3, "atol": 1e-4}  # Adam makes much of gradients near zero
-
-
-def close(found: float, expected: float) -> bool:
-    return abs(found - expected) <= 1e-5 * max(1.0, abs(expected))
-
-
-def check(found: dict[str, Any], expected: dict[str, Any], about: Any, **within: float) -> None:
-    assert {name for name, one in found.items() if one is None} == {n for n, one in expected.items() if one is None}, (
-        about
-    )
-    for key, value in expected.items():
-        if isinstance(value, Tensor):
-            torch.testing.assert_close(found[key], value, **within, msg=lambda text, key=key: f"{about} {key}: {text}")
 
 
 def trained(
@@ -42,7 +28,7 @@ def trained(
 ) -> None:
     """Stage, seed, micro-batches, whether these are reduced at once, and settings."""
     for stage, seed, accumulated, held, settings in rows:
-        plain, run = Plain(seed), Run(sizes, stage, seed, **settings)
+        plain, run = Alone(seed), Run(sizes, stage, seed, **settings)
         for number in range(steps):
             about = (stage, seed, accumulated, held, settings, number)
             loss = run.backward(number, accumulated, held)
@@ -54,22 +40,16 @@ def trained(
             check(run.params(), plain.params(), about, **OF_PARAMETERS)
 
 
-QUICK: list[tuple[int, int, int, bool, dict[str, Any]]] = [
-    (stage, 0, 1, False, {"bucket_bytes": 64} if stage > 1 else {}) for stage in (1, 3)
-]
+QUICK: list[tuple[int, int, int, bool, dict[str, Any]]] = [(3, 0, 1, False, {"bucket_bytes": 64})]
 
 
 def test_the_numbers_of_one_process_whichever_experts_tokens_go_to() -> None:
     on_ranks(4, trained, SIZES, QUICK, len(ROUTES))
 
 
-def by_function(params: Any) -> torch.optim.Optimizer:
-    return zk.AdamW(params, lr=1e-2)
-
-
 def lives(rank: int, stage: int, folder: str) -> None:
     """Clipping by the function, a NaN in one expert, a checkpoint for its like, other meshes and one process."""
-    first, plain = Run(SIZES, stage, opt=by_function), Plain(opt=by_function)
+    first, plain = Run(SIZES, stage, opt=by_function), Alone(opt=by_function)
     for number in range(2):
         first.backward(number)
         plain.backward(number, 4)
@@ -88,66 +68,44 @@ def lives(rank: int, stage: int, folder: str) -> None:
     if handle is not None:
         handle.remove()
     assert broken.opt.skipped_steps == 1
-    same(broken.params(), before, "skipped")
+    check(broken.params(), before, "skipped", exactly=True)
     zk.save(folder, first.model, first.opt)
     other = Run(SIZES, stage, seed=3, opt=by_function)
     zk.load(folder, other.model, other.opt)
-    same(other.params(), params, "loaded")
-    alone = Plain(seed=7, opt=by_function)
+    check(other.params(), params, "loaded", exactly=True)
+    alone = Alone(seed=7, opt=by_function)
     zk.load(folder, alone.model, alone.opt)
-    same(alone.params(), params, "loaded by one process")
+    check(alone.params(), params, "loaded by one process", exactly=True)
     zk.save(folder + "-alone", alone.model, alone.opt)
     back = Run(SIZES, stage, seed=5, opt=by_function)
     zk.load(folder + "-alone", back.model, back.opt)
     zk.export(folder + "-exported", back.model)
     found = exported(folder + "-exported")
-    same({name: found[name] for name in params}, params, "exported")
+    check({name: found[name] for name in params}, params, "exported", exactly=True)
     other.seed = back.seed = first.seed
     for run in (first, other, back):
         run.backward(2)
         run.step()
     for run in (other, back):
-        same(run.params(), first.params(), "going on")
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor], about: str) -> None:
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), (about, key)
+        check(run.params(), first.params(), "going on", exactly=True)
 
 
 def exported(folder: str) -> dict[str, Tensor]:
     return {name: one for path in sorted(Path(folder).glob("*.safetensors")) for name, one in load_file(path).items()}
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_clipped_skipped_saved_and_loaded(stage: int, tmp_path: Path) -> None:
     on_ranks(4, lives, stage, str(tmp_path / "kept"))
 
 
-def elsewhere(rank: int, settings: dict[str, Any], folder: str) -> None:
-    """The bits of state and parameters on the device, updated at once."""
-    if settings.get("tier") == "nvme":
-        settings = {**settings, "tier": zk.Nvme(f"{folder}/{rank}")}
-    for stage in (1, 3):
-        usual = Run(SIZES, stage)
-        other = Run(SIZES, stage, opt=lambda params: make(params, **settings))
-        for number in range(5):
-            losses = [run.backward(number) for run in (usual, other)]
-            assert losses[0] == losses[1]
-            for run in (usual, other):
-                run.step()
-        other.opt.flush()
-        same(other.params(), usual.params(), f"{stage} {settings}")
-        assert other.opt.grad_norm == usual.opt.grad_norm
-
-
 def delayed(rank: int) -> None:
     """An update of the gradient before: what one process does with the same delay."""
-    plain = Plain(opt=lambda params: make(params, schedule=zk.Delayed(after=1), tier="cpu"))
+    plain = Alone(opt=lambda params: make(params, schedule=zk.Delayed(after=1), tier="cpu"))
     runs = [
         Run(SIZES, stage, opt=lambda params: make(params, schedule=zk.Delayed(after=1), tier="cpu")) for stage in (1, 3)
     ]
-    for number in range(5):
+    for number in range(3):
         expected = plain.backward(number, 4)
         for run in runs:
             assert close(run.backward(number), expected)
@@ -161,11 +119,6 @@ def delayed(rank: int) -> None:
 
 def test_updated_late() -> None:
     on_ranks(4, delayed)
-
-
-@pytest.mark.slow
-def test_other_tiers_and_times(tmp_path: Path) -> None:
-    on_ranks(4, elsewhere, {"tier": "nvme", "schedule": "overlap"}, str(tmp_path))
 
 
 def refused(rank: int) -> None:
@@ -191,29 +144,22 @@ def test_what_would_be_wrong_is_refused_by_name() -> None:
     on_ranks(4, refused)
 
 
-MORE: list[tuple[int, int, int, bool, dict[str, Any]]] = [
-    (stage, seed, accumulated, held, {"bucket_bytes": 64} if seed else {})
-    for stage in range(4)
-    for seed, accumulated, held in ((0, 1, False), (1, 4, False), (1, 4, True))
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("row", MORE, ids=str)
-def test_twenty_steps(row: tuple[int, int, int, bool, dict[str, Any]]) -> None:
-    on_ranks(4, trained, SIZES, [row], 20)
+@pytest.mark.parametrize("row", [(0, 1, 4, False, {}), (2, 1, 4, True, {"bucket_bytes": 64})], ids=str)
+def test_more_steps(row: tuple[int, int, int, bool, dict[str, Any]]) -> None:
+    on_ranks(4, trained, SIZES, [row], 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2, 2)], ids=str)
 def test_other_meshes(sizes: tuple[int, ...]) -> None:
-    rows: list[tuple[int, int, int, bool, dict[str, Any]]] = [(stage, 0, 2, False, {}) for stage in range(4)]
+    rows: list[tuple[int, int, int, bool, dict[str, Any]]] = [(stage, 0, 2, False, {}) for stage in (1, 3)]
     on_ranks(math.prod(sizes), trained, sizes, rows, len(ROUTES))
 
 
 @pytest.mark.slow
 def test_units_computed_again() -> None:
-    on_ranks(4, trained, SIZES, [(stage, 0, 1, False, {"keep": "device"}) for stage in (1, 3)], len(ROUTES))
+    on_ranks(4, trained, SIZES, [(3, 0, 1, False, {"keep": "device"})], len(ROUTES))
 
 
 TURNS = [((1, 1), (0, 1)), ((1, 1), (1, 0)), ((0, 1), (1, 0)), ((0, 0), (1, 1)), ((2, 1), (1, 2)), ((0, 0), (0, 0))]
@@ -232,25 +178,24 @@ def loss_of(model: Model, times: Sequence[int], batch: tuple[Tensor, Tensor, Ten
 def called(rank: int, stages: Sequence[int]) -> None:
     for stage in stages:
         settings = {"bucket_bytes": 64} if stage > 1 else {}
-        plain, run = Plain(), Run((2, 2), stage, **settings)
-        for number in range(2 * len(TURNS)):
+        plain, run = Alone(), Run((2, 2), stage, **settings)
+        for number in range(len(TURNS)):
             turn = TURNS[number % len(TURNS)]
             for each, batch in enumerate(batches(0, number, 4, 1)):
                 (loss_of(plain.model, turn[each // 2], batch) / 4).backward()
                 if each == rank:
                     loss_of(run.model, turn[each // 2], batch).backward()
             found, expected = run.grads(), plain.grads()
+            assert found.keys() == expected.keys()
             for name, value in expected.items():
-                assert (found[name] is None) == (value is None), (stage, number, name)
-                if value is not None:
-                    assert found[name].sub(value).abs().max() <= 1e-6 + 1e-4 * value.abs().max(), (stage, number, name)
+                assert found[name].sub(value).abs().max() <= 1e-6 + 1e-4 * value.abs().max(), (stage, number, name)
             run.step()
             plain.step()
             assert abs(run.opt.grad_norm - plain.opt.grad_norm) <= 1e-5 * max(1.0, plain.opt.grad_norm)
 
 
 def test_blocks_that_ranks_call_differently() -> None:
-    on_ranks(4, called, (0, 2))
+    on_ranks(4, called, (2,))
 
 
 @pytest.mark.slow

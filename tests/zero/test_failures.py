@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tables import each
 from torch import Tensor, nn
 from tries import best
 from worlds import (
-    STAGES,
     World,
     anywhere,
     built,
@@ -102,13 +102,12 @@ def broken_steps(world: World, stage: int, breaks: list[Callable]) -> None:
         assert all(same), f"after {spoil.__name__ if spoil else 'nothing'}"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
+@each("size, stage", [(1, 3), (2, 0), (2, 2)])
 def test_the_step_after_an_exception(size: int, stage: int) -> None:
     anywhere(size, broken_steps, stage, BREAKS)
 
 
-@everywhere(1, 2, stage=[2, 3])
+@everywhere(2, stage=[2])
 def test_a_look_at_the_model_after_an_exception(world: World, stage: int) -> None:
     """Between the exception and the next step: zero_grad was not called, somebody looks at the parameters, or saves."""
     model, twin = world.shard(built(Net), stage=stage), world.shard(built(Net), stage=stage)
@@ -133,7 +132,7 @@ def test_a_look_at_the_model_after_an_exception(world: World, stage: int) -> Non
 
 @ranked
 def exceptions_on_ranks(world: World) -> None:
-    broken_steps(world, 3, BREAKS)
+    broken_steps(world, 3, BREAKS[::2])
     test_a_look_at_the_model_after_an_exception(world, 3)
 
 
@@ -172,10 +171,9 @@ def deviate(world: World, stage: int, warm: int, deviation: str) -> tuple[str, f
     return "", time.monotonic() - began
 
 
-@pytest.mark.parametrize("warm", [0, 2])
-def test_ranks_that_do_different_things_are_told(warm: int) -> None:
+def test_ranks_that_do_different_things_are_told() -> None:
     def told() -> float:
-        answers = on_ranks(3, deviate, 3, warm, "skips_a_unit", patience=PATIENCE_S, timeout=3 * PATIENCE_S)
+        answers = on_ranks(2, deviate, 3, 2, "skips_a_unit", patience=PATIENCE_S, timeout=3 * PATIENCE_S)
         for message, _ in answers:
             says(message, ["CommError", "rank 1", "unit"])
         return max(took for _, took in answers)
@@ -184,7 +182,7 @@ def test_ranks_that_do_different_things_are_told(warm: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2])
 def test_no_rank_waits_for_ever(stage: int) -> None:
     """Below stage 3 a forward is nobody's business; whoever then lacks a partner ends within the group's timeout."""
     answers = on_ranks(2, deviate, stage, 2, "one_stops", patience=PATIENCE_S, timeout=4 * PATIENCE_S)
@@ -224,8 +222,8 @@ def die(world: World, stage: int, when: str) -> tuple[str, float]:
     return message, time.monotonic() - began
 
 
-LOST = [(3, 2, "backward"), (2, 3, "forward")]
-LOST_TOO = [(2, 1, "step"), (3, 3, "step"), (2, 2, "forward"), (3, 3, "backward"), (4, 2, "step")]
+LOST = [(3, 2, "backward")]  # tests/zero/test_hybrid_failures.py: in a forward
+LOST_TOO = [(2, 1, "step"), (3, 3, "forward")]
 
 
 @pytest.mark.parametrize(
@@ -251,10 +249,10 @@ def thrown_by_one_thread(world: World) -> None:
 
 def test_an_exception_on_one_thread_releases_the_others() -> None:
     with pytest.raises(Trouble):
-        on_threads(3, thrown_by_one_thread)
+        on_threads(2, thrown_by_one_thread)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])  # at stage 3 a graph keeps the model
+@each("stage", [0, 2])  # at stage 3 a graph keeps the model
 def test_a_graph_that_outlived_its_model(stage: int) -> None:
     """Its gradients would have no parameters to go to."""
     model = zk.shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), stage=stage)

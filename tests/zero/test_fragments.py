@@ -14,7 +14,7 @@ from worlds import World, built, on_ranks, ranked, step_and_zero
 
 import zerokern as zk
 
-WIDTH, LAYERS, STEPS = 160, 5, 12
+WIDTH, LAYERS, STEPS = 160, 5, 6
 HUGE_PAGE = 2 * MIB
 MOST = 1.3  # reserved over allocated: the paper's runs failed with 30 % of memory free
 FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
@@ -92,7 +92,7 @@ def local(value: Tensor) -> Tensor:
     return getattr(value, "local", value)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_steps_of_odd_sizes_do_not_cut_memory_up(stage: int) -> None:
     for found in on_ranks(2, on_the_host, stage):
         print(f"stage {stage}: {found}")

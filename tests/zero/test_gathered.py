@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from worlds import STAGES, World, anywhere, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
+from worlds import World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, batch, make_adamw, make_sgd, mse, same
 
 import zerokern as zk
@@ -33,7 +33,8 @@ def trained(world: World, stage: int) -> tuple[nn.Module, dict]:
     return ours, {name: param.detach().clone() for name, param in plain.named_parameters()}
 
 
-def reads(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=[1, 3])
+def test_full_parameters_for_a_while(world: World, stage: int) -> None:
     model, wanted = trained(world, stage)
     objects = dict(model.named_parameters())
     with zk.gathered(model):
@@ -58,7 +59,8 @@ def reads(world: World, stage: int) -> None:
     assert all(dict(model.named_parameters())[name] is param for name, param in objects.items())
 
 
-def writes(world: World, stage: int) -> None:
+@everywhere(1, 2, stage=[2, 3])
+def test_what_is_written_lasts(world: World, stage: int) -> None:
     model, wanted = trained(world, stage)
     optimizer = make_adamw(model.parameters())
     with zk.gathered(model.blocks[1], write=True), torch.no_grad():
@@ -82,7 +84,8 @@ def writes(world: World, stage: int) -> None:
     assert all(torch.equal(value, reference[name]) for name, value in full(model).items()), "and so does the next step"
 
 
-def breaks(world: World, stage: int) -> None:
+@everywhere(2, stage=[0, 3])
+def test_exceptions_passes_and_steps_within(world: World, stage: int) -> None:
     """An exception within, a forward and a backward within, a step between two of them."""
     model, wanted = trained(world, stage)
     with pytest.raises(Trouble), zk.gathered(model):
@@ -120,20 +123,11 @@ def test_writes_that_were_not_announced(world: World) -> None:
         assert torch.equal(full(model)["leave.weight"], wanted["leave.weight"])
 
 
-@pytest.mark.parametrize("work", [reads, writes, breaks])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_full_parameters_for_a_while(size: int, stage: int, work: Callable) -> None:
-    anywhere(size, work, stage)
-
-
 @ranked
 def on_real_ranks(world: World) -> None:
-    for stage in (1, 3):
-        reads(world, stage)
-        writes(world, stage)
-        breaks(world, stage)
-    test_writes_that_were_not_announced(world)
+    test_full_parameters_for_a_while(world, 3)
+    test_what_is_written_lasts(world, 3)
+    test_exceptions_passes_and_steps_within(world, 3)
 
 
 def test_gathered_on_real_ranks() -> None:
@@ -161,12 +155,6 @@ def within(model: nn.Module, step: int, world: World) -> None:
         (penalty(model) * (1 + world.rank)).backward()
 
 
-def after(model: nn.Module, step: int, world: World) -> None:
-    with zk.gathered(model):
-        loss = penalty(model) * (1 + world.rank)
-    loss.backward()
-
-
 def of_some(model: nn.Module, step: int, world: World) -> None:
     with zk.gathered([model.enter.weight, model.blocks[1].up.weight]):
         loss = model.enter.weight.norm() * (1 + world.rank) + (model.blocks[1].up.weight ** 3).sum()
@@ -186,28 +174,10 @@ def before_a_forward(model: nn.Module, step: int, world: World) -> None:
     (loss + mse(model, step, world)).backward()
 
 
-def a_forward(model: nn.Module, step: int, world: World) -> None:
-    with zk.gathered(model):
-        mse(model, step, world).backward()
-
-
 def a_forward_that_outlives(model: nn.Module, step: int, world: World) -> None:
     with zk.gathered(model):
         loss = mse(model, step, world)
     (loss + mse(model, step + 7, world)).backward()
-
-
-def a_forward_with_some(model: nn.Module, step: int, world: World) -> None:
-    with zk.gathered(model.blocks[1]), zk.gathered(model.enter.weight):
-        mse(model, step, world).backward()
-
-
-def checkpointed(model: nn.Module, step: int, world: World) -> None:
-    """The forward is repeated when the parameters are sharded again."""
-    x, y = batch(step, world.rank)
-    with zk.gathered(model):
-        loss = F.mse_loss(checkpoint(model, x, use_reentrant=False), y)
-    loss.backward()
 
 
 def checkpointed_in_parts(model: nn.Module, step: int, world: World) -> None:
@@ -237,14 +207,10 @@ def without_reduction(model: nn.Module, step: int, world: World) -> None:
 
 GRAPHS = [
     within,
-    after,
     of_some,
     beside_a_forward,
     before_a_forward,
-    a_forward,
     a_forward_that_outlives,
-    a_forward_with_some,
-    checkpointed,
     checkpointed_in_parts,
     accumulated,
     without_reduction,
@@ -255,7 +221,7 @@ GRAPHS = [
 OTHER_ORDER = [accumulated, before_a_forward, a_forward_that_outlives]
 
 
-@everywhere(1, 2, 3, work=GRAPHS)
+@everywhere(2, work=GRAPHS)
 def test_gradients_are_reduced(world: World, work: Callable) -> None:
     model, plain = world.shard(built(Net), stage=3), built(Net)
     pairs = [(model, make_adamw(model.parameters())), (plain, make_adamw(plain.parameters()))]
@@ -269,27 +235,7 @@ def test_gradients_are_reduced(world: World, work: Callable) -> None:
         same(world.size <= 2 and work not in OTHER_ORDER, mine, theirs.detach(), name)
 
 
-@everywhere(2, 3)
-def test_one_rank_evaluates_alone(world: World) -> None:
-    """One rank evaluates in the middle of what all do: no collective, and nothing of theirs is disturbed."""
-    model, plain = world.shard(built(Net), stage=3), built(Net)
-    x, _ = batch(9)
-    for step in range(2):
-        loss = mse(model, step, world)
-        with zk.gathered(model):
-            if world.rank == 0:
-                with torch.no_grad():
-                    for _ in range(3):  # as generate does
-                        same(world.size <= 2, model(x), plain(x), "an evaluation")
-        loss.backward()
-        mse(plain, step, world).backward()
-        gradients(world, model, plain)
-        for one in (model, plain):
-            optimizer = make_sgd(one.parameters())
-            step_and_zero(optimizer)
-
-
-@everywhere(2, 3, joined=[False, True])
+@everywhere(2, joined=[False, True])
 def test_one_rank_computes_gradients_alone(world: World, joined: bool) -> None:
     """One rank alone has a graph of whole parameters: used in no backward pass, or in that of all."""
     model, plain = world.shard(built(Net), stage=3), built(Net)
@@ -306,7 +252,8 @@ def test_one_rank_computes_gradients_alone(world: World, joined: bool) -> None:
         step_and_zero(*optimizers)
 
 
-def what_was_done_lasts(world: World) -> None:
+@everywhere(1, 2)
+def test_what_is_done_to_a_whole_parameter_lasts(world: World) -> None:
     model = world.shard(built(Net), stage=3)
     with zk.gathered(model), zk.gathered(model.leave, write=True), torch.no_grad():
         model.leave.bias.fill_(2.0)
@@ -321,7 +268,8 @@ def what_was_done_lasts(world: World) -> None:
     assert torch.equal(model.leave.bias.grad, torch.ones(3))
 
 
-def refused(world: World) -> None:
+@everywhere(2)
+def test_a_step_and_a_conversion_within_are_refused(world: World) -> None:
     model = world.shard(built(Net), stage=3)
     optimizer = make_adamw(model.parameters())
     before = full(model)
@@ -338,12 +286,6 @@ def refused(world: World) -> None:
     assert all(torch.equal(value, before[name]) for name, value in full(model).items())
     mse(model, 0, world).backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("work", [what_was_done_lasts, refused])
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_is_done_to_a_whole_parameter(size: int, work: Callable) -> None:
-    anywhere(size, work)
 
 
 @everywhere(2)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hybrid_cases import alike, compare, folder_nbytes, laid_out, sent
+from hybrid_cases import alike, compare, folder_nbytes, laid_out, sent, train
 from loss_cases import Plan
 from module_cases import CASES
-from test_amp import scaled
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked, step_and_zero
 from zero_cases import Case, Net, follow, make_adamw, make_sgd, mse
@@ -22,84 +21,50 @@ import zerokern as zk
 from zerokern.api import sharding_of
 
 SLOW = pytest.mark.slow
-STAGES = (1, 2, 3)
+IN_SHORT = {"plain", "tied across units", "experts chosen by some ranks"}
 
 
 def follow_case(world: World, case: Case, stage: int, bucket_bytes: int) -> None:
     follow(world, case, make_sgd if world.size > 2 else make_adamw, stage=stage, bucket_bytes=bucket_bytes)
 
 
-IN_SHORT = {"plain", "tied across units", "frozen in part", "experts chosen by some ranks", "repeated"}
-IN_SHORT |= {"units in another order", "a unit unused on some ranks"}
-
-
-ROWS = [(case, stage) for case in CASES for stage in STAGES if stage in case.stages]
-NAMES = [case.name for case in CASES]
-
-
-def is_quick(case: Case, stage: int) -> bool:
-    """Each of some cases at one stage, which differs from that of its neighbours."""
-    return case.name in IN_SHORT and stage == case.stages[NAMES.index(case.name) % len(case.stages)]
-
-
 @pytest.mark.parametrize("case, stage", [
-    pytest.param(*row, id=f"{row[0].name}, {row[1]}", marks=[] if is_quick(*row) else [SLOW]) for row in ROWS
+    pytest.param(case, stage, id=f"{case.name}, {stage}", marks=[] if case.name in IN_SHORT else [SLOW])
+    for case, stage in zip(CASES, itertools.cycle((1, 2, 3)))
+    if stage in case.stages
 ])  # fmt: skip
 def test_the_parameters_of_plain_training(case: Case, stage: int) -> None:
     on_hybrid_threads(2, 2, follow_case, case, stage, 700, timeout=30)
 
 
-@pytest.mark.parametrize(
-    "sizes, stage", [((2, 1), 2), ((2, 3), 3), *(pytest.param(one, 3, marks=SLOW) for one in ((1, 2), (3, 1), (3, 2)))]
-)
+@pytest.mark.parametrize("sizes, stage", [((2, 1), 2), ((1, 2), 3), pytest.param((2, 3), 3, marks=SLOW)])
 def test_any_sizes(sizes: tuple[int, int], stage: int) -> None:
     """Of two ranks the very bits, whichever dimension they are along."""
     on_hybrid_threads(*sizes, follow_case, CASES[0], stage, 700, timeout=30)
 
 
-PLANS = [
-    pytest.param(Plan(steps=3, stages=(2, 3), accumulate=2), 0, (2, 2), id="2 x 2, in short"),
-    pytest.param(Plan(steps=20, stages=STAGES, accumulate=4, no_sync=True), 1, (2, 2), marks=SLOW),
-    *(
-        pytest.param(Plan(steps=20, stages=stages, accumulate=accumulate), seed, (2, 2), marks=SLOW)
-        for stages in ((0, 1), (2, 3))
-        for accumulate, seed in ((1, 0), (4, 1))
-    ),
-    pytest.param(Plan(steps=20, stages=(2, 3)), 0, (4, 1), marks=SLOW),
-    pytest.param(Plan(steps=20, stages=(2, 3)), 0, (1, 4), marks=SLOW),
-    pytest.param(Plan(steps=20, stages=(2, 3)), 0, (2, 3), marks=SLOW),
-]
-
-
-@pytest.mark.parametrize("plan, seed, sizes", PLANS)
-def test_as_close_to_float64_as_ddp(plan: Plan, seed: int, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("plan, sizes", [
+    pytest.param(Plan(steps=2, stages=(3,), accumulate=2), (2, 2), id="2 x 2, in short"),
+    pytest.param(Plan(steps=12, stages=(1, 2), accumulate=4, no_sync=True, seed=1), (2, 2), marks=SLOW),
+    pytest.param(Plan(steps=12, stages=(0, 3), accumulate=2, reduce="sum"), (2, 2), marks=SLOW),
+    pytest.param(Plan(steps=12, stages=(2, 3)), (2, 3), marks=SLOW),
+])  # fmt: skip
+def test_as_close_to_float64_as_ddp(plan: Plan, sizes: tuple[int, int]) -> None:
     """Losses, norms, whole parameters and gradients of each step; beside one process, one dimension, dp x cp."""
-    assert on_ranks(sizes[0] * sizes[1], compare, plan, seed, sizes) == [[]] * (sizes[0] * sizes[1])
+    assert on_ranks(sizes[0] * sizes[1], compare, plan, sizes) == [[]] * (sizes[0] * sizes[1])
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(Plan(steps=8, stages=(0, *STAGES), accumulate=2), marks=SLOW),
-        pytest.param(Plan(steps=8, stages=(0, *STAGES), accumulate=4, no_sync=True), marks=SLOW),
-    ],
-)
-def test_sums_for_losses_that_are_divided_by_what_all_have(plan: Plan) -> None:
-    assert on_ranks(4, compare, plan, 0, (2, 2), "sum") == [[]] * 4
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(None, marks=SLOW), torch.bfloat16])
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
+@pytest.mark.parametrize("stage, dtype", [(3, torch.bfloat16), pytest.param(2, None, marks=SLOW)])
 def test_replicas_stay_alike_to_the_bit(stage: int, dtype: torch.dtype | None) -> None:
-    first, second, third, fourth = on_ranks(4, alike, (2, 2), 20, stage, dtype)
+    first, second, third, fourth = on_ranks(4, alike, (2, 2), 6, stage, dtype)
     assert first == third and second == fourth
-    assert len(set(first)) == 20 and first[-1] != second[-1]
+    assert len(set(first)) == 6 and first[-1] != second[-1]
 
 
 TOLERANCE = 0.015  # headers, padding at cuts, the norm's one number, which gradients there are
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=SLOW), pytest.param((4, 1), marks=SLOW)])
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((4, 1), marks=SLOW)])
 def test_bytes_along_each_dimension(sizes: tuple[int, int]) -> None:
     """A reduce-scatter and a gather along shard, at stage 3 two; along replicate an all-reduce of what is left."""
     replicas, shards = sizes
@@ -117,44 +82,9 @@ def test_bytes_along_each_dimension(sizes: tuple[int, int]) -> None:
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def train(world: World, model: nn.Module, optimizer: Any, steps: range, micro: int = 1) -> None:
-    for step in steps:
-        for number in range(micro):
-            mse(model, 10 * step + number, world).backward()
-        step_and_zero(optimizer)
-    getattr(optimizer, "flush", lambda: None)()
-
-
 def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     differ = [name for name, value in theirs.items() if not torch.equal(mine[name], value)]
     assert not differ and mine.keys() == theirs.keys(), differ
-
-
-def rests_as_in_memory(
-    world: World, folder: Path, shard: dict[str, Any], opt: dict[str, Any], micro: int, policy: Any
-) -> None:
-    """The bits of stage 3 in memory, with parameters, gradients or state elsewhere, and whenever they are updated."""
-    shard = {key: value(folder / "parameters") if callable(value) else value for key, value in shard.items()}
-    opt = {key: value(folder / f"state{world.rank}") if callable(value) else value for key, value in opt.items()}
-    delays = isinstance(opt.get("schedule"), zk.Delayed)
-    plain = {"schedule": opt["schedule"]} if delays else {}
-    model, twin = world.shard(built(Net), **{"stage": 3, "mp_policy": policy, **shard}), built(Net)
-    world.shard(twin, stage=shard.get("stage", 3), mp_policy=policy)
-    for one, settings in ((model, opt), (twin, plain)):
-        train(world, one, make_adamw(one.parameters(), max_grad_norm=0.5, **settings), range(4), micro)
-    same(full(model), full(twin))
-
-
-@pytest.mark.parametrize("shard, opt, micro, policy", [
-    ({"tier": zk.Nvme}, {"tier": zk.Nvme, "schedule": "overlap"}, 2, BF16),
-    ({"stage": 2}, {"tier": zk.Nvme, "schedule": zk.Delayed(after=1)}, 1, None),
-], ids=["all on disk, overlap", "delayed, on disk"])  # fmt: skip
-def test_what_rests_elsewhere(shard: dict, opt: dict, micro: int, policy: Any, tmp_path: Path) -> None:
-    on_hybrid_threads(2, 2, rests_as_in_memory, tmp_path, shard, opt, micro, policy, timeout=60)
-
-
-def test_a_scaler_agrees_over_both() -> None:
-    on_hybrid_threads(2, 2, scaled, 3)
 
 
 def accumulates(world: World, stage: int, reduce: str, policy: Any) -> None:
@@ -185,9 +115,8 @@ def accumulates(world: World, stage: int, reduce: str, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("sizes, stage, reduce, policy", [
-    ((2, 2), 0, "mean", None), ((2, 2), 1, "sum", None), ((2, 2), 2, "mean", BF16), ((2, 2), 3, "sum", None),
-    *(pytest.param(sizes, stage, reduce, policy, marks=SLOW) for sizes in ((2, 2), (3, 1), (1, 3))
-      for stage, reduce, policy in ((0, "sum", BF16), (2, "sum", None), (3, "mean", None))),
+    ((2, 2), 1, "sum", None), ((2, 1), 3, "mean", BF16),
+    pytest.param((2, 2), 0, "sum", BF16, marks=SLOW), pytest.param((1, 3), 2, "mean", None, marks=SLOW),
 ])  # fmt: skip
 def test_passes_in_any_order(sizes: tuple[int, int], stage: int, reduce: str, policy: Any) -> None:
     on_hybrid_threads(*sizes, accumulates, stage, reduce, policy)
@@ -215,13 +144,13 @@ def writes(world: World, stage: int) -> None:
     same(full(other), full(model))
 
 
-@pytest.mark.parametrize("sizes, stage", [((2, 2), 1), ((2, 2), 3), pytest.param((3, 1), 2, marks=SLOW)])
+@pytest.mark.parametrize("sizes, stage", [((2, 2), 3), pytest.param((3, 1), 2, marks=SLOW)])
 def test_writes_and_spans(sizes: tuple[int, int], stage: int) -> None:
     on_hybrid_threads(*sizes, writes, stage)
 
 
 @ranked
-def saves(world: World, folder: str) -> None:
+def saves(world: World, folder: str) -> dict[str, Tensor]:
     """From 2 x 2 to one dimension, to another mesh, to one process, and back; one copy of everything."""
     two, one = laid_out(world, (2, 2)), laid_out(world, (4,), ("dp",))
     other = laid_out(world, (1, 4))
@@ -229,15 +158,15 @@ def saves(world: World, folder: str) -> None:
     optimizer = make_adamw(model.parameters())
     train(two, model, optimizer, range(2))
     zk.save(f"{folder}/two", model, optimizer)
-    wanted = full(model)
-    for number, (place, stage) in enumerate(((one, 2), (other, 3), (two, 1), (two, 3))):
+    saved = wanted = full(model)
+    for number, (place, stage) in enumerate(((one, 2), (other, 3), (two, 3))):
         fresh = place.shard(built(Net, seed=9), stage=stage)
         opt = make_adamw(fresh.parameters())
         source = f"{folder}/two" if number == 0 else f"{folder}/{number - 1}"
         zk.load(source, fresh, opt)
         same(full(fresh), wanted)
         zk.save(f"{folder}/{number}", fresh, opt, wait=number != 1)
-        if number == 3:
+        if number == 2:
             train(two, model, optimizer, range(2, 4))
             train(two, fresh, opt, range(2, 4))
             same(full(fresh), full(model))
@@ -246,26 +175,17 @@ def saves(world: World, folder: str) -> None:
     fresh = two.shard(built(Net, seed=9), stage=3)
     zk.load_pretrained(fresh, f"{folder}/hf")
     same(full(fresh), wanted)
+    return saved
 
 
 def test_checkpoints_hold_everything_once(tmp_path: Path) -> None:
-    on_ranks(4, saves, str(tmp_path))
+    saved = on_ranks(4, saves, str(tmp_path))[0]
     one_dimension, two = (folder_nbytes(tmp_path / name) for name in ("0", "two"))
     assert two < one_dimension * 1.02, f"{two} bytes where {one_dimension} are all that there is"
     model = Net()
     optimizer = make_adamw(model.parameters())
     zk.load(tmp_path / "two", model, optimizer)
-    zk.save(tmp_path / "back", model, optimizer)
-    on_ranks(4, loads, str(tmp_path))
-
-
-@ranked
-def loads(world: World, folder: str) -> None:
-    two = laid_out(world, (2, 2))
-    models = [two.shard(built(Net, seed=seed), stage=3) for seed in (1, 2)]
-    for model, name in zip(models, ("two", "back"), strict=True):
-        zk.load(f"{folder}/{name}", model, make_adamw(model.parameters()))
-    same(*map(full, models))
+    same(dict(model.named_parameters()), saved)
 
 
 @ranked
@@ -287,56 +207,3 @@ def is_built(world: World) -> None:
 
 def test_building_and_measuring() -> None:
     on_ranks(4, is_built)
-
-
-class WithBuffers(nn.Module):
-    """Buffers, parameters in fp32 under bf16, a shared one, a frozen one, one that a replica does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-        self.norm = nn.LayerNorm(3)
-        self.register_buffer("mean", torch.zeros(3))
-        self.scale = nn.Parameter(torch.ones(3))
-        self.tied = self.net.leave
-        self.still = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.maybe = nn.Linear(3, 3)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor, uses: bool) -> Tensor:
-        self.steps += 1
-        y = self.norm(self.net(x)) * self.scale + self.still
-        self.mean.lerp_(y.detach().float().mean(0), 0.1)
-        y = y + nn.functional.linear(y, self.tied.weight[:, :3], self.tied.bias)
-        return self.maybe(y) if uses else y
-
-
-def odd(world: World, stage: int, policy: Any) -> None:
-    from zero_cases import batch
-
-    plain = built(WithBuffers)
-    model = world.shard(copy.deepcopy(plain), stage=stage, mp_policy=policy, bucket_bytes=600)
-    replica = world.rank // world.mesh.size
-    pairs = [(model, make_sgd(model.parameters())), (plain, make_sgd(plain.parameters()))]
-    for step in range(4):
-        for one, optimizer in pairs:
-            x, y = batch(step, world.rank, rows=2 + world.rank)
-            uses = step == 2 or replica == 0
-            nn.functional.mse_loss(one(x, uses).float(), y).backward()
-            if one is plain:
-                world.average_gradients(plain.parameters())
-            step_and_zero(optimizer)
-    for (name, mine), theirs in zip(full(model).items(), plain.parameters(), strict=True):
-        close = {"rtol": 1e-4, "atol": 1e-6} if policy is None else {"rtol": 5e-2, "atol": 5e-2}
-        torch.testing.assert_close(
-            mine.float(), theirs.detach(), **close, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    alike = world.exchange([float(value.double().sum()) for value in full(model).values()])
-    assert all(one == alike[0] for one in alike)
-
-
-@pytest.mark.parametrize("sizes, stage, policy", [
-    ((2, 2), 1, BF16), ((2, 2), 3, None), *(pytest.param((3, 1), stage, BF16, marks=SLOW) for stage in (2, 3)),
-])  # fmt: skip
-def test_programs_that_nobody_foresaw(sizes: tuple[int, int], stage: int, policy: Any) -> None:
-    on_hybrid_threads(*sizes, odd, stage, policy)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_cases import NAMES, laid_out
-from torch import nn
+from hybrid_cases import NAMES, laid_out, train
 from torch.distributed.device_mesh import init_device_mesh
 from tries import best
 from worlds import World, built, full, on_hybrid_threads, on_ranks, ranked, refusal, says, step_and_zero
@@ -24,12 +23,6 @@ from zerokern.api import sharding_of
 SLOW = pytest.mark.slow
 PATIENCE_S = 60.0  # the group's timeout
 SOON_S = 20.0  # for what nobody waits that long for, in the best of some tries
-
-
-def train(world: World, model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        mse(model, step, world).backward()
-        step_and_zero(optimizer)
 
 
 def skipping(world: World, stage: int, value: float, max_grad_norm: float | None, reduced: bool) -> None:
@@ -50,10 +43,11 @@ def skipping(world: World, stage: int, value: float, max_grad_norm: float | None
     assert all(torch.equal(value, full(twin)[name]) for name, value in full(model).items())
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("value, max_grad_norm", [(math.inf, None), (math.nan, 1.0)])
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, 3])
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((3, 1), marks=SLOW), pytest.param((1, 3), marks=SLOW)])
+@pytest.mark.parametrize("sizes, stage, value, max_grad_norm, reduced", [
+    ((2, 2), 2, math.inf, None, False), ((2, 2), 3, math.nan, 1.0, True),
+    pytest.param((3, 1), 1, math.nan, 1.0, False, marks=SLOW),
+    pytest.param((1, 3), 3, math.inf, None, True, marks=SLOW),
+])  # fmt: skip
 def test_one_rank_skips_for_all(
     sizes: tuple[int, int], stage: int, value: float, max_grad_norm: float | None, reduced: bool
 ) -> None:
@@ -75,9 +69,9 @@ def clipped(world: World, stage: int, kind: float) -> None:
     assert len(set(said)) == 1 and said[0] > float(wanted)
 
 
-@pytest.mark.parametrize("kind", [2.0, math.inf])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("sizes", [(3, 2), (2, 1), pytest.param((2, 2), marks=SLOW)])
+@pytest.mark.parametrize("sizes, stage, kind", [
+    ((2, 1), 1, 2.0), ((2, 2), 2, math.inf), ((2, 2), 3, 2.0), pytest.param((3, 2), 3, 2.0, marks=SLOW)
+])  # fmt: skip
 def test_the_norm_counts_an_element_once(sizes: tuple[int, int], stage: int, kind: float) -> None:
     on_hybrid_threads(*sizes, clipped, stage, kind, timeout=30)
 
@@ -91,26 +85,9 @@ def differs(world: World, what: str) -> tuple[str, float]:
     return refusal(lambda: DIFFERENCES[what](two, other), zk.ZerokernError), time.monotonic() - began
 
 
-def a_setting(world: World, other: bool) -> None:
-    world.shard(Net(), stage=2 + other)
-
-
-def the_sum(world: World, other: bool) -> None:
-    world.shard(Net(), reduce="sum" if other else "mean")
-
-
 def a_rate(world: World, other: bool) -> None:
     model = world.shard(built(Net), stage=3)
     train(world, model, make_adamw(model.parameters(), lr=1e-2 + other), range(1))
-
-
-def a_state_that_cannot_be(world: World, other: bool) -> None:
-    model = world.shard(built(Net), stage=2)
-    optimizer = make_adamw(model.parameters())
-    train(world, model, optimizer, range(1))
-    if other:
-        optimizer.state[model.leave.weight]["exp_avg"] = torch.zeros(1)
-    train(world, model, optimizer, range(1, 2))
 
 
 def no_backward(world: World, other: bool) -> None:
@@ -132,41 +109,20 @@ def a_gather_alone(world: World, other: bool) -> None:
     train(world, model, optimizer, range(1, 3))
 
 
-def a_backward_more(world: World, other: bool) -> None:
-    model = world.shard(built(Net), stage=2)
-    optimizer = make_adamw(model.parameters())
-    for _ in range(1 + other):
-        mse(model, 0, world).backward()
-    train(world, model, optimizer, range(2))
-
-
-def a_backward_of_a_replica_more(world: World, other: bool) -> None:
-    a_backward_more(world, world.rank >= world.size // 2)
-
-
 DIFFERENCES: dict[str, Callable[[World, bool], None]] = {
     one.__name__: one
     for one in (
-        a_setting,
-        the_sum,
         a_rate,
-        a_state_that_cannot_be,
         no_backward,
         a_gather_alone,
-        a_backward_more,
-        a_backward_of_a_replica_more,
     )
 }
 SAYS = {
-    "a_setting": ["stage", "2", "3", "rank 3"],
-    "the_sum": ["reduce", "mean", "sum"],
     "a_rate": ["lr", "1.01", "0.01"],
-    "a_state_that_cannot_be": ["exp_avg"],
 }
-QUICK = ("a_rate", "no_backward", "a_gather_alone")
 
 
-@pytest.mark.parametrize("what", [pytest.param(one, marks=[] if one in QUICK else [SLOW]) for one in DIFFERENCES])
+@pytest.mark.parametrize("what", [pytest.param("no_backward", marks=SLOW), "a_rate", "a_gather_alone"])
 def test_ranks_that_differ_are_all_told(what: str) -> None:
     def told() -> float:
         answers = on_ranks(4, differs, what, patience=PATIENCE_S, timeout=2 * PATIENCE_S)
@@ -198,7 +154,7 @@ def die(world: World, stage: int, when: str) -> float:
     refusal(lambda: train(two, model, optimizer, range(2, 5)), zk.CommError)
     took = time.monotonic() - began
     refusal(lambda: train(two, model, optimizer, range(2, 5)), zk.ZerokernError)
-    time.sleep(1.0)  # still there: nobody hears of it by a connection that this one closes
+    time.sleep(0.5)  # still there: nobody hears of it by a connection that this one closes
     return took
 
 
@@ -207,7 +163,7 @@ def die(world: World, stage: int, when: str) -> float:
     [
         (3, "forward"),
         pytest.param(2, "backward", marks=SLOW),
-        *(pytest.param(stage, when, marks=SLOW) for stage in (1, 3) for when in ("backward", "step")),
+        pytest.param(1, "step", marks=SLOW),
     ],
 )
 def test_a_rank_that_dies_ends_all(stage: int, when: str) -> None:

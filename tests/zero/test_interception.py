@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from tables import each
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from worlds import BUILDING, World, alone, on_threads, refusal, says, step_and_zero
@@ -14,8 +15,6 @@ from zero_cases import Net, Run, make_adamw, make_sgd, mse, same_as_plain
 
 import zerokern as zk
 from zerokern.zero import sharding
-
-BELOW = (0, 1, 2)
 
 
 class Double(nn.Module):
@@ -49,15 +48,7 @@ def loaded_by_swapping(run: Run) -> None:
             torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def frozen_and_thawed(run: Run) -> None:
-    run.model.enter.requires_grad_(False)
-    optimizer = run.optimizer()
-    run.train(optimizer, steps=[5])
-    run.model.enter.requires_grad_(True)
-
-
-@pytest.mark.parametrize("change", [parametrized, set_to_itself, loaded_by_swapping, frozen_and_thawed])
-@pytest.mark.parametrize("stage", BELOW)
+@each("stage, change", [(0, set_to_itself), (1, parametrized), (2, loaded_by_swapping)])
 def test_trained_on_as_before(stage: int, change: Callable[[Run], None]) -> None:
     def program(run: Run) -> None:
         optimizer = run.optimizer()
@@ -82,27 +73,6 @@ def test_loaded_by_swapping_before_the_first_step_and_with_another_gradient_dtyp
     on_threads(2, work)
 
 
-def frozen_by_a_hook(run: Run) -> None:
-    """Freezes what comes last in the backward pass when its gradient is on the way; it is thawed after the step."""
-    weight = run.model.enter.weight
-
-    def freeze(grad: torch.Tensor) -> None:
-        weight.requires_grad_(False)
-
-    optimizer = run.optimizer()
-    run.train(optimizer)
-    handle = run.model.leave.weight.register_hook(freeze)
-    run.train(optimizer, steps=[2])
-    handle.remove()
-    weight.requires_grad_(True)
-    run.train(optimizer, steps=[3])
-
-
-@pytest.mark.parametrize("stage", [*BELOW, 3])
-def test_frozen_in_the_middle_of_a_backward_pass(stage: int) -> None:
-    same_as_plain(2, frozen_by_a_hook, stage=stage, bucket_bytes=600)
-
-
 def elsewhere(param: nn.Parameter) -> None:
     param.data = param.data * 2
 
@@ -112,8 +82,7 @@ def set_to_others(param: nn.Parameter) -> None:
         param.set_(param.detach().clone())
 
 
-@pytest.mark.parametrize("change", [elsewhere, set_to_others])
-@pytest.mark.parametrize("stage", BELOW)
+@each("stage, change", [(0, elsewhere), (2, set_to_others), (1, elsewhere)])
 def test_memory_that_was_exchanged_is_refused_by_the_next_forward(stage: int, change: Callable) -> None:
     def work(world: World) -> None:
         model = world.shard(Net(), stage=stage)
@@ -135,7 +104,7 @@ def test_a_parametrization_that_computes_its_original_is_refused() -> None:
     alone(work)
 
 
-@pytest.mark.parametrize("stage", BELOW)
+@each("stage", [0, 2])
 def test_a_gradient_that_came_behind_our_back_is_not_stepped_on(stage: int) -> None:
     """No forward of the whole model runs, which would have noticed."""
 
@@ -152,7 +121,7 @@ def test_a_gradient_that_came_behind_our_back_is_not_stepped_on(stage: int) -> N
     on_threads(2, work)
 
 
-@pytest.mark.parametrize("stage", BELOW)
+@each("stage", [1, 2])
 def test_a_gradient_that_is_set_by_hand_still_counts_as_reduced(stage: int) -> None:
     def program(run: Run) -> None:
         optimizer = run.optimizer()
@@ -164,7 +133,7 @@ def test_a_gradient_that_is_set_by_hand_still_counts_as_reduced(stage: int) -> N
     same_as_plain(2, program, stage=stage)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@each("stage", [2, 3])
 def test_a_program_that_changes_its_stream_takes_its_nodes_along(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of the stream before is still gone back through: no gradient is lost, and none counts twice."""
     numbers = iter(range(1000))
@@ -180,28 +149,7 @@ def test_a_program_that_changes_its_stream_takes_its_nodes_along(stage: int, mon
     same_as_plain(2, program, stage=stage, bucket_bytes=600)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_forward_two_optimizers(stage: int) -> None:
-    """Autograd compares versions: those of what the first optimizer did not update must not have risen."""
-
-    def program(run: Run) -> None:
-        model = run.model
-        late = run.optimizer([*model.blocks[1:].parameters(), *model.leave.parameters()])
-        early = run.optimizer([*model.enter.parameters(), *model.blocks[0].parameters()])
-        for step in range(2):
-            loss = mse(model, step, run.world)
-            hidden = model.blocks[0](model.enter(torch.ones(2, 6)))
-            run.backward(loss)
-            late.step()
-            model.zero_grad()
-            run.backward(hidden.square().mean())
-            early.step()
-            model.zero_grad()
-
-    same_as_plain(2, program, stage=stage, bucket_bytes=600)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@each("stage", [1, 3])
 def test_a_graph_over_values_that_were_updated_is_refused_on_every_rank(stage: int) -> None:
     """Also on those that own nothing of the parameter."""
 
@@ -213,32 +161,7 @@ def test_a_graph_over_values_that_were_updated_is_refused_on_every_rank(stage: i
         optimizer.step()
         says(refusal(lambda: loss.backward(), RuntimeError), ["inplace"])
 
-    on_threads(3, work)
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_up_the_gradient_and_back(stage: int, foreach: bool) -> None:
-    def climb(run: Run, by: float) -> None:
-        params = list(run.model.parameters())
-        with torch.no_grad():
-            if foreach:
-                torch._foreach_add_(params, [param.grad for param in params], alpha=by)
-                return
-            for param in params:
-                param.add_(param.grad, alpha=by)
-
-    def program(run: Run) -> None:
-        optimizer = run.optimizer()
-        for step in range(2):
-            run.backward(mse(run.model, step, run.world))
-            climb(run, 0.25)
-            run.model.zero_grad()
-            run.backward(mse(run.model, step, run.world))
-            climb(run, -0.125)
-            step_and_zero(optimizer)
-
-    same_as_plain(2, program, stage=stage, bucket_bytes=600)
+    on_threads(2, work)
 
 
 def used_twice(run: Run, order: str) -> None:
@@ -280,14 +203,16 @@ def trained_so(order: str, run: Run, passes: int = 1) -> None:
 
 # at stage 3 the bucket has gone when its second gradient comes where the module's use was made last: on two ranks that
 # is a sum of another order
-@pytest.mark.parametrize("order", ["imb", "-mb", "m-b", "mb-", "-bm", "bm-"])
-@pytest.mark.parametrize("size, stage", [(1, 0), (2, 1), (2, 2), (1, 3), (2, 3)])
+@each("size, stage, order", [
+    (1, 0, "mb-"), (2, 1, "m-b"), (2, 2, "-mb"), (1, 3, "bm-"), (2, 3, "imb"),
+    (1, 3, "-bm"), (2, 3, "m-b"), (1, 3, "-mb"),
+])  # fmt: skip
 def test_frozen_by_a_hook_in_mid_backward(size: int, stage: int, order: str) -> None:
     """After both gradients have come they count, before the second one neither does."""
-    same_as_plain(1 if order == "-bm" else size, partial(trained_so, order), stage=stage)
+    same_as_plain(size, partial(trained_so, order), stage=stage)
 
 
-@pytest.mark.parametrize("passes, order", [(1, "b-m"), (1, "m+b-"), (1, "b+m-"), (2, "b-m")])
+@each("passes, order", [(1, "b-m"), (1, "m+b-"), (1, "b+m-"), (2, "b-m")])
 def test_frozen_or_thawed_between_two_gradients_of_which_one_cannot_be_taken_back(passes: int, order: str) -> None:
     program = partial(trained_so, order, passes=passes)
     same_as_plain(1, program, stage=2)
@@ -295,6 +220,6 @@ def test_frozen_or_thawed_between_two_gradients_of_which_one_cannot_be_taken_bac
     says(said, ["'leave.weight'", "frozen or thawed within a backward pass"])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@each("stage", [2, 3])
 def test_frozen_by_a_hook_where_gradients_are_added_to_those_of_an_earlier_pass(stage: int) -> None:
     same_as_plain(1, partial(trained_so, "bm-", passes=2), stage=stage)

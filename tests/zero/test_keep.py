@@ -11,9 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from keep_cases import ROWS, WIDTH, batch, layers, played, same, step
+from keep_cases import (
+    ROWS,
+    WIDTH,
+    batch,
+    break_off,
+    by,
+    layers,
+    plain,
+    played,
+    same,
+    step,
+    used_again,
+    write_to_an_input,
+)
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import zerokern as zk
 from zerokern.zero import keeping
@@ -21,14 +33,6 @@ from zerokern.zero.keeping import Keeper
 from zerokern.zero.recompute import keeping as kept_by
 
 NBYTES = ROWS * WIDTH * 4
-
-
-def plain(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(layer, *args, use_reentrant=False, **kwargs)
-
-
-def by(keeper: Keeper) -> Any:
-    return lambda layer, *args, **kwargs: kept_by(keeper, 1, layer, args, kwargs, {})
 
 
 @pytest.fixture(params=["cpu", "nvme", pytest.param("nvme from a device", marks=pytest.mark.slow)])
@@ -121,121 +125,31 @@ def test_they_are_gone_from_memory(keeper: Keeper) -> None:
     assert most <= 4, most  # of this call, of the one before, and on their way out
 
 
-def test_double_use_retained_graphs_and_gradients_alone(keeper: Keeper) -> None:
-    model, x = layers(3), batch().requires_grad_()
-
-    def loss(run: Any) -> Tensor:
-        torch.manual_seed(1)
-        hidden = x * 1.0
-        for layer in (*model, model[0]):
-            hidden = run(layer, hidden)
-        return hidden.square().sum()
-
-    def gradients(run: Any) -> list[Tensor]:
-        found = []
-        value = loss(run)
-        params = [x, *model.parameters()]
-        for retain in (True, True, False):
-            found += torch.autograd.grad(value, params, retain_graph=retain)
-        return found
-
-    assert same(gradients(by(keeper)), gradients(plain))
-
-
-def test_in_any_order_and_in_part(keeper: Keeper) -> None:
-    """Graphs that are dropped, or come in another order than they were made in."""
-    model, x = layers(3), batch().requires_grad_()
-
-    def gradients(run: Any) -> list[Tensor]:
-        torch.manual_seed(1)
-        values = [run(layer, x * (1.0 + number)).sum() for number, layer in enumerate((*model, *model))]
-        found = []
-        for number in (0, 4, 1, 3):
-            found += torch.autograd.grad(values[number], [x, *model[number % 3].parameters()])
-            values[2] = values[5] = None
-        return found
-
-    assert same(gradients(by(keeper)), gradients(plain))
+def test_again_in_part_in_any_order_and_nested(keeper: Keeper) -> None:
+    model = layers(3)
+    assert same(used_again(model, by(keeper)), used_again(model, plain))
 
 
 def test_a_write_to_an_input_is_told_as_torch_does(keeper: Keeper) -> None:
-    for late in (False, True):
-        model, x = layers(2), batch().requires_grad_() * 1.0
-        hidden = by(keeper)(model[0], x)
-        if late:
-            hidden = by(keeper)(model[1], hidden)
-        x.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            hidden.sum().backward()
+    write_to_an_input(layers(2), keeper)
 
 
 def test_exceptions_release_everything(keeper: Keeper) -> None:
-    class Broken(RuntimeError):
-        pass
-
     model, x = layers(3), batch()
-
-    def run(layer: Any, x: Tensor, fails: str = "") -> Tensor:
-        calls = 0
-
-        def once(x: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            if fails == ("forward", "recompute")[calls - 1]:
-                raise Broken
-            return layer(x)
-
-        return by(keeper)(once, x)
-
-    def fails_at(where: str, number: int) -> None:
-        hidden = x.clone().requires_grad_() * 1.0
-        for at, layer in enumerate(model):
-            hidden = run(layer, hidden, where if at == number else "")
-        hidden.sum().backward()
-
-    for where in ("forward", "recompute"):
-        for number in range(3):
-            with pytest.raises(Broken):
-                fails_at(where, number)
+    for number, where in enumerate(("forward", "recompute", "backward")):
+        break_off(model, keeper, where, number)
     gc.collect()
     assert not keeper.held() or keeper.disk is None
     assert same(step(model, by(keeper), x), step(model, plain, x))
-    begun = keeper.begin()
-    assert [one for one in (keeper.before(begun),) if one] == []
+    assert not keeper.before(keeper.begin())
 
 
-def test_other_hooks_and_checkpoints_keep_their_own(keeper: Keeper) -> None:
+def test_other_hooks_keep_their_own(keeper: Keeper) -> None:
     model, x = layers(2), batch()
-
-    def twice(run: Any) -> Any:
-        return lambda layer, x: run(lambda x: run(layer, run(layer, x)), x)
-
-    expected = step(model, twice(plain), x)
-    assert same(step(model, twice(by(keeper)), x), expected)
+    expected = step(model, plain, x)
     with torch.autograd.graph.save_on_cpu():
-        before = keeper.moved_nbytes
-        assert same(step(model, twice(by(keeper)), x), expected)
-        assert keeper.moved_nbytes == before
-    with torch.no_grad():
-        by(keeper)(model[0], x)
-
-
-def test_accumulation_and_evaluation_between(keeper: Keeper) -> None:
-    model = layers(3)
-
-    def train(run: Any) -> list[Tensor]:
-        model.zero_grad()
-        torch.manual_seed(2)
-        for number in range(3):
-            hidden = batch(seed=number).requires_grad_() * 1.0
-            for layer in model:
-                hidden = run(layer, hidden)
-            with torch.no_grad():
-                run(model[0], batch())
-            hidden.square().mean().backward()
-        return [param.grad.clone() for param in model.parameters()]
-
-    assert same(train(by(keeper)), train(plain))
+        assert same(step(model, by(keeper), x), expected)
+    assert keeper.moved_nbytes == 0
 
 
 def test_on_a_cpu_nothing_is_moved_to_the_cpu() -> None:
@@ -285,11 +199,3 @@ def test_one_is_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         hidden.sum().backward()
         del hidden, keeper
     assert said == ["fetch 0", "compute 0", "fetch 1", "compute 1", "fetch 2", "compute 2", "compute 3"]
-
-
-def test_several_with_one_path_have_folders_of_their_own(tmp_path: Path) -> None:
-    """As ranks of one machine have, and zk.recompute beside zk.shard."""
-    keepers, model, x = [Keeper(zk.Nvme(tmp_path, ring_nbytes="1M")) for _ in range(2)], layers(), batch()
-    expected = step(model, plain, x)
-    for _ in range(2):
-        assert all(same(step(model, by(keeper), x), expected) for keeper in keepers)

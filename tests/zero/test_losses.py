@@ -1,14 +1,14 @@
-"""20 to 50 steps of a GPT with clipping and groups, sharded, against DDP and FSDP2 in the same processes."""
+"""Some steps, up to 50, of a GPT with clipping and groups, sharded, against DDP and FSDP2 in the same processes."""
 
 from __future__ import annotations
 
 import functools
 
 import pytest
-from loss_cases import NORM, STEPS, Plan, Run, as_close, compare, same_bits
+from loss_cases import NORM, Plan, Run, as_close, compare, same_bits
 from worlds import on_ranks
 
-SHORT = 20
+SHORT = 12
 
 
 @functools.cache
@@ -29,12 +29,10 @@ def rows(*listed: tuple[str, int, Plan], slow: bool = False) -> list:
 
 ONE_SUM = rows(
     ("2 ranks, in short", 2, Plan(steps=SHORT)),
-    ("2 ranks, 4 micro-steps under no_sync, in short", 2, Plan(stages=(2,), steps=15, accumulate=4, no_sync=True)),
+    ("2 ranks, 4 micro-steps under no_sync, in short", 2, Plan(stages=(2,), steps=6, accumulate=4, no_sync=True)),
 ) + rows(
-    ("1 rank", 1, Plan()),
-    ("2 ranks", 2, Plan()),
-    ("2 ranks, 4 micro-steps under no_sync", 2, Plan(accumulate=4, no_sync=True)),
-    ("1 rank, 4 micro-steps", 1, Plan(accumulate=4)),
+    ("1 rank, 4 micro-steps", 1, Plan(accumulate=4, steps=25)),
+    ("2 ranks, 4 micro-steps under no_sync", 2, Plan(accumulate=4, no_sync=True, steps=25)),
     ("2 ranks, tiny buckets", 2, Plan(bucket_bytes=1 << 12)),
     slow=True,
 )
@@ -47,12 +45,8 @@ def test_the_bits_of_ddp_where_a_sum_has_one_order(size: int, plan: Plan, stage:
 
 
 ANY_SUM = rows(
-    ("2 ranks, 4 micro-steps, each reduced", 2, Plan(exact=True, accumulate=4, steps=25)),
-    ("3 ranks", 3, Plan(exact=True, steps=25)),
-    ("4 ranks", 4, Plan(exact=True, steps=25)),
-    ("8 ranks", 8, Plan(exact=True, steps=25)),
-    ("3 ranks, 4 micro-steps under no_sync", 3, Plan(exact=True, accumulate=4, no_sync=True, steps=25)),
-    ("4 ranks, 4 micro-steps, each reduced", 4, Plan(exact=True, accumulate=4, steps=25)),
+    ("3 ranks, 4 micro-steps under no_sync", 3, Plan(exact=True, accumulate=4, no_sync=True, steps=15)),
+    ("4 ranks, 4 micro-steps, each reduced", 4, Plan(exact=True, accumulate=4, steps=15)),
     slow=True,
 )
 
@@ -63,11 +57,8 @@ def test_as_close_to_float64_as_ddp_where_it_has_several(size: int, plan: Plan, 
         as_close(ranks[stage], ranks["peer"], ranks["float64"])
 
 
-MIXED = rows(("2 ranks, in short", 2, Plan(stages=(3,), steps=25, bf16=True, exact=True))) + rows(
-    ("2 ranks", 2, Plan(bf16=True, exact=True)),
-    ("1 rank", 1, Plan(bf16=True, exact=True)),
-    ("3 ranks", 3, Plan(bf16=True, exact=True)),
-    ("4 ranks", 4, Plan(bf16=True, exact=True)),
+MIXED = rows(("2 ranks, in short", 2, Plan(stages=(3,), steps=8, bf16=True, exact=True))) + rows(
+    ("3 ranks", 3, Plan(bf16=True, exact=True, steps=25)),
     slow=True,
 )
 
@@ -79,13 +70,12 @@ def test_bf16_as_close_to_float64_as_fsdp2(size: int, plan: Plan, stage: int) ->
         as_close(ranks[stage], ranks["peer"], ranks["float64"], of_parameters=False)
 
 
-@pytest.mark.parametrize("steps", [SHORT, pytest.param(STEPS, marks=pytest.mark.slow)])
-def test_the_runs_are_worth_comparing(steps: int) -> None:
+def test_the_runs_are_worth_comparing() -> None:
     """The loss falls, clipping is active in some steps and not in others, and all ranks end with one model."""
-    (first, second) = runs(2, Plan(steps=steps))
+    (first, second) = runs(2, Plan(steps=SHORT))
     for key, run in first.items():
-        assert len(run.losses) == steps and run.losses[-1] < run.losses[0] - 1.0, key
+        assert len(run.losses) == SHORT and run.losses[-1] < run.losses[0] - 0.4, key
         clipped = sum(norm > NORM for norm in run.norms)
-        assert 0 < clipped < steps, f"{key}: {clipped} steps were clipped"
+        assert 0 < clipped < SHORT, f"{key}: {clipped} steps were clipped"
         assert all((value == second[key].params[name]).all() for name, value in run.params.items()), key
     assert first["peer"].losses != second["peer"].losses, "each rank has data of its own"

@@ -13,8 +13,6 @@ from graph_cases import CASES as GRAPHS
 from module_cases import CASES
 from torch import nn
 from worlds import (
-    SHARDED,
-    STAGES,
     World,
     alone,
     anywhere,
@@ -26,30 +24,23 @@ from worlds import (
     ranked,
     step_and_zero,
 )
-from zero_cases import IN, OUT, WIDTH, Case, Net, follow, make_adamw, make_sgd, mse
+from zero_cases import IN, OUT, WIDTH, Net, follow, make_adamw, make_sgd, mse
 
 BY_NAME = {case.name: case for case in (*CASES, *GRAPHS)}
-SLOW = pytest.mark.slow
-IN_SHORT = {"plain", "tied across units", "frozen in part", "experts chosen by some ranks", "repeated", "nested units"}
-IN_SHORT |= {
-    "auxiliary losses as attributes",
+IN_SHORT = {
+    "tied across units",
+    "frozen in part",
+    "experts chosen by some ranks",
     "nested checkpoints",
-    "units in another order",
-    "checkpointed",
     "odd parameters",
-    "used outside of its module",
 }
-
-
-def follow_case(world: World, name: str, stage: int) -> None:
-    follow(world, BY_NAME[name], stage=stage)
 
 
 def follow_all(world: World, names: list[str], stage: int) -> list[str]:
     failed = []
     for name in names:
         try:
-            follow_case(world, name, stage)
+            follow(world, BY_NAME[name], stage=stage)
         except Exception:
             failed.append(f"{name}, stage {stage}: {traceback.format_exc(limit=-3)}")
     return failed
@@ -60,45 +51,26 @@ def follow_on_ranks(world: World, names: list[str], stage: int) -> list[str]:
     return follow_all(world, names, stage)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [3])
 def test_the_same_bits_on_real_ranks(stage: int) -> None:
     names = [name for name, case in BY_NAME.items() if stage in case.stages and name in IN_SHORT]
     assert on_ranks(2, follow_on_ranks, names, stage) == [[], []]
 
 
-@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_same_bits_alone(stage: int) -> None:
+    """On two ranks they are programs of tests/conformance."""
     names = [name for name, case in BY_NAME.items() if stage in case.stages]
     assert alone(follow_all, names, stage) == [[]]
 
 
-@everywhere(
-    3, 8, name=["plain", "tied across units", "experts chosen by some ranks", "nested checkpoints"], stage=[2, 3]
-)
-def test_more_ranks_than_some_parameters_have_blocks(world: World, name: str, stage: int) -> None:
-    follow(world, BY_NAME[name], stage=stage, make=make_sgd)
+@pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_more_ranks_than_some_parameters_have_blocks(size: int) -> None:
+    settings = {"stage": 3, "make": make_sgd, "units": lambda module: isinstance(module, nn.Linear)}
+    on_threads(size, lambda world: follow(world, BY_NAME["tied across units"], **settings))
 
 
-SMALL = Case("many buckets", Net)
-
-
-def follow_small(world: World, settings: dict) -> None:
-    follow(world, SMALL, **settings)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("bucket_bytes", [512, 4096])
-def test_the_size_of_buckets_changes_nothing(stage: int, bucket_bytes: int) -> None:
-    on_threads(2, follow_small, {"stage": stage, "bucket_bytes": bucket_bytes})
-
-
-@everywhere(2, chosen=["linears", "none"])
-def test_the_choice_of_units_changes_nothing(world: World, chosen: str) -> None:
-    units = {"linears": lambda module: isinstance(module, nn.Linear), "none": []}[chosen]
-    follow(world, SMALL, stage=3, units=units)
-
-
-@everywhere(2, stage=[1, 2])
+@everywhere(2, stage=[2])
 def test_one_optimizer_over_models_of_two_stages_and_a_plain_one(world: World, stage: int) -> None:
     plain = built(lambda: nn.ModuleDict({"a": Net(2), "b": Net(1), "c": Net(1)}))
     ours = copy.deepcopy(plain)
@@ -120,41 +92,7 @@ def test_one_optimizer_over_models_of_two_stages_and_a_plain_one(world: World, s
         assert all(torch.equal(mine[key], param) for key, param in plain[name].named_parameters()), name
 
 
-@everywhere(2, stage=[2, 3])
-def test_hooks_of_users_see_what_they_see_without_sharding(world: World, stage: int) -> None:
-    """Users' hooks see whole parameters and whole gradients of activations, as often as they do plain."""
-
-    def watch(model: Net, reads: bool = True) -> list[tuple]:
-        seen: list[tuple] = []
-        block = model.blocks[1]
-        if reads:
-            block.register_forward_pre_hook(lambda m, args: seen.append(("pre", m.up.weight.detach().sum())))
-            block.register_forward_hook(lambda m, args, out: seen.append(("post", m.down.weight.detach().norm())))
-        block.register_forward_hook(lambda m, args, out: out * 2)
-        block.register_full_backward_pre_hook(lambda m, out: seen.append(("before", out[0].sum())))
-        block.register_full_backward_hook(lambda m, into, out: seen.append(("after", into[0].sum())))
-        model.register_forward_hook(lambda m, args, out: seen.append(("root", out.detach().sum())))
-        return seen
-
-    plain = built(Net)
-    ours = copy.deepcopy(plain)
-    early = watch(ours)
-    world.shard(ours, stage=stage)
-    late, reference, same = watch(ours, reads=False), watch(plain), watch(plain, reads=False)
-    for model in (ours, plain):
-        mse(model, 0, world).backward()
-    for kind in ("pre", "post", "before", "after", "root"):
-        mine = [float(value) for seen in (early, late) for name, value in seen if name == kind]
-        theirs = [float(value) for seen in (reference, same) for name, value in seen if name == kind]
-        assert mine == theirs and theirs, kind
-    world.average_gradients(plain.parameters())
-    optimizers = [make_adamw(model.parameters()) for model in (ours, plain)]
-    for optimizer in optimizers:
-        optimizer.step()
-    assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
-
-
-@everywhere(1, 2, stage=SHARDED)
+@everywhere(2, stage=[1, 3])
 def test_a_write_between_forward_and_backward_is_no_secret(world: World, stage: int) -> None:
     model = world.shard(built(Net), stage=stage)
     loss = mse(model, 0, world)

@@ -178,13 +178,6 @@ def test_shards_in_host_memory_have_the_bits_of_plain_training(place: Place, alo
     same(run(place, 3, dtype, rests="cpu", schedule="overlap", tier="cpu"), plain)
 
 
-@pytest.mark.usefixtures("everything_late")
-@pytest.mark.parametrize("once", [False, True])
-def test_gradients_that_leave_are_accumulated_as_those_that_stay(place: Place, once: bool) -> None:
-    settings: dict[str, Any] = {"tier": "cpu", "max_grad_norm": 0.3, "accumulate": 3, "once": once}
-    same(run(place, 3, rests="cpu", schedule="overlap", **settings), run(place, 3, **settings))
-
-
 @pytest.mark.parametrize("place", [CUDA], indirect=True)
 def test_shards_in_host_memory_leave_nothing_on_the_device(place: Place) -> None:
     """Between steps: what a step has allocated there is given back, and no more is reserved in later steps."""
@@ -198,13 +191,30 @@ def test_shards_in_host_memory_leave_nothing_on_the_device(place: Place) -> None
     assert there[2:] == [there[2]] * (STEPS - 2)
 
 
+CLIPPED: dict[str, Any] = {"tier": "cpu", "max_grad_norm": 0.3, "accumulate": 3}
+SAME: dict[str, dict[str, Any]] = {
+    "overlap": {"schedule": "overlap"},
+    "overlap, reduced once": {"schedule": "overlap", "once": True},
+    "on a disk": {"tier": "nvme"},
+    "on a disk, overlap": {"tier": "nvme", "schedule": "overlap"},
+    "on a disk, delayed": {"tier": "nvme", "schedule": zk.Delayed(after=2)},
+    "gradients that leave": {"schedule": "overlap", "rests": "cpu"},
+    "gradients that leave, reduced once": {"schedule": "overlap", "rests": "cpu", "once": True},
+}
+
+
 @pytest.mark.usefixtures("everything_late")
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
-def test_overlap_has_the_bits_of_sync(place: Place, stage: int, once: bool) -> None:
-    """Clipped and accumulated."""
-    settings: dict[str, Any] = {"tier": "cpu", "max_grad_norm": 0.3, "accumulate": 3, "once": once}
-    same(run(place, stage, schedule="overlap", **settings), run(place, stage, schedule="sync", **settings))
+@pytest.mark.parametrize(
+    "stage, name",
+    [(stage, name) for stage in STAGES for name, more in SAME.items() if stage == 3 or "rests" not in more],
+)
+def test_the_bits_of_state_in_host_memory(place: Place, stage: int, name: str, tmp_path: Path) -> None:
+    """Clipped and accumulated; what a delay makes is that of the same delay."""
+    more = dict(SAME[name])
+    kept = {key: more[key] for key in ("once", "schedule") if key in more and more[key] != "overlap"}
+    if more.get("tier") == "nvme":
+        more["tier"] = zk.Nvme(tmp_path, ring_nbytes="1M")
+    same(run(place, stage, **{**CLIPPED, **more}), run(place, stage, **CLIPPED, **kept))
 
 
 @pytest.mark.usefixtures("everything_late")
@@ -218,17 +228,6 @@ def test_delayed_is_the_loop_of_the_paper(place: Place, stage: int) -> None:
     expected = train(place, seen, hand)
     found = run(place, stage, tier="cpu", max_grad_norm=0.3, schedule=zk.Delayed(after=2))
     same(found, expected)
-
-
-@pytest.mark.usefixtures("everything_late")
-@pytest.mark.parametrize("schedule", ["sync", "overlap", zk.Delayed(after=2)], ids=str)
-@pytest.mark.parametrize("stage", STAGES)
-def test_state_on_a_disk_has_the_bits_of_state_in_host_memory(
-    place: Place, stage: int, schedule: Any, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"schedule": schedule, "max_grad_norm": 0.3, "accumulate": 3}
-    found = run(place, stage, tier=zk.Nvme(tmp_path, ring_nbytes="1M"), **settings)
-    same(found, run(place, stage, tier="cpu", **settings))
 
 
 @pytest.mark.usefixtures("everything_late")

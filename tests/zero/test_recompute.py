@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from keep_cases import WIDTH, batch, layers, same, step
+from tables import each
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import zerokern as zk
 
 
-@pytest.fixture(params=["device", "cpu", "nvme"])
+@pytest.fixture(params=["device", "nvme"])
 def keep(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return zk.Nvme(tmp_path, ring_nbytes="1M") if request.param == "nvme" else request.param
 
@@ -89,14 +89,6 @@ def test_it_stops_early(keep: Any) -> None:
         assert ran == expected
 
 
-def test_nested(keep: Any) -> None:
-    def use(run: Any) -> list[Tensor]:
-        model = layers(3)
-        return step(model, lambda layer, x: run(lambda x: run(layer, x) + run(model[0], x), x), batch())
-
-    both(keep, use)
-
-
 def test_the_generator_goes_on_as_if_nothing_had_been(keep: Any) -> None:
     def use(run: Any) -> list[Tensor]:
         torch.manual_seed(4)
@@ -145,33 +137,21 @@ def test_what_differs_the_second_time_is_found(keep: Any) -> None:
 
 
 def test_a_compiled_function(keep: Any) -> None:
+    """Within the recomputation, and around it."""
     model, x = layers(1, dropout=0.0), batch().requires_grad_()
+
+    def again(x: Tensor) -> Tensor:
+        return zk.recompute(model[0], x, keep=keep)
+
     compiled = torch.compile(model[0].forward, backend="aot_eager")
     results = []
-    for fn in (compiled, model[0]):
-        zk.recompute(fn, x * 1.0, keep=keep).square().sum().backward()
+    for fn in (partial(zk.recompute, compiled, keep=keep), torch.compile(again, backend="aot_eager"), again):
+        fn(x * 1.0).square().sum().backward()
         results.append([x.grad, *grads(model)])
         x.grad = None
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_within_what_is_compiled(keep: Any) -> None:
-    model, x = layers(2, dropout=0.0), batch().requires_grad_()
-
-    def whole(x: Tensor) -> Tensor:
-        hidden = x * 1.0
-        for layer in model:
-            hidden = zk.recompute(layer, hidden, keep=keep)
-        return hidden.square().sum()
-
-    results = []
-    for fn in (torch.compile(whole, backend="aot_eager"), whole):
-        fn(x).backward()
-        results.append([x.grad, *grads(model)])
-        x.grad = None
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    for one, other, third in zip(*results, strict=True):
+        torch.testing.assert_close(one, third)
+        torch.testing.assert_close(other, third)
 
 
 def test_without_gradients(keep: Any) -> None:
@@ -207,16 +187,7 @@ def test_a_backward_for_some_inputs_only(keep: Any) -> None:
     both(keep, use)
 
 
-def test_nothing_outlives_a_graph(keep: Any) -> None:
-    gone = weakref.ref(model := layers(2)), weakref.ref(x := batch().requires_grad_() * 1.0)
-    hidden = zk.recompute(model[0], x, keep=keep)
-    hidden = zk.recompute(model[1], hidden, keep=keep)
-    del model, x, hidden
-    gc.collect()
-    assert [one() for one in gone] == [None, None]
-
-
-@pytest.mark.parametrize("wrong", ["gpu", None, "", "nvme"])
+@each("wrong", ["gpu", None, "", "nvme"])
 def test_an_unknown_place(wrong: Any) -> None:
     with pytest.raises(ValueError, match="must be 'device', 'cpu' or"):
         zk.recompute(torch.sin, torch.ones(2), keep=wrong)

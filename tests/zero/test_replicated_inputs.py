@@ -13,12 +13,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from keep_cases import ROWS, WIDTH, batch, layers, played, same, step
+from keep_cases import (
+    ROWS,
+    WIDTH,
+    batch,
+    break_off,
+    by,
+    layers,
+    plain,
+    played,
+    same,
+    step,
+    used_again,
+    write_to_an_input,
+)
+from tables import each
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 from worlds import World, built, full, on_ranks, on_threads, ranked, refusal, says, step_and_zero
 from zero_cases import make_sgd
 
@@ -26,17 +39,8 @@ import zerokern as zk
 from zerokern.comm import FakeWorld, Group
 from zerokern.zero.comparing import fingerprint
 from zerokern.zero.dividing import Dividing, Whole, keeper_for
-from zerokern.zero.recompute import keeping as kept_by
 
 NBYTES = ROWS * WIDTH * 4
-
-
-def plain(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(layer, *args, use_reentrant=False, **kwargs)
-
-
-def by(keeper: Any, micro: int = 1) -> Any:
-    return lambda layer, *args, **kwargs: kept_by(keeper, micro, layer, args, kwargs, {})
 
 
 def keeper_on(world: World, keep: Any = "device") -> Dividing:
@@ -61,9 +65,7 @@ def the_same_bits(world: World, rows: int, dtype: torch.dtype, keep: Any) -> tup
     return world.mesh.traffic.total("gather") - before, x.nbytes
 
 
-@pytest.mark.parametrize(
-    "size, rows, dtype", [(4, ROWS, torch.float32), (3, ROWS + 7, torch.float32), (2, 2 * ROWS + 3, torch.bfloat16)]
-)
+@each("size, rows, dtype", [(3, ROWS + 7, torch.float32), (2, 2 * ROWS + 3, torch.bfloat16)])
 def test_the_same_bits_and_only_the_parts_move(size: int, rows: int, dtype: torch.dtype) -> None:
     for sent, nbytes in on_threads(size, the_same_bits, rows, dtype, "device"):
         assert 3 * nbytes * (size - 1) / size <= sent <= 3 * (nbytes / size + 512) * (size - 1)
@@ -89,10 +91,10 @@ def held(world: World, keep: Any) -> tuple[int, int, int]:
     return kept, *counts
 
 
-@pytest.mark.parametrize("size, disk", [(2, True), (4, False)])
+@each("size, disk", [(2, True), (3, False)])
 def test_kept_bytes_divide_by_the_ranks(size: int, disk: bool, tmp_path: Path) -> None:
     for kept, whole, usual in on_threads(size, held, zk.Nvme(tmp_path, ring_nbytes="1M") if disk else "device"):
-        assert kept == 5 * NBYTES // size
+        assert 5 * NBYTES // size <= kept <= 5 * (NBYTES // size + 512)
         assert (whole, usual) == (1, 6)
 
 
@@ -105,54 +107,13 @@ def on_a_played_device(world: World, keep: Any, micro: int) -> int:
     return keeper.moved_nbytes
 
 
-@pytest.mark.parametrize("keep", ["cpu", "nvme"])
-@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.slow)])
+@each("keep, micro", [("cpu", 2), ("nvme", 1)])
 def test_parts_leave_a_device(keep: str, micro: int, tmp_path: Path) -> None:
     """Pa+cpu, Pa+nvme: each rank writes its part."""
     place = zk.Nvme(tmp_path, ring_nbytes="1M") if keep == "nvme" else keep
     with played():
         moved = on_threads(2, on_a_played_device, place, micro)
     assert moved == [2 * 3 * micro * NBYTES // 2] * 2
-
-
-@ranked
-def in_slices(world: World) -> list[Tensor]:
-    keeper, model, x = keeper_on(world), stack(world), batch(4 * ROWS)
-    found = step(model, by(keeper, 4), x)
-    assert same(found, step(model, by(None, 4), x))
-    return [world.mesh.traffic.total("gather")]
-
-
-def test_slices_of_the_batch() -> None:
-    assert on_threads(2, in_slices) == [[2 * 4 * NBYTES // 2]] * 2
-
-
-@ranked
-def shapes_of_all_kinds(world: World) -> None:
-    """Several inputs, one of them shared and small ones, transposed, with gaps, views that are saved twice."""
-    keeper = keeper_on(world)
-
-    def use(a: Tensor, b: Tensor, more: dict[str, Any]) -> Tensor:
-        return (a.t() * b[: a.shape[1]] * more["scale"]).sigmoid() + more["twice"][0] * more["twice"][1]
-
-    def gradients(run: Any) -> list[Tensor]:
-        x = batch(ROWS).requires_grad_()
-        y = (x * 1.0).t()
-        wide = torch.cat([x, x], 1)[:, :WIDTH]
-        scale = torch.ones(WIDTH, requires_grad=True) * 2
-        shared = x * 3.0
-        for _ in range(3):
-            z = run(use, y, wide, {"scale": scale, "twice": (shared, shared.view(ROWS, WIDTH))})
-            y = z.t() * 0.5
-        y.sum().backward()
-        return [x.grad]
-
-    assert same(gradients(by(keeper)), gradients(plain))
-    assert keeper.held().get("kept inputs", 0) == 0
-
-
-def test_inputs_of_all_kinds() -> None:
-    on_threads(2, shapes_of_all_kinds)
 
 
 @ranked
@@ -169,31 +130,14 @@ def test_what_is_small_or_a_leaf_stays_whole() -> None:
 
 
 @ranked
-def again_and_in_part(world: World) -> None:
-    """Graphs that are kept for another pass, used in part, in another order, or dropped."""
-    keeper, model, x = keeper_on(world), stack(world), batch().requires_grad_()
-
-    def gradients(run: Any) -> list[Tensor]:
-        found = []
-        hidden = x * 1.0
-        for layer in (*model, model[0]):
-            hidden = run(layer, hidden)
-        for retain in (True, True, False):
-            found += torch.autograd.grad(hidden.sum(), [x, *model.parameters()], retain_graph=retain)
-        values = [run(layer, x * (1.0 + number)).sum() for number, layer in enumerate((*model, *model))]
-        for number in (0, 4, 1, 3):
-            found += torch.autograd.grad(values[number], [x, *model[number % 3].parameters()])
-            values[2] = values[5] = None
-        with torch.no_grad():
-            run(model[0], x * 1.0)
-        twice = lambda layer, one: run(lambda one: run(layer, run(layer, one)), one)  # noqa: E731
-        return [*found, *step(model, twice, x.detach())]
-
-    assert same(gradients(by(keeper)), gradients(plain))
+def again(world: World) -> None:
+    keeper, model = keeper_on(world), stack(world)
+    assert same(used_again(model, by(keeper)), used_again(model, plain))
+    write_to_an_input(model, keeper)
 
 
-def test_again_in_part_in_any_order_and_nested() -> None:
-    on_threads(2, again_and_in_part)
+def test_again_in_part_in_any_order_nested_and_written_to() -> None:
+    on_threads(2, again)
 
 
 @ranked
@@ -218,36 +162,9 @@ def test_what_is_alive_on_one_rank_alone_changes_nothing() -> None:
 
 @ranked
 def broken_off(world: World, keep: Any) -> dict[str, int]:
-    class Broken(RuntimeError):
-        pass
-
     keeper, model, x = keeper_on(world, keep), stack(world), batch()
-
-    def run(layer: Any, x: Tensor, where: str) -> Tensor:
-        calls = []
-
-        def once(x: Tensor) -> Tensor:
-            calls.append(None)
-            if where == ("forward", "recompute")[len(calls) - 1]:
-                raise Broken
-            return layer(x)
-
-        return by(keeper)(once, x)
-
-    def breaks(where: str, number: int) -> None:
-        hidden = x.clone().requires_grad_() * 1.0
-        for at, layer in enumerate(model):
-            hidden = run(layer, hidden, where if at == number else "")
-            if at == number and where == "backward":
-                hidden.register_hook(raising)
-        hidden.sum().backward()
-
-    def raising(_: Tensor) -> None:
-        raise Broken
-
     for number, where in enumerate(("forward", "recompute", "backward")):
-        with pytest.raises(Broken):
-            breaks(where, number)
+        break_off(model, keeper, where, number)
         world.mesh.barrier()
     gc.collect()
     assert same(step(model, by(keeper), x), step(model, plain, x))
@@ -257,22 +174,6 @@ def broken_off(world: World, keep: Any) -> dict[str, int]:
 
 def test_exceptions_release_everything(tmp_path: Path) -> None:
     assert on_threads(2, broken_off, zk.Nvme(tmp_path, ring_nbytes="1M")) == [{}, {}]
-
-
-@ranked
-def written_to(world: World) -> None:
-    for late in (False, True):
-        keeper, model, x = keeper_on(world), stack(world), batch().requires_grad_() * 1.0
-        hidden = by(keeper)(model[0], x)
-        for layer in list(model)[1:] if late else ():
-            hidden = by(keeper)(layer, hidden)
-        x.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            hidden.sum().backward()
-
-
-def test_a_write_to_an_input_is_told_as_torch_does() -> None:
-    on_threads(2, written_to)
 
 
 UNLIKE = ("a bit", "the shape", "small on one rank", "its order")
@@ -305,10 +206,6 @@ def test_what_is_not_alike_is_refused_on_all_ranks() -> None:
         said = on_threads(2, not_alike, how)
         assert said[0] == said[1], how
         says(said[0], ["replicated=", "not the same on all", "rank 0 has", "rank 1 has", "functools.partial"])
-
-
-def test_in_slices_too() -> None:
-    says(on_threads(2, not_alike, "a bit", 2)[1], ["not the same on all"])
 
 
 @ranked
@@ -439,7 +336,7 @@ def in_both_dimensions(groups: list[tuple[Any, Any]], stage: int, settings: dict
     return tuple(sent)
 
 
-@pytest.mark.parametrize("stage, settings", [(1, {}), (2, {"micro": 2}), (3, {"keep": "cpu"}), (3, {"keep": "device"})])
+@each("stage, settings", [(2, {"micro": 2}), (3, {"keep": "cpu"})])
 def test_units_of_a_model_in_two_dimensions(stage: int, settings: dict[str, Any]) -> None:
     """zk.shard over data parallelism, and inputs of units in parts over tensor parallelism: 2 x 2 ranks."""
     tp, dp = [FakeWorld(2) for _ in range(2)], [FakeWorld(2) for _ in range(2)]
@@ -528,13 +425,11 @@ def all_of(rank: int, rows: list[tuple[str, Any, int]]) -> list[list[int]]:
     return [with_torch(rank, *row) for row in rows]
 
 
-HOWS = ("local tensors", "replicated DTensors", "sequence parallel")
-
-
 @pytest.mark.parametrize("keep", ["device", pytest.param("nvme", marks=pytest.mark.slow)])
 def test_with_tensor_parallelism_of_torch(keep: str, tmp_path: Path) -> None:
     place = zk.Nvme(tmp_path, ring_nbytes="1M") if keep == "nvme" else keep
-    rows = [(how, place, micro) for how in HOWS for micro in (1, 2)[: 2 if how == "local tensors" else 1]]
+    rows = [("local tensors", place, 2), ("sequence parallel", place, 1)]
+    rows += [("replicated DTensors", place, 1)] if keep == "nvme" else []
     for results in on_ranks(2, all_of, rows):
         for (how, _, micro), (kept, sent, nbytes) in zip(rows, results, strict=True):
             if how == "sequence parallel":

@@ -6,20 +6,17 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from keep_cases import played
+from tables import each
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from worlds import STAGES, World, alone, anywhere, built, full, on_ranks, ranked, refusal, says, step_and_zero
-from zero_cases import Case, Net, follow, make_sgd
+from worlds import World, anywhere, built, full, ranked, refusal, says, step_and_zero
+from zero_cases import make_sgd
 
 import zerokern as zk
-from zerokern.zero import keeping
 
 ROWS, LENGTH, WIDTH = 8, 6, 20
 
@@ -54,12 +51,6 @@ def frozen() -> Stack:
     model = Stack()
     model.pieces[1].requires_grad_(False)
     model.pieces[2].up.weight.requires_grad_(False)
-    return model
-
-
-def used_twice() -> Stack:
-    model = Stack()
-    model.order = (0, 1, 0, 2)
     return model
 
 
@@ -117,33 +108,13 @@ def compare(
         assert torch.equal(mine, theirs), name
 
 
-@ranked
-def the_bits_of_a_loop(world: World, stage: int, name: str) -> None:
-    cases: dict[str, Any] = {
-        "usual": (Stack, 4, 1, ROWS),
-        "odd": (Stack, 3, 1, 7),
-        "accumulated": (Stack, 2, 3, ROWS),
-        "frozen": (frozen, 4, 1, ROWS),
-    }
-    build, micro, passes, count = cases[name]
-    compare(world, build, stage, micro, passes, count)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["usual", "odd", "accumulated", "frozen"])
-def test_the_bits_of_a_loop(size: int, stage: int, name: str) -> None:
-    anywhere(size, the_bits_of_a_loop, stage, name)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_dropout_included(stage: int) -> None:
-    alone(ranked(lambda world: compare(world, partial(Stack, dropout=0.3), stage, 4)))
-
-
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_on_real_ranks(stage: int) -> None:
-    on_ranks(2, the_bits_of_a_loop, stage, "accumulated")
+@each("size, stage, build, micro, passes, count", [
+    (1, 3, partial(Stack, dropout=0.3), 4, 1, ROWS), (2, 3, Stack, 3, 1, 7), (2, 2, Stack, 2, 3, ROWS),
+    (2, 0, frozen, 4, 1, ROWS),
+])  # fmt: skip
+def test_the_bits_of_a_loop(size: int, stage: int, build: Any, micro: int, passes: int, count: int) -> None:
+    """tests/whole has all stages, places, formats and schedules; here are dropout, odd rows and frozen units."""
+    anywhere(size, compare, build, stage, micro, passes, count)
 
 
 @ranked
@@ -165,45 +136,9 @@ def in_fp32(world: World, stage: int) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("size", [1, 2])
+@each("size, stage", [(2, 0), (1, 2), (2, 3)])
 def test_gradients_are_added_in_fp32(size: int, stage: int) -> None:
     anywhere(size, in_fp32, stage)
-
-
-@ranked
-def kept(world: World, stage: int, keep: Any, micro: int) -> None:
-    """What people do with models stays as it is, with the losses of a plain one."""
-    twice = Case("a unit used twice", used_twice, squares)
-    for case in (Case("a net", Net), twice, Case("frozen", frozen, squares)):
-        follow(world, case, make_sgd, stage=stage, keep=keep, micro=micro)
-
-
-def squares(model: nn.Module, step: int, world: World) -> Tensor:
-    return loss_of(model(rows(step, world.rank)))
-
-
-@pytest.mark.parametrize("size, stage, keep", [(1, 0, "nvme"), (2, 1, "device"), (1, 2, "cpu"), (2, 3, "nvme")])
-def test_recomputed_units_change_nothing(size: int, stage: int, keep: str, tmp_path: Path) -> None:
-    place = zk.Nvme(tmp_path, ring_nbytes="1M") if keep == "nvme" else keep
-    anywhere(size, kept, stage, place, 1)
-
-
-@ranked
-def follows_in_slices(world: World, stage: int) -> None:
-    """Sums over slices are rounded in another order than those of a batch."""
-    for case in (Case("a net", Net), Case("a unit used twice", used_twice, squares)):
-        plain = built(case.build)
-        ours = copy.deepcopy(plain)
-        world.shard(ours, stage=stage, micro=2)
-        optimizers = [make_sgd(ours.parameters()), make_sgd(plain.parameters())]
-        for step in range(3):
-            for model in (ours, plain):
-                case.loss(model, step, world).backward()
-            world.average_gradients(plain.parameters())
-            step_and_zero(*optimizers)
-        for (name, mine), theirs in zip(full(ours).items(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @ranked
@@ -227,42 +162,10 @@ def gathered_twice(world: World, micro: int) -> int:
     return counted
 
 
-@pytest.mark.parametrize("micro", [1, 2, 8])
+@each("micro", [1, 4])
 def test_parameters_are_gathered_twice_whatever_the_slices(micro: int) -> None:
     """The last unit stays whole at the turn."""
     assert anywhere(2, gathered_twice, micro) == [7, 7]
-
-
-@ranked
-def reduced_once(world: World, micro: int) -> list[str]:
-    model = built(Stack)
-    world.shard(model, stage=2, micro=micro)
-    said: list[str] = []
-    for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda _, name=name: said.append(name))
-    model(rows(0, world.rank)).square().sum().backward()
-    return said
-
-
-def test_a_parameter_is_reduced_once() -> None:
-    for said in anywhere(2, reduced_once, 4):
-        assert len(said) == len(set(said)) == 18
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_inputs_leave_a_played_device(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "LEAST", 1)
-    with played():
-        alone(ranked(lambda world: compare(world, Stack, stage, 4, keep="cpu")))
-        alone(kept, stage, "cpu", 1)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_parameters_and_activations_on_a_disk(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "LEAST", 1)
-    disk = zk.Nvme(tmp_path, ring_nbytes="1M")
-    more = {"tier": disk} if stage == 3 else {}
-    alone(ranked(lambda world: compare(world, Stack, stage, 4, keep=disk, **more)))
 
 
 def test_evaluation_runs_as_it_is() -> None:
@@ -283,7 +186,7 @@ def test_copies_are_plain() -> None:
             assert other.pieces[0].forward.__self__ is other.pieces[0]
 
 
-@pytest.mark.parametrize("before", [True, False])
+@each("before", [True, False])
 def test_compiled_units(before: bool) -> None:
     model, plain = built(Stack), built(Stack)
     for piece in model.pieces if before else ():
@@ -325,15 +228,4 @@ def test_what_is_refused() -> None:
     model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))])
     zk.shard(model, micro=2)
     says(refusal(lambda: model[0](torch.ones(6, 4)), zk.StateError), ["over the whole batch"])
-
-
-def test_built() -> None:
-    model = zk.build(Stack, keep="device", micro=2)
-    model(rows(0, 0)).sum().backward()
-    with pytest.raises(TypeError, match="got slices"):
-        zk.build(Stack, slices=2)
-
-
-def test_a_net_follows_in_slices() -> None:
-    for stage in (0, 2, 3):
-        anywhere(2, follows_in_slices, stage)
+    says(refusal(lambda: zk.build(Stack, slices=2), TypeError), ["got slices"])

@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from tables import each
 from torch import nn
 
 from zerokern.zero.sharded import Sharded, ShardedUseError, Spanned
@@ -73,8 +74,8 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("name", ELEMENTWISE)
 @torch.no_grad()
 def test_elementwise_work_on_parts_is_that_work_on_the_whole(name: str, dtype: torch.dtype) -> None:
     one, two = torch.randn(SHAPE, dtype=dtype), torch.randn(SHAPE, dtype=dtype)
@@ -184,7 +185,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_what_needs_other_ranks_is_refused_and_taught(name: str) -> None:
     owner = parameter(part(torch.randn(SHAPE), 0, 12))
     before, version = owner.local.clone(), owner.local._version
@@ -208,7 +209,7 @@ def test_what_is_shown_of_it() -> None:
     assert body.new_zeros(3).equal(torch.zeros(3, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize(
+@each(
     "local, start, says",
     [(torch.ones(2, 2), 0, "1-D"), (torch.ones(4), 32, "start=32"), (torch.ones(4), -1, "start=-1")],
 )

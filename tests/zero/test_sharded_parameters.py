@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 
 import pytest
 import torch
+from tables import each
 from torch import nn
 
 from zerokern.zero.sharded import Sharded, ShardedUseError
 
 SPAN = (3, 8)  # this rank's elements of the weight
-
-
-class OtherRank:
-    """A group of two, of which the other rank's flag is known beforehand."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, flag: float = 0.0) -> None:
-        self.flag, self.asked = flag, []
-
-    def all_reduce(self, tensor: torch.Tensor, op: str) -> OtherRank:
-        self.asked.append(op)
-        tensor.clamp_(min=self.flag)
-        return self
-
-    def wait(self) -> None:
-        self.asked.append("wait")
 
 
 def part(full: torch.Tensor, start: int = SPAN[0], numel: int = SPAN[1] - SPAN[0], **options) -> Sharded:
@@ -73,20 +56,6 @@ def test_a_body_can_change_after_backward_and_under_a_user_of_the_parameter() ->
         assert model.weight.mul_(0.0).local.tolist() == [0.0] * 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_every_kind_can_be_assigned(dtype: torch.dtype) -> None:
-    full = torch.randn(3, 4, dtype=dtype)
-    reduced = part(torch.ones(3, 4), kind="gradient", dtype=dtype)  # fp32 behind, the parameter's dtype in front
-    for own in (nn.Parameter(full), nn.Parameter(part(full))):
-        own.grad = reduced
-        assert own.grad is reduced and own.grad.dtype == dtype and own.grad.local.dtype == torch.float32
-        own.grad = torch.ones_like(full)
-        assert own.grad.shape == own.shape
-        own.grad = None
-        with pytest.raises(RuntimeError, match=r"size|shape"):
-            own.grad = part(torch.ones(4, 4, dtype=dtype))
-
-
 def test_a_dropped_gradient_gives_its_memory_back() -> None:
     own = nn.Parameter(torch.randn(3, 4))
     own.grad = part(torch.ones(3, 4), kind="gradient")
@@ -96,21 +65,6 @@ def test_a_dropped_gradient_gives_its_memory_back() -> None:
     own.grad = None
     gc.collect()
     assert local() is None
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-def test_zero_grad_of_torch_optimizers(make: type[torch.optim.Optimizer], foreach: bool) -> None:
-    model = nn.Linear(4, 3)
-    model.weight.grad = part(torch.ones(3, 4), kind="gradient", dtype=torch.float32)
-    model.bias.grad = torch.ones(3)
-    optimizer = make(model.parameters(), lr=0.1, foreach=foreach)
-    local, version = model.weight.grad.local, model.weight.grad.local._version
-    optimizer.zero_grad(set_to_none=False)
-    assert model.weight.grad.local is local and not local.any() and not model.bias.grad.any()
-    assert local._version > version and not model.weight.grad.requires_grad
-    optimizer.zero_grad()
-    assert model.weight.grad is None
 
 
 def test_state_dicts_of_full_tensors_and_of_parts_load() -> None:
@@ -144,7 +98,6 @@ def test_loading_with_swapped_parameters_is_refused() -> None:
             model.load_state_dict({"weight": torch.ones(3, 4)}, strict=False)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    assert isinstance(model.weight, Sharded)
 
 
 def test_a_module_is_moved_and_converted_before_it_is_sharded() -> None:
@@ -160,86 +113,6 @@ def test_a_module_is_moved_and_converted_before_it_is_sharded() -> None:
     assert model.weight is weight and weight.local is local and weight.dtype == torch.float32
 
 
-def scaled(flag: float, *values: float) -> tuple[torch.amp.GradScaler, torch.optim.Optimizer, OtherRank]:
-    """Gradients at scale 4: reduced in fp32 for a bf16 parameter, plain, and one that this rank has nothing of."""
-    group = OtherRank(flag)
-    params = [
-        nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)),
-        nn.Parameter(torch.ones(2)),
-        nn.Parameter(torch.ones(6)),
-    ]
-    gradient = torch.full((3, 4), 8.0)
-    gradient.view(-1)[3 : 3 + len(values)] = torch.tensor(values)
-    params[0].grad = part(gradient, kind="gradient", group=group, dtype=torch.bfloat16)
-    params[1].grad = torch.full((2,), 8.0)
-    params[2].grad = part(torch.ones(6), 0, 0, kind="gradient", group=group)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    return scaler, torch.optim.SGD(params, lr=0.1), group
-
-
-@pytest.mark.parametrize("flag, here, skips", [(0.0, 8.0, False), (1.0, 8.0, True), (0.0, float("inf"), True)])
-def test_unscaling_agrees_over_ranks_whether_a_gradient_was_finite(flag: float, here: float, skips: bool) -> None:
-    scaler, optimizer, group = scaled(flag, here)
-    gradients = [one.grad for one in optimizer.param_groups[0]["params"]]
-    version = gradients[0].local._version
-    scaler.unscale_(optimizer)
-    assert gradients[0].local[1:].tolist() == [2.0] * 4 and gradients[1].tolist() == [2.0] * 2
-    assert gradients[0].local._version > version
-    assert group.asked == ["max", "wait"] * 2  # once for each shown dtype, on every rank alike
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    assert any(bool(one.item()) for one in found.values()) is skips
-
-
-def test_clipping_by_value_is_elementwise_and_by_norm_is_not() -> None:
-    params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))]
-    params[0].grad, params[1].grad = part(torch.arange(12.0).view(3, 4), kind="gradient"), torch.ones(2)
-    torch.nn.utils.clip_grad_value_(params, 5.0)
-    assert params[0].grad.local.tolist() == [3.0, 4.0, 5.0, 5.0, 5.0]
-    for foreach in (None, False):
-        with pytest.raises(TypeError, match=r"zk.clip_grad_norm_\(model, max_norm\)"):
-            torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=foreach)
-    torch.nn.utils.clip_grads_with_norm_(params, 1.0, torch.tensor(2.0))
-    torch.testing.assert_close(params[0].grad.local, torch.tensor([3.0, 4.0, 5.0, 5.0, 5.0]) / 2)
-
-
-def test_weight_averages() -> None:
-    model = rest(nn.Linear(4, 3))
-    averages = [one.detach().clone() for one in model.parameters()]
-    before = averages[0].local.clone()
-    with torch.no_grad():
-        model.weight.add_(1.0)
-    for update in (
-        lambda: [average.lerp_(one.detach(), 0.5) for average, one in zip(averages, model.parameters(), strict=True)],
-        lambda: torch._foreach_lerp_(averages, [one.detach() for one in model.parameters()], 0.5),
-        lambda: [
-            average.mul_(0.5).add_(one, alpha=0.5) for average, one in zip(averages, model.parameters(), strict=True)
-        ],
-    ):
-        averages[0].local.copy_(before)
-        with torch.no_grad():
-            update()
-        torch.testing.assert_close(averages[0].local, before + 0.5)
-    with torch.no_grad():
-        model.weight.copy_(averages[0])
-        assert torch.equal(model.weight.local, averages[0].local)
-
-
-def test_averaged_models_are_refused() -> None:
-    """They copy the module; one that was made before zk.shard holds full tensors, beside which parts do not stand."""
-    model = nn.Linear(4, 3)
-    early = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    early.update_parameters(model)
-    rest(model)
-    with pytest.raises(ShardedUseError, match="to be written into a plain tensor"):
-        early.update_parameters(model)
-    for duplicate in (torch.optim.swa_utils.AveragedModel, copy.deepcopy):
-        with pytest.raises(
-            ShardedUseError, match=r"copy.deepcopy would copy one rank's part.*Copy the model before zk.shard"
-        ):
-            duplicate(model)
-
-
 class Gathering:
     """Stands for zk.shard: gives the call the full tensor instead."""
 
@@ -253,12 +126,16 @@ class Gathering:
         return func(*(self.full if one is self.owner else one for one in args), **kwargs)
 
 
-@pytest.fixture
-def used() -> tuple[nn.Parameter, Gathering]:
+def in_use() -> tuple[nn.Parameter, Gathering]:
     full = nn.Parameter(torch.randn(3, 4))
     own = rest(nn.Linear(4, 3)).weight
     own.use = Gathering(own, full)
     return own, own.use
+
+
+@pytest.fixture
+def used() -> tuple[nn.Parameter, Gathering]:
+    return in_use()
 
 
 USES = {
@@ -276,9 +153,9 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
-def test_a_use_outside_the_module_meets_the_full_tensor(name: str, used: tuple[nn.Parameter, Gathering]) -> None:
-    own, gathering = used
+@each("name", USES)
+def test_a_use_outside_the_module_meets_the_full_tensor(name: str) -> None:
+    own, gathering = in_use()
     x = torch.randn(2, 4)
     result = USES[name](own, x)
     assert len(gathering.calls) == 1 and type(result) is torch.Tensor and result.requires_grad

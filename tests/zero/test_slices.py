@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from keep_cases import same
+from tables import each
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -72,8 +72,7 @@ def gradients(*owners: nn.Module | Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("micro", [2, 3, 4, 7, 10, 50])
+@each("micro, dtype", [(2, torch.float32), (3, torch.bfloat16), (7, torch.float32), (50, torch.bfloat16)])
 def test_the_bits_of_a_loop_dropout_included(micro: int, dtype: torch.dtype) -> None:
     """Also where gradients are there already, and what slices share wants one."""
     block, x, place = built(dtype)
@@ -81,30 +80,6 @@ def test_the_bits_of_a_loop_dropout_included(micro: int, dtype: torch.dtype) -> 
     found = [in_slices(block, x, place, micro=micro) for _ in range(2)] + [gradients(block, place)]
     for mine, theirs in zip(found, expected, strict=True):
         assert same(mine, theirs)
-
-
-def test_kept_on_a_disk(tmp_path: Path) -> None:
-    block, x, place = built()
-    x = torch.randn(6000, LENGTH, WIDTH)
-    expected = [*in_a_loop(block, x, place, micro=2), *gradients(block, place)]
-    tier = zk.Nvme(tmp_path, ring_nbytes="1M")
-    assert same([*in_slices(block, x, place, micro=2, keep=tier), *gradients(block, place)], expected)
-
-
-def test_tensors_in_kwargs_and_containers() -> None:
-    block, x, place = built()
-    scale = torch.rand(ROWS)
-    expected = [
-        *in_a_loop(lambda x, s: block(x, place, scale={"rows": [s]}), x, micro=4, cut=(scale,)),
-        *gradients(block, place),
-    ]
-    shared = functools.partial(block, place=place, scale={"rows": (scale, "text")})
-    torch.manual_seed(9)
-    x.requires_grad_()
-    y = zk.recompute(block, x * 1.0, place=place, scale={"rows": (scale, "text")}, micro=4)
-    y.square().sum().backward()
-    assert same([y.detach(), x.grad, *gradients(block, place)], expected)
-    assert isinstance(shared, functools.partial)
 
 
 class Found(NamedTuple):
@@ -134,18 +109,6 @@ def test_results_in_containers_numbers_and_whole_numbers() -> None:
     torch.testing.assert_close(mine, gradients(x, weight))
 
 
-def test_a_loss_over_a_vocabulary_is_tiled() -> None:
-    head, x = nn.Linear(WIDTH, 300, bias=False), torch.randn(64, WIDTH)
-    words = torch.randint(300, (64,))
-
-    def loss(x: Tensor, words: Tensor) -> Tensor:
-        return F.cross_entropy(head(x), words)
-
-    expected = [*in_a_loop(loss, x, micro=8, cut=(words,)), *gradients(head)]
-    assert same([*in_slices(loss, x, micro=8, cut=(words,)), *gradients(head)], expected)
-    assert zk.recompute(loss, x, words, micro=1).dim() == 0
-
-
 class Experts(nn.Module):
     """One of them for all rows whose number is told, so that slices use different ones."""
 
@@ -157,7 +120,7 @@ class Experts(nn.Module):
         return self.experts[int(choice[0])](x)
 
 
-@pytest.mark.parametrize("there", [False, True])
+@each("there", [False, True])
 def test_parameters_that_some_slices_use(there: bool) -> None:
     torch.manual_seed(0)
     model, x = Experts(), torch.randn(8, WIDTH)
@@ -217,7 +180,7 @@ def test_hooks_hear_what_they_hear_in_a_loop() -> None:
         handle.remove()
 
 
-@pytest.mark.parametrize("how", ["checkpoint around", "checkpoint within", "slices within", "autocast", "compiled"])
+@each("how", ["checkpoint around", "checkpoint within", "slices within", "autocast", "compiled"])
 def test_with_other_things(how: str) -> None:
     block, x, place = built()
     if how == "compiled":
@@ -251,36 +214,6 @@ def test_with_other_things(how: str) -> None:
     close = torch.testing.assert_close if how in ("compiled", "slices within") else torch.equal
     for mine, theirs in zip(found, expected, strict=True):
         assert close(mine, theirs) in (None, True)
-
-
-def test_autocast_around_two_calls() -> None:
-    """What autocast has made of a weight in the first call serves the second."""
-    block, x, place = built()
-    results = []
-    for run in (
-        functools.partial(zk.recompute, block, micro=2),
-        lambda x, place: torch.cat([block(part, place) for part in x.chunk(2)]),
-    ):
-        torch.manual_seed(9)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = run(run(x, place), place)
-        y.float().sum().backward()
-        results.append([y.detach(), *gradients(block, place)])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.2)
-    assert torch.equal(results[0][0], results[1][0])
-
-
-def test_one_recomputation_of_what_is_around() -> None:
-    ran: list[int] = []
-    block, x, place = built()
-
-    def around(x: Tensor, place: Tensor) -> Tensor:
-        ran.append(1)
-        return zk.recompute(block, x * 2, place, micro=5)
-
-    checkpoint(around, x.requires_grad_(), place, use_reentrant=False).sum().backward()
-    assert len(ran) <= 3
 
 
 def test_nothing_to_train_and_no_gradients() -> None:
@@ -368,17 +301,10 @@ def nothing(*tensors: Tensor) -> Tensor:
     return tensors[0] * 1.0
 
 
-@pytest.mark.parametrize(
-    ("shapes", "fn"),
-    [
-        ([(5, 5, 3), (5, 5)], nothing),  # a mask of the length, or of the batch
-        ([(5, 7), (5, 5)], nothing),
-        ([(5, 3, 5), (5,)], nothing),
-    ],
-)
-def test_a_length_that_may_be_the_batch_is_refused(shapes: list[tuple[int, ...]], fn: Any) -> None:
+@each("shapes", [[(5, 5, 3), (5, 5)], [(5, 7), (5, 5)], [(5, 3, 5), (5,)]])  # a mask of the length, or of the batch
+def test_a_length_that_may_be_the_batch_is_refused(shapes: list[tuple[int, ...]]) -> None:
     with pytest.raises(ValueError, match="cannot be told"):
-        zk.recompute(fn, *map(torch.ones, shapes), micro=2)
+        zk.recompute(nothing, *map(torch.ones, shapes), micro=2)
 
 
 def test_what_can_be_told_apart() -> None:
@@ -396,8 +322,8 @@ def test_what_can_be_told_apart() -> None:
     zk.recompute(lambda x, w: x @ w, torch.ones(5, 5), nn.Parameter(torch.ones(5, 5)), micro=2).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("fn", "says"),
+@each(
+    "fn, says",
     [
         (lambda x: x.sum(0), "batch in dimension 0"),
         (lambda x: x.t(), "batch in dimension 0"),
@@ -448,7 +374,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(zk.recompute(torch.exp, x, micro=2).sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.0, True, None, "2"])
+@each("wrong", [0, -1, 1.0, True, None, "2"])
 def test_an_unknown_number_of_slices(wrong: Any) -> None:
     for keep in ("device", "cpu"):
         with pytest.raises(ValueError, match="must be a whole number from 1 on"):

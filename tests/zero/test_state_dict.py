@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from worlds import STAGES, World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
+from worlds import World, built, everywhere, full, on_ranks, ranked, refusal, says, step_and_zero
 from zero_cases import Net, batch, make_adamw, mse
 
 import zerokern as zk
@@ -27,7 +27,7 @@ def go_on(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     step_and_zero(optimizer)
 
 
-@everywhere(1, 2, stage=STAGES)
+@everywhere(2, stage=[1, 3])
 def test_a_full_state_dict_goes_anywhere(world: World, stage: int) -> None:
     """A full state_dict is plain tensors, survives torch.save with weights_only, and loads into plain and sharded."""
     model, _ = trained(world, stage)
@@ -50,7 +50,7 @@ def test_a_full_state_dict_goes_anywhere(world: World, stage: int) -> None:
         assert all(torch.equal(value, reference[name]) for name, value in full(again).items())
 
 
-@everywhere(1, 3, stage=[2, 3])
+@everywhere(3, stage=[3])
 def test_a_sharded_state_dict_loads_back(world: World, stage: int) -> None:
     """Outside of zk.gathered the state_dict is what this rank has, without communication, and loads back."""
     model, _ = trained(world, stage)
@@ -66,7 +66,7 @@ def test_a_sharded_state_dict_loads_back(world: World, stage: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in full(model).items())
 
 
-@everywhere(1, 2, stage=[1, 3])
+@everywhere(2, stage=[1, 3])
 def test_states_of_an_unsharded_run_load(world: World, stage: int) -> None:
     """The state of an unsharded run, whole tensors, loads into a sharded one: each rank takes its span."""
     plain = built(Net)
@@ -92,7 +92,7 @@ def test_states_of_an_unsharded_run_load(world: World, stage: int) -> None:
     assert all(torch.equal(full(ours)[name], param) for name, param in plain.named_parameters())
 
 
-@everywhere(1, 2)
+@everywhere(2)
 def test_a_state_dict_that_does_not_fit(world: World) -> None:
     model, _ = trained(world, 3, steps=1)
     with zk.gathered(model):
@@ -108,9 +108,8 @@ def test_a_state_dict_that_does_not_fit(world: World) -> None:
 
 @ranked
 def on_real_ranks(world: World) -> None:
-    for stage in (1, 3):
-        test_a_full_state_dict_goes_anywhere(world, stage)
-        test_states_of_an_unsharded_run_load(world, stage)
+    test_a_full_state_dict_goes_anywhere(world, 3)
+    test_states_of_an_unsharded_run_load(world, 3)
 
 
 def test_checkpoints_on_real_ranks() -> None:
@@ -128,10 +127,9 @@ def averaged(model: nn.Module) -> nn.Module:
     return torch.optim.swa_utils.AveragedModel(model).module
 
 
-@everywhere(2, stage=STAGES, duplicate=[copy.deepcopy, pickled, averaged])
-def test_a_copy_is_plain_whole_and_independent(
-    world: World, stage: int, duplicate: Callable[[nn.Module], nn.Module]
-) -> None:
+@everywhere(2, row=[(0, pickled), (1, averaged), (3, copy.deepcopy), (3, pickled)])
+def test_a_copy_is_plain_whole_and_independent(world: World, row: tuple[int, Callable]) -> None:
+    stage, duplicate = row
     model = world.shard(built(Net), stage=stage)
     optimizer = make_adamw(model.parameters(), schedule="overlap")
     for step in range(2):

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from tables import each
 from test_tiers import Model, batches, corrupt, model_of, values
 from torch import Tensor, nn
 from tries import best
 from waiting_device import Waiting, played
-from worlds import World, on_threads, ranked, step_and_zero
+from worlds import World, alone, on_threads, ranked, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -54,19 +55,14 @@ def train(
 def the_same(world: World, folder: Any, settings: dict[str, Any], rests: str, loop: dict[str, Any]) -> None:
     found = []
     for tier in ("device", rests):
-        given = dict(settings)
-        if given.get("tier") == "nvme":
-            given["tier"] = zk.Nvme(folder / f"{tier}-{world.rank}")
-        elif tier == "device":
-            given["schedule"] = given.get("schedule", "sync") if given.get("schedule") != "overlap" else "sync"
-            given["tier"] = "cpu"
+        given = {**settings, "tier": "cpu"} if tier == "device" else settings
         with nullcontext() if tier == "device" else played(**SLOW) as device:
             model = model_of()
             if device is not None:
                 on(device, model)
             on_disk = zk.Nvme(folder / "model", ring_nbytes="1M")
             world.shard(model, stage=3, tier=on_disk if tier == rests == "disk" else tier, bucket_bytes=1 << 14)
-            found.append((train(model, 4, world.rank, **loop, **given), values(model)))
+            found.append((train(model, 3, world.rank, **loop, **given), values(model)))
             del model
     (expected, kept), (losses, ends) = found
     assert losses == expected
@@ -75,8 +71,6 @@ def the_same(world: World, folder: Any, settings: dict[str, Any], rests: str, lo
 
 ROWS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (1, "cpu", {}, {"accumulate": 3, "once": False}),
-    (2, "cpu", {"tier": "nvme", "schedule": "overlap"}, {}),
-    (1, "disk", {"tier": "cpu", "schedule": "overlap", "state_format": "int8"}, {}),
     (2, "disk", {"schedule": zk.Delayed(after=2), "max_grad_norm": 0.5}, {"accumulate": 3, "once": True}),
 ]
 
@@ -141,7 +135,7 @@ def test_units_are_fetched_while_the_one_before_computes(rests: str, tmp_path: P
     model = on(device, timed(device, 0.02 if rests == "cpu" else 0.05, computed))
     zk.shard(model, stage=3, tier="cpu" if rests == "cpu" else zk.Nvme(tmp_path))
     block = sharding_of(model).memories[-1].nbytes
-    for x in batches(3):
+    for x in batches(2):
         device.copies.clear()
         model(x).square().mean().backward()
         model.zero_grad()
@@ -167,7 +161,7 @@ def seconds_of_a_step(tier: str) -> float:
     with played(up_gb_s=0.2, down_gb_s=0.2) as device:
         model = zk.shard(on(device, timed(device, 0.03, computed)), stage=3, tier=tier)
         opt, begins = zk.SGD(model.parameters(), lr=1e-3, tier="cpu"), []
-        for x in batches(4):
+        for x in batches(3):
             model(x).square().mean().backward()
             step_and_zero(opt)
             device.synchronize()
@@ -239,7 +233,7 @@ def test_on_the_device_are_the_units_at_work() -> None:
         del model
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@each("when", ["forward", "backward"])
 def test_what_breaks_off_releases_everything(when: str) -> None:
     plain = zk.shard(model_of(), stage=3)
     expected = train(plain, 3)
@@ -330,13 +324,12 @@ def used(world: World, use: str) -> None:
     assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("use", USES)
-def test_other_uses(use: str, ranks: int) -> None:
-    on_threads(ranks, used, use)
+@each("use", USES)
+def test_other_uses(use: str) -> None:
+    alone(used, use)
 
 
-@pytest.mark.parametrize("width", [1, 3, 1536])
+@each("width", [1, 700])
 def test_any_size_passes_a_ring_of_two_slots(width: int, tmp_path: Path) -> None:
     expected = train(zk.shard(model_of(width=width, count=2), stage=3), 2)
     with played(poison=True) as device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from pages import MIB, large_things_apart, pages
-from tile_cases import TILES, Loop, Mlp, batches, looped, mlp, same, tiled, train, values
+from tables import each
+from tile_cases import TILES, Mlp, batches, mlp, same, tiled, train, values
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
-from worlds import World, alone, anywhere, built, on_ranks, ranked, refusal, says
+from worlds import World, built, everywhere, on_ranks, on_threads, ranked, refusal, says, step_and_zero
 
 import zerokern as zk
 from zerokern.api import sharding_of
@@ -35,22 +34,7 @@ def test_rows_are_spread_evenly_and_begin_blocks() -> None:
     assert all(row * 96 % 128 == 0 for row in rows_of(1000, 96, 8)[:-1])
 
 
-def test_unsharded_bits_are_those_of_the_loop() -> None:
-    model, twin = tiled(), looped()
-    (x,) = batches(1)
-    out, theirs = (one(x.requires_grad_()) for one in (model, twin))
-    assert torch.equal(out, theirs)
-    out.square().sum().backward()
-    mine, x.grad = x.grad, None
-    theirs.square().sum().backward()
-    assert torch.equal(mine, x.grad)
-    loops = [one for one in twin.modules() if isinstance(one, Loop)]
-    wanted = [grad for one in loops for grad in one.joined(lambda part: part.grad)]
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+@each("rows, dtype", [(1, torch.float32), (2, torch.bfloat16), (7, torch.float32), (64, torch.bfloat16)])
 def test_against_one_piece(rows: int, dtype: torch.dtype) -> None:
     """Outputs and gradients of the weight have its bits where tiles are multiples of 16 rows; the gradient of the
     input is a sum that is rounded once more for each tile."""
@@ -69,67 +53,46 @@ def test_against_one_piece(rows: int, dtype: torch.dtype) -> None:
     assert ((grads[1][0] - exact).abs() <= (8 + 512 * (dtype is torch.float32)) * torch.finfo(dtype).eps * terms).all()
 
 
+WHERE: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 2},
+    {"stage": 3},
+    {"stage": 3, "tier": "nvme", "keep": "cpu"},
+    {"stage": 3, "units": lambda module: isinstance(module, nn.GELU)},
+]
+
+
 @ranked
-def the_same_bits_anywhere(world: World, settings: dict[str, Any], folder: Path) -> None:
-    """Sharded at each stage, at rest anywhere, recomputed or not: the losses and values of stage 0."""
+def the_same_bits_anywhere(world: World, folder: Path) -> None:
+    """Sharded at each stage, at rest, recomputed or not: the losses and values of stage 0."""
     expected = None
-    for number, where in enumerate([{"stage": 0}, {"stage": 2}, *AT_STAGE_3]):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for number, where in enumerate(WHERE):
         more = {**where, "tier": zk.Nvme(folder / f"{number}")} if where.get("tier") else where
-        model = world.shard(tiled(), mp_policy=settings.get("policy"), **more)
-        kept = {key: value for key, value in settings.items() if key != "policy"}
-        if kept.get("tier") == "nvme":
-            kept["tier"] = zk.Nvme(folder / f"state {number}-{world.rank}")
-        found = train(model, rank=world.rank, **kept), values(model)
+        model = world.shard(tiled(), mp_policy=policy, **more)
+        found = train(model, 3, world.rank, state_format="int8"), values(model)
         expected = expected or found
         assert found[0] == expected[0] and same(found[1], expected[1]), (where, found[0], expected[0])
 
 
-AT_STAGE_3: list[dict[str, Any]] = [
-    {"stage": 3},
-    {"stage": 3, "tier": "nvme"},
-    {"stage": 3, "keep": "device"},
-    {"stage": 3, "tier": "nvme", "keep": "cpu"},
-    {"stage": 3, "units": lambda module: isinstance(module, nn.GELU)},
-]
-ROWS: list[tuple[int, dict[str, Any]]] = [
-    (
-        2,
-        {
-            "policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            "state_format": "int8",
-        },
-    ),
-    (1, {"tier": "nvme", "schedule": zk.Delayed(after=1)}),
-]
+def test_the_same_bits_anywhere(tmp_path: Path) -> None:
+    on_threads(2, the_same_bits_anywhere, tmp_path)
 
 
-@pytest.mark.parametrize("size, settings", ROWS, ids=["bf16, int8 state", "delayed, on disk"])
-def test_the_same_bits_anywhere(size: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    anywhere(size, the_same_bits_anywhere, settings, tmp_path)
-
-
-@pytest.mark.parametrize("shape, tiles", [((5, 21), 4), ((3, 7), 7), ((32, 50), 3)])
-@pytest.mark.parametrize("size", [1, 2])
-def test_rows_that_nothing_divides(size: int, shape: tuple[int, int], tiles: int) -> None:
-    anywhere(size, uneven, shape, tiles)
-
-
-@ranked
-def uneven(world: World, shape: tuple[int, int], tiles: int) -> None:
+@everywhere(1, 2, row=[((5, 21), 4), ((3, 7), 7)])
+def test_rows_that_nothing_divides(world: World, row: tuple[tuple[int, int], int]) -> None:
     """BLAS has bits of its own for each number and place of rows: the same sums, to rounding."""
+    shape, tiles = row
     plain = built(lambda: nn.Linear(*shape))
     model = world.shard(zk.tile(built(lambda: nn.Linear(*shape)), tiles=tiles), stage=3)
     x = torch.randn(2, 3, shape[0], generator=torch.Generator().manual_seed(1))
-    outs = [one(x) for one in (plain, model)]
-    assert torch.allclose(*outs, rtol=1e-5, atol=1e-6)
-    assert torch.allclose(plain(x[0, 0]), model(x[0, 0]), rtol=1e-5, atol=1e-6)  # one row, without a batch
-    for out in outs:
-        out.square().sum().backward()
-    assert all(one.grad is not None for one in model.parameters())
-    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
-    mine = zk.SGD(model.parameters(), lr=0.1)
-    for one in (opt, mine):
-        one.step()
+    opts = [torch.optim.SGD(plain.parameters(), lr=0.1), zk.SGD(model.parameters(), lr=0.1)]
+    for rows in (x, x[0, 0]):  # one row, without a batch
+        outs = [one(rows) for one in (plain, model)]
+        assert torch.allclose(*outs, rtol=1e-5, atol=1e-5)
+        for out, opt in zip(outs, opts, strict=True):
+            out.square().sum().backward()
+            step_and_zero(opt)
     found = values(model)
     assert all(torch.allclose(found[name], value, rtol=1e-5, atol=1e-5) for name, value in plain.state_dict().items())
 
@@ -165,19 +128,15 @@ class Whole:
         monkeypatch.setattr(params.BucketMemory, "allocate", counted)
 
 
-@pytest.mark.parametrize("how", ["plain", "keep", "micro", "checkpoint", "recompute"])
+@each("how", ["plain", "keep", "recompute"])
 def test_no_more_than_two_tiles_are_whole(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where a unit is computed again in backward, which goes through its tiles in both directions."""
     model = built(lambda: Mlp(blocks=3))
     for block in model.blocks:
         zk.tile(block, tiles=8)
-    if how in ("checkpoint", "recompute"):
-        for block in model.blocks:
-            again = checkpoint if how == "checkpoint" else zk.recompute
-            keep = {"use_reentrant": False} if how == "checkpoint" else {"keep": "cpu", "micro": 2}
-            block.forward = lambda x, do=again, fn=block.forward, keep=keep: do(fn, x, **keep)
-    settings = {"keep": {"keep": "device"}, "micro": {"micro": 2}}.get(how, {})
-    zk.shard(model, stage=3, tier=zk.Nvme(tmp_path), **settings)
+        if how == "recompute":
+            block.forward = lambda x, fn=block.forward: zk.recompute(fn, x, keep="cpu", micro=2)
+    zk.shard(model, stage=3, tier=zk.Nvme(tmp_path), **({"keep": "device"} if how == "keep" else {}))
     whole = Whole(model, monkeypatch)
     train(model, steps=2)
     assert whole.most == 2
@@ -228,7 +187,7 @@ def working_memory(world: World, hidden: int, tiles: int, folder: Path | None) -
 
 
 @pytest.mark.parametrize(
-    "size, rests", [(2, False), pytest.param(1, True, marks=SLOW)], ids=["2 ranks", "at rest on a disk"]
+    "size, rests", [pytest.param(2, False, marks=SLOW), (1, True)], ids=["2 ranks", "at rest on a disk"]
 )
 def test_a_hidden_size_8_times_as_large_in_constant_memory(size: int, rests: bool, tmp_path: Path) -> None:
     folder = tmp_path if rests else None
@@ -237,7 +196,7 @@ def test_a_hidden_size_8_times_as_large_in_constant_memory(size: int, rests: boo
     assert abs(large / small - 1) <= 0.05, (small / MIB, large / MIB)
 
 
-@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 2}, {"stage": 3, "tier": "nvme"}])
+@each("settings", [{"stage": 2}, {"stage": 3, "tier": "nvme"}])
 def test_built_from_the_same_random_numbers(settings: dict[str, Any], tmp_path: Path) -> None:
     more = {**settings, "tier": zk.Nvme(tmp_path)} if "tier" in settings else settings
     ends = []
@@ -250,17 +209,7 @@ def test_built_from_the_same_random_numbers(settings: dict[str, Any], tmp_path: 
     assert torch.equal(torch.get_rng_state(), ends[1][1])
 
 
-def test_built_on_the_meta_device() -> None:
-    def make() -> nn.Module:
-        with torch.device("meta"):
-            return zk.tile(nn.Linear(64, 256), tiles=4)
-
-    found = values(zk.build(make, stage=3))
-    assert {name: tuple(value.shape) for name, value in found.items()} == {"weight": (256, 64), "bias": (256,)}
-    assert all(0 < value.abs().max() <= 1 / 8 and value.unique().numel() > 200 for value in found.values())
-
-
-@pytest.mark.parametrize("stage", [2, 3])
+@each("stage", [3])
 def test_autocast_and_compiled(stage: int) -> None:
     (x,) = batches(1)
     expected = None
@@ -281,39 +230,6 @@ def test_the_plan_knows_tiles() -> None:
     plans = [zk.plan(model, stage=3, world=2, device="cpu").roles for model in (whole, pieces)]
     assert plans[0]["parameters"] == pytest.approx(plans[1]["parameters"], rel=1e-3)
     assert plans[0]["gathered"] > 7 * plans[1]["gathered"]
-
-
-@ranked
-def checkpoints(world: World, folder: Path, settings: dict[str, Any], stage: int) -> None:
-    """Saved tiled, loaded untiled; saved untiled, loaded tiled: training goes on with the same bits."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-    def made(make: Callable[[], nn.Module], stage: int, name: str) -> tuple[nn.Module, zk.AdamW]:
-        more = dict(settings)
-        if more.get("tier") == "nvme":
-            more["tier"] = zk.Nvme(folder / f"{name}-{world.rank}")
-        model = world.shard(make(), stage=stage, mp_policy=policy)
-        return model, zk.AdamW(model.parameters(), lr=1e-2, **more)
-
-    first, opt = made(tiled, 3, "first")
-    train(first, 2, world.rank, opt)
-    zk.save(folder / "tiled", first, opt)
-    whole, theirs = made(mlp, stage, "whole")
-    zk.load(folder / "tiled", whole, theirs)
-    assert same(values(whole), values(first))
-    zk.save(folder / "whole", whole, theirs)
-    again, other = made(tiled, 3, "again")
-    zk.load(folder / "whole", again, other)
-    losses = [train(model, 2, world.rank, one, seed=5) for model, one in ((first, opt), (again, other))]
-    assert losses[0] == losses[1] and same(values(first), values(again))
-
-
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=SLOW)])
-@pytest.mark.parametrize("settings", [{}, {"state_format": "int8"}, {"tier": "nvme", "state_format": "int8"}],
-                         ids=["fp32", "int8", "int8 on disk"])  # fmt: skip
-def test_checkpoints_are_those_of_one_piece(size: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    run = alone if size == 1 else lambda *args: on_ranks(size, *args)
-    run(checkpoints, tmp_path, settings, 2 if size == 1 else 3)
 
 
 @ranked
@@ -492,13 +408,6 @@ def test_what_cannot_be_tiled_is_named() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
         says(refusal(lambda m=model, k=tiles: zk.tile(m, tiles=k), ValueError), words)
         assert all(type(one) is nn.Linear for one in model)  # all or none
-
-
-def test_one_tile_is_none() -> None:
-    layer = nn.Linear(4, 4)
-    assert zk.tile(layer, tiles=1) is layer and type(layer) is nn.Linear
-    assert type(zk.tile(zk.tile(layer, tiles=2), tiles=1)) is nn.Linear
-    assert repr(layer) == "Linear(in_features=4, out_features=4, bias=True)"
 
 
 def test_tied_weights_hooks_and_gradients_are_refused_before_anything_is_cut() -> None:

@@ -1,19 +1,15 @@
-"""A model whose Linears are tiled, its slow twin, and what is done with them."""
+"""A model whose Linears are tiled, and what is done with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from worlds import built, step_and_zero
 
 import zerokern as zk
-from zerokern.zero.tiles import rows_of
-
-__all__ = ["TILES", "WIDTH", "Loop", "Mlp", "batches", "looped", "mlp", "same", "tiled", "train", "values"]
 
 WIDTH, HIDDEN, TILES = 32, 192, 4
 
@@ -35,39 +31,12 @@ class Mlp(nn.Module):
         return self.leave(x)
 
 
-class Loop(nn.Module):
-    """The slow twin: one Linear after the other, side by side."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        rows = rows_of(linear.out_features, linear.in_features, TILES)
-        self.weights = nn.ParameterList(linear.weight.detach().split(rows))
-        self.biases = nn.ParameterList([] if linear.bias is None else linear.bias.detach().split(rows))
-
-    def forward(self, x: Tensor) -> Tensor:
-        biases = self.biases or [None] * TILES
-        return torch.cat([F.linear(x, one, bias) for one, bias in zip(self.weights, biases, strict=True)], -1)
-
-    def joined(self, kind: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        yield torch.cat([kind(one) for one in self.weights])
-        if len(self.biases):
-            yield torch.cat([kind(one) for one in self.biases])
-
-
 def mlp() -> Mlp:
     return built(Mlp)
 
 
 def tiled() -> Mlp:
     return zk.tile(mlp(), tiles=TILES)
-
-
-def looped() -> Mlp:
-    model = mlp()
-    for block in model.blocks:
-        block[0], block[2] = Loop(block[0]), Loop(block[2])
-    model.leave = Loop(model.leave)
-    return model
 
 
 def batches(steps: int, rank: int = 0, seed: int = 3) -> Iterator[Tensor]:
