@@ -14,7 +14,7 @@ from comm_cases import REDUCTIONS, gather, refused, values
 from library_double import LibraryDouble
 from tables import each
 
-from zerokern.comm import FakeWorld, Group, collectives, common, device, group_on, joining
+from zerokern.comm import FakeWorld, Group, collectives, common, device, group_on, joining, watch
 from zerokern.comm.agreement import Board, Failure
 from zerokern.comm.device import DeviceGroup
 from zerokern.comm.whereabouts import Waiting
@@ -236,8 +236,9 @@ def test_a_launch_that_fails_is_a_comm_error(run, name: str) -> None:
     assert all(pg.aborted for pg in double.groups)
 
 
-def test_ranks_that_leave_the_order_raise_on_devices_too(run) -> None:
+def test_ranks_that_leave_the_order_raise_on_devices_too(run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is seen to wait on a device: the rank that follows the record hears of it from the store, and aborts."""
+    monkeypatch.setattr(watch, "POLL_S", 0.1)
 
     def act(group: Group) -> tuple[str, str]:
         group.agree("a")
