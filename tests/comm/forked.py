@@ -14,6 +14,7 @@ import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 from ranks import server_context
 
@@ -50,8 +51,14 @@ def _live(program: str, words: list[str], env: dict[str, str], said: list[str], 
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv, code = words, 0
-    main = types.ModuleType("__main__")
+    sys.argv = words
+    as_main(program, ends=ends)
+
+
+def as_main(program: str, *, ends: bool, given: Mapping[str, Any] | None = None) -> NoReturn:
+    """Runs the program in this process, with what it is given, and ends the process as `run_forked` says."""
+    main, code = types.ModuleType("__main__"), 0
+    vars(main).update(given or {})
     if ends:  # what the program has made lives until the end
         sys.modules["__main__"] = main
     try:
