@@ -183,17 +183,6 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
         group_on(None, CUDA)
 
 
-def test_a_handle_asks_the_work(run) -> None:
-    def act(group: Group) -> list[bool]:
-        handle = group.all_reduce(torch.ones(2))
-        group.barrier()
-        seen = handle.done()
-        handle.wait()
-        return [seen, handle.done()]
-
-    assert run(LibraryDouble(2, "new"), act) == [[True, True]] * 2
-
-
 def test_each_waiter_is_gated_and_the_sum_is_taken_once(run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that waits second must not read what another stream's kernel has yet to write."""
     marks: list[str] = []

@@ -70,27 +70,21 @@ def step(group: Group) -> None:
 ACTS = {act.__name__: act for act in (gather, reduce, sum_up, sum_much, spread, step)}
 
 
-def one_dies(rank: int, act: str, late: bool) -> tuple[Words, float]:
+def one_dies(rank: int, act: str) -> tuple[Words, float]:
     group = hasty_group(answer=0.3)
     group.barrier()
     if rank == 2:
-        time.sleep(0.2 if late else 0)
+        time.sleep(0.2)  # the others wait
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0 if late else 0.2)
     return timed(group, ACTS[act])
 
 
-WAITING, BEFORE = "while others wait", "before others begin"
-SHORT = {("sum_up", WAITING)}  # and below: one that is gone before others begin
+@pytest.mark.parametrize("act", [pytest.param(act, marks=() if act == "sum_up" else SLOW) for act in ACTS])
+def test_a_dead_rank_is_named(act: str) -> None:
+    """One that is gone before others begin: see below."""
 
-
-@pytest.mark.parametrize(
-    "act, when",
-    [pytest.param(act, when, marks=() if (act, when) in SHORT else SLOW) for act in ACTS for when in (WAITING, BEFORE)],
-)
-def test_a_dead_rank_is_named(act: str, when: str) -> None:
     def named() -> float:
-        answers = run_ranks(3, one_dies, act, when == WAITING, dies=[2], patience=PATIENCE_S)[:2]
+        answers = run_ranks(3, one_dies, act, dies=[2], patience=PATIENCE_S)[:2]
         for (words, gone, operation), _ in answers:
             assert "rank 2 is gone" in words and gone == (2,)
             assert operation and operation in words and "ranks 0, 1 and 2" in words
@@ -189,7 +183,7 @@ def other_sizes(rank: int, kind: str) -> tuple[Words, float, Words]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["reduce", "dtype", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gather", "few"))]
+    "kind", ["reduce", *(pytest.param(one, marks=pytest.mark.slow) for one in ("dtype", "gather", "few"))]
 )
 def test_ranks_that_move_different_sizes_hear_which(kind: str) -> None:
     """Without the sizes in the tags gloo ends the process."""
@@ -199,7 +193,7 @@ def test_ranks_that_move_different_sizes_hear_which(kind: str) -> None:
         assert "has failed before: ranks differ in" in afterwards
 
 
-def another_order(rank: int, size: int) -> tuple[Words, float]:
+def another_order(rank: int) -> tuple[Words, float]:
     group = hasty_group()
     x = torch.zeros(group.size * 8)
     for key in "abcb":
@@ -209,7 +203,7 @@ def another_order(rank: int, size: int) -> tuple[Words, float]:
         group.all_gather(x).wait()
 
     def act(group: Group) -> None:
-        if rank == size - 1:
+        if rank == 2:
             group.agree("block 9")
         else:
             group.follow("c")
@@ -218,11 +212,10 @@ def another_order(rank: int, size: int) -> tuple[Words, float]:
     return timed(group, act)
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=SLOW)])
-def test_a_rank_that_leaves_the_order_raises_everywhere(size: int) -> None:
-    for (words, _, _), seconds in run_ranks(size, another_order, size, patience=PATIENCE_S):
+def test_a_rank_that_leaves_the_order_raises_everywhere() -> None:
+    for (words, _, _), seconds in run_ranks(3, another_order, patience=PATIENCE_S):
         assert "ranks differ in step 6" in words
-        assert f"rank {size - 1}: 'block 9'" in words and "'c'" in words
+        assert "rank 2: 'block 9'" in words and "'c'" in words
         assert seconds < LATE_S
 
 

@@ -219,15 +219,6 @@ def test_a_lonely_rank_refuses_to_communicate() -> None:
             call()
 
 
-def test_a_handle_ends_once() -> None:
-    ended = []
-    handle = Handle(lambda: ended.append(1))
-    assert not handle.done()
-    handle.wait()
-    handle.wait()
-    assert handle.done() and ended == [1]
-
-
 def test_of_many_waiters_one_ends_it_and_each_is_held_back() -> None:
     """Each may be on a stream of its own."""
     ended, held = [], []

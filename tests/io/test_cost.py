@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import PAGE, EngineCase, open_descriptors, pattern, quick_on, read, resident_nbytes, same
+from io_cases import PAGE, EngineCase, open_descriptors, pattern, read, resident_nbytes, same
 from tries import best
 
 from zerokern.io import Store
@@ -31,7 +31,6 @@ def churn(store: Store, tensors: list[torch.Tensor], count: int) -> None:
     store.sync()
 
 
-@quick_on("uring")
 def test_tickets_leak_nothing(engine: EngineCase, folder: Path, arena: Arena) -> None:
     """Descriptors stay as they are, and so does memory once the slots of the first round are there."""
     count = 6000
@@ -57,7 +56,6 @@ def test_tickets_leak_nothing(engine: EngineCase, folder: Path, arena: Arena) ->
             assert same(read(store, f"{i}", value), value)
 
 
-@quick_on("uring")
 def test_stores_leak_nothing(engine: EngineCase, folder: Path, arena: Arena) -> None:
     def use() -> None:
         with engine.open(folder, arena=arena) as store:

@@ -88,15 +88,6 @@ def test_growing_fails_before_anything_changes(nursery: Nursery, engine: EngineC
     ]  # fmt: skip
 
 
-def test_what_to_do_is_said_once(folder: Path) -> None:
-    with Store(folder) as store:
-        said = str(store.put("key", pattern(BLOCK)).failure(errno.ENOSPC))
-    assert said.lower().count("free space") == 1
-    assert said.endswith(
-        "free space, or choose another folder, or give the store a budget, which is allocated when the store opens"
-    )
-
-
 @pytest.fixture
 def small_disk(engine: EngineCase, tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with 32 MiB: ext4 in a loop device, for the buffered engine tmpfs."""
@@ -183,9 +174,3 @@ def test_without_fallocate_everything_else_works(
         store.put("x", pattern(MEBI))
         assert same(read(store, "x", pattern(MEBI)), pattern(MEBI))
     assert "has no fallocate" in caplog.text
-
-
-def test_a_budget_is_allocated_at_once(engine: EngineCase, folder: Path) -> None:
-    with engine.open(folder, budget="5M") as store:
-        found = data_of(store).stat()
-        assert found.st_size == 5 * MEBI <= found.st_blocks * 512

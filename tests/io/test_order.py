@@ -89,15 +89,6 @@ def test_room_is_not_used_again_while_a_transfer_moves_in_it(engine: EngineCase,
             store.delete("next")
 
 
-def test_a_ticket_keeps_its_tensor(engine: EngineCase, folder: Path) -> None:
-    """Nobody else holds what is put: its memory must not be used for the next tensor meanwhile."""
-    with engine.open(folder, faults=LATE) as store:
-        for i in range(64):
-            store.put(f"{i}", pattern(BLOCK, i))
-        for i in range(64):
-            assert same(read(store, f"{i}", torch.zeros(BLOCK, dtype=torch.uint8)), pattern(BLOCK, i))
-
-
 def test_threads_share_a_store(engine: EngineCase, folder: Path) -> None:
     failures: list[BaseException] = []
 
@@ -122,20 +113,6 @@ def test_threads_share_a_store(engine: EngineCase, folder: Path) -> None:
             thread.join()
         assert failures == []
         assert store.stats()["pending"] == 0
-
-
-def test_many_wait_for_one_ticket(engine: EngineCase, folder: Path) -> None:
-    with engine.open(folder, faults={"seed": 1, "delay": 65536, "delay_us": 20000}) as store:
-        ended = []
-        for i in range(5):
-            ticket = store.put("x", pattern(3 * BLOCK, i))
-            threads = [threading.Thread(target=lambda t=ticket: (t.wait(), ended.append(t))) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            store.put("y", pattern(PAGE, i))
-            for thread in threads:
-                thread.join()
-            assert len(ended) == 4 * (i + 1)
 
 
 def test_processors_that_reorder_loads(

@@ -63,22 +63,6 @@ def test_records_come_back_as_they_were_put(place: NvmePlace) -> None:
     assert seen == [record.key for record in records[::-1]] and place.version == version + 1
 
 
-def test_what_has_no_contents_is_refused(place: NvmePlace) -> None:
-    (record,) = place.lay_out(pages(1))
-    with pytest.raises(KeyError, match="never put"):
-        place.fetch(record, place.view(place.ring.slots[0], record))
-
-
-def test_room_that_was_held_is_what_is_laid_out(place: NvmePlace) -> None:
-    place.reserve(SOME)
-    before = taken(place)
-    assert before and not place.records
-    records = place.lay_out(SOME)
-    assert taken(place) == before and list(place.records.values()) == records
-    place.evict(records)
-    assert taken(place) == 0 and all(record.dropped for record in records)
-
-
 @each("other", [pages(1), []])
 def test_room_that_was_held_for_something_else_is_given_back(place: NvmePlace, other: list[Wanted]) -> None:
     place.evict(list(place.records.values()))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Nursery
-from io_cases import EngineCase, files_of, pattern, quick_on, read, same
+from io_cases import EngineCase, files_of, pattern, read, same
 from tries import Missed, in_time
 
 BUSY = """
@@ -204,7 +204,6 @@ def test_control_c_ends_a_wait(nursery: Nursery, engine: EngineCase, folder: Pat
     assert in_time(interrupted, 0.4) == "interrupted True\nTrue\n"
 
 
-@quick_on("uring")
 def test_a_child_that_exits_in_order_removes_nothing(nursery: Nursery, engine: EngineCase, folder: Path) -> None:
     """It runs the same clean-up as its parent would, for a store that is not its own."""
     child = nursery.start(

@@ -108,15 +108,6 @@ def test_parts_of_leases_leave_the_rest_alone(engine: EngineCase, folder: Path, 
             assert same(whole, expected)
 
 
-@quick_everywhere
-def test_foreign_bytes_are_counted_as_bounced(engine: EngineCase, folder: Path) -> None:
-    nbytes = 2 * BLOCK + 5
-    with engine.open(folder) as store:
-        store.put("x", at_offset(nbytes, 64)).wait()
-        store.get("x", at_offset(nbytes, 64)).wait()
-        assert store.stats()["bounced_nbytes"] == (2 * nbytes if engine.direct else 0)
-
-
 def test_a_get_is_a_change_that_autograd_sees(engine: EngineCase, folder: Path) -> None:
     weight = torch.ones(5, requires_grad=True)
     with engine.open(folder) as store:
@@ -126,15 +117,6 @@ def test_a_get_is_a_change_that_autograd_sees(engine: EngineCase, folder: Path) 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
         assert weight.tolist() == [3.0] * 5
-
-
-def test_a_key_takes_any_tensor_in_turn(engine: EngineCase, folder: Path) -> None:
-    with engine.open(folder, checksum=True) as store:
-        for i, nbytes in enumerate((10, 5000, 4097, 8192, 0, 3 * BLOCK, 1)):
-            tensor = pattern(nbytes, i)
-            store.put("x", tensor)
-            assert same(read(store, "x", tensor), tensor)
-        assert store.keys() == ["x"] and store.stats()["taken_nbytes"] == PAGE
 
 
 def test_more_than_a_file_begins_with(engine: EngineCase, folder: Path) -> None:

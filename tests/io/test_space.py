@@ -78,16 +78,6 @@ def test_files_of_another_disk_are_refused() -> None:
         Extents(2 * ALIGN).claim([40 * ALIGN], [Extent(0, ALIGN, 2 * ALIGN)])
 
 
-def test_freeing_twice_is_refused() -> None:
-    extents = Extents(ALIGN)
-    extents.grow(0, 10 * ALIGN)
-    one = extents.take(ALIGN)
-    assert one is not None
-    extents.give(one)
-    with pytest.raises(ValueError, match="taken"):
-        extents.give(one)
-
-
 def test_the_first_room_that_fits_is_taken() -> None:
     extents = Extents(ALIGN)
     extents.grow(0, 10 * ALIGN)

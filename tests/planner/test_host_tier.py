@@ -115,13 +115,6 @@ class TestPlanned:
                 assert plan.to_dict()["stages"][stage]["pinned"] == plan.pinned
         assert zk.plan("1B").pinned == zk.plan("1B", optimizer=None, tier="cpu").pinned == 0
 
-    def test_the_table_names_it(self) -> None:
-        plan = zk.plan("1B", tier="cpu", schedule=zk.Delayed())
-        text = str(plan)
-        assert "schedule=Delayed(after=0)" in text and "| parameters to publish " in text
-        assert f"* The optimizer locks {plan.pinned:,} bytes of host memory at stage 2, in whole pages." in text
-        assert "Locked in host memory in other formats" in text
-
 
 def planned_and_measured(model: nn.Module, opt: torch.optim.Optimizer, **asked: object) -> tuple[zk.Plan, object]:
     plan = zk.plan(model, **asked)

@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 
 import zerokern as zk
-from zerokern.planner import Transformer
 from zerokern.planner.forecast import step_program
 from zerokern.planner.hiding import hiding
 from zerokern.schedule import Machine, simulate
@@ -65,30 +64,6 @@ class TestOneGpu:
             longer = max(io_seconds(plan), flops / 500e12)
             assert TOKENS / longer == pytest.approx(speed, rel=0.02)
             assert longer * 0.999 <= step_seconds(plan, TOKENS) <= longer * 1.1
-
-    def test_the_exact_schedule_has_most_of_its_disk_in_forward(self) -> None:
-        """280 s of forward, 110 of backward."""
-        assert step_seconds(at_rest("70B", schedule="overlap"), TOKENS, "overlap") == pytest.approx(390, rel=0.01)
-
-    @pytest.mark.parametrize("layers, hidden, ci, says", [(40, 5120, 1, 54), (64, 6400, 1, 107), (80, 8192, 4, 43)])
-    def test_checkpoints(self, layers: int, hidden: int, ci: int, says: int) -> None:
-        """GB of 131K tokens. The note's 86 GB for 32B is 5,120 wide; 64 layers of 12 hidden² need 6,400."""
-        shape = Transformer(layers, hidden, heads=40, batch=32, seq=4096, ci=ci)
-        assert shape.checkpoints / 1e9 == pytest.approx(says, abs=0.5)
-
-    def test_checkpoints_on_the_disk(self) -> None:
-        """70B, one for 4 layers: 14 s more, and 413 tokens per second."""
-        shape = Transformer(80, 8192, heads=64, batch=32, seq=4096, ci=4)
-        near, far = (io_seconds(at_rest(shape, keep=keep)) for keep in ("device", "nvme"))
-        assert far - near == pytest.approx(14.3 * 19 / 20, abs=0.1), "the last one stays"
-        speed = TOKENS / (303.3 + 14.3)
-        assert speed == pytest.approx(413, abs=0.5)
-
-    def test_gradients_that_do_not_fit(self) -> None:
-        """The table's 303 s leave out that 140 GB of gradients do not fit beside it: with them on the disk 350."""
-        plan = at_rest("70B", host_memory="128GiB", disk="4TB", device_memory="h100")
-        assert plan.settings.spills and not plan.missing
-        assert io_seconds(plan) == pytest.approx(350, abs=0.5)
 
 
 class TestEightGpus:

@@ -157,18 +157,6 @@ def test_masters_are_exported_exactly(stage: object, tmp_path: Path) -> None:
             assert raw(found[name]) == raw(wanted), (settings, name)
 
 
-def test_masters_on_disk_are_read_one_by_one(tmp_path: Path) -> None:
-    models = [zk.shard(mixed(2), stage=3, mp_policy=HALF) for _ in range(2)]
-    on_disk = zk.AdamW(models[0].parameters(), lr=0.01, tier=zk.Nvme(tmp_path / "tier", ring_nbytes=1 << 20))
-    in_memory = zk.AdamW(models[1].parameters(), lr=0.01)
-    for number, (model, opt) in enumerate(zip(models, (on_disk, in_memory), strict=True)):
-        adamw_steps(model, opt, 2)
-        export(tmp_path / str(number), model, dtype=torch.float32, opt=opt)
-    first, second = theirs(tmp_path / "0"), theirs(tmp_path / "1")
-    assert first.keys() == second.keys()
-    assert all(raw(first[name]) == raw(second[name]) for name in first)
-
-
 class Config:
     """As far as a transformers model's is used."""
 

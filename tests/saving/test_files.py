@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import struct
@@ -140,21 +139,6 @@ def test_from_a_gpu(tmp_path: Path) -> None:
     row = write(tmp_path / "a", b"abcd", data, rows.t())
     assert torch.equal(read(tmp_path, row, 4, data.nbytes), flat(data.cpu()))
     assert torch.equal(read(tmp_path, row, 4 + data.nbytes), flat(rows.t().cpu()))
-
-
-def test_many_small_appends(tmp_path: Path) -> None:
-    sizes = [random.choice([0, 1, 13, 600, 70_000, BLOCK + 3]) for _ in range(120)]
-    parts = [pattern(nbytes, i) for i, nbytes in enumerate(sizes)]
-    given = [bytes(part.tolist()) if len(part) < 700 else part.clone() for part in parts]
-    with FileWriter(tmp_path / "a") as writer:
-        offsets = [writer.append(one) for one in given]
-        for one in given:  # which may change once it was appended
-            _ = one.fill_(0) if isinstance(one, Tensor) else None
-        writer.align(64)
-        assert writer.nbytes % 64 == 0
-        row = writer.finish()
-    assert offsets == [0, *itertools.accumulate(sizes)][:-1]
-    assert torch.equal(read(tmp_path, row, 0, sum(sizes)), torch.cat(parts))
 
 
 def test_the_table_is_crc32c_of_each_block(tmp_path: Path) -> None:

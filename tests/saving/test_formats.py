@@ -191,18 +191,6 @@ def test_tensors_of_other_strides_are_converted(tmp_path: Path) -> None:
             assert torch.equal(used.state[mine][key], opt.state[param][key].to(BF16)), key
 
 
-def test_float64_holds_everything(tmp_path: Path) -> None:
-    for dtype, settings in ((FP32, {}), (BF16, {"master_format": "split16"})):
-        model, other = two(False).to(dtype), two(False, 1).double()
-        opt = stepped(model, zk.AdamW(model.parameters(), **settings))
-        put(tmp_path, model, opt)
-        take(tmp_path, other)
-        exact: Tensor = model[0].weight
-        if settings:
-            exact = zk.kernels.join(exact.detach(), opt.state[exact]["remainder"])
-        assert torch.equal(other[0].weight, exact.double())
-
-
 def test_rounding_makes_no_infinities(tmp_path: Path) -> None:
     model, half = two(False), two(False, 1).half()
     with torch.no_grad():

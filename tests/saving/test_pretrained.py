@@ -67,17 +67,6 @@ def test_a_transformers_model_goes_in_and_out(tmp_path: Path) -> None:
 
 
 @ranked
-def both_from_transformers(world: World, folder: Path) -> None:
-    for tied in (False, True):
-        from_transformers(world, folder / str(tied), tied, (1, 2))
-
-
-@pytest.mark.slow  # importing transformers takes each rank seconds
-def test_a_transformers_model_on_ranks(tmp_path: Path) -> None:
-    on_ranks(2, both_from_transformers, tmp_path, timeout=180.0, patience=90.0)
-
-
-@ranked
 def every_kind(world: World, folder: Path) -> None:
     """Plain, each stage and FSDP2, by rows and by columns."""
     from torch.distributed.device_mesh import init_device_mesh

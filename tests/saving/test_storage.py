@@ -337,9 +337,3 @@ def test_real_ranks_write_a_file_each(tmp_path: Path) -> None:
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     assert torch.equal(found["divided"].view(-1), torch.arange(60_000.0))
     assert found["same"].tolist() == [5.0] * 7 and found["only 1"].tolist() == [1.0] * 3
-
-
-def test_a_rank_with_nothing_makes_no_file(tmp_path: Path) -> None:
-    published = save(tmp_path / "c", {})
-    assert published.index.files == [] and list(Saved(published).damage()) == []
-    assert sorted(path.suffix for path in (tmp_path / "c").iterdir() if path.suffix == ".distcp") == []

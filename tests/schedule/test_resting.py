@@ -33,45 +33,6 @@ def exact(**others: object) -> list[Span]:
     return spans(**(given | others))
 
 
-class TestBytes:
-    @pytest.mark.parametrize("schedule, read", [("sync", 16), ("overlap", 14), (Delayed(), 14)], ids=str)
-    def test_of_the_disk(self, schedule: object, read: int) -> None:
-        """The update's read of parameters is one of the two fetches, but where it comes after both."""
-        program = program_of(schedule, exact())
-        assert (moved(program, "read"), moved(program, "write")) == (read * GB, 12 * GB)
-        assert (moved(program, "up"), moved(program, "down")) == (4 * GB, 2 * GB)
-
-    @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-    def test_gradients_wait_on_the_disk_and_micro_batches_fetch_anew(self, schedule: object) -> None:
-        resting, spilling = (program_of(schedule, exact(spill_nbytes=n * GB)) for n in (0, 2))
-        for lane in ("read", "write"):
-            assert moved(spilling, lane) - moved(resting, lane) == 2 * GB
-        once, eight = (program_of(schedule, exact(), passes=n) for n in (1, 8))
-        assert (moved(once, "up"), moved(eight, "up")) == (4 * GB, 32 * GB)
-        assert moved(eight, "read") - moved(once, "read") == 28 * GB
-        assert moved(eight, "down") == 16 * GB, "each sends its gradients to where they are added"
-        assert moved(eight, "write") == moved(once, "write")
-
-    def test_what_is_there_at_a_turn_is_not_fetched(self) -> None:
-        *others, last = exact()
-        program = program_of("sync", [*others, replace(last, stays_nbytes=last.fetch_nbytes)], passes=2)
-        assert moved(program, "up") == 8 * GB - 2 * GB // 4, "in each pass, from forward to backward"
-
-    def test_inputs_leave_and_come_back_but_for_the_last_ones(self) -> None:
-        program = program_of("overlap", exact(keep_nbytes=8 * GB, keep_lanes=ON_DISK))
-        plain = program_of("overlap", exact())
-        assert [moved(program, lane) - moved(plain, lane) for lane in ("down", "up", "read", "write")] == [7 * GB] * 4
-
-    def test_what_is_frozen_only_comes(self) -> None:
-        frozen = [Span(f"{i}", 0, fetch_nbytes=GB, fetch_lanes=ON_DISK) for i in range(3)]
-        program = program_of("overlap", [*frozen, Span("last", 8, fetch_nbytes=GB, fetch_lanes=ON_DISK)])
-        assert moved(program, "read") == 8 * GB and moved(program, "write") == GB
-
-    def test_a_device_that_is_the_host(self) -> None:
-        program = program_of("overlap", exact(fetch_lanes=("read",), grad_nbytes=0))
-        assert {op.lane for op in program.ops} == {"device", "cpu", "read", "write"}
-
-
 class TestOrder:
     @pytest.mark.parametrize("lanes", [ON_HOST, ON_DISK])
     @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

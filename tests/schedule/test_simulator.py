@@ -163,23 +163,6 @@ class TestAlways:
             program = program_of(schedule, random_spans(100 + seed))
             assert simulate(program, EVEN).step_seconds == pytest.approx(flow_bound(program, EVEN), rel=1e-9)
 
-    @pytest.mark.parametrize("seed", range(4))
-    def test_sharing_only_slows(self, seed: int) -> None:
-        slow = replace(EVEN, down_both_gb_s=0.5, up_both_gb_s=0.5, host_all_gb_s=1.2)
-        for schedule in SCHEDULES:
-            program = program_of(schedule, random_spans(200 + seed))
-            assert flow_bound(program, slow) == flow_bound(program, EVEN)
-            assert simulate(program, slow).step_seconds >= simulate(program, EVEN).step_seconds * (1 - 1e-9)
-
-    @pytest.mark.parametrize("seed", range(4))
-    def test_what_hides_more_is_not_slower(self, seed: int) -> None:
-        spans = [replace(span, reduce_nbytes=0, gather_nbytes=0) for span in random_spans(300 + seed)]
-        programs = [program_of(schedule, spans) for schedule in ("sync", "overlap")]
-        sync, overlap, together = (flow_bound(p, EVEN) for p in (*programs, program_of("overlap", spans, at_once=True)))
-        compute = sum(span.forward_flops + span.backward_flops for span in spans)
-        assert compute <= overlap <= together <= sync
-        assert simulate(programs[0], EVEN).hidden == 0
-
 
 class TestOrderOfUpdates:
     def test_forward_order_is_the_best_for_overlap(self) -> None:

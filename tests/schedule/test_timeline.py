@@ -72,30 +72,6 @@ def test_the_picture_of_a_schedule(schedule: Any, text: str) -> None:
     assert str(picture(played(program_of(schedule, spans()), 5))) == text
 
 
-def test_lines_are_no_wider_than_asked() -> None:
-    schedules = ("sync", "overlap", Delayed(after=2))
-    for width, count, ranks, schedule in itertools.product((60, 143), (1, 7, 60), (1, 2), schedules):
-        lines = str(picture(played(program_of(schedule, spans(count, ranks)), 4), width=width)).splitlines()
-        bars = [line for line in lines if line.startswith(("device", "net", "down", "cpu", "up"))]
-        assert [bar.split()[0] for bar in bars] == ["device", *["net"] * (ranks > 1), "down", "cpu", "up"]
-        assert all(len(line) <= width for line in [*lines[:2], *bars])
-        assert all(line == line.rstrip() for line in lines) and len(lines) <= 10
-
-
-def test_small_letters_are_shorter_than_a_column_and_hide_nothing() -> None:
-    """Without successor the last step ends with what ran last."""
-    events = [
-        Event(1, "device", "Forward", "a", 0, 100 * MS, 0), Event(1, "device", "Publish", "a", 50 * MS, 50 * MS + 5, 0),
-        Event(1, "cpu", "Step", "a", 10 * MS, 10 * MS + 5, 0), Event(1, "cpu", "Norm", "all", 49 * MS, 49 * MS, 0),
-    ]  # fmt: skip
-    seen = picture(events)
-    rows = {row.lane: "".join(character for character, _ in row.cells) for row in seen.rows}
-    columns = len(rows["cpu"])
-    assert rows["device"] == "F" + "━" * (columns - 1) and seen.step_seconds == 0.1 and "step 1" in seen.above[0]
-    drawn = [(i, one) for i, one in enumerate(rows["cpu"]) if one != "·"]
-    assert drawn == [(columns // 10, "s"), (columns * 49 // 100, "n")]
-
-
 def some_events(seed: int) -> list[Event]:
     """Events that overlap each other in every way, on a grid of whole nanoseconds."""
     rolled = random.Random(seed)
