@@ -94,9 +94,11 @@ def test_a_dead_rank_is_named(act: str) -> None:
 
 
 def the_host_dies(rank: int) -> tuple[Words, float]:
-    group = hasty_group(answer=0.3)
+    group, store = group_on(), dist.distributed_c10d._get_default_store()
     if rank == 0:
+        store.wait(["1 has met", "2 has met"])
         os._exit(1)
+    store.set(f"{rank} has met", "")
     return timed(group, gather)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tables import each
 
-from zerokern.core.errors import BudgetError, IoError
+from zerokern.core.errors import BudgetError
 from zerokern.io import Nvme
 from zerokern.io import place as module
 from zerokern.io.place import NvmePlace, Record
@@ -79,44 +79,3 @@ def test_too_much_is_refused_whole(place: NvmePlace) -> None:
         with pytest.raises(BudgetError, match=r"(?s)budget=.*The cargo needs 4,\d+,\d+ bytes on disk"):
             ask(pages(*[32] * 32))
         assert taken(place) == before and list(place.records.values()) == kept
-
-
-def test_where_one_cannot_be_given_back_the_place_knows_what_is_left(
-    place: NvmePlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second, third = place.lay_out(pages(31, 31, 31))
-    delete = place.swap.delete
-
-    def failing(key: str) -> None:
-        if key == second.key:
-            raise IoError("the disk has gone")
-        delete(key)
-
-    monkeypatch.setattr(place.swap, "delete", failing)
-    with pytest.raises(IoError, match="has gone"):
-        place.evict([first, second, third])
-    assert first.key not in place.records and {second.key, third.key} <= place.records.keys()
-    assert sum(record.nbytes for record in place.records.values()) == taken(place)
-    monkeypatch.undo()
-    place.evict(list(place.records.values()))
-    assert taken(place) == 0
-
-
-def test_what_is_reserved_stays_known_where_it_cannot_be_given_back(
-    place: NvmePlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.reserve(SOME)
-    delete, left = place.swap.delete, iter([None, None])
-
-    def failing(key: str) -> None:
-        if next(left, "gone") == "gone":
-            raise IoError("the disk has gone")
-        delete(key)
-
-    monkeypatch.setattr(place.swap, "delete", failing)
-    with pytest.raises(IoError, match="has gone"):
-        place.reserve([])
-    assert taken(place) > 0
-    monkeypatch.undo()
-    place.reserve([])
-    assert taken(place) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
-import threading
 from errno import EINVAL, ENOMEM
 
 import pytest
@@ -158,24 +157,6 @@ def test_find_knows_live_leases_only(arena: Arena) -> None:
     assert arena.find(c.ptr + 1, 4999) is c
     a.release(), c.release()
     assert arena.find(a.ptr, 1) is None
-
-
-def test_threads_share_an_arena(arena: Arena) -> None:
-    wrong: list[str] = []
-
-    def use(number: int) -> None:
-        for _ in range(300):
-            with arena.lease(3 * PAGE, str(number)) as lease:
-                lease.tensor().fill_(number)
-                if arena.find(lease.ptr, lease.nbytes) is not lease or not lease.tensor().eq(number).all():
-                    wrong.append(lease.owner)
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [] and arena.free_nbytes == MIB
 
 
 def test_close_names_what_is_out() -> None:

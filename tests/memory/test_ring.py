@@ -179,17 +179,6 @@ def test_ctrl_c_loses_no_ticket(ring: Ring, where: str, item: int) -> None:
     assert_over(ring, device)
 
 
-def test_a_handler_that_raises_nothing_disturbs_nothing(ring: Ring) -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    try:
-        device = Device(6, "random")
-        run(ring, device, progress=lambda done: signal.raise_signal(signal.SIGUSR1))
-        assert device.disk == [i + 1 for i in range(6)] and heard == [signal.SIGUSR1] * 6
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 def test_held_signals_come_back_even_when_one_raises() -> None:
     def stop(number, frame) -> None:
         raise TimeoutError
@@ -216,18 +205,6 @@ def test_a_ring_serves_one_flow_at_a_time(ring: Ring) -> None:
 
     run(ring, device, compute=nested)
     assert_over(ring, device)
-
-
-def test_a_ring_takes_exactly_its_slots(arena: Arena) -> None:
-    ring = Ring(arena, slots=4, nbytes=5000, owner="exp_avg")
-    assert [slot.index for slot in ring.slots] == [0, 1, 2, 3]
-    assert {slot.lease.nbytes for slot in ring.slots} == {5000} and arena.nbytes - arena.free_nbytes == 4 * 8192
-    assert "exp_avg slot 3" in arena.table()
-    ring.close()
-    ring.close()
-    assert arena.free_nbytes == arena.nbytes
-    with pytest.raises(StateError, match="the ring is closed"):
-        run(ring, Device(1, "random"))
 
 
 @each("count", [-1, 1.5, True, None])

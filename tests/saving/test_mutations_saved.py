@@ -184,26 +184,3 @@ def test_random_states_that_nobody_can_go_on_from_are_refused(tmp_path: Path, mo
             with pytest.raises(StateError, match="load with rng=False"):
                 zk.load(tmp_path / name, *into)
             zk.load(tmp_path / name, *into, rng=False)
-
-
-@pytest.mark.parametrize("stage", [None, 1, 3])
-def test_a_parameter_without_elements_on_disk_goes_on(tmp_path: Path, stage: int | None) -> None:
-    def made(swap: str) -> tuple[torch.nn.Module, zk.AdamW]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(6, 5)
-        model.none = torch.nn.Parameter(torch.empty(0, 4))
-        model = model if stage is None else zk.shard(model, stage=stage)
-        return model, zk.AdamW(model.parameters(), lr=0.1, tier=zk.Nvme(tmp_path / swap))
-
-    def step(model: torch.nn.Module, opt: zk.AdamW) -> None:
-        (model(torch.ones(2, 6)).sum() + model.none.sum()).backward()
-        opt.step()
-        opt.zero_grad()
-
-    one, two = made("one"), made("two")
-    step(*one)
-    zk.save(tmp_path / "c", *one)
-    zk.load(tmp_path / "c", *two)
-    step(*one)
-    step(*two)
-    assert all(map(torch.equal, one[0].parameters(), two[0].parameters()))

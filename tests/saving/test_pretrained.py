@@ -31,7 +31,6 @@ from worlds import World, alone, built, on_ranks, ranked, refusal, says
 
 import zerokern as zk
 from zerokern.core.errors import IoError, StateError
-from zerokern.saving.formats import overflowed
 
 
 def same(model: nn.Module, reference: nn.Module) -> None:
@@ -314,10 +313,3 @@ def test_graphs_of_the_old_values_end(tmp_path: Path) -> None:
     load_pretrained(model, tmp_path / "theirs")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_whole_numbers_are_never_beyond_a_range() -> None:
-    """A device is filled through memory of the host, where every dtype passes the check for infinite values."""
-    for whole in (torch.int64, torch.bool, torch.uint8):
-        values = torch.ones(3, dtype=whole)
-        assert overflowed(values, values.clone()) == 0

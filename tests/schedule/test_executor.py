@@ -283,17 +283,6 @@ def test_events_are_recorded() -> None:
     assert publish.lane == "device" and publish.begin_ns >= step.end_ns and publish.step == 1
 
 
-def test_a_recorder_keeps_the_last_events() -> None:
-    recorder = Recorder(limit=3)
-    for i in range(5):
-        recorder.note(i, "cpu", "Step", "a", i, i + 1)
-    assert [event.step for event in recorder.events] == [2, 3, 4]
-    recorder.clear()
-    assert recorder.events == []
-    with pytest.raises(ValueError, match="limit=0"):
-        Recorder(limit=0)
-
-
 class TestAhead:
     """What shows an update is handed over with the update, and performed with the next step."""
 

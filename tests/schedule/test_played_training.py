@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.schedule.recorder import Recorder
 
 UNITS = ((4000, 30), 2000, (100, 70_000))
 
@@ -52,30 +49,3 @@ def test_each_parameter_changes_everything() -> None:
             training.train(Sgd(training), 2)
         assert one.losses()[0] != other.losses()[0]
         assert all(a.ne(b).float().mean() > 0.9 for a, b in zip(one.values(), other.values(), strict=True)), place
-
-
-def test_a_broken_batch_and_a_varying_norm() -> None:
-    training = PlayedTraining(None, UNITS, broken=[1])
-    norms = []
-    for _ in range(6):
-        training.backward(training.forward())
-        norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in training.parameters)))
-        for param in training.parameters:
-            param.grad = None
-    assert not math.isfinite(norms.pop(1))
-    assert max(norms) / min(norms) > 10
-
-
-def test_compute_is_recorded() -> None:
-    device, recorder = PlayedDevice(), Recorder()
-    training = PlayedTraining(device, [10, 10], forward_seconds=0.002, backward_seconds=0.004, recorder=recorder)
-    training.train(Sgd(training), 2)
-    events = recorder.events
-    order = ["Forward 0", "Forward 1", "Backward 1", "Backward 0"]
-    assert [f"{e.verb} {e.what}" for e in events[:4]] == order and {(e.step, e.lane) for e in events[:4]} == {
-        (1, "device")
-    }
-    assert len(events) == 8 and events[-1].step == 2
-    assert min(e.end_ns - e.begin_ns for e in events if e.verb == "Forward") == 2_000_000
-    assert min(e.end_ns - e.begin_ns for e in events if e.verb == "Backward") == 4_000_000
-    device.close()

@@ -79,17 +79,3 @@ class TestTimes:
         """Reads and writes share one rate, so that a step is their sum."""
         timeline = simulate(program_of(schedule, exact(count=32)), HALF)
         assert timeline.step_seconds == pytest.approx(seconds, rel=0.02)
-
-    @pytest.mark.parametrize("compute", [13.0, 26.0, 40.0, 80.0])
-    def test_a_delay_spreads_the_disk_over_the_whole_step(self, compute: float) -> None:
-        """The longer of compute and disk, where "overlap" has 24 of 26 in a quarter of the compute. Where both take as
-        long, one span ahead does not even out that some spans are updated in forward and others are not."""
-        given = exact(count=32, compute=compute)
-        delayed, overlap = (simulate(program_of(one, given), HALF).step_seconds for one in (Delayed(), "overlap"))
-        assert delayed == pytest.approx(max(compute, 26), rel=0.1 if compute == 26 else 0.05)
-        assert overlap == pytest.approx(max(24, compute / 4) + max(2, compute * 3 / 4), rel=0.05)
-
-    def test_the_vertical_order_is_worth_eight_times_the_parameters(self) -> None:
-        host = {"compute": 0.0, "fetch_nbytes": 2 * GB, "fetch_lanes": ON_HOST}
-        once, eight = (simulate(program_of("overlap", spans(**host), passes=n), EVEN).step_seconds for n in (1, 8))
-        assert eight / once == pytest.approx(8, rel=0.01)
