@@ -6,6 +6,7 @@ What such a process cannot be is one that has not imported torch yet: for that t
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ranks import server_context
+
+OF_THE_SERVER = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind")  # of what it has imported
 
 
 def run_forked(
@@ -43,6 +46,7 @@ def run_forked(
             process.join()
             raise subprocess.TimeoutExpired(words, timeout, *(one.read_bytes() for one in said))
         out, err = (one.read_text() for one in said)
+        err = "".join(line for line in err.splitlines(keepends=True) if not line.startswith(OF_THE_SERVER))
         return subprocess.CompletedProcess(words, process.exitcode, out, err)
 
 
@@ -59,8 +63,9 @@ def as_main(program: str, *, ends: bool, given: Mapping[str, Any] | None = None)
     """Runs the program in this process, with what it is given, and ends the process as `run_forked` says."""
     main, code = types.ModuleType("__main__"), 0
     vars(main).update(given or {})
-    if ends:  # what the program has made lives until the end
+    if ends:  # what the program has made lives until the end; what the server has is no part of it, and large
         sys.modules["__main__"] = main
+        gc.freeze()
     try:
         exec(compile(program, "<string>", "exec"), vars(main))
     except SystemExit as end:
