@@ -20,7 +20,7 @@ from worlds import World, built, on_ranks, ranked
 import zerokern as zk
 from zerokern.io.place import NvmePlace
 
-WIDTH, DEPTH = 1536, 8
+WIDTH, DEPTH = 1536, 6
 UNIT = WIDTH * WIDTH * 2
 RING = 8 * MIB
 STAGING = 8 * MIB
@@ -187,8 +187,8 @@ def peaks(world: World, path: Path, width: int, depth: int) -> tuple[int, int]:
 
 
 def test_no_rank_has_a_tensor_whole(tmp_path: Path) -> None:
-    """As the kernel counts: two ranks load 8 tensors of 9 MiB; each may take the half of one, and what is kept."""
-    width, depth = 1536, 8
+    """As the kernel counts: two ranks load 8 tensors of 4 MiB; each may take the half of one, and what is kept."""
+    width, depth = 1024, 8
     state = Wide(width, depth).state_dict()
     whole = width * width * 4
     save_file({name: tensor.float() for name, tensor in state.items()}, tmp_path / "weights")
