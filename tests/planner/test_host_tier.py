@@ -77,6 +77,7 @@ class TestPlanned:
             told = {lane: sum(op.nbytes for op in program.ops if op.lane == lane) / 10**9 for lane in lanes}
             assert told == pytest.approx(lanes, rel=1e-6)
 
+    @pytest.mark.usefixtures("steps_alone")
     def test_a_disk_that_binds(self) -> None:
         """Its bytes at its rates are the step, and the forecast says so of disk, link and host."""
         machine = replace(

@@ -84,6 +84,7 @@ def test_a_mesh_without_names_is_one_that_shard_takes() -> None:
         zk.plan("1B", mesh=Mesh(2, 2, 2))
 
 
+@pytest.mark.usefixtures("steps_alone")
 def test_copies_are_timed_as_others() -> None:
     (one, _, *_), (two, *_) = (
         zk.plan("1B", mesh=mesh).predict("dgx2-v100", tokens=[4096]).rows

@@ -125,6 +125,7 @@ def test_efficiency() -> None:
     assert efficiency(24 * 8192, 1e9, peak) > 0.5 and efficiency(24 * 32_768, 1e9, peak) > 0.8
 
 
+@pytest.mark.usefixtures("steps_alone")
 def test_efficiency_of_a_plan_is_that_of_the_paper() -> None:
     """Of a step whose parameters and gradients alone cross the link: ait = batch x seq. The paper counts 4 reads and 2
     writes of fp16 elements, ours a link for each direction, of which up moves 4 bytes: ait is 8 T / 4 of that one."""
