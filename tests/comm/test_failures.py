@@ -30,10 +30,11 @@ Words = tuple[str, tuple[int, ...], str]
 
 
 def hasty_group(*, answer: float = 1.0) -> Group:
-    """Its ranks look at each other ten times as often as others do. `answer`: what those have who are gone."""
-    watch.ANSWER_S = answer
-    agreement.LOOK_S, agreement.LONGEST_S = 0.03, 0.4
-    watch.TICK_S, watch.STUCK_S, watch.POLL_S, watch.LONGEST_S, watch.QUIET_S = 0.03, 0.05, 0.2, 0.4, 0.5
+    """Its ranks read more often what others agree to. `answer`: what those have who are gone.
+
+    Who is stuck looks as late as ever: ranks that wait for each other hear of that only where nothing else is wrong.
+    """
+    agreement.LOOK_S, agreement.LONGEST_S, watch.TICK_S, watch.ANSWER_S = 0.03, 0.4, 0.05, answer
     return group_on()
 
 
@@ -273,7 +274,7 @@ OPERATIONS = ("agree number 0", "all_reduce number 1")
 def slow_but_well(rank: int, folder: str) -> tuple[list[float], list[str]]:
     """Each in its turn is slow until the other has said so. That is no failure."""
     group = hasty_group()
-    agreement.WARN_S, said = 0.2, []
+    agreement.WARN_S, watch.STUCK_S, said = 0.2, 0.1, []
 
     def hear(record: logging.LogRecord) -> None:
         said.append(record.getMessage())
