@@ -210,6 +210,8 @@ def _joined(rank: int, n: int, what: tuple, env: dict, patience: float, port: in
         connection.send(store.port)
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=wait)
+    store.set(f"rank {rank} is there", "")
+    store.wait([f"rank {one} is there" for one in range(n)])  # whoever ends sooner breaks what others still connect
     path, name, qualname, arguments = what
     module = _load(path, name)  # first: the arguments may be of its classes
     fn: Any = module

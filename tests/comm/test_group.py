@@ -78,10 +78,6 @@ def two_models(rank: int) -> list[float]:
     return seen
 
 
-def test_groups_come_and_go() -> None:
-    assert run_ranks(2, two_models) == [[0, 1, 1, 2, 2, 3]] * 2
-
-
 def lives_twice(rank: int) -> list:
     """A process group that is destroyed and made again, on the same store: nothing that was said before counts."""
     store = dist.distributed_c10d._get_default_store()
@@ -89,7 +85,7 @@ def lives_twice(rank: int) -> list:
     for life in range(2):
         if life:
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore(str(life), store), rank=rank, world_size=dist_size(seen)
+                "gloo", store=dist.PrefixStore(str(life), store), rank=rank, world_size=len(seen[0])
             )
         group = group_on()
         group.agree("first")
@@ -101,14 +97,6 @@ def lives_twice(rank: int) -> list:
         gc.collect()
         seen.append(found() is None)
     return seen
-
-
-def dist_size(seen: list) -> int:
-    return len(seen[0])
-
-
-def test_a_process_group_may_be_made_again_and_none_is_kept() -> None:
-    assert run_ranks(2, lives_twice) == [[[0, 1], True, [0, 1], True]] * 2
 
 
 def quiet(rank: int) -> list[str]:
@@ -124,8 +112,12 @@ def quiet(rank: int) -> list[str]:
     return [str(one.message) for one in heard] + (["version"] if weight._version else [])
 
 
-def test_nobody_is_warned_and_no_version_moves() -> None:
-    assert run_ranks(2, quiet) == [[], []]
+def of_two(rank: int) -> tuple[list[float], list[str], list]:
+    return two_models(rank), quiet(rank), lives_twice(rank)
+
+
+def test_groups_come_and_go_silently_and_process_groups_are_made_again() -> None:
+    assert run_ranks(2, of_two) == [([0, 1, 1, 2, 2, 3], [], [[0, 1], True, [0, 1], True])] * 2
 
 
 def test_without_a_process_group_everything_is_local() -> None:
@@ -217,15 +209,6 @@ def test_a_lonely_rank_refuses_to_communicate() -> None:
     ):
         with pytest.raises(CommError, match="1000 of 1024"):
             call()
-
-
-def test_a_handle_ends_once() -> None:
-    ended = []
-    handle = Handle(lambda: ended.append(1))
-    assert not handle.done()
-    handle.wait()
-    handle.wait()
-    assert handle.done() and ended == [1]
 
 
 def test_of_many_waiters_one_ends_it_and_each_is_held_back() -> None:

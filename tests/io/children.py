@@ -5,57 +5,59 @@ A child may be killed, may exit without cleaning up, may fork in turn. Its stand
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
+import resource
 import signal
-import subprocess
 import sys
+import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
+
+import io_cases
+import torch
+from forked import as_main
+from ranks import server_context
+
+from zerokern import BudgetError, IoError
+from zerokern.io import Store
 
 PATIENCE_S = 120.0
 
-NURSERY = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import errno, gc, json, os, resource, signal, threading, time, traceback
-from pathlib import Path
-import torch
-from zerokern import BudgetError, IoError
-from zerokern.io import Store
-from io_cases import BLOCK, BY_NAME, PAGE, at_offset, data_of, files_of, pattern, read, same
 
-def live():
-    for line in sys.stdin:
-        asked = json.loads(line)
+def nurse(asking: Connection) -> None:
+    """Forks a child for each program, and tells how one has ended."""
+    gc.freeze()
+    while True:
+        try:
+            asked = asking.recv()
+        except EOFError:
+            return
         if "program" in asked:
             pid = os.fork()
             if pid == 0:
-                return asked
-            answer = pid
+                asking.close()
+                live(**asked)
+            asking.send(pid)
         else:
             pid, status = os.waitpid(asked["pid"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        os.write(1, (json.dumps(answer) + "\\n").encode())
+            asking.send(os.waitstatus_to_exitcode(status) if pid else None)
 
-asked = live()
-if asked is not None:
-    for name, number in (("out", 1), ("err", 2)):
-        os.dup2(os.open(asked[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+
+def live(program: str, arguments: list[str], out: str, err: str, exits: bool) -> NoReturn:
+    for name, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.argv = asked["arguments"]
-    case, folder = BY_NAME[sys.argv[0]], Path(sys.argv[1])
-    try:
-        exec(compile(asked["program"], "the child's program", "exec"))
-    except BaseException:
-        if asked["exits"]:
-            raise
-        traceback.print_exc()
-        os._exit(1)
-    if not asked["exits"]:  # which takes Python half a second
-        sys.stdout.flush()
-        os._exit(0)
-"""
+    sys.argv = arguments
+    modules = (errno, gc, json, os, resource, signal, sys, threading, time, torch)
+    given = {one.__name__: one for one in modules} | {one.__name__: one for one in (BudgetError, IoError, Path, Store)}
+    given |= {name: one for name, one in vars(io_cases).items() if not name.startswith("_")}
+    given |= {"case": io_cases.BY_NAME[arguments[0]], "folder": Path(arguments[1])}
+    as_main(program, ends=exits, given=given)
 
 
 class Child:
@@ -110,16 +112,15 @@ class Nursery:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._asking, theirs = server_context().Pipe()
+        self._process = server_context().Process(target=nurse, args=(theirs,))
+        self._process.start()
+        theirs.close()
         self._children: list[Child] = []
 
     def ask(self, what: dict) -> int | None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        self._asking.send(what)
+        return self._asking.recv()
 
     def start(self, program: str, *arguments: object, exits: bool = False) -> Child:
         """A child that runs the program. `exits`: it ends as any Python does, else at once."""
@@ -136,6 +137,5 @@ class Nursery:
     def close(self) -> None:
         for child in self._children:
             child.kill()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(PATIENCE_S)
+        self._asking.close()
+        self._process.join(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""A test that takes `engine` runs on every engine, quickly on two; what this machine lacks is a skip that says so."""
+"""A test that takes `engine` runs on both engines, quickly on one; what this machine lacks is a skip that says so."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from children import Nursery
 from io_cases import EngineCase, slow_but
 
+from zerokern.io import why_no_uring
 from zerokern.memory import Arena
 
 
-@pytest.fixture(params=slow_but("uring", "threads"))
+@pytest.fixture(params=slow_but("threads" if why_no_uring() else "uring", among=("uring", "threads")))
 def engine(request: pytest.FixtureRequest) -> EngineCase:
     """One of the engines: `engine.open(folder)` makes a store on it, and asserts that it is the one that runs."""
     case: EngineCase = request.param

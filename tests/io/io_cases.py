@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -70,13 +70,14 @@ ENGINES = (
 BY_NAME = {case.name: case for case in ENGINES}
 
 
-def slow_but(*names: str) -> list[Any]:
-    """Every engine, but those that are not named are slow."""
-    return [pytest.param(one, id=one.name, marks=() if one.name in names else pytest.mark.slow) for one in ENGINES]
+def slow_but(*names: str, among: Collection[str] = BY_NAME) -> list[Any]:
+    """Every engine, or some of them; those that are not named are slow."""
+    marks = {one.name: () if one.name in names else pytest.mark.slow for one in ENGINES if one.name in among}
+    return [pytest.param(BY_NAME[name], id=name, marks=mark) for name, mark in marks.items()]
 
 
 def quick_on(*names: str) -> pytest.MarkDecorator:
-    """For tests that other engines than those of `conftest.py` go through quickly."""
+    """For tests that go through all engines, quickly through these."""
     return pytest.mark.parametrize("engine", slow_but(*names), indirect=True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import BLOCK, PAGE, EngineCase, data_of, pattern, quick_everywhere, read, same
+from io_cases import BLOCK, EngineCase, data_of, pattern, quick_everywhere, read, same
 from tables import each
 
 from zerokern import IoError
@@ -39,19 +39,6 @@ def test_overwritten_bytes_are_told_by_key(engine: EngineCase, folder: Path) -> 
         assert (error.offset, error.nbytes) == (2 * 3 * BLOCK, 3 * BLOCK)
         store.put("2", tensors["2"])
         assert same(read(store, "2", tensors["2"]), tensors["2"])
-
-
-def test_bytes_that_came_back_from_another_place(engine: EngineCase, folder: Path) -> None:
-    """A device that returns a whole other block is caught as one bit is."""
-    with engine.open(folder, checksum=True) as store:
-        store.put("a", pattern(PAGE, 1)).wait()
-        store.put("b", pattern(PAGE, 2)).wait()
-        with open(data_of(store), "r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), os.pread(file.fileno(), PAGE, 0), PAGE)
-            os.fsync(file.fileno())
-        with pytest.raises(IoError, match="'b'"):
-            read(store, "b", pattern(PAGE))
-        assert same(read(store, "a", pattern(PAGE)), pattern(PAGE, 1))
 
 
 @each("checksum", [False, True])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Nursery
-from io_cases import BLOCK, ENGINES, PAGE, EngineCase, files_of, pattern, quick_everywhere, read, same
+from io_cases import BLOCK, ENGINES, PAGE, EngineCase, files_of, pattern, read, same
 from tables import each
 
 from zerokern import BudgetError, IoError
@@ -42,7 +42,6 @@ def test_is_found_again_as_it_was_closed(engine: EngineCase, folder: Path) -> No
                 store.get("matrix", torch.empty(11, 7, dtype=torch.bfloat16))
 
 
-@quick_everywhere
 def test_is_found_by_any_other_engine(engine: EngineCase, folder: Path) -> None:
     with engine.open(folder, durable=True, checksum=True) as store:
         store.put("x", pattern(BLOCK + 77))

@@ -134,15 +134,6 @@ def test_old_kernels_are_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert same(read(store, "x", pattern(70001)), pattern(70001))
 
 
-def test_memory_is_registered_and_let_go_of(engine: EngineCase, folder: Path) -> None:
-    arena = Arena(2 << 20)
-    for _ in range(3):  # a second store on the arena finds it free to register
-        with engine.open(folder, arena=arena) as store:
-            registered = store.stats()["fixed_buffers"]
-            assert registered == (1 if engine.kind == "uring" else 0)
-    arena.close()
-
-
 REFUSED = """
 import logging
 logging.basicConfig(stream=sys.stdout, format="LOG %(name)s: %(message)s")

@@ -140,16 +140,6 @@ def test_what_nobody_waited_for_is_told_by_close(engine: EngineCase, folder: Pat
     store.close()
 
 
-def test_a_device_that_is_gone(engine: EngineCase, folder: Path) -> None:
-    """Every block fails: each ticket says so, and the store can still be closed."""
-    with engine.open(folder, faults={"fail": CHANCE, "fail_errno": errno.ENODEV}) as store:
-        tickets = [store.put(f"{i}", pattern(3 * BLOCK, i)) for i in range(50)]
-        for i, ticket in enumerate(tickets):
-            with pytest.raises(IoError, match="No such device") as caught:
-                ticket.wait()
-            assert caught.value.key == f"{i}"
-
-
 def outcome(ticket: Ticket) -> IoError | None:
     """How a transfer ended."""
     try:

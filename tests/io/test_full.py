@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from children import Nursery
-from io_cases import BLOCK, EngineCase, data_of, files_of, pattern, read, same
+from io_cases import EngineCase, data_of, files_of, pattern, read, same
 
 from zerokern import BudgetError, IoError
 from zerokern.io import Store, files
@@ -27,36 +27,6 @@ LIMIT = """
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 limit = lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
 """
-
-IN_THE_MIDDLE = """
-store = case.open(folder, budget="8M")
-tensors = {f"{i}": pattern(5 * BLOCK, i) for i in range(20)}
-limit(2 * 5 * BLOCK + 3 * BLOCK + 4096)
-tickets = {key: store.put(key, tensor) for key, tensor in tensors.items()}
-for key, ticket in tickets.items():
-    try:
-        ticket.wait()
-        print(key, "good", same(read(store, key, tensors[key]), tensors[key]))
-    except IoError as error:
-        print(key, errno.errorcode[error.errno], error.key == key, error.path.endswith("zerokern.0.data"), error.offset)
-limit(hard)
-for key, tensor in tensors.items():
-    store.put(key, tensor)
-print(all(same(read(store, key, tensor), tensor) for key, tensor in tensors.items()))
-store.close()
-print(files_of(folder))
-"""
-
-
-def test_in_the_middle_of_a_batch(nursery: Nursery, engine: EngineCase, folder: Path) -> None:
-    """RLIMIT_FSIZE in the fourth block of the third of twenty puts: writes beyond it fail, after a short one."""
-    child = nursery.start(LIMIT + IN_THE_MIDDLE, engine.name, folder)
-    lines = child.output().splitlines()
-    assert lines[:2] == ["0 good True", "1 good True"]
-    where = [int(line.split()[-1]) for line in lines[2:20]]
-    assert [line.rpartition(" ")[0] for line in lines[2:20]] == [f"{i} EFBIG True True" for i in range(2, 20)]
-    assert where[0] == 2 * 5 * BLOCK + 3 * BLOCK + 4096 and where[1:] == [i * 5 * BLOCK for i in range(3, 20)]
-    assert lines[20:] == ["True", "[]"]
 
 
 BEFORE = """
@@ -86,15 +56,6 @@ def test_growing_fails_before_anything_changes(nursery: Nursery, engine: EngineC
     assert child.output().splitlines() == [
         "EFBIG True ['small']", f"{16 * MEBI}", "True True", "EFBIG []", "EFBIG []",
     ]  # fmt: skip
-
-
-def test_what_to_do_is_said_once(folder: Path) -> None:
-    with Store(folder) as store:
-        said = str(store.put("key", pattern(BLOCK)).failure(errno.ENOSPC))
-    assert said.lower().count("free space") == 1
-    assert said.endswith(
-        "free space, or choose another folder, or give the store a budget, which is allocated when the store opens"
-    )
 
 
 @pytest.fixture
@@ -183,9 +144,3 @@ def test_without_fallocate_everything_else_works(
         store.put("x", pattern(MEBI))
         assert same(read(store, "x", pattern(MEBI)), pattern(MEBI))
     assert "has no fallocate" in caplog.text
-
-
-def test_a_budget_is_allocated_at_once(engine: EngineCase, folder: Path) -> None:
-    with engine.open(folder, budget="5M") as store:
-        found = data_of(store).stat()
-        assert found.st_size == 5 * MEBI <= found.st_blocks * 512

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from io_cases import BLOCK, PAGE, EngineCase, pattern, quick_everywhere, read, same
-from tables import each
 
 from zerokern.io import ticket as ticket_module
 from zerokern.memory import Arena
@@ -26,17 +25,6 @@ def test_a_get_sees_the_put_before_it(engine: EngineCase, folder: Path) -> None:
             store.get("x", outs[-1])
         store.sync()
         assert [i for i, out in enumerate(outs) if not same(out, pattern(BLOCK + 100, i))] == []
-
-
-def test_a_get_sees_nothing_of_the_put_behind_it(engine: EngineCase, folder: Path) -> None:
-    with engine.open(folder, faults=LATE) as store:
-        old, new, out = pattern(9 * BLOCK, 1), pattern(9 * BLOCK, 2), torch.zeros(9 * BLOCK, dtype=torch.uint8)
-        store.put("x", old)
-        first = store.get("x", out)
-        store.put("x", new)
-        first.wait()
-        assert same(out, old)
-        assert same(read(store, "x", new), new)
 
 
 def test_after_orders_across_keys(engine: EngineCase, folder: Path) -> None:
@@ -89,15 +77,6 @@ def test_room_is_not_used_again_while_a_transfer_moves_in_it(engine: EngineCase,
             store.delete("next")
 
 
-def test_a_ticket_keeps_its_tensor(engine: EngineCase, folder: Path) -> None:
-    """Nobody else holds what is put: its memory must not be used for the next tensor meanwhile."""
-    with engine.open(folder, faults=LATE) as store:
-        for i in range(64):
-            store.put(f"{i}", pattern(BLOCK, i))
-        for i in range(64):
-            assert same(read(store, f"{i}", torch.zeros(BLOCK, dtype=torch.uint8)), pattern(BLOCK, i))
-
-
 def test_threads_share_a_store(engine: EngineCase, folder: Path) -> None:
     failures: list[BaseException] = []
 
@@ -124,20 +103,6 @@ def test_threads_share_a_store(engine: EngineCase, folder: Path) -> None:
         assert store.stats()["pending"] == 0
 
 
-def test_many_wait_for_one_ticket(engine: EngineCase, folder: Path) -> None:
-    with engine.open(folder, faults={"seed": 1, "delay": 65536, "delay_us": 20000}) as store:
-        ended = []
-        for i in range(5):
-            ticket = store.put("x", pattern(3 * BLOCK, i))
-            threads = [threading.Thread(target=lambda t=ticket: (t.wait(), ended.append(t))) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            store.put("y", pattern(PAGE, i))
-            for thread in threads:
-                thread.join()
-            assert len(ended) == 4 * (i + 1)
-
-
 def test_processors_that_reorder_loads(
     engine: EngineCase, folder: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,13 +113,3 @@ def test_processors_that_reorder_loads(
             store.put(f"{i}", pattern(PAGE, i))
         for i in range(100):
             assert same(read(store, f"{i}", pattern(PAGE)), pattern(PAGE, i))
-
-
-@each("nbytes", [1, 3 * BLOCK])
-def test_done_turns_true_without_a_wait(engine: EngineCase, folder: Path, nbytes: int) -> None:
-    with engine.open(folder) as store:
-        ticket = store.put("x", pattern(nbytes))
-        while not ticket.done():
-            pass
-        ticket.wait()
-        ticket.wait()

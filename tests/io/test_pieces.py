@@ -44,17 +44,6 @@ def test_records_of_a_large_parameter_are_full(widths: tuple[Width, ...]) -> Non
     assert sum(piece.segments[0].numel * per_parameter for piece in full) >= 0.99 * len(full) * (1 << 20)
 
 
-def test_small_parameters_are_not_cut() -> None:
-    pieces = plan([1000] * 500, [FP32_ADAM] * 500, 64 << 10)
-    assert {segment.numel for piece in pieces for segment in piece.segments} == {1000}
-
-
-def test_columns_of_a_span_do_not_overlap() -> None:
-    offsets, end = columns(INT8_SPLIT8, 1000)
-    assert offsets == (0, 1024, 1088, 2112, 2176)
-    assert end == 3200
-
-
 def test_a_slot_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="a slot of 512 B cannot hold the state of 128 elements"):
         plan([1000], [FP32_ADAM], 512)

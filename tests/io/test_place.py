@@ -9,7 +9,7 @@ import pytest
 import torch
 from tables import each
 
-from zerokern.core.errors import BudgetError, IoError
+from zerokern.core.errors import BudgetError
 from zerokern.io import Nvme
 from zerokern.io import place as module
 from zerokern.io.place import NvmePlace, Record
@@ -63,22 +63,6 @@ def test_records_come_back_as_they_were_put(place: NvmePlace) -> None:
     assert seen == [record.key for record in records[::-1]] and place.version == version + 1
 
 
-def test_what_has_no_contents_is_refused(place: NvmePlace) -> None:
-    (record,) = place.lay_out(pages(1))
-    with pytest.raises(KeyError, match="never put"):
-        place.fetch(record, place.view(place.ring.slots[0], record))
-
-
-def test_room_that_was_held_is_what_is_laid_out(place: NvmePlace) -> None:
-    place.reserve(SOME)
-    before = taken(place)
-    assert before and not place.records
-    records = place.lay_out(SOME)
-    assert taken(place) == before and list(place.records.values()) == records
-    place.evict(records)
-    assert taken(place) == 0 and all(record.dropped for record in records)
-
-
 @each("other", [pages(1), []])
 def test_room_that_was_held_for_something_else_is_given_back(place: NvmePlace, other: list[Wanted]) -> None:
     place.evict(list(place.records.values()))
@@ -95,44 +79,3 @@ def test_too_much_is_refused_whole(place: NvmePlace) -> None:
         with pytest.raises(BudgetError, match=r"(?s)budget=.*The cargo needs 4,\d+,\d+ bytes on disk"):
             ask(pages(*[32] * 32))
         assert taken(place) == before and list(place.records.values()) == kept
-
-
-def test_where_one_cannot_be_given_back_the_place_knows_what_is_left(
-    place: NvmePlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second, third = place.lay_out(pages(31, 31, 31))
-    delete = place.swap.delete
-
-    def failing(key: str) -> None:
-        if key == second.key:
-            raise IoError("the disk has gone")
-        delete(key)
-
-    monkeypatch.setattr(place.swap, "delete", failing)
-    with pytest.raises(IoError, match="has gone"):
-        place.evict([first, second, third])
-    assert first.key not in place.records and {second.key, third.key} <= place.records.keys()
-    assert sum(record.nbytes for record in place.records.values()) == taken(place)
-    monkeypatch.undo()
-    place.evict(list(place.records.values()))
-    assert taken(place) == 0
-
-
-def test_what_is_reserved_stays_known_where_it_cannot_be_given_back(
-    place: NvmePlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.reserve(SOME)
-    delete, left = place.swap.delete, iter([None, None])
-
-    def failing(key: str) -> None:
-        if next(left, "gone") == "gone":
-            raise IoError("the disk has gone")
-        delete(key)
-
-    monkeypatch.setattr(place.swap, "delete", failing)
-    with pytest.raises(IoError, match="has gone"):
-        place.reserve([])
-    assert taken(place) > 0
-    monkeypatch.undo()
-    place.reserve([])
-    assert taken(place) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Nursery
-from io_cases import EngineCase, files_of, pattern, quick_on, read, same
+from io_cases import EngineCase, files_of, pattern, read, same
 from tries import Missed, in_time
 
 BUSY = """
@@ -144,36 +144,6 @@ def test_a_fork_in_the_middle(nursery: Nursery, engine: EngineCase, folder: Path
     assert files_of(folder) == []
 
 
-def test_a_fork_while_a_thread_holds_the_lock(nursery: Nursery, engine: EngineCase, folder: Path) -> None:
-    child = nursery.start(
-        """
-store = case.open(folder)
-tickets = [store.put(f"{i}", pattern(100000, i)) for i in range(20)]
-store._transfers.lock.acquire()
-def locked():
-    child = os.fork()
-    if child == 0:
-        try:
-            store.put("x", pattern(100))
-        except IoError:
-            for ticket in tickets:
-                ticket.done()
-            store.close()
-            os._exit(0)
-        os._exit(1)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-thread = threading.Thread(target=locked)
-thread.start()
-thread.join()
-store._transfers.lock.release()
-store.close()
-""",
-        engine.name,
-        folder,
-    )
-    assert child.output() == "0\n"
-
-
 INTERRUPTED = """
 signal.signal(signal.SIGINT, signal.default_int_handler)
 store = case.open(folder, faults={"delay": 65536, "delay_us": int(1e6 * float(sys.argv[2]))})
@@ -204,7 +174,6 @@ def test_control_c_ends_a_wait(nursery: Nursery, engine: EngineCase, folder: Pat
     assert in_time(interrupted, 0.4) == "interrupted True\nTrue\n"
 
 
-@quick_on("uring")
 def test_a_child_that_exits_in_order_removes_nothing(nursery: Nursery, engine: EngineCase, folder: Path) -> None:
     """It runs the same clean-up as its parent would, for a store that is not its own."""
     child = nursery.start(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from io_cases import BLOCK, PAGE, EngineCase, alignment_of, at_offset, pattern, quick_everywhere, read, same
+from io_cases import BLOCK, PAGE, EngineCase, alignment_of, at_offset, pattern, quick_everywhere, same
 from tables import each
 
 from zerokern.memory import Arena
@@ -47,17 +47,6 @@ def test_every_dtype(engine: EngineCase, folder: Path) -> None:
             store.get(str(dtype), out).wait()
             assert same(tensor, out), dtype
         assert len(store.keys()) > 30
-
-
-def test_shapes_without_elements_and_without_dimensions(engine: EngineCase, folder: Path) -> None:
-    with engine.open(folder, checksum=True) as store:
-        for key, tensor in {"empty": torch.empty(3, 0, 2), "scalar": torch.tensor(2.5), "none": torch.empty(0)}.items():
-            store.put(key, tensor).wait()
-            out = torch.zeros_like(tensor)
-            ticket = store.get(key, out)
-            ticket.wait()
-            assert same(out, tensor) and ticket.done() and ticket.nbytes == tensor.nbytes
-        assert store.nbytes == 4
 
 
 @each("offset", [0, 1, 64, 511, 512, 4095])
@@ -108,15 +97,6 @@ def test_parts_of_leases_leave_the_rest_alone(engine: EngineCase, folder: Path, 
             assert same(whole, expected)
 
 
-@quick_everywhere
-def test_foreign_bytes_are_counted_as_bounced(engine: EngineCase, folder: Path) -> None:
-    nbytes = 2 * BLOCK + 5
-    with engine.open(folder) as store:
-        store.put("x", at_offset(nbytes, 64)).wait()
-        store.get("x", at_offset(nbytes, 64)).wait()
-        assert store.stats()["bounced_nbytes"] == (2 * nbytes if engine.direct else 0)
-
-
 def test_a_get_is_a_change_that_autograd_sees(engine: EngineCase, folder: Path) -> None:
     weight = torch.ones(5, requires_grad=True)
     with engine.open(folder) as store:
@@ -126,20 +106,3 @@ def test_a_get_is_a_change_that_autograd_sees(engine: EngineCase, folder: Path) 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
         assert weight.tolist() == [3.0] * 5
-
-
-def test_a_key_takes_any_tensor_in_turn(engine: EngineCase, folder: Path) -> None:
-    with engine.open(folder, checksum=True) as store:
-        for i, nbytes in enumerate((10, 5000, 4097, 8192, 0, 3 * BLOCK, 1)):
-            tensor = pattern(nbytes, i)
-            store.put("x", tensor)
-            assert same(read(store, "x", tensor), tensor)
-        assert store.keys() == ["x"] and store.stats()["taken_nbytes"] == PAGE
-
-
-def test_more_than_a_file_begins_with(engine: EngineCase, folder: Path) -> None:
-    """In blocks of a megabyte, deeper than there are bounce buffers."""
-    tensor = pattern(24 << 20, 9)
-    with engine.open(folder, block=1 << 20, depth=32) as store:
-        store.put("x", tensor)
-        assert same(read(store, "x", tensor), tensor)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
-import random
-import threading
 from errno import EINVAL, ENOMEM
 
 import pytest
@@ -15,7 +13,7 @@ from memory_cases import mapping_at
 from tables import each
 
 from zerokern.core.errors import BudgetError, ZerokernError, say_once
-from zerokern.memory import Arena, Lease
+from zerokern.memory import Arena
 from zerokern.memory import arena as arena_module
 
 MIB = 1 << 20
@@ -159,59 +157,6 @@ def test_find_knows_live_leases_only(arena: Arena) -> None:
     assert arena.find(c.ptr + 1, 4999) is c
     a.release(), c.release()
     assert arena.find(a.ptr, 1) is None
-
-
-@each("seed", range(10))
-def test_random_leases_against_a_model(seed: int) -> None:
-    draw = random.Random(seed)
-    arena = Arena(64 * PAGE, poison=False)
-    live: list[Lease] = []
-    free = [True] * 64  # by page
-    for number in range(300):
-        if live and draw.random() < 0.5:
-            lease = live.pop(draw.randrange(len(live)))
-            assert lease.tensor().eq(lease.number).all(), "another lease wrote into this one"
-            lease.release()
-            pages = range((lease.ptr - arena.base) // PAGE, -(-(lease.ptr - arena.base + lease.nbytes) // PAGE))
-            free[pages.start : pages.stop] = [True] * len(pages)
-        else:
-            nbytes = draw.randint(1, 12 * PAGE)
-            pages = -(-nbytes // PAGE)
-            fits = [i for i in range(65 - pages) if all(free[i : i + pages])]
-            if not fits:
-                with pytest.raises(BudgetError):
-                    arena.lease(nbytes, "too much")
-                continue
-            lease = arena.lease(nbytes, "some")
-            assert lease.ptr == arena.base + fits[0] * PAGE
-            lease.number = number % 256
-            lease.tensor().fill_(lease.number)
-            free[fits[0] : fits[0] + pages] = [False] * pages
-            live.append(lease)
-        assert arena.free_nbytes == sum(free) * PAGE
-    for lease in live:
-        assert arena.find(lease.ptr, lease.nbytes) is lease
-        lease.release()
-    arena.lease(64 * PAGE, "all of it").release()
-    arena.close()
-
-
-def test_threads_share_an_arena(arena: Arena) -> None:
-    wrong: list[str] = []
-
-    def use(number: int) -> None:
-        for _ in range(300):
-            with arena.lease(3 * PAGE, str(number)) as lease:
-                lease.tensor().fill_(number)
-                if arena.find(lease.ptr, lease.nbytes) is not lease or not lease.tensor().eq(number).all():
-                    wrong.append(lease.owner)
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [] and arena.free_nbytes == MIB
 
 
 def test_close_names_what_is_out() -> None:

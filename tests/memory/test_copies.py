@@ -46,17 +46,6 @@ def test_there_and_back(driver: ThreadDriver) -> None:
     copies.close()
 
 
-def test_a_source_may_be_written_again_once_the_copy_has_ended(driver: ThreadDriver) -> None:
-    copies = Copies(driver)
-    grad, hosts = fresh(100), [fresh(100) for _ in range(4)]
-    for step, host in enumerate(hosts):
-        driver.launch(lambda step=step: grad.fill_(step))
-        copies.to_host(grad, host).gate()
-    driver.launch(lambda: grad.fill_(99))
-    copies.close()
-    assert [host.unique().tolist() for host in hosts] == [[0], [1], [2], [3]]
-
-
 def test_ready_frees_a_copy_of_the_current_stream(quick: ThreadDriver) -> None:
     """With a ticket of its own, a copy does not wait for kernels that were launched since."""
     copies, release = Copies(quick), threading.Event()
@@ -71,16 +60,6 @@ def test_ready_frees_a_copy_of_the_current_stream(quick: ThreadDriver) -> None:
     assert not blocked.done()
     release.set()
     blocked.wait()
-    copies.close()
-
-
-def test_a_ticket_ends_by_itself(driver: ThreadDriver) -> None:
-    """Nobody has to wait for it, and not for what was asked for behind it."""
-    copies, release = Copies(driver), threading.Event()
-    ticket = copies.to_host(fresh(10), fresh(10))
-    driver.streams[1].give(release.wait)
-    driver.until(ticket.done)
-    release.set()
     copies.close()
 
 
@@ -103,15 +82,6 @@ def test_a_list_is_one_batch(quick: ThreadDriver) -> None:
     assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
     assert quick.copies == [("out", 4)], "one call, without what has no bytes"
     copies.to_host([], []).wait()
-    copies.close()
-
-
-def test_two_streams_for_ever(quick: ThreadDriver) -> None:
-    copies = Copies(quick)
-    for _ in range(20):
-        copies.to_device(fresh(4), fresh(4))
-        copies.to_host(fresh(4), fresh(4))
-    assert len(quick.streams) == 3
     copies.close()
 
 
@@ -139,18 +109,6 @@ def test_tensors_live_until_their_copy_has_ended(slow: str) -> None:
     gc.collect(1)
     assert alive() is None
     driver.end()
-
-
-def test_a_fast_direction_does_not_keep_what_has_ended(quick: ThreadDriver) -> None:
-    copies, release = Copies(quick), threading.Event()
-    quick.streams[1].give(release.wait)
-    stuck = copies.to_host(fresh(4), fresh(4))
-    for _ in range(10):
-        copies.to_device(fresh(4), fresh(4)).wait()
-    copies.to_device(fresh(4), fresh(4)).wait()
-    assert len(copies._pending) <= 2 and not stuck.done()
-    release.set()
-    copies.close()
 
 
 def test_copies_that_are_dropped_are_waited_for() -> None:
@@ -243,25 +201,6 @@ def test_tickets_of_other_engines_are_waited_for(quick: ThreadDriver, arena: Are
     ring.close()
 
 
-def test_threads_share_copies(quick: ThreadDriver) -> None:
-    copies, right = Copies(quick), []
-
-    def use(number: int) -> None:
-        for i in range(50):
-            src, dst = fresh(64, float(number * 100 + i)), fresh(64)
-            ticket = copies.to_host(src, dst) if i % 2 else copies.to_device(src, dst)
-            ticket.wait()
-            right.append(torch.equal(src, dst))
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert right == [True] * 200
-    copies.close()
-
-
 NOT_COPIED = [
     (torch.zeros(4), torch.zeros(5), ValueError, "copy 0 goes from 4 elements to 5"),
     (torch.zeros(4), torch.zeros(4).half(), TypeError, "from torch.float32 to torch.float16; allowed: one dtype"),
@@ -303,22 +242,6 @@ def test_a_view_whose_memory_means_something_else_is_refused(quick: ThreadDriver
     copies = Copies(quick)
     with pytest.raises(ValueError, match=r"the source of copy 0 is sparse, or a lazily negated .*resolve_neg"):
         copies.to_host(torch._neg_view(fresh(4)), fresh(4))
-    copies.close()
-
-
-def test_a_copy_whose_turn_could_not_be_queued_does_not_stay(
-    quick: ThreadDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies = Copies(quick)
-    with monkeypatch.context() as patch:
-        patch.setattr(quick, "follow", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no event")))
-        with pytest.raises(RuntimeError, match="no event"):
-            copies.to_host(fresh(4), fresh(4))
-    deadline = time.monotonic() + PATIENCE
-    while copies._pending and time.monotonic() < deadline:
-        copies.to_host(fresh(4), fresh(4)).wait()
-        copies._sweep()
-    assert not copies._pending
     copies.close()
 
 

@@ -102,11 +102,6 @@ def test_saving_a_tensor_saves_only_it() -> None:
     assert file.tell() < 8000 and len(pickle.dumps(first)) < 8000
 
 
-def test_tensors_outlive_the_object() -> None:
-    first, second = host([((1000,), torch.float32), ((5,), torch.int8)])[1]
-    assert first.fill_(3).sum() == 3000 and second.count_nonzero() == 0
-
-
 @each("wanted", [[], [((0,), torch.float32), ((3, 0), torch.int8)]])
 def test_nothing_takes_nothing(wanted: list) -> None:
     place, tensors = host(wanted)
@@ -134,12 +129,6 @@ def test_equal_streams_lie_apart_in_every_power_of_two() -> None:
         for power in range(16, 28):
             places = sorted(offset % (1 << power) for offset in offsets)
             assert min(b - a for a, b in zip(places, [*places[1:], places[0] + (1 << power)], strict=True)) >= 8 << 10
-
-
-def test_a_plan_by_widths_is_the_plan_by_dtypes() -> None:
-    shapes = [(3, 5), (), (1 << 20,)]
-    for dtype in DTYPES:
-        assert nbytes_of([(s, dtype) for s in shapes]) == nbytes_of([(s, dtype.itemsize) for s in shapes])
 
 
 def test_more_than_there_is_is_refused_before_anything_is_taken() -> None:
@@ -202,23 +191,6 @@ def test_cuda_is_told_of_it_once_and_until_the_object_goes(monkeypatch: pytest.M
     assert calls[1:] == [(first.data_ptr(),)] and first.fill_(1).sum() == 5000
 
 
-def test_a_forked_child_is_told() -> None:
-    said = in_child(f"""{HOST}
-place, tensors = host([((1000,), torch.float32)])
-place.check()
-pid = os.fork()
-if not pid:
-    try:
-        place.check()
-    except ZerokernError as error:
-        print(error, flush=True)
-    os._exit(0)
-assert os.waitpid(pid, 0)[1] == 0
-place.check()
-""")
-    assert "forked from it: the memory is not here" in said
-
-
 @each("place", [DevicePlace(torch.device("cpu"), "state"), HostPlace("state")])
 def test_a_refusal_without_advice_ends_with_its_table(place: DevicePlace | HostPlace) -> None:
     with pytest.raises(BudgetError, match=r"in all +[\d,]+\Z"):
@@ -266,9 +238,3 @@ def test_large_tensors_ask_for_huge_pages(kind: str) -> None:
     assert asked_for(made.data_ptr() + made.nbytes // 2)
     assert made.untyped_storage().nbytes() == made.nbytes
     made.untyped_storage().resize_(0)  # it stays torch's own, which zk.shard relies on
-
-
-def test_small_ones_are_torchs() -> None:
-    pool = DevicePool(torch.device("cpu"))
-    assert pool.zeros(0, torch.float32).numel() == 0
-    assert pool.zeros(1000, torch.bfloat16).count_nonzero() == 0

@@ -51,17 +51,6 @@ def test_random_sequences_against_the_model(seed: int) -> None:
     assert spans.rows() == [(0, NBYTES)]
 
 
-def test_a_range_grows_at_its_end() -> None:
-    spans = FreeSpans(0)
-    assert spans.take(1) is None
-    spans.give(0, 10)
-    assert spans.take(10) == 0
-    spans.give(10, 5)
-    assert spans.rows() == [(10, 15)]
-    spans.give(0, 10)
-    assert spans.rows() == [(0, 15)]
-
-
 @each("span", [(0, 5), (4, 2), (9, 1), (9, 11), (12, 4), (15, 10), (19, 2), (-1, 1), (10, 0)])
 def test_what_is_free_is_not_given_again(span: tuple[int, int]) -> None:
     spans = FreeSpans(30)

@@ -27,21 +27,6 @@ print("a smaller one:", arena.lease(100, "a").tensor().fill_(1).sum().item())
     assert limit in said and "Ask for less than" in said and said.endswith("a smaller one: 100\n")
 
 
-def test_mmap_has_the_last_word() -> None:
-    """Where the sum looked right and the system refuses all the same."""
-    said = in_child("""
-from zerokern.memory import room
-room.room = lambda: {"free memory and swap": 1 << 60}
-now = room._kilobytes("/proc/self/status")["VmSize"]
-resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), -1))
-try:
-    Arena(128 << 20)
-except BudgetError as error:
-    print(error)
-""")
-    assert said.startswith("an arena of 128.0 MiB does not fit: mmap said Cannot allocate memory. What is left:")
-
-
 def test_more_than_the_machine_has_is_refused_before_it_is_touched() -> None:
     with pytest.raises(BudgetError) as caught:
         Arena(1 << 50)

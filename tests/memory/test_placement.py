@@ -122,12 +122,6 @@ def resident(base: int, nbytes: int) -> int:
     return sum(page & 1 for page in pages)
 
 
-def test_what_is_touched_is_resident() -> None:
-    arena = Arena(4 * MIB)
-    assert resident(arena.base, arena.nbytes) == 4 * MIB // mmap.PAGESIZE
-    arena.close()
-
-
 def test_pages_take_turns_over_several_nodes() -> None:
     own = own_node()
     arena = Arena(4 * MIB)

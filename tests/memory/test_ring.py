@@ -4,7 +4,6 @@ nothing is outstanding when flow is over."""
 from __future__ import annotations
 
 import signal
-import threading
 import time
 
 import pytest
@@ -12,7 +11,7 @@ from staging_cases import ORDERS, Device
 from tables import each
 from tries import best
 
-from zerokern.core.errors import BudgetError, IoError, StateError
+from zerokern.core.errors import IoError, StateError
 from zerokern.memory import Arena, Ring, flow
 from zerokern.memory.ring import HeldSignals
 
@@ -98,18 +97,6 @@ def test_an_item_without_fetch_waits_for_the_store_before_it(ring: Ring, order: 
     assert_over(ring, device)
 
 
-def test_items_that_are_only_read(ring: Ring) -> None:
-    device, seen = Device(8, "last come"), []
-    run(ring, device, compute=lambda i, slot: seen.append(int(slot.lease.tensor()[5])), store=lambda i, slot: None)
-    assert seen == device.disk == list(range(8))
-
-
-def test_progress_counts_items(ring: Ring) -> None:
-    told: list[int] = []
-    run(ring, Device(5, "random"), progress=told.append)
-    assert told == [1, 2, 3, 4, 5]
-
-
 @each("order", ORDERS)
 @each("item", range(8))
 @each("kind", ["fetch", "store"])
@@ -171,23 +158,6 @@ def test_a_wait_that_is_interrupted_leaves_nothing_behind(ring: Ring, kind: str,
     assert_over(ring, device)
 
 
-def test_a_wait_that_gives_up_is_not_the_end_of_its_transfer(ring: Ring) -> None:
-    device = Device(8, "waited for last")
-    device.interrupts, device.interruption = [("fetch", 5)], ValueError("I gave up")
-    with pytest.raises(ValueError, match="I gave up"):
-        run(ring, device)
-    assert_over(ring, device)
-
-
-def test_the_failure_behind_an_interrupt_is_a_note(ring: Ring) -> None:
-    device = Device(8, "random")
-    device.interrupts = [("fetch", 4)]
-    device.failing["fetch", 4] = IoError("and it failed")
-    with pytest.raises(KeyboardInterrupt) as caught:
-        run(ring, device)
-    assert caught.value.__notes__ == ["and then IoError: and it failed"]
-
-
 @each("where", ["fetch", "compute", "store", "progress"])
 @each("item", [0, 1, 4, 7])
 def test_ctrl_c_loses_no_ticket(ring: Ring, where: str, item: int) -> None:
@@ -209,17 +179,6 @@ def test_ctrl_c_loses_no_ticket(ring: Ring, where: str, item: int) -> None:
     assert_over(ring, device)
 
 
-def test_a_handler_that_raises_nothing_disturbs_nothing(ring: Ring) -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    try:
-        device = Device(6, "random")
-        run(ring, device, progress=lambda done: signal.raise_signal(signal.SIGUSR1))
-        assert device.disk == [i + 1 for i in range(6)] and heard == [signal.SIGUSR1] * 6
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 def test_held_signals_come_back_even_when_one_raises() -> None:
     def stop(number, frame) -> None:
         raise TimeoutError
@@ -234,14 +193,6 @@ def test_held_signals_come_back_even_when_one_raises() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_flow_on_another_thread(ring: Ring) -> None:
-    device = Device(9, "random")
-    thread = threading.Thread(target=run, args=(ring, device))
-    thread.start()
-    thread.join()
-    assert device.disk == [i + 1 for i in range(9)]
-
-
 def test_a_ring_serves_one_flow_at_a_time(ring: Ring) -> None:
     device = Device(3, "random")
 
@@ -254,24 +205,6 @@ def test_a_ring_serves_one_flow_at_a_time(ring: Ring) -> None:
 
     run(ring, device, compute=nested)
     assert_over(ring, device)
-
-
-def test_a_ring_takes_exactly_its_slots(arena: Arena) -> None:
-    ring = Ring(arena, slots=4, nbytes=5000, owner="exp_avg")
-    assert [slot.index for slot in ring.slots] == [0, 1, 2, 3]
-    assert {slot.lease.nbytes for slot in ring.slots} == {5000} and arena.nbytes - arena.free_nbytes == 4 * 8192
-    assert "exp_avg slot 3" in arena.table()
-    ring.close()
-    ring.close()
-    assert arena.free_nbytes == arena.nbytes
-    with pytest.raises(StateError, match="the ring is closed"):
-        run(ring, Device(1, "random"))
-
-
-def test_a_ring_that_does_not_fit_takes_nothing(arena: Arena) -> None:
-    with pytest.raises(BudgetError, match="'big slot 3' does not fit"):
-        Ring(arena, slots=4, nbytes=300 << 10, owner="big")
-    assert arena.free_nbytes == arena.nbytes
 
 
 @each("count", [-1, 1.5, True, None])

@@ -93,13 +93,6 @@ def test_an_old_runtime_or_driver_copies_one_by_one(runtime: Runtime, versions: 
     assert (asked["one"], asked["many"], asked["order"], asked["stream"]) == (5, 0, 4, STREAM)
 
 
-def test_an_empty_batch_asks_for_nothing(runtime: Runtime, version: int) -> None:
-    Batches(runtime.library, runtime_version=version, driver_version=version).copy(
-        STREAM, array("Q"), array("Q"), array("Q")
-    )
-    assert runtime.asked["many"] == runtime.asked["one"] == 0
-
-
 @each("driver", [13000, 12000])
 def test_a_refusal_is_told_and_does_not_linger(runtime: Runtime, version: int, driver: int) -> None:
     batches = Batches(runtime.library, runtime_version=version, driver_version=driver)

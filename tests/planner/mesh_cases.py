@@ -110,13 +110,15 @@ FORMATS: tuple[dict[str, Any], ...] = ({}, {"state_format": "bf16"}, {"tier": "c
 IN_A_STEP = ("gathered", "buffers")
 
 
-def held(rank: int, meshes: list[dict[str, int]]) -> dict[Any, tuple[dict[str, int], dict[str, int]]]:
-    """By mesh and stage: bytes by role as planned, and as measured after backward, or at their most within."""
+def held(
+    rank: int, meshes: list[dict[str, int]], stages: tuple[tuple[int, ...], ...]
+) -> dict[Any, tuple[dict[str, int], dict[str, int]]]:
+    """By mesh and its stages: bytes by role as planned, and as measured after backward, or at their most within."""
     torch.manual_seed(rank)
     found = {}
-    for sizes in meshes:
+    for sizes, of_it in zip(meshes, stages, strict=True):
         mesh = mesh_of(sizes)
-        for stage in range(4):
+        for stage in of_it:
             which = stage % len(FORMATS)
             run = Trained(mesh, stage, **FORMATS[which])
             seen: dict[str, int] = {}
@@ -127,7 +129,6 @@ def held(rank: int, meshes: list[dict[str, int]]) -> dict[Any, tuple[dict[str, i
 
             for layer in run.model.layers:
                 layer.norm.register_forward_pre_hook(look)
-            run.step()
             run.step()
             seen.clear()
             run.backward()

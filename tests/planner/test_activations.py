@@ -74,10 +74,10 @@ def planned(path: Path, attention: str, dtype: torch.dtype, again: bool) -> int:
 @pytest.mark.parametrize(
     "name, attention, dtype",
     [
-        *((name, "sdpa", torch.bfloat16) for name in ("Llama", "GPT2")),
-        *(pytest.param(name, "sdpa", torch.bfloat16, marks=SLOW) for name in list(MODELS)[2:]),
-        *(pytest.param(name, "eager", torch.bfloat16, marks=SLOW) for name in MODELS),
-        *(pytest.param(name, "sdpa", torch.float32, marks=SLOW) for name in MODELS),
+        ("Llama", "sdpa", torch.bfloat16),
+        *(pytest.param(name, "sdpa", torch.bfloat16, marks=SLOW) for name in list(MODELS)[1:]),
+        *(pytest.param(name, "eager", torch.bfloat16, marks=SLOW) for name in ("GPTNeoX", "GPT2")),
+        pytest.param("Llama", "sdpa", torch.float32, marks=SLOW),
     ],
 )
 def test_what_a_model_allocates_is_planned(name: str, attention: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -100,13 +100,6 @@ def test_llama_3_8b_on_eight_devices_of_80_gb(seq: int, wanted: str) -> None:
     assert eager[1] != written and "stores all scores" in eager[-1]
 
 
-def test_a_schedule_of_the_host_does_not_bar_state_on_the_device() -> None:
-    for memory in ("200GB", "24GB"):
-        for schedule in ("overlap", zk.Delayed()):
-            asked = {"tier": "cpu", "schedule": schedule}
-            assert code("8B", device_memory=memory, **asked) == code("8B", device_memory=memory)
-
-
 def test_where_nothing_exact_fits() -> None:
     told = lines("1B", device_memory="8GB", **NOWHERE)
     assert told[0] == "No exact configuration fits on one rank."

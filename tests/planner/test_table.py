@@ -53,13 +53,6 @@ class TestText:
             assert master_format.endswith("*(lossy)*") == master_format.startswith(("split8", "none"))
         assert [cell[2] for cell in cells[:2]] == ["10", "12"], "the exact ones come first"
 
-    def test_dict_says_the_same(self) -> None:
-        plan = zk.plan("1B", stage=1, world=4, device_memory={"mine": "4GB"})
-        found = plan.to_dict()
-        assert found["stages"][1]["total"] == plan.total
-        assert found["stages"][1]["roles"] == plan.roles
-        assert found["stages"][3]["fits"] == {"mine": True} and found["stages"][0]["fits"] == {"mine": False}
-
     def test_activations_of_a_transformer_count(self) -> None:
         shape = Transformer(8, 1024, heads=16, batch=2, seq=512)
         whole, again = (zk.plan(shape, world=2, keep=keep) for keep in (None, "device"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from cases import BF16, Case, load, same, save
+from forked import run_forked
 from torch import nn
 from torch.distributed import destroy_process_group
 from tries import best
@@ -168,7 +167,8 @@ zk.save(sys.argv[1], model, wait=False)
 
 def test_python_does_not_exit_before_it_is_published(tmp_path: Path) -> None:
     """And what is saved while it exits is so at once."""
-    subprocess.run([sys.executable, "-c", AT_THE_END, tmp_path / "x", tmp_path / "last"], check=True, timeout=240)
+    ran = run_forked(AT_THE_END, tmp_path / "x", tmp_path / "last", ends=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
     for name in ("x", "last"):
         load(tmp_path / name, model := nn.Linear(1000, 1000))
         assert (model.weight == 1).all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import struct
@@ -17,16 +16,15 @@ import torch
 from pages import large_things_apart
 from raw_cases import flip
 from torch import Tensor
-from worlds import World, on_ranks, ranked
+from worlds import World, ranked
 
 from zerokern.core import native
 from zerokern.core.errors import IoError
-from zerokern.io import Faults, why_no_uring
-from zerokern.saving import staging as staging_module
+from zerokern.io import Faults
 from zerokern.saving.files import FileWriter, PartsWriter
 from zerokern.saving.index import FileRow
 from zerokern.saving.saved import FileReader
-from zerokern.saving.staging import BLOCK, SLOTS, Outgoing, Staging, put
+from zerokern.saving.staging import BLOCK, SLOTS, Outgoing, Staging
 
 BAD_DAY = Faults(seed=11, delay=20000, delay_us=300, shorten=10000, interrupt=5000, again=5000, full=5000)
 ENGINES = {
@@ -89,15 +87,6 @@ def test_on_every_engine(tmp_path: Path, engine: dict[str, object], nothing_left
     assert torch.equal(read(tmp_path, row, BLOCK - 5, 11, **engine), data[BLOCK - 5 : BLOCK + 6])
 
 
-def test_uring_runs_where_there_is_one_and_without_direct_access(tmp_path: Path) -> None:
-    with Staging(tmp_path) as staging:
-        assert staging.engine.kind == ("threads" if why_no_uring() else "uring")
-    data = pattern(BLOCK + 5)
-    with mock.patch.object(staging_module, "go_direct", return_value=(1, 1)):
-        row = write(tmp_path / "a", data)
-        assert torch.equal(read(tmp_path, row), data)
-
-
 def test_tensors_of_any_strides(tmp_path: Path) -> None:
     makes = {
         "transposed": torch.randn(1000, 700).t(),
@@ -140,21 +129,6 @@ def test_from_a_gpu(tmp_path: Path) -> None:
     row = write(tmp_path / "a", b"abcd", data, rows.t())
     assert torch.equal(read(tmp_path, row, 4, data.nbytes), flat(data.cpu()))
     assert torch.equal(read(tmp_path, row, 4 + data.nbytes), flat(rows.t().cpu()))
-
-
-def test_many_small_appends(tmp_path: Path) -> None:
-    sizes = [random.choice([0, 1, 13, 600, 70_000, BLOCK + 3]) for _ in range(120)]
-    parts = [pattern(nbytes, i) for i, nbytes in enumerate(sizes)]
-    given = [bytes(part.tolist()) if len(part) < 700 else part.clone() for part in parts]
-    with FileWriter(tmp_path / "a") as writer:
-        offsets = [writer.append(one) for one in given]
-        for one in given:  # which may change once it was appended
-            _ = one.fill_(0) if isinstance(one, Tensor) else None
-        writer.align(64)
-        assert writer.nbytes % 64 == 0
-        row = writer.finish()
-    assert offsets == [0, *itertools.accumulate(sizes)][:-1]
-    assert torch.equal(read(tmp_path, row, 0, sum(sizes)), torch.cat(parts))
 
 
 def test_the_table_is_crc32c_of_each_block(tmp_path: Path) -> None:
@@ -345,14 +319,6 @@ def grown(world: World, folder: Path) -> int:
     return max(most) - before
 
 
-def test_memory_is_the_staging_slots_alone(tmp_path: Path) -> None:
-    """A strided tensor of twice their size passes, while the process has little more resident than before.
-
-    In a process of its own, whose heap keeps nothing: what it keeps here depends on the tests before.
-    """
-    assert on_ranks(1, grown, tmp_path)[0] < 3 * BLOCK
-
-
 def resident() -> int:
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(fields["RssAnon"].split()[0]) << 10
@@ -387,11 +353,3 @@ def test_parts_go_past_the_page_cache_whatever_size_the_file_system_prefers(
         os.close(fd)
     assert (BLOCK, BLOCK) in sent
     assert (tmp_path / "a").read_bytes() == bytes(begin) + bytes(data.numpy()) + bytes(5)
-
-
-def test_more_or_fewer_elements_than_there_is_room_for_are_refused() -> None:
-    around = torch.zeros(8)
-    for there in (3, 5):
-        with pytest.raises(RuntimeError):
-            put(around[:4], torch.ones(16)[:there])
-    assert not around.any()

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,21 +144,6 @@ def test_the_order_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert told[:6] == ["fsync .metadata.ID.new", "fsync zerokern.json.new", "fsync c", *renames]
     assert [word.split()[0] for word in told[6:8]] == ["unlink", "unlink"]
     assert all(word.endswith((".distcp", "zerokern.lock")) for word in told[6:])
-
-
-def test_the_lock_is_let_go_before_old_files_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing it would wait for the journal, which freeing them keeps busy."""
-    locked: list[bool] = []
-
-    class Watched(threading.Thread):
-        def start(self) -> None:
-            locked.append((tmp_path / "zerokern.lock").exists())
-            super().start()
-
-    save(tmp_path, 1)
-    monkeypatch.setattr(threading, "Thread", Watched)
-    save(tmp_path, 2)
-    assert locked == [False, False]
 
 
 def test_a_disk_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_dictionaries_without_end_are_refused(tmp_path: Path) -> None:
             open_checkpoint(tmp_path / f"{name}.pt")
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["torch", "packed", "dcp", "dcp index", "universal"])
 def test_a_flipped_bit_is_noticed_or_harmless(tmp_path: Path, kind: str, count: int) -> None:
     model, opt = trained()

@@ -179,30 +179,6 @@ def channels_last(dtype: torch.dtype, seed: int) -> nn.Module:
     return nn.Conv2d(8, 6, 3).to(memory_format=torch.channels_last).to(dtype)
 
 
-def test_tensors_of_other_strides_are_converted(tmp_path: Path) -> None:
-    model, other = channels_last(FP32, 0), channels_last(BF16, 1)
-    opt, used = stepped(model, torch.optim.AdamW(model.parameters())), torch.optim.AdamW(other.parameters())
-    put(tmp_path, model, opt)
-    take(tmp_path, other, used, lossy=True)
-    assert not other.weight.is_contiguous()
-    assert torch.equal(other.weight, model.weight.to(BF16)) and torch.equal(other.bias, model.bias.to(BF16))
-    for param, mine in zip(model.parameters(), other.parameters(), strict=True):
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(used.state[mine][key], opt.state[param][key].to(BF16)), key
-
-
-def test_float64_holds_everything(tmp_path: Path) -> None:
-    for dtype, settings in ((FP32, {}), (BF16, {"master_format": "split16"})):
-        model, other = two(False).to(dtype), two(False, 1).double()
-        opt = stepped(model, zk.AdamW(model.parameters(), **settings))
-        put(tmp_path, model, opt)
-        take(tmp_path, other)
-        exact: Tensor = model[0].weight
-        if settings:
-            exact = zk.kernels.join(exact.detach(), opt.state[exact]["remainder"])
-        assert torch.equal(other[0].weight, exact.double())
-
-
 def test_rounding_makes_no_infinities(tmp_path: Path) -> None:
     model, half = two(False), two(False, 1).half()
     with torch.no_grad():

@@ -65,7 +65,7 @@ def tried(folder: Path, wanted: dict[str, Any] | None) -> bool:
     return False
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(60, marks=MANY)])
+@pytest.mark.parametrize("count", [6, pytest.param(30, marks=MANY)])
 def test_a_flipped_bit_is_noticed_or_harmless(saved: tuple[Path, dict[str, Any]], count: int) -> None:
     folder, wanted = saved
     for path in (folder / "zerokern.json", next(folder.glob("*.distcp")), folder / ".metadata"):
@@ -103,7 +103,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
     return [(tree, key) for key, _ in pairs] + [place for _, one in pairs for place in places(one)]
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=MANY)])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=MANY)])
 def test_nonsense_under_a_sound_checksum_is_refused_without_a_change(
     saved: tuple[Path, dict[str, Any]], seeds: range
 ) -> None:
@@ -184,26 +184,3 @@ def test_random_states_that_nobody_can_go_on_from_are_refused(tmp_path: Path, mo
             with pytest.raises(StateError, match="load with rng=False"):
                 zk.load(tmp_path / name, *into)
             zk.load(tmp_path / name, *into, rng=False)
-
-
-@pytest.mark.parametrize("stage", [None, 1, 3])
-def test_a_parameter_without_elements_on_disk_goes_on(tmp_path: Path, stage: int | None) -> None:
-    def made(swap: str) -> tuple[torch.nn.Module, zk.AdamW]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(6, 5)
-        model.none = torch.nn.Parameter(torch.empty(0, 4))
-        model = model if stage is None else zk.shard(model, stage=stage)
-        return model, zk.AdamW(model.parameters(), lr=0.1, tier=zk.Nvme(tmp_path / swap))
-
-    def step(model: torch.nn.Module, opt: zk.AdamW) -> None:
-        (model(torch.ones(2, 6)).sum() + model.none.sum()).backward()
-        opt.step()
-        opt.zero_grad()
-
-    one, two = made("one"), made("two")
-    step(*one)
-    zk.save(tmp_path / "c", *one)
-    zk.load(tmp_path / "c", *two)
-    step(*one)
-    step(*two)
-    assert all(map(torch.equal, one[0].parameters(), two[0].parameters()))

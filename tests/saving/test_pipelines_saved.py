@@ -22,7 +22,7 @@ from worlds import World, full, on_ranks, ranked, refusal, says
 
 import zerokern as zk
 
-FIRST, MORE = 2, 2
+FIRST, MORE = 1, 1
 
 
 def opt_of(params: Any) -> torch.optim.Optimizer:
@@ -74,18 +74,6 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
     assert found
     for key, one in found.items():
         assert torch.equal(one, expected[key]), key
-
-
-@ranked
-def from_every_stage(world: World, folder: Path) -> None:
-    for stage in range(4):
-        cuts = [("1F1B", stage), ("Interleaved1F1B", (stage + 1) % 4), ("GPipe", stage)]
-        there_and_back(world, folder / str(stage), cuts)
-
-
-@pytest.mark.slow
-def test_one_checkpoint_from_every_stage(tmp_path: Path) -> None:
-    on_ranks(4, from_every_stage, tmp_path)
 
 
 def no_whole_model(folder: Path) -> None:
@@ -156,7 +144,7 @@ def tied_there_and_back(world: World, folder: Path, rows: list[tuple[str, int, i
     name, stage, uses, pp = rows[0]
     pipe = Pipe(name, 0, uses, pp, stage=stage)
     opt = tied_opt(pipe)
-    run(pipe, opt, range(2))
+    run(pipe, opt, range(1))
     zk.save(folder / "piped", pipe.stages, opt)
     zk.export(folder / "exported", pipe.stages)
     alone = tied_whole(3, uses, pipe.count)
@@ -171,14 +159,14 @@ def tied_there_and_back(world: World, folder: Path, rows: list[tuple[str, int, i
         found, one = (load_file(folder / what / "model.safetensors") for what in ("exported", "by-one"))
         assert found.keys() == one.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
-    run(pipe, opt, range(2, 4))
+    run(pipe, opt, range(1, 2))
     for name, stage, uses, pp in rows:
-        for path in ("piped", "alone"):
+        for path in ("piped", "alone")[: 1 if len(rows) > 1 else 2]:
             other = Pipe(name, 5, uses, pp, stage=stage)
             other_opt = tied_opt(other)
             zk.load(folder / path, other.stages, other_opt, rng=False)
             same_as(other, expected)
-            run(other, other_opt, range(2, 4))
+            run(other, other_opt, range(1, 2))
             if (name, stage, uses, pp) == rows[0]:  # goes on with the same bits
                 for mine, theirs in zip(pipe.models, other.models, strict=True):
                     after = full(theirs)
@@ -191,13 +179,12 @@ def tied_there_and_back(world: World, folder: Path, rows: list[tuple[str, int, i
 
 @ranked
 def cuts_of_copies(world: World, folder: Path) -> None:
-    """Four blocks in each: pp 4, and pp 2 with two stages a rank, of which ZBV has the first and the last on one."""
-    tied_there_and_back(world, folder / "two", [("1F1B", 2, 2, 4), ("ZBVZeroBubble", 3, 2, 2)])
+    """pp 2 with two stages a rank, of which ZBV has the first and the last on one."""
     tied_there_and_back(world, folder / "three", [("ZBVZeroBubble", 1, 3, 2), ("Interleaved1F1B", 0, 3, 2)])
 
 
 @pytest.mark.slow
-def test_two_and_three_copies(tmp_path: Path) -> None:
+def test_three_copies(tmp_path: Path) -> None:
     on_ranks(4, cuts_of_copies, tmp_path)
 
 

@@ -25,7 +25,7 @@ from worlds import World, on_ranks, ranked
 from zerokern.core import native
 from zerokern.core.errors import IoError, StateError
 from zerokern.io import Faults
-from zerokern.saving import saved, storage
+from zerokern.saving import storage
 from zerokern.saving.folder import Draft, Published
 from zerokern.saving.ranks import Ranks
 from zerokern.saving.saved import Saved
@@ -181,26 +181,6 @@ def test_any_boxes_into_any_boxes(tmp_path: Path) -> None:
             same(again, {"x": whole})
 
 
-def test_a_part_of_large_rows_reads_little_more_than_itself(tmp_path: Path) -> None:
-    """Columns of rows that are longer than what is read in one go: the rest of each row stays where it is."""
-    whole = torch.randn(3, 5 << 20)
-    published = save(tmp_path / "c", {"x": whole})
-    target = Boxed.of(torch.zeros_like(whole), [((0, 1000), (3, 5000))])
-    read: list[int] = []
-    close = saved.Staging.close
-
-    def closing(staging: Any) -> None:
-        if staging.engine._handle is not None:
-            read.append(staging.engine.stats()["read_nbytes"])
-        close(staging)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved.Staging, "close", closing)
-        load(published, {"x": target})
-    assert torch.equal(target.boxes[0, 1000], whole[:, 1000:6000])
-    assert read == [3 * BLOCK]
-
-
 def test_into_strided_memory(tmp_path: Path) -> None:
     """And versions tell that a tensor was written."""
     whole = torch.randn(40, 30)
@@ -288,21 +268,6 @@ def test_damage_names_file_and_keys(tmp_path: Path) -> None:
     assert torch.equal(fine["model.0"], items["model.0"])
 
 
-def test_ranks_share_the_blocks_to_verify(tmp_path: Path) -> None:
-    published = save(tmp_path / "c", {f"model.{i}": torch.randn(800_000) for i in range(6)})
-    reader = Saved(published)
-    for world in (1, 3, 7):
-        told: list[int] = []
-        for rank in range(world):
-            reader.verify(rank, world, told.append)
-        assert sum(told) == sum(file.table for file in published.index.files)
-    spoil(published, "model.5")
-    for world in (1, 3, 7):
-        assert sum(len(list(reader.damage(rank, world))) for rank in range(world)) == 1
-    with pytest.raises(ValueError, match="rank="):
-        reader.verify(7, 7)
-
-
 @ranked
 def save_by_ranks(world: World, folder: str) -> list[str]:
     whole = torch.arange(60 * 1000, dtype=torch.float32).view(60, 1000)
@@ -337,9 +302,3 @@ def test_real_ranks_write_a_file_each(tmp_path: Path) -> None:
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     assert torch.equal(found["divided"].view(-1), torch.arange(60_000.0))
     assert found["same"].tolist() == [5.0] * 7 and found["only 1"].tolist() == [1.0] * 3
-
-
-def test_a_rank_with_nothing_makes_no_file(tmp_path: Path) -> None:
-    published = save(tmp_path / "c", {})
-    assert published.index.files == [] and list(Saved(published).damage()) == []
-    assert sorted(path.suffix for path in (tmp_path / "c").iterdir() if path.suffix == ".distcp") == []

@@ -30,13 +30,6 @@ def test_torch_reads_every_dtype_and_shape() -> None:
         assert raw(found) == raw(tensor)
 
 
-def test_torch_maps_it(tmp_path: Path) -> None:
-    tensor = some(torch.float32, (33, 3))
-    before, after = envelope(tensor.dtype, tensor.shape)
-    (tmp_path / "one.pt").write_bytes(before + raw(tensor) + after)
-    assert raw(torch.load(tmp_path / "one.pt", weights_only=True, mmap=True)) == raw(tensor)
-
-
 def test_bytes_begin_at_whole_cache_lines() -> None:
     for shape in (*SHAPES, (123456789, 987654321)):
         assert len(envelope(torch.int8, shape)[0]) % ALIGN == 0, shape
@@ -55,7 +48,7 @@ def test_it_is_a_zip_of_stored_files() -> None:
         assert found.infolist()[-1].CRC == 0
 
 
-@pytest.mark.parametrize("nbytes", [LARGE - 1000, LARGE - 500, LARGE - 1, LARGE, LARGE + 1, 5 << 30])
+@pytest.mark.parametrize("nbytes", [LARGE - 500, LARGE, 5 << 30])
 def test_beyond_four_gigabytes(tmp_path: Path, nbytes: int) -> None:
     """The entry, its directory, or both lie beyond what 32 bits can say. The file has a hole, and takes no room."""
     before, after = envelope(torch.uint8, (nbytes,))

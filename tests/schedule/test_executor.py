@@ -13,7 +13,6 @@ from functools import partial
 
 import pytest
 from ticket_cases import GatedTicket, HeldTicket, acting, program, threads, until
-from tries import best
 
 from zerokern.core.errors import StateError
 from zerokern.schedule.executor import Executor, Run
@@ -282,31 +281,6 @@ def test_events_are_recorded() -> None:
     assert (a.lane, a.verb, a.begin_ns, a.end_ns) == ("down", "Fetch", 1000, 3000)
     assert b.end_ns <= step.begin_ns and step.end_ns - step.begin_ns >= 2_000_000
     assert publish.lane == "device" and publish.begin_ns >= step.end_ns and publish.step == 1
-
-
-def test_a_recorder_keeps_the_last_events() -> None:
-    recorder = Recorder(limit=3)
-    for i in range(5):
-        recorder.note(i, "cpu", "Step", "a", i, i + 1)
-    assert [event.step for event in recorder.events] == [2, 3, 4]
-    recorder.clear()
-    assert recorder.events == []
-    with pytest.raises(ValueError, match="limit=0"):
-        Recorder(limit=0)
-
-
-@pytest.mark.serial
-def test_recording_costs_less_than_two_microseconds() -> None:
-    recorder, ticket = Recorder(), HeldTicket()
-
-    def cost_ns() -> float:
-        begin = time.perf_counter_ns()
-        for _ in range(100):
-            recorder.note(1, "cpu", "Step", "a", 1, 2, 3)
-            recorder.ended(recorder.launched(1, "down", "Fetch", "a", 1, 3), ticket)
-        return (time.perf_counter_ns() - begin) / 200
-
-    assert best(cost_ns, 2000) < 2000
 
 
 class TestAhead:

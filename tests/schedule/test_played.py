@@ -77,24 +77,6 @@ def test_copies_and_compute_run_beside_each_other() -> None:
     device.close()
 
 
-def test_steps_that_go_back_and_forth_take_what_they_should() -> None:
-    """Compute, copy out, copy in, ten times over: each follows the other on the device, and nobody's delay adds up."""
-    device = PlayedDevice(1.0, 1.0)
-    copies = Copies(device)
-    here, there = torch.zeros(MEGA, dtype=torch.uint8), torch.zeros(MEGA, dtype=torch.uint8)
-
-    def step() -> None:
-        for _ in range(10):
-            device.launch(None, seconds=0.002)
-            out = copies.to_host(here, there)
-            copies.to_device(there, here, after=out).gate()
-        device.synchronize()
-
-    assert 40.0 <= best_ms(step, 42.0) < 42.0
-    copies.close()
-    device.close()
-
-
 def test_a_copy_is_torn_while_it_runs(device: PlayedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """One half early, the other late, and ruins until then."""
     half_way, go_on = threading.Event(), threading.Event()
@@ -107,18 +89,6 @@ def test_a_copy_is_torn_while_it_runs(device: PlayedDevice, monkeypatch: pytest.
     go_on.set()
     device.mark(stream).wait()
     assert dst[-1] == 7 and dst[:-1].equal(src[:-1])
-
-
-def test_late_work_is_done_at_the_end(device: PlayedDevice) -> None:
-    ends: list[int] = []
-
-    def before_the_end() -> float:
-        mark = device.launch(lambda: ends.append(time.perf_counter_ns()), seconds=0.005, late=True)
-        mark.wait()
-        begin, end = mark.times() or (0, 0)
-        return (end - ends[-1]) / (end - begin)
-
-    assert best(before_the_end, 0.1) < 0.1
 
 
 def test_what_is_launched_aside_runs_beside_compute(device: PlayedDevice) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.schedule.recorder import Recorder
 
 UNITS = ((4000, 30), 2000, (100, 70_000))
 
@@ -52,57 +49,3 @@ def test_each_parameter_changes_everything() -> None:
             training.train(Sgd(training), 2)
         assert one.losses()[0] != other.losses()[0]
         assert all(a.ne(b).float().mean() > 0.9 for a, b in zip(one.values(), other.values(), strict=True)), place
-
-
-def test_hooks_run_as_those_of_autograd() -> None:
-    """After the gradient is there as a tensor, in the order of backward, before its content is."""
-    device = PlayedDevice()
-    training = PlayedTraining(device, UNITS, backward_seconds=0.01)
-    names = {param: name for name, param in training.named_parameters()}
-    seen: list[tuple[str, bool]] = []
-    for param in training.parameters:
-        param.register_post_accumulate_grad_hook(lambda p: seen.append((names[p], p.grad is not None)))
-    training.backward(training.forward())
-    assert [name for name, _ in seen] == ["2.0", "2.1", "1.0", "0.0", "0.1"] and all(there for _, there in seen)
-    first = training.parameters[0]
-    assert first.grad is not None and first.grad._version == 0
-    training.synchronize()
-    assert first.grad.isfinite().all() and first.grad._version == 0
-    training.backward(training.forward())
-    assert first.grad._version == 1
-    device.close()
-
-
-def test_a_broken_batch_and_a_varying_norm() -> None:
-    training = PlayedTraining(None, UNITS, broken=[1])
-    norms = []
-    for _ in range(6):
-        training.backward(training.forward())
-        norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in training.parameters)))
-        for param in training.parameters:
-            param.grad = None
-    assert not math.isfinite(norms.pop(1))
-    assert max(norms) / min(norms) > 10
-
-
-def test_compute_is_recorded() -> None:
-    device, recorder = PlayedDevice(), Recorder()
-    training = PlayedTraining(device, [10, 10], forward_seconds=0.002, backward_seconds=0.004, recorder=recorder)
-    training.train(Sgd(training), 2)
-    events = recorder.events
-    order = ["Forward 0", "Forward 1", "Backward 1", "Backward 0"]
-    assert [f"{e.verb} {e.what}" for e in events[:4]] == order and {(e.step, e.lane) for e in events[:4]} == {
-        (1, "device")
-    }
-    assert len(events) == 8 and events[-1].step == 2
-    assert min(e.end_ns - e.begin_ns for e in events if e.verb == "Forward") == 2_000_000
-    assert min(e.end_ns - e.begin_ns for e in events if e.verb == "Backward") == 4_000_000
-    device.close()
-
-
-def test_before_step_may_do_what_loops_do() -> None:
-    training, steps = PlayedTraining(None, [10]), []
-    training.train(Sgd(training), 3, before_step=steps.append)
-    assert steps == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"forward_seconds=.* one for each unit"):
-        PlayedTraining(None, [10, 10], forward_seconds=[0.1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerokern.schedule import LANES, Delayed, Op, Program, Ref, Span, check_schedule, program_of, resident
+from zerokern.schedule import Delayed, Op, Program, Ref, Span, check_schedule, program_of, resident
 
 # two spans, of which the second is also shared by ranks
 SPANS = (
@@ -153,28 +153,6 @@ class TestOrder:
                 writes = ("Publish", name) if program in LATE else ("Store", name)
                 assert reaches(program, writes, ("Backward", other.name), back=0), "nothing visible changes before"
 
-    def test_delayed_has_one_place_for_what_waits(self) -> None:
-        shadow, host = LATE
-        for span in MANY:
-            assert reaches(shadow, ("Store", span.name), ("Publish", span.name), back=0)
-            assert not reaches(shadow, ("Step", span.name), ("Publish", span.name), back=0)
-            assert reaches(host, ("Step", span.name), ("Publish", span.name), back=0)
-            assert shadow.ops[shadow.index("Publish", span.name)].nbytes == 20
-            assert host.ops[host.index("Publish", span.name)].nbytes == 0
-
-    def test_a_delayed_update_runs_in_the_order_in_which_gradients_come(self) -> None:
-        for program in LATE:
-            order = {verb: [op.what for op in program.ops if op.verb == verb] for verb in ("Fetch", "Step", "Store")}
-            assert order["Fetch"] == order["Step"] == order["Store"] == ["4", "3", "2", "1", "0"]
-
-    def test_overlap_waits_for_its_own_span_only(self) -> None:
-        lazy, at_once = ALL[1:]
-        assert waits(lazy, "Forward", "2") == {"Forward 1", "Publish 2-1"}
-        assert waits(lazy, "Publish", "2") == {"Store 2"} and waits(lazy, "Publish", "1") == {"Gather 1"}
-        assert waits(lazy, "Fetch", "1") == {"Reduce 1", "Step 1-1"}
-        assert waits(at_once, "Forward", "0") == {f"Publish {k}-1" for k in range(5)}
-        assert waits(at_once, "Forward", "2") == {"Forward 1"}
-
     def test_what_lies_on_the_host_does_not_move(self) -> None:
         spans = [Span("a", 10, step_nbytes=260), Span("b", 0)]
         for schedule in ("sync", "overlap", Delayed()):
@@ -182,12 +160,6 @@ class TestOrder:
             assert {op.verb for op in program.ops} == {"Forward", "Backward", "Norm", "Step", "Publish"}
             assert reaches(program, ("Norm", "all"), ("Backward", "a"), back=0)
             assert {op.lane for op in program.ops} == {"device", "cpu"}
-
-    @pytest.mark.parametrize("program", [*ALL, *LATE, resident(MANY)], ids=lambda program: program.name)
-    def test_one_worker_can_walk_it(self, program: Program) -> None:
-        for index, op in enumerate(program.ops):
-            assert op.lane in LANES
-            assert all(ref.back or ref.index < index for ref in op.after)
 
 
 class TestRefused:

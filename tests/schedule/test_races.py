@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from program_cases import same, trained, without
+from tables import each
 from tries import Missed, in_time
 
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.schedule.policies import Delayed
 
-STEPS = 8
+STEPS = 5
 SCHEDULES = ("sync", "overlap", Delayed())
 
 
@@ -53,7 +54,7 @@ HARD: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule, verb, before, slow", NEEDED, ids=lambda value: str(value))
+@each("schedule, verb, before, slow", NEEDED)
 def test_each_dependency_is_needed(schedule: object, verb: str, before: str, slow: str) -> None:
     def race(slower: float) -> None:
         device = PlayedDevice(poison=True, **HARD[slow])

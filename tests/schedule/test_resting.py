@@ -33,45 +33,6 @@ def exact(**others: object) -> list[Span]:
     return spans(**(given | others))
 
 
-class TestBytes:
-    @pytest.mark.parametrize("schedule, read", [("sync", 16), ("overlap", 14), (Delayed(), 14)], ids=str)
-    def test_of_the_disk(self, schedule: object, read: int) -> None:
-        """The update's read of parameters is one of the two fetches, but where it comes after both."""
-        program = program_of(schedule, exact())
-        assert (moved(program, "read"), moved(program, "write")) == (read * GB, 12 * GB)
-        assert (moved(program, "up"), moved(program, "down")) == (4 * GB, 2 * GB)
-
-    @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-    def test_gradients_wait_on_the_disk_and_micro_batches_fetch_anew(self, schedule: object) -> None:
-        resting, spilling = (program_of(schedule, exact(spill_nbytes=n * GB)) for n in (0, 2))
-        for lane in ("read", "write"):
-            assert moved(spilling, lane) - moved(resting, lane) == 2 * GB
-        once, eight = (program_of(schedule, exact(), passes=n) for n in (1, 8))
-        assert (moved(once, "up"), moved(eight, "up")) == (4 * GB, 32 * GB)
-        assert moved(eight, "read") - moved(once, "read") == 28 * GB
-        assert moved(eight, "down") == 16 * GB, "each sends its gradients to where they are added"
-        assert moved(eight, "write") == moved(once, "write")
-
-    def test_what_is_there_at_a_turn_is_not_fetched(self) -> None:
-        *others, last = exact()
-        program = program_of("sync", [*others, replace(last, stays_nbytes=last.fetch_nbytes)], passes=2)
-        assert moved(program, "up") == 8 * GB - 2 * GB // 4, "in each pass, from forward to backward"
-
-    def test_inputs_leave_and_come_back_but_for_the_last_ones(self) -> None:
-        program = program_of("overlap", exact(keep_nbytes=8 * GB, keep_lanes=ON_DISK))
-        plain = program_of("overlap", exact())
-        assert [moved(program, lane) - moved(plain, lane) for lane in ("down", "up", "read", "write")] == [7 * GB] * 4
-
-    def test_what_is_frozen_only_comes(self) -> None:
-        frozen = [Span(f"{i}", 0, fetch_nbytes=GB, fetch_lanes=ON_DISK) for i in range(3)]
-        program = program_of("overlap", [*frozen, Span("last", 8, fetch_nbytes=GB, fetch_lanes=ON_DISK)])
-        assert moved(program, "read") == 8 * GB and moved(program, "write") == GB
-
-    def test_a_device_that_is_the_host(self) -> None:
-        program = program_of("overlap", exact(fetch_lanes=("read",), grad_nbytes=0))
-        assert {op.lane for op in program.ops} == {"device", "cpu", "read", "write"}
-
-
 class TestOrder:
     @pytest.mark.parametrize("lanes", [ON_HOST, ON_DISK])
     @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -118,17 +79,3 @@ class TestTimes:
         """Reads and writes share one rate, so that a step is their sum."""
         timeline = simulate(program_of(schedule, exact(count=32)), HALF)
         assert timeline.step_seconds == pytest.approx(seconds, rel=0.02)
-
-    @pytest.mark.parametrize("compute", [13.0, 26.0, 40.0, 80.0])
-    def test_a_delay_spreads_the_disk_over_the_whole_step(self, compute: float) -> None:
-        """The longer of compute and disk, where "overlap" has 24 of 26 in a quarter of the compute. Where both take as
-        long, one span ahead does not even out that some spans are updated in forward and others are not."""
-        given = exact(count=32, compute=compute)
-        delayed, overlap = (simulate(program_of(one, given), HALF).step_seconds for one in (Delayed(), "overlap"))
-        assert delayed == pytest.approx(max(compute, 26), rel=0.1 if compute == 26 else 0.05)
-        assert overlap == pytest.approx(max(24, compute / 4) + max(2, compute * 3 / 4), rel=0.05)
-
-    def test_the_vertical_order_is_worth_eight_times_the_parameters(self) -> None:
-        host = {"compute": 0.0, "fetch_nbytes": 2 * GB, "fetch_lanes": ON_HOST}
-        once, eight = (simulate(program_of("overlap", spans(**host), passes=n), EVEN).step_seconds for n in (1, 8))
-        assert eight / once == pytest.approx(8, rel=0.01)

@@ -163,52 +163,9 @@ class TestAlways:
             program = program_of(schedule, random_spans(100 + seed))
             assert simulate(program, EVEN).step_seconds == pytest.approx(flow_bound(program, EVEN), rel=1e-9)
 
-    @pytest.mark.parametrize("seed", range(4))
-    def test_sharing_only_slows(self, seed: int) -> None:
-        slow = replace(EVEN, down_both_gb_s=0.5, up_both_gb_s=0.5, host_all_gb_s=1.2)
-        for schedule in SCHEDULES:
-            program = program_of(schedule, random_spans(200 + seed))
-            assert flow_bound(program, slow) == flow_bound(program, EVEN)
-            assert simulate(program, slow).step_seconds >= simulate(program, EVEN).step_seconds * (1 - 1e-9)
-
-    @pytest.mark.parametrize("seed", range(4))
-    def test_what_hides_more_is_not_slower(self, seed: int) -> None:
-        spans = [replace(span, reduce_nbytes=0, gather_nbytes=0) for span in random_spans(300 + seed)]
-        programs = [program_of(schedule, spans) for schedule in ("sync", "overlap")]
-        sync, overlap, together = (flow_bound(p, EVEN) for p in (*programs, program_of("overlap", spans, at_once=True)))
-        compute = sum(span.forward_flops + span.backward_flops for span in spans)
-        assert compute <= overlap <= together <= sync
-        assert simulate(programs[0], EVEN).hidden == 0
-
-
-class TestOrderOfUpdates:
-    def test_forward_order_is_the_best_for_overlap(self) -> None:
-        spans = [Span(str(k), 1, SECOND, SECOND, (1 + k % 3) * SECOND, 1.5, 2) for k in range(4)]
-        bounds = [flow_bound(reordered(program_of("overlap", spans), order), EVEN) for order in orders(4)]
-        assert min(bounds) == bounds[0] < max(bounds)
-
-    def test_backward_order_is_the_best_for_delayed(self) -> None:
-        """The next gradients arrive in it, each where its predecessor was read from."""
-        spans = [Span(str(k), 1, SECOND, SECOND, (3 + k % 3) * SECOND, 1.5, 2) for k in range(4)]
-        bounds = {order: flow_bound(reordered(program_of(Delayed(), spans), order), EVEN) for order in orders(4)}
-        assert min(bounds.values()) == bounds[3, 2, 1, 0] < bounds[0, 1, 2, 3]
-
 
 def orders(count: int) -> list[tuple[int, ...]]:
     return list(itertools.permutations(range(count)))
-
-
-def reordered(program: Program, order: tuple[int, ...]) -> Program:
-    """The same ops, updated and stored in another order of spans."""
-    late = ("Step", "Store") if program.name == "delayed" else ("Step", "Store", "Publish")
-    head = [index for index, op in enumerate(program.ops) if op.verb not in late]
-    tail = [program.index(verb, str(name)) for name in order for verb in late]
-    places = {old: new for new, old in enumerate(head + tail)}
-
-    def moved(op: Op) -> Op:
-        return op._replace(after=tuple(Ref(places[ref.index], ref.back) for ref in op.after))
-
-    return Program(program.name, tuple(moved(program.ops[old]) for old in head + tail))
 
 
 class TestRefused:

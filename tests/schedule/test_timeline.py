@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from zerokern.examples.trace.perfetto import trace_events, write_trace
-from zerokern.examples.trace.timeline import hidden, picture
+from zerokern.examples.trace.timeline import picture
 from zerokern.schedule import Delayed, Program, Span, program_of
 from zerokern.schedule.recorder import Event
 
@@ -72,48 +71,6 @@ def test_the_picture_of_a_schedule(schedule: Any, text: str) -> None:
     assert str(picture(played(program_of(schedule, spans()), 5))) == text
 
 
-def test_lines_are_no_wider_than_asked() -> None:
-    schedules = ("sync", "overlap", Delayed(after=2))
-    for width, count, ranks, schedule in itertools.product((60, 143), (1, 7, 60), (1, 2), schedules):
-        lines = str(picture(played(program_of(schedule, spans(count, ranks)), 4), width=width)).splitlines()
-        bars = [line for line in lines if line.startswith(("device", "net", "down", "cpu", "up"))]
-        assert [bar.split()[0] for bar in bars] == ["device", *["net"] * (ranks > 1), "down", "cpu", "up"]
-        assert all(len(line) <= width for line in [*lines[:2], *bars])
-        assert all(line == line.rstrip() for line in lines) and len(lines) <= 10
-
-
-def test_small_letters_are_shorter_than_a_column_and_hide_nothing() -> None:
-    """Without successor the last step ends with what ran last."""
-    events = [
-        Event(1, "device", "Forward", "a", 0, 100 * MS, 0), Event(1, "device", "Publish", "a", 50 * MS, 50 * MS + 5, 0),
-        Event(1, "cpu", "Step", "a", 10 * MS, 10 * MS + 5, 0), Event(1, "cpu", "Norm", "all", 49 * MS, 49 * MS, 0),
-    ]  # fmt: skip
-    seen = picture(events)
-    rows = {row.lane: "".join(character for character, _ in row.cells) for row in seen.rows}
-    columns = len(rows["cpu"])
-    assert rows["device"] == "F" + "━" * (columns - 1) and seen.step_seconds == 0.1 and "step 1" in seen.above[0]
-    drawn = [(i, one) for i, one in enumerate(rows["cpu"]) if one != "·"]
-    assert drawn == [(columns // 10, "s"), (columns * 49 // 100, "n")]
-
-
-def some_events(seed: int) -> list[Event]:
-    """Events that overlap each other in every way, on a grid of whole nanoseconds."""
-    rolled = random.Random(seed)
-    verbs = {
-        "device": ("Forward", "Backward", "Publish"),
-        "down": ("Fetch",),
-        "cpu": ("Step", "Norm"),
-        "up": ("Store",),
-    }
-    events = [Event(0, "device", "Forward", "a", 0, 40, 0)]
-    for _ in range(rolled.randrange(1, 30)):
-        lane = rolled.choice(list(verbs))
-        begin = rolled.randrange(990)
-        end = begin + rolled.choice((0, 1, 7, 60, 300))
-        events.append(Event(0, lane, rolled.choice(verbs[lane]), rolled.choice("abc"), begin, min(end, 1000), 512))
-    return events
-
-
 def counted(events: Iterable[Event]) -> tuple[dict[str, int], float | None]:
     """How long each lane was busy, and the share hidden, nanosecond by nanosecond."""
     moments = [[one for one in events if one.begin_ns <= now < one.end_ns] for now in range(1001)]
@@ -124,16 +81,6 @@ def counted(events: Iterable[Event]) -> tuple[dict[str, int], float | None]:
     behind = [(sum(lanes[lane]), sum(map(min, lanes[lane], computing))) for lane in ("down", "cpu", "up")]
     total = sum(busy for busy, _ in behind)
     return {lane: sum(busy) for lane, busy in lanes.items()}, sum(both for _, both in behind) / total if total else None
-
-
-def test_shares_are_those_of_counting() -> None:
-    for seed in range(30):
-        events = some_events(seed)
-        busy, share = counted(events)
-        seen = picture(events)
-        assert hidden(events) == seen.hidden == share, seed
-        whole = max(event.end_ns for event in events)
-        assert {row.lane: row.busy for row in seen.rows} == {lane: spent / whole for lane, spent in busy.items()}, seed
 
 
 def test_what_is_refused() -> None:
