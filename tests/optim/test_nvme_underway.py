@@ -196,6 +196,7 @@ for schedule in ("overlap", zk.Delayed()):
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_records_are_on_their_way(tmp_path: Path) -> None:
     """As Python ends, which has something to end; of one optimizer that is dropped, and of one that is not."""
     ran = subprocess.run(

@@ -94,7 +94,8 @@ def exported(folder: str) -> dict[str, Tensor]:
     return {name: one for path in sorted(Path(folder).glob("*.safetensors")) for name, one in load_file(path).items()}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_clipped_skipped_saved_and_loaded(stage: int, tmp_path: Path) -> None:
     on_ranks(4, lives, stage, str(tmp_path / "kept"))
 
@@ -117,6 +118,7 @@ def delayed(rank: int) -> None:
         check(run.params(), plain.params(), run.stage, **OF_PARAMETERS)
 
 
+@pytest.mark.slow
 def test_updated_late() -> None:
     on_ranks(4, delayed)
 

@@ -92,7 +92,8 @@ def local(value: Tensor) -> Tensor:
     return getattr(value, "local", value)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_steps_of_odd_sizes_do_not_cut_memory_up(stage: int) -> None:
     for found in on_ranks(2, on_the_host, stage):
         print(f"stage {stage}: {found}")

@@ -178,6 +178,7 @@ def saves(world: World, folder: str) -> dict[str, Tensor]:
     return saved
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_everything_once(tmp_path: Path) -> None:
     saved = on_ranks(4, saves, str(tmp_path))[0]
     one_dimension, two = (folder_nbytes(tmp_path / name) for name in ("0", "two"))

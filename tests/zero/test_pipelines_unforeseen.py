@@ -38,6 +38,7 @@ def torchs_own(world: World) -> None:
         close(gradients(pipe.models), alone.gradients())
 
 
+@pytest.mark.slow
 def test_torchs_own_stage_reduces_each_micro_batch() -> None:
     on_ranks(4, torchs_own)
 
@@ -79,7 +80,8 @@ def accumulated(world: World, stage: int) -> None:
     same(gradients(pipe.models), {name: grad * MICROS for name, grad in alone.gradients().items()}, "unscaled")
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_steps_add_up(stage: int) -> None:
     on_ranks(4, accumulated, stage)
 

@@ -336,6 +336,7 @@ def in_both_dimensions(groups: list[tuple[Any, Any]], stage: int, settings: dict
     return tuple(sent)
 
 
+@pytest.mark.slow
 @each("stage, settings", [(2, {"micro": 2}), (3, {"keep": "cpu"})])
 def test_units_of_a_model_in_two_dimensions(stage: int, settings: dict[str, Any]) -> None:
     """zk.shard over data parallelism, and inputs of units in parts over tensor parallelism: 2 x 2 ranks."""

@@ -170,6 +170,7 @@ def elsewhere(world: World, folder: Path) -> None:
             copies_are_alike(world, pipe.models)
 
 
+@pytest.mark.slow
 def test_at_other_tiers(tmp_path: Path) -> None:
     on_ranks(4, elsewhere, tmp_path)
 
@@ -290,6 +291,7 @@ def made_anew(world: World, rows: list[tuple[str, int]]) -> None:
         assert all(one() is None for one in gone)
 
 
+@pytest.mark.slow
 def test_stages_made_anew_and_two_pipelines_of_one_group() -> None:
     on_ranks(4, made_anew, [("ZBVZeroBubble", 3)])
 
