@@ -90,6 +90,11 @@ def in_place(model: nn.Module, divide: Callable, backend: Any) -> nn.Module:
     return model
 
 
+def in_place_before(model: nn.Module, divide: Callable, backend: Any) -> nn.Module:
+    model.compile(backend=backend)
+    return divide(model)
+
+
 def fsdp2(model: Any) -> nn.Module:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -159,7 +164,7 @@ def beside_fsdp2(world: World, rows: list[tuple[str, int]], makes: int = 2) -> N
                 assert [len(step) for step in steps] == [1] * 4 and not ours, (make, how, stage)  # FSDP2 has several
 
 
-HOWS = {how.__name__: how for how in (after, before, wrapped, in_place)}
+HOWS = {how.__name__: how for how in (after, before, wrapped, in_place, in_place_before)}
 ROWS = [(how, stage) for how in HOWS for stage in (1, 2, 3)]
 
 

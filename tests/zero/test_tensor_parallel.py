@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tensor_parallel_cases import MODELS, Alone, Run, mesh_of
+from tensor_parallel_cases import MODELS, Alone, Run, batches, mesh_of
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -156,16 +156,17 @@ def heard(stage: int) -> None:
     grads = by_hand.grads()
     for nbytes in (32 << 20, *range(200, 2000, 360)):
         run = Run("uneven", SIZES, stage, bucket_bytes=nbytes)
-        seen: dict[str, Tensor] = {}
+        calls: list[tuple[str, Tensor]] = []
         for name, param in run.model.named_parameters():
             param.register_post_accumulate_grad_hook(
-                lambda param, seen=seen, name=name: seen.update({name: param.grad})
+                lambda param, calls=calls, name=name: calls.append((name, param.grad))
             )
         run.backward(0)
         orders: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(orders, list(seen))
+        seen = dict(calls)
+        dist.all_gather_object(orders, [name for name, _ in calls])
         assert all(order == orders[0] for order in orders), f"a collective in a hook would meet another's: {nbytes}"
-        assert seen.keys() == grads.keys()
+        assert seen.keys() == grads.keys() and len(calls) == len(seen)
         check({name: whole(seen[name]).detach() for name in grads}, grads, "as hooks see them", exactly=True)
 
 
@@ -210,13 +211,63 @@ def tiled(stage: int) -> None:
         torch.testing.assert_close(run.grads()[name], value, rtol=1e-5, atol=1e-6)
 
 
+def by_function(params: Any) -> torch.optim.Optimizer:
+    return zk.AdamW(params, lr=1e-2)
+
+
+def clipped(stage: int) -> None:
+    """Norms of each kind, of whole gradients: each element once."""
+    said = refusal(lambda: zk.clip_grad_norm_(Run("uneven", SIZES, stage).model, 0.1, norm_type=1.0), ValueError)
+    says(said, ["norm_type=1.0", "inf"])
+    for kind in (2.0, float("inf")):
+        run, other = (Run("uneven", SIZES, stage, opt=by_function) for _ in range(2))
+        for one in (run, other):
+            one.backward(0)
+        flat = torch.cat([grad.double().flatten() for grad in run.grads().values()])
+        norm = zk.clip_grad_norm_(run.model, 0.1, norm_type=kind)
+        assert abs(norm.item() / torch.linalg.vector_norm(flat, kind).item() - 1) < 1e-6, kind
+        for param in other.model.parameters():
+            param.grad.mul_(0.1 / (norm.item() + 1e-6))
+        for one in (run, other):
+            one.step()
+        for name, value in other.params().items():
+            torch.testing.assert_close(run.params()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def accumulated(stage: int) -> None:
+    """Within zk.no_sync nothing is reduced; the sum is, once."""
+    run, other = (Run("uneven", SIZES, stage) for _ in range(2))
+    every = list(batches("uneven", 0, 0, 4))[run.dp.get_local_rank() :: 2]
+    with zk.no_sync(run.model):
+        run.model.loss(*every[0]).backward()
+    run.model.loss(*every[1]).backward()
+    for x, y in every:
+        other.model.loss(x, y).backward()
+    for name, value in other.grads().items():
+        torch.testing.assert_close(run.grads()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def several(stage: int) -> None:
+    """Each parameter has one of two optimizers."""
+    run = Run("uneven", SIZES, stage, opt=by_function)
+    other = Run("uneven", SIZES, stage, opt=lambda params: by_function(list(params)[:5]))
+    rest = by_function(list(other.model.parameters())[5:])
+    for step in range(2):
+        for one in (run, other):
+            one.backward(step)
+        for one in (rest, run, other):
+            one.step()
+        rest.zero_grad()
+        check(other.params(), run.params(), step, exactly=True)
+
+
 def lives(rank: int) -> None:
     for stage in (1, 3):
-        for life in (heard, mixed, tiled):
+        for life in (heard, mixed, tiled, clipped, accumulated, several):
             life(stage)
         follow(rank, stage, [("transformer", "tied")])
 
 
 @pytest.mark.slow
-def test_hooks_mixed_precision_tiles_and_tied_weights() -> None:
+def test_hooks_mixed_precision_tiles_norms_accumulation_and_tied_weights() -> None:
     on_ranks(4, lives)
