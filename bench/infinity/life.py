@@ -93,6 +93,7 @@ class Life:
 
     def build(self) -> None:
         case = self.case
+        Path(case.folder).mkdir(exist_ok=True)
         tiers = [
             zk.Nvme(Path(case.folder, name), budget=room)
             for name, room in zip(("parameters", "state"), case.room or (None, None), strict=True)
