@@ -26,7 +26,7 @@ import zerokern as zk
 
 STEPS = 4
 DISK = "a disk"
-ORDER = 1e-5  # what four steps make of sums in another order
+ORDER = 5e-6  # what four steps make of sums in another order
 
 
 class Row(NamedTuple):
