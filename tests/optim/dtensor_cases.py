@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from worlds import for_each, run_ranks
 
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["SHAPES", "Pair", "built", "cut", "for_each", "local", "mesh_of", "on_ranks", "tensors"]
+__all__ = ["SHAPES", "Pair", "built", "cut", "local", "mesh_of", "on_ranks", "one_by_one", "tensors"]
 
 SHAPES = ((1,), (127,), (6, 128), (7, 3), (0,), (1000,))  # uneven, and of some a rank holds nothing
 DIVIDED = (Shard(0),)
@@ -29,6 +30,16 @@ DIVIDED = (Shard(0),)
 def on_ranks(size: int, function: Callable, *arguments: Any) -> list:
     """What it returns on real ranks; each of them looks at its own part."""
     return run_ranks(size, function, *arguments, timeout=120.0)
+
+
+def one_by_one(rank: int, works: Iterable[Callable[[int], object]]) -> None:
+    """Works in one launch of ranks. Each draws random numbers of its own, whatever ran before it."""
+
+    def seeded(rank: int, work: Callable[[int], object]) -> None:
+        torch.manual_seed(zlib.crc32(work.__name__.encode()))
+        work(rank)
+
+    for_each(rank, seeded, works)
 
 
 def mesh_of(*sizes: int) -> DeviceMesh:

@@ -101,7 +101,7 @@ SPREAD = (70_000, 1, 300, 128, 40_000, 0, 129)
 
 
 class Twins:
-    """The same optimizer with state on disk and in memory, over equal parameters."""
+    """The same optimizer with state on disk and in memory, over equal parameters. `schedule` is of the first alone."""
 
     def __init__(
         self,
@@ -109,10 +109,11 @@ class Twins:
         tier: Any,
         sizes: Sequence[int] = SPREAD,
         dtype: torch.dtype = FP32,
+        schedule: Any = "sync",
         **settings: Any,
     ) -> None:
         self.params, self.straight = make_params(sizes, dtype), make_params(sizes, dtype)
-        self.ours = MAKERS[name](self.params, tier=tier, **settings)
+        self.ours = MAKERS[name](self.params, tier=tier, schedule=schedule, **settings)
         self.reference = MAKERS[name](self.straight, **settings)
 
     @property

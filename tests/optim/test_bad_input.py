@@ -11,8 +11,10 @@ import torch
 from optim_cases import BF16, FP16, MAKERS, contents, make_params, same_bits, set_grads, train
 from tables import each
 
+import zerokern as zk
 from zerokern import KernelError, StateError
 from zerokern.kernels.cpu import UpdateTable
+from zerokern.memory import room
 from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion
 
 NAN = math.nan
@@ -70,6 +72,13 @@ def test_a_refused_group_is_not_added(settings: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match=next(iter(settings))):
         optimizer.add_param_group({"params": make_params(), **settings})
     assert len(optimizer.param_groups) == 1
+
+
+@each("settings", [{"fused": True}, {"fused": False}, {"foreach": False}, {"foreach": None}, {"capturable": False}])
+def test_torchs_hints_that_change_no_meaning_are_taken(settings: dict[str, Any]) -> None:
+    params = make_params()
+    train(AdamW(params, **settings), params, 1)
+    assert not same_bits(params, make_params())
 
 
 def test_the_same_parameter_twice() -> None:
@@ -235,6 +244,34 @@ def test_a_native_refusal_leaves_everything_as_it_was(name: str, monkeypatch: py
     optimizer.step()
 
 
+def test_an_interrupt_is_before_or_after_and_never_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, twins = make_params(), make_params()
+    optimizer, reference = AdamW(params), AdamW(twins)
+    train(optimizer, params, 1)
+    train(reference, twins, 2)
+    run = UpdateTable.run
+
+    def after(self: UpdateTable, *arguments: float) -> None:
+        run(self, *arguments)
+        raise KeyboardInterrupt
+
+    def before(self: UpdateTable, *arguments: float) -> None:
+        raise KeyboardInterrupt
+
+    kept = contents(optimizer, params)
+    set_grads(params, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(UpdateTable, "run", before)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert same_bits(contents(optimizer, params), kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(UpdateTable, "run", after)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert same_bits(contents(optimizer, params), contents(reference, twins))
+
+
 def test_a_step_that_broke_off_says_so_until_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     from zerokern.optim.binding import Binding
 
@@ -252,6 +289,19 @@ def test_a_step_that_broke_off_says_so_until_a_load(monkeypatch: pytest.MonkeyPa
     optimizer.load_state_dict(saved)
     optimizer.step()
     assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_state_that_a_control_group_would_not_hold_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system would grant it, and end the process when it is touched."""
+    param = torch.nn.Parameter(torch.ones(1 << 20))
+    param.grad = torch.ones_like(param)
+    optimizer = zk.AdamW([param])
+    monkeypatch.setattr(room, "room", lambda: {"control group": 4 << 20})
+    with pytest.raises(zk.BudgetError, match=r"(?s)optimizer state of 8\.0 MiB does not fit.*exp_avg_sq.*in all"):
+        optimizer.step()
+    assert param.eq(1.0).all() and not optimizer.state
 
 
 @each("count", [float("nan"), float("inf"), -1.0, torch.tensor(float("nan"))])

@@ -1,8 +1,8 @@
 """What frameworks and users do to an optimizer, one failure seen elsewhere per test.
 
 The numbers are those of the conformance list that the optimizers are held to. Where they are missing here another file
-has them: 2 and 5 test_writes.py, 4 test_state_dict.py, 7 and 8 test_groups.py, 10 test_gradient_edits.py, 19 and 20
-test_process.py.
+has them: 1 test_elsewhere.py and test_dtensors.py, 2 and 5 test_writes.py, 4 test_state_dict.py, 7 and 8
+test_groups.py, 10 test_gradient_edits.py, 19 and 20 test_process.py.
 """
 
 from __future__ import annotations
@@ -89,3 +89,22 @@ def test_6_weights_only_round_trip(state_format: str) -> None:
     train(optimizer, list(model.parameters()), 1)
     train(again, list(twin.parameters()), 1)
     assert same_bits(contents(again, list(twin.parameters())), contents(optimizer, list(model.parameters())))
+
+
+@each("formats", [{}, {"state_format": "int8", "master_format": "split8"}])
+def test_15_bf16_and_fp32_parameters_in_one_group(formats: dict, native_calls: list[int]) -> None:
+    native_calls.clear()  # of the row before
+    model = Router()
+    optimizer = AdamW(model.parameters(), lr=0.01, max_grad_norm=1.0, **formats)
+    losses = []
+    x = torch.randn(64, 8)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert native_calls == [6] * 30
+    assert "remainder" not in optimizer.state[model.router.weight]
+    assert "remainder" in optimizer.state[model.experts[0].weight]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from offload_cases import (
     ByHand,
     Row,
     agree,
+    local,
     optimizer_of,
     train,
     values,
@@ -121,5 +123,46 @@ def test_a_call_that_is_skipped_counts_as_a_call_and_publishes() -> None:
     assert one.optimizer.skipped_steps == 2
 
 
+def test_parameters_that_sometimes_have_no_gradient() -> None:
+    """Their pending update waits for no gradient of theirs."""
+    row = Row(steps=12)
+    traces = []
+    for by_hand in (True, False):
+        world = World(0, 1)
+        model = row.model(world)
+        optimizer: Any = ByHand(row, world, 0, model) if by_hand else delayed(row, model)
+        traces.append(trained_with_gaps(world, row, model, optimizer))
+    agree(traces[1], traces[0], ahead=True)
+
+
 def delayed(row: Row, model: torch.nn.Module, after: int = 0) -> Any:
     return optimizer_of(row, model, tier="cpu", schedule=zk.Delayed(after=after))
+
+
+def trained_with_gaps(world: World, row: Row, model: torch.nn.Module, optimizer: Any) -> Any:
+    step = optimizer.step
+    calls = iter(range(100))
+
+    @functools.wraps(step)
+    def with_gaps(*arguments: Any) -> Any:
+        number = next(calls)
+        for index, param in enumerate(model.parameters()):
+            if (number + index) % 3 == 0:
+                param.grad = None
+        return step(*arguments)
+
+    optimizer.step = with_gaps
+    return train(world, row, model, optimizer)
+
+
+def test_what_is_pending_is_in_the_state_under_its_name() -> None:
+    row, world = Row(dtype="bf16", steps=5), World(0, 1)
+    hand = ByHand(row, world, after=2)
+    model = row.model(world)
+    ours = delayed(row, model, after=2)
+    for step in range(row.steps):
+        train(world, row, hand.model, hand, range(step, step + 1))
+        train(world, row, model, ours, range(step, step + 1))
+        params = [param for group in hand.optimizer.param_groups for param in group["params"]]
+        pending = [local(entry["pending"]) for entry in ours.state_dict()["state"].values()]
+        assert same_bits(pending, [param.detach() for param in params])

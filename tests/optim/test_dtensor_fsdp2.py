@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dtensor_cases import built, cut, for_each, local, mesh_of, on_ranks
+from dtensor_cases import built, cut, local, mesh_of, on_ranks, one_by_one
 from optim_cases import same_bits
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -231,14 +231,14 @@ def state_that_is_assigned_or_moved_counts(rank: int) -> None:
     assert all(optimizer.state[weight][key] is value for key, value in kept.items())
 
 
-def two_ranks_train_and_are_saved_as_torchs_are(rank: int) -> list:
+def two_ranks_train_and_are_saved_as_torchs_are(rank: int) -> None:
     works = [
         state_goes_through_torchs_functions_and_training_goes_on_with_the_same_bits,
         the_initialising_step_changes_nothing_that_stays,
         whole_state_is_cut_and_state_cut_otherwise_is_refused,
         state_that_is_assigned_or_moved_counts,
     ]
-    return for_each(rank, lambda rank, work: work(rank), works)
+    one_by_one(rank, works)
 
 
 def test_two_ranks_train_and_are_saved_as_torchs_are() -> None:
@@ -246,12 +246,12 @@ def test_two_ranks_train_and_are_saved_as_torchs_are() -> None:
     on_ranks(2, two_ranks_train_and_are_saved_as_torchs_are)
 
 
-def alone_they_are_copied_and_may_have_state_elsewhere(rank: int) -> list:
+def alone_they_are_copied_and_may_have_state_elsewhere(rank: int) -> None:
     works = [
         optimizers_and_their_state_are_copied_and_pickled_as_torchs_are,
         state_in_host_memory_under_a_mesh_of_devices,
     ]
-    return for_each(rank, lambda rank, work: work(rank), works)
+    one_by_one(rank, works)
 
 
 def test_alone_they_are_copied_and_may_have_state_elsewhere() -> None:

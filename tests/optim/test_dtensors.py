@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from dtensor_cases import SHAPES, Pair, cut, for_each, local, mesh_of, on_ranks, tensors
+from dtensor_cases import SHAPES, Pair, cut, local, mesh_of, on_ranks, one_by_one, tensors
 from optim_cases import BF16, FP16, MASTERS, same_bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -249,7 +249,7 @@ def clipping_apart_from_the_update(rank: int) -> None:
         zk.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
 
 
-def two_ranks_have_their_parts_of_one_process(rank: int) -> list:
+def two_ranks_have_their_parts_of_one_process(rank: int) -> None:
     works = [
         every_master,
         an_infinity_that_one_ranks_scaler_found_skips_the_step_on_all,
@@ -261,7 +261,7 @@ def two_ranks_have_their_parts_of_one_process(rank: int) -> list:
         state_of_divided_parameters_is_refused_by_plain_ones,
         clipping_apart_from_the_update,
     ]
-    return for_each(rank, lambda rank, work: work(rank), works)
+    one_by_one(rank, works)
 
 
 def test_two_ranks_have_their_parts_of_one_process() -> None:
@@ -269,13 +269,13 @@ def test_two_ranks_have_their_parts_of_one_process() -> None:
     on_ranks(2, two_ranks_have_their_parts_of_one_process)
 
 
-def four_ranks_divide_them_any_way(rank: int) -> list:
+def four_ranks_divide_them_any_way(rank: int) -> None:
     works = [
         any_way_to_divide_gives_the_same_bits,
         one_optimizer_may_have_parameters_that_are_divided_differently,
         int8_where_no_block_is_on_two_ranks,
     ]
-    return for_each(rank, lambda rank, work: work(rank), works)
+    one_by_one(rank, works)
 
 
 def test_four_ranks_divide_them_any_way() -> None:

@@ -1,4 +1,7 @@
-"""State on disk, and parameters on a device: the bits, and the ways, of an optimizer that has both in memory."""
+"""State on disk, on the host or on a device: the bits, and the ways, of an optimizer that has all of it in memory.
+
+Where it is the host's, the parameters are a played device's, and updates overlap with what comes next.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,41 @@ from optim_cases import (
 )
 from tables import each
 
+from zerokern.examples.played_device import PlayedDevice
+
 Make = Callable[..., Any]
-WHERE = each("where", ["disk", "device"])
+WHERE = each("where", ["disk", "device", "host"])
+
+
+class HostTwins(Twins):
+    """Updates of the first overlap within `train` and `both`; it is looked at when they are done."""
+
+    def __init__(self, device: PlayedDevice, name: str, **settings: Any) -> None:
+        super().__init__(name, "cpu", schedule="overlap", **settings)
+        self.device = device
+        for param in self.params:
+            device.own(param)
+
+    def train(self, *arguments: Any, **settings: Any) -> None:
+        super().train(*arguments, **settings)
+        self.finish()
+
+    def both(self, work: Callable[[Any, list[torch.nn.Parameter]], Any]) -> None:
+        super().both(work)
+        self.finish()
+        for param in self.params:
+            self.device.own(param)
+
+    def finish(self) -> None:
+        self.ours.flush()
+        self.device.synchronize()
 
 
 @pytest.fixture
-def make(tier: Callable, double: Double) -> Make:
+def make(tier: Callable, double: Double, device: PlayedDevice) -> Make:
     def twins(where: str, name: str, **settings: Any) -> Any:
+        if where == "host":
+            return HostTwins(device, name, **settings)
         return Twins(name, tier(), **settings) if where == "disk" else DeviceTwins(double.on, name, **settings)
 
     return twins
@@ -153,6 +184,23 @@ def test_a_changed_step_counter_counts(where: str, make: Make) -> None:
 
 
 @WHERE
+@each("name", ["adamw", "lion", "adagrad", "sgd"])
+def test_placeholders_stand_in_the_groups_before_the_first_step(where: str, name: str, make: Make) -> None:
+    """As Accelerate has it: it puts them there, then the parameters."""
+    twins = make(where, name, dtype=BF16, max_grad_norm=1.0)
+
+    def swap(optimizer: Any, params: list[torch.nn.Parameter]) -> None:
+        if optimizer is twins.ours:
+            optimizer.param_groups[0]["params"] = [torch.empty(1) for _ in params]
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["params"] = list(params)
+
+    twins.both(swap)
+    twins.train(3)
+    assert twins.agree()
+
+
+@WHERE
 def test_state_reset_and_parameters_exchanged(where: str, make: Make) -> None:
     def exchange(optimizer: Any, params: list[torch.nn.Parameter]) -> None:
         del optimizer.state[params[1]]
@@ -180,8 +228,7 @@ def test_a_write_from_outside_is_followed(where: str, how: str, master_format: s
     assert twins.agree()
 
 
-@WHERE
-@each("there_and_back", [True, False])
+@each("where, there_and_back", [("disk", True), ("disk", False), ("device", True), ("device", False), ("host", False)])
 @each("name, state_format, dtype, master_format", FORMATS)
 def test_state_moves_between_memory_and_elsewhere(
     where: str,
@@ -208,7 +255,8 @@ def test_state_moves_between_memory_and_elsewhere(
     else:
         twins.train(1, 2)
         for param, value in zip((*twins.params, *twins.straight), saved_values(twins), strict=True):
-            param.data.copy_(value)
+            # zerokern's: on the host what was written to `.data` before a load counts as written after it
+            (param.detach() if where == "host" else param.data).copy_(value)
         twins.both(lambda optimizer, _: optimizer.load_state_dict(saved[1]))
         twins.train(1, 5)
         assert twins.agree()
@@ -235,8 +283,12 @@ def test_keys_shapes_and_dtypes_are_those_of_memory(where: str, make: Make) -> N
     twins.train(1)
     saved: list[Any] = []
     twins.both(lambda optimizer, _: saved.append(optimizer.state_dict()["state"]))
+    in_order = sorted if where == "host" else list  # where `step` comes last
     mine, theirs = (
-        [(number, [(key, value.dtype, value.shape) for key, value in entry.items()]) for number, entry in one.items()]
+        [
+            (number, in_order((key, str(value.dtype), value.shape) for key, value in entry.items()))
+            for number, entry in one.items()
+        ]
         for one in saved
     )
     assert mine == theirs

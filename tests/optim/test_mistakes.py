@@ -30,6 +30,13 @@ def test_what_is_no_option_of_a_group(kind: Any, options: dict[str, Any]) -> Non
         kind([{"params": list(model().parameters()), **options}], lr=1e-3)
 
 
+def test_names_that_others_put_into_groups_stay() -> None:
+    own = {"name": "all", "initial_lr": 1e-3, "team": "vision"}
+    opt = zk.AdamW([{"params": list(model().parameters()), **own}])
+    for group in (opt.param_groups[0], opt.state_dict()["param_groups"][0]):
+        assert own.items() <= group.items()
+
+
 def test_a_module_is_not_built() -> None:
     with pytest.raises(TypeError, match=r"zk\.build\(lambda: Model\(\)\).*zk\.shard\(model\)"):
         zk.build(model())  # type: ignore[arg-type]

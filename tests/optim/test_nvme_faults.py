@@ -66,6 +66,22 @@ def step_reference(twins: Twins, seed: int) -> None:
     twins.reference.step()
 
 
+@ENGINES
+def test_a_failed_read_before_the_first_update_leaves_everything_as_it_was(tier: Tier, engine: str) -> None:
+    twins = Twins("adamw", tier(faults=failing(READ, 0), engine=engine), SIZES)
+    twins.train(1)
+    versions = [param._version for param in twins.params]
+    with pytest.raises(zk.IoError, match=r"state/000000.*Nothing was changed") as failed:
+        step_ours(twins, 1)
+    error = failed.value
+    assert (error.key, error.errno, error.offset) == ("state/000000", errno.EIO, 0)
+    assert os.path.dirname(error.path) == twins.ours.tier.path
+    assert [param._version for param in twins.params] == versions
+    assert twins.agree()
+    twins.train(2, 1)
+    assert twins.agree()
+
+
 @each(
     "op, number, engine",
     [

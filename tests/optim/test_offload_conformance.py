@@ -1,8 +1,8 @@
 """What frameworks do to an optimizer, one failure seen elsewhere per test, with the update on the host.
 
 The numbers are those of the conformance list, as in test_conformance.py. Where they are missing here another file has
-them: 10 and 18 test_offload_outside.py, 9 and 11 test_delayed.py, 6, 14 and 16 tests/whole, 2, 7, 8, 13 and 17
-tests/conformance, 4, 12 and 15 test_elsewhere.py, 20 test_process.py.
+them: 1, 4, 5, 8, 12 and 15 test_elsewhere.py, 9 and 11 test_delayed.py, 10 test_gradient_edits.py, 18
+test_offload_outside.py, 6, 14 and 16 tests/whole, 2, 7, 13 and 17 tests/conformance, 20 test_process.py.
 """
 
 from __future__ import annotations

@@ -81,6 +81,26 @@ def test_some_parameters_of_a_model_are_clipped_alone() -> None:
     on_ranks(2, work)
 
 
+def test_plain_and_sharded_parameters_are_clipped_together() -> None:
+    grads = gradients(0)
+    norm, clipped = torch_clipped([*grads, torch.full((2,), 30.0)], 1.0)
+
+    def work(group: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+        model, plain = Divided(group), torch.nn.Parameter(torch.zeros(2))
+        optimizer = SGD([plain, *model.zero_order], lr=1.0)
+        before = model.values()
+        model.set_grads(grads)
+        plain.grad = torch.full((2,), 30.0)
+        found = clip_grad_norm_([plain, *model.zero_order], 1.0)
+        optimizer.step()
+        return found, -plain.detach(), [a - b for a, b in zip(before, model.values(), strict=True)]
+
+    for found, moved, others in on_ranks(2, work):
+        assert torch.allclose(found, norm)
+        for one, other in zip([*others, moved], clipped, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
 @each("kind", KINDS)
 @each("value", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_skips_one_update_and_no_more(value: float, kind: float) -> None:
@@ -102,6 +122,25 @@ def test_a_norm_that_is_not_finite_skips_one_update_and_no_more(value: float, ki
 
     for found, skipped in on_ranks(2, work):
         assert skipped == 1 and (math.isnan(found) if math.isnan(value) else found == math.inf)
+
+
+def test_two_optimizers_of_one_model_both_see_the_factor() -> None:
+    grads = gradients(0)
+    _, clipped = torch_clipped(grads, 1.0)
+
+    def work(group: Any) -> list[Tensor]:
+        model = Divided(group)
+        before = model.values()
+        optimizers = [SGD(model.zero_order[:3], lr=1.0), SGD(model.zero_order[3:], lr=1.0)]
+        model.set_grads(grads)
+        clip_grad_norm_(model.zero_order, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        return [a - b for a, b in zip(before, model.values(), strict=True)]
+
+    for moved in on_ranks(2, work):
+        for one, other in zip(moved, clipped, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
 def test_an_update_that_fails_leaves_the_factor_for_the_next_one() -> None:
