@@ -34,7 +34,6 @@ every_impl = each("impl", IMPLS)
 every_set = each("native_impl", SETS)  # tests of many steps, too long for the interpreter
 # Of a property of many steps, where each set gives the bits of the reference in each step.
 first_and_last_set = each("native_impl", dict.fromkeys((SETS[0], SETS[-1])))
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 # With int8 states the AVX-512 kernels approximate the reciprocal in Adam's update to this relative error;
 # nothing else may differ.

@@ -25,7 +25,6 @@ from zerokern.memory.layout import LINE, SKEW, nbytes_of, offsets_of
 from zerokern.memory.place import DevicePool
 
 MIB = 1 << 20
-DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8, torch.uint8)
 
 HOST = """
 from zerokern.memory import HostPlace, Wanted

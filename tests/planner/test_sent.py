@@ -65,11 +65,6 @@ def gathers_twice() -> None:
     Group.all_gather = again  # type: ignore[method-assign,assignment]
 
 
-def off(planned: dict[str, int | None], seen: dict[str, float]) -> dict[str, float]:
-    """How far each dimension whose bytes are planned is from that."""
-    return {name: seen[name] / nbytes - 1 for name, nbytes in planned.items() if nbytes is not None}
-
-
 @pytest.mark.parametrize(
     "size, meshes, stages",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
@@ -31,6 +32,31 @@ def exact(**others: object) -> list[Span]:
     """Two bytes of parameters, ten of state and two of gradients for each of 10^9 parameters, all on disk."""
     given = {"fetch_nbytes": 2 * GB, "fetch_lanes": ON_DISK, "record_nbytes": 10 * GB, "grad_nbytes": 2 * GB}
     return spans(**(given | others))
+
+
+def rows_of_bytes(schedule: object) -> Iterator[tuple[str, Program, tuple[float, ...]]]:
+    """What is read, written, sent up and sent down in a step, in GB."""
+    # The update's read of parameters is one of the two fetches, but where it comes after both.
+    read = 16 if schedule == "sync" else 14
+    yield "all on disk", program_of(schedule, exact()), (read, 12, 4, 2)
+    yield "gradients wait there", program_of(schedule, exact(spill_nbytes=2 * GB)), (read + 2, 14, 4, 2)
+    # Each pass fetches anew, and sends its gradients to where they are added.
+    yield "eight micro-batches", program_of(schedule, exact(), passes=8), (read + 28, 12, 32, 16)
+    kept = program_of(schedule, exact(keep_nbytes=8 * GB, keep_lanes=ON_DISK))
+    yield "inputs leave, but for the last", kept, (read + 7, 19, 11, 9)
+    *frozen, last = (Span(str(i), 8 * (i == 3), fetch_nbytes=GB, fetch_lanes=ON_DISK) for i in range(4))
+    # Of these only the last has an update that reads it.
+    yield "frozen spans only come", program_of(schedule, [*frozen, last]), (8 + (schedule == "sync"), 1, 8, 0)
+    *others, last = exact()
+    # In each of two passes the last is there, from forward to backward.
+    stays = program_of(schedule, [*others, replace(last, stays_nbytes=last.fetch_nbytes)], passes=2)
+    yield "the last stays at a turn", stays, (read + 4 - 0.5, 12, 7.5, 4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_step_moves_exactly(schedule: object) -> None:
+    for name, program, expected in rows_of_bytes(schedule):
+        assert tuple(moved(program, lane) / GB for lane in ("read", "write", "up", "down")) == expected, name
 
 
 class TestOrder:
@@ -79,3 +105,17 @@ class TestTimes:
         """Reads and writes share one rate, so that a step is their sum."""
         timeline = simulate(program_of(schedule, exact(count=32)), HALF)
         assert timeline.step_seconds == pytest.approx(seconds, rel=0.02)
+
+    @pytest.mark.parametrize("compute", [13.0, 26.0, 40.0, 80.0])
+    def test_a_delay_spreads_the_disk_over_the_whole_step(self, compute: float) -> None:
+        """The longer of compute and disk, where "overlap" has 24 of 26 in a quarter of the compute. Where both take as
+        long, one span ahead does not even out that some spans are updated in forward and others are not."""
+        given = exact(count=32, compute=compute)
+        delayed, overlap = (simulate(program_of(one, given), HALF).step_seconds for one in (Delayed(), "overlap"))
+        assert delayed == pytest.approx(max(compute, 26), rel=0.1 if compute == 26 else 0.05)
+        assert overlap == pytest.approx(max(24, compute / 4) + max(2, compute * 3 / 4), rel=0.05)
+
+    def test_the_vertical_order_is_worth_eight_times_the_parameters(self) -> None:
+        host = {"compute": 0.0, "fetch_nbytes": 2 * GB, "fetch_lanes": ON_HOST}
+        once, eight = (simulate(program_of("overlap", spans(**host), passes=n), EVEN).step_seconds for n in (1, 8))
+        assert eight / once == pytest.approx(8, rel=0.01)

@@ -164,8 +164,34 @@ class TestAlways:
             assert simulate(program, EVEN).step_seconds == pytest.approx(flow_bound(program, EVEN), rel=1e-9)
 
 
+class TestOrderOfUpdates:
+    def test_forward_order_is_the_best_for_overlap(self) -> None:
+        spans = [Span(str(k), 1, SECOND, SECOND, (1 + k % 3) * SECOND, 1.5, 2) for k in range(4)]
+        bounds = [flow_bound(reordered(program_of("overlap", spans), order), EVEN) for order in orders(4)]
+        assert min(bounds) == bounds[0] < max(bounds)
+
+    def test_backward_order_is_the_best_for_delayed(self) -> None:
+        """The next gradients arrive in it, each where its predecessor was read from."""
+        spans = [Span(str(k), 1, SECOND, SECOND, (3 + k % 3) * SECOND, 1.5, 2) for k in range(4)]
+        bounds = {order: flow_bound(reordered(program_of(Delayed(), spans), order), EVEN) for order in orders(4)}
+        assert min(bounds.values()) == bounds[3, 2, 1, 0] < bounds[0, 1, 2, 3]
+
+
 def orders(count: int) -> list[tuple[int, ...]]:
     return list(itertools.permutations(range(count)))
+
+
+def reordered(program: Program, order: tuple[int, ...]) -> Program:
+    """The same ops, updated and stored in another order of spans."""
+    late = ("Step", "Store") if program.name == "delayed" else ("Step", "Store", "Publish")
+    head = [index for index, op in enumerate(program.ops) if op.verb not in late]
+    tail = [program.index(verb, str(name)) for name in order for verb in late]
+    places = {old: new for new, old in enumerate(head + tail)}
+
+    def moved(op: Op) -> Op:
+        return op._replace(after=tuple(Ref(places[ref.index], ref.back) for ref in op.after))
+
+    return Program(program.name, tuple(moved(program.ops[old]) for old in head + tail))
 
 
 class TestRefused:

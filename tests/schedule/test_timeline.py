@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from zerokern.examples.trace.perfetto import trace_events, write_trace
-from zerokern.examples.trace.timeline import picture
+from zerokern.examples.trace.timeline import hidden, picture
 from zerokern.schedule import Delayed, Program, Span, program_of
 from zerokern.schedule.recorder import Event
 
@@ -71,6 +72,24 @@ def test_the_picture_of_a_schedule(schedule: Any, text: str) -> None:
     assert str(picture(played(program_of(schedule, spans()), 5))) == text
 
 
+def some_events(seed: int) -> list[Event]:
+    """Events that overlap each other in every way, on a grid of whole nanoseconds."""
+    rolled = random.Random(seed)
+    verbs = {
+        "device": ("Forward", "Backward", "Publish"),
+        "down": ("Fetch",),
+        "cpu": ("Step", "Norm"),
+        "up": ("Store",),
+    }
+    events = [Event(0, "device", "Forward", "a", 0, 40, 0)]
+    for _ in range(rolled.randrange(1, 30)):
+        lane = rolled.choice(list(verbs))
+        begin = rolled.randrange(990)
+        end = begin + rolled.choice((0, 1, 7, 60, 300))
+        events.append(Event(0, lane, rolled.choice(verbs[lane]), rolled.choice("abc"), begin, min(end, 1000), 512))
+    return events
+
+
 def counted(events: Iterable[Event]) -> tuple[dict[str, int], float | None]:
     """How long each lane was busy, and the share hidden, nanosecond by nanosecond."""
     moments = [[one for one in events if one.begin_ns <= now < one.end_ns] for now in range(1001)]
@@ -81,6 +100,16 @@ def counted(events: Iterable[Event]) -> tuple[dict[str, int], float | None]:
     behind = [(sum(lanes[lane]), sum(map(min, lanes[lane], computing))) for lane in ("down", "cpu", "up")]
     total = sum(busy for busy, _ in behind)
     return {lane: sum(busy) for lane, busy in lanes.items()}, sum(both for _, both in behind) / total if total else None
+
+
+def test_shares_are_those_of_counting() -> None:
+    for seed in range(30):
+        events = some_events(seed)
+        busy, share = counted(events)
+        seen = picture(events)
+        assert hidden(events) == seen.hidden == share, seed
+        whole = max(event.end_ns for event in events)
+        assert {row.lane: row.busy for row in seen.rows} == {lane: spent / whole for lane, spent in busy.items()}, seed
 
 
 def test_what_is_refused() -> None:
