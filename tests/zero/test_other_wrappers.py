@@ -84,3 +84,33 @@ def beside(world: World) -> None:
 
 def test_a_sharded_model_beside_one_under_ddp_trains() -> None:
     on_ranks(2, beside)
+
+
+@ranked
+def within(world: World, ignored: bool) -> None:
+    """A sharded part of a model under DDP that DDP does not reduce: it is frozen, or ignored by its names."""
+    torch.manual_seed(0)
+    ours = nn.ModuleDict({"own": nn.Linear(4, 4), "part": model()})
+    plain = copy.deepcopy(ours)
+    ours["part"].requires_grad_(ignored)
+    ours.forward = lambda x: ours["part"](ours["own"](x))
+    zk.shard(ours["part"], stage=2)
+    names = [f"part.{name}" for name, _ in ours["part"].named_parameters()]
+    if ignored:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ours, names)
+    x = torch.full((1, 4), float(world.rank + 1))
+    wrapped = DistributedDataParallel(ours)
+    wrapped(x).sum().backward()
+    plain["part"](plain["own"](x)).sum().backward()
+    world.average_gradients(plain.parameters())
+    assert torch.equal(ours["own"].weight.grad, plain["own"].weight.grad)
+    for mine, theirs in zip(ours["part"].parameters(), plain["part"].parameters(), strict=True):
+        if ignored:
+            assert torch.equal(mine.grad.local, theirs.grad.reshape(-1)[mine.grad.start :][: mine.grad.local.numel()])
+        else:
+            assert mine.grad is None
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_part_that_ddp_does_not_reduce_trains(ignored: bool) -> None:
+    on_ranks(2, within, ignored)

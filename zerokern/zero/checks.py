@@ -25,12 +25,12 @@ from zerokern.zero.tensor_parallel import PLACE
 from zerokern.zero.units import Unit
 
 __all__ = [
-    "belongs_to_nobody_else",
     "bucket_bytes",
     "gradient",
     "model",
+    "no_other_wrapper",
     "no_writes_of_one_rank",
-    "not_within_ddp",
+    "not_reduced_by_ddp",
     "one_unit",
     "reduce",
     "same_on_all_ranks",
@@ -81,10 +81,10 @@ def model(module: object, units: Sequence[Unit], group: Group, *, built: bool) -
     return params[0][1].device
 
 
-def belongs_to_nobody_else(module: nn.Module) -> None:
-    """Raise for a model that another wrapper reduces the gradients of, or holds the parameters of.
+def no_other_wrapper(module: nn.Module) -> None:
+    """Raise if a module is wrapped by DistributedDataParallel, DataParallel or FSDP.
 
-    >>> belongs_to_nobody_else(nn.Linear(2, 2))
+    >>> no_other_wrapper(nn.Linear(2, 2))
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who has called fully_shard has imported it
     divided = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
@@ -102,10 +102,18 @@ def belongs_to_nobody_else(module: nn.Module) -> None:
             )
 
 
-def not_within_ddp(module: nn.Module) -> None:
-    """Raise in a forward that DistributedDataParallel has called, if that holds this sharded model."""
+def not_reduced_by_ddp(module: nn.Module) -> None:
+    """Raise in a forward that DistributedDataParallel has called, if it reduces parameters of this module too.
+
+    It does not reduce frozen ones, nor those in its `parameters_to_ignore`.
+
+    >>> not_reduced_by_ddp(nn.Linear(2, 2))
+    """
     outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if outer is not None and any(one is module for one in outer.module.modules()):
+    if outer is None:
+        return
+    reduced = {id(param) for param in outer._module_parameters if param.requires_grad}
+    if any(id(param) in reduced for param in module.parameters()):
         raise StateError(
             "this model was given to zk.shard, and is called by DistributedDataParallel, which would replace the "
             "gradients by zeros: zk.shard reduces them at every stage. Call the model that zk.shard returned, without "

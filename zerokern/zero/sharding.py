@@ -75,7 +75,7 @@ class Sharding:
         self._stream = stream_number(group.device)  # which they were made on
         self.more_nodes: list[object] = []
         found = units_of(module, units)
-        checks.belongs_to_nobody_else(module)
+        checks.no_other_wrapper(module)
         device = checks.model(module, found, group, built=materialize is not None)
         if shards_parameters(stage):
             checks.one_unit(found)
@@ -230,7 +230,7 @@ class Sharding:
             self.reduction.abandon()
             if torch.is_grad_enabled():
                 self._follow_stream()
-                checks.not_within_ddp(self.module)
+                checks.not_reduced_by_ddp(self.module)
                 self.watch.look()
         if self.gatherer is not None:
             self.gatherer.begin()
