@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from worlds import World, everywhere
@@ -42,6 +45,34 @@ def test_a_batch_counts_once(world: World, stage: int, keep: str) -> None:
         for (name, mine), theirs in zip(ours.named_buffers(), plain.buffers(), strict=True):
             assert torch.equal(mine, theirs), name
         del ours, losses
+
+
+def replaced(block: nn.Module) -> None:
+    forward = block.forward
+    block.forward = functools.wraps(forward)(lambda x: forward(x))
+
+
+def compiled(block: nn.Module) -> None:
+    block.compile(backend="eager")
+
+
+@pytest.mark.parametrize("change", [replaced, compiled])
+def test_a_forward_that_was_replaced_or_compiled(change: Callable[[nn.Module], None]) -> None:
+    """The unit is known, whatever function computes it."""
+    plain, ours, cut = (Normed() for _ in range(3))
+    ours.load_state_dict(plain.state_dict())
+    for block in (*ours.blocks, *cut.blocks):
+        change(block)
+    zk.shard(ours, stage=2, keep="device")
+    for step in range(2):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        for model in (plain, ours):
+            model(x).square().sum().backward()
+    for mine, theirs in zip(ours.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+    zk.shard(cut, stage=2, micro=2)
+    with pytest.raises(zk.StateError, match=r"BatchNorm1d.* computes over the whole batch"):
+        cut(x).sum().backward()
 
 
 def test_of_zk_recompute_too() -> None:

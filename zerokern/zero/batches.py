@@ -15,7 +15,15 @@ from torch.nn.modules.batchnorm import _NormBase as Norm
 from zerokern.core.errors import StateError
 from zerokern.zero.containers import mapped
 
-__all__ = ["Results", "Rows", "counted_once", "norms_of", "refuse_batch_norm", "refuse_statistics"]
+__all__ = [
+    "Results",
+    "Rows",
+    "keep_running_statistics",
+    "module_of",
+    "norms_in_training",
+    "refuse_batch_norm",
+    "refuse_statistics",
+]
 
 SHARED = (
     "What slices share, hand over by functools.partial or a closure, or with a dimension of 1 in front (mask[None])"
@@ -164,46 +172,51 @@ def _alike(one: Any, other: Any) -> bool:
         return False
 
 
-def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
-    """That a function is the forward of."""
+def module_of(fn: Callable[..., Any]) -> nn.Module | None:
+    """Returns the module that `fn` is, or whose method it is; None for any other function.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> module_of(layer) is layer, module_of(partial(layer.forward)) is layer, module_of(len)
+    (True, True, None)
+    """
     while isinstance(fn, partial):
         fn = fn.func
     module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     return module if isinstance(module, nn.Module) else None
 
 
-def norms_of(fn: Callable[..., Any]) -> list[nn.Module]:
-    """The modules of a function that have statistics of the batches they are trained on.
-
-    >>> norms_of(nn.Sequential(nn.BatchNorm1d(2), nn.LayerNorm(2)))
-    [BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)]
-    """
-    module = _module_of(fn)
-    return [] if module is None else [one for one in module.modules() if isinstance(one, Norm) and one.training]
-
-
-def refuse_batch_norm(fn: Callable[..., Any]) -> None:
+def refuse_batch_norm(module: nn.Module) -> None:
     """A module that computes over the whole batch, and would over each slice alone.
 
     >>> refuse_batch_norm(nn.BatchNorm1d(2).eval())
     """
-    module = _module_of(fn)
-    for name, one in () if module is None else module.named_modules():
+    for name, one in module.named_modules():
         if isinstance(one, BatchNorm) and (one.training or not one.track_running_stats):
             refuse_statistics(f"{name or 'the module'} ({type(one).__name__})")
 
 
+def norms_in_training(module: nn.Module) -> list[nn.Module]:
+    """Returns the layers whose forward updates running statistics.
+
+    >>> norms_in_training(nn.Sequential(nn.BatchNorm1d(2), nn.LayerNorm(2)))
+    [BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)]
+    """
+    return [one for one in module.modules() if isinstance(one, Norm) and one.training and one.track_running_stats]
+
+
 @contextmanager
-def counted_once(fn: Callable[..., Any]) -> Iterator[None]:
-    """While a function is called again, running statistics, which have the batch in them already, stay as they are.
+def keep_running_statistics(module: nn.Module) -> Iterator[None]:
+    """Within this context, forwards update copies of the running statistics, which are dropped at its end.
+
+    A recomputation in backward runs in it: the forward has counted the same batch already.
 
     >>> norm = nn.BatchNorm1d(2)
-    >>> with counted_once(norm):
+    >>> with keep_running_statistics(norm):
     ...     _ = norm(torch.randn(3, 2))
     >>> norm.num_batches_tracked.item()
     0
     """
-    norms = norms_of(fn)
+    norms = norms_in_training(module)
     kept = [dict(one._buffers) for one in norms]
     for one in norms:
         one._buffers.update({name: None if it is None else it.clone() for name, it in one._buffers.items()})

@@ -16,7 +16,7 @@ from zerokern.comm import Group
 from zerokern.core.errors import StateError, got
 from zerokern.io import Nvme
 from zerokern.zero import hooks
-from zerokern.zero.batches import counted_once, norms_of, refuse_batch_norm
+from zerokern.zero.batches import keep_running_statistics, module_of, norms_in_training, refuse_batch_norm
 from zerokern.zero.containers import mapped
 from zerokern.zero.dividing import keeper_for
 from zerokern.zero.keeping import Keeper, Turn
@@ -43,7 +43,8 @@ def recompute(
     """Runs `fn(*args, **kwargs)` and keeps only its inputs; the rest is computed again in backward.
 
     Like `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)`, with the same keywords and three more.
-    Running statistics of a module's BatchNorms count a batch once, as they do without it.
+    If `fn` is a module or a method of one, BatchNorm counts a batch once in its running statistics, as without it; in
+    any other function it counts it twice, as with torch's.
 
     Args:
         fn: a module or a function, which gets `args` and `kwargs`.
@@ -73,10 +74,11 @@ def recompute(
         raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
     check_keep(keep)
     plain = check_micro(micro) == 1 and keep == "device" and replicated is None
-    if plain and (torch.compiler.is_compiling() or not norms_of(fn)):
+    module = module_of(fn)
+    if plain and (torch.compiler.is_compiling() or module is None or not norms_in_training(module)):
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     settings = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
-    return keeping(_keeper(keep, replicated), micro, fn, args, kwargs, settings)
+    return keeping(_keeper(keep, replicated), micro, fn, args, kwargs, settings, module)
 
 
 def check_keep(keep: object) -> Any:
@@ -137,7 +139,7 @@ class Repeated:
         for unit in _repeatable(units):
             if id(unit.module) not in within:
                 within.update(map(id, unit.module.modules()))
-                hooks.around_forward(unit.module, partial(_forward, keeper, self.micro))
+                hooks.around_forward(unit.module, partial(_forward, keeper, self.micro, unit.module))
 
 
 def _repeatable(units: Sequence[Unit]) -> list[Unit]:
@@ -145,10 +147,12 @@ def _repeatable(units: Sequence[Unit]) -> list[Unit]:
     return [unit for unit in units[1:] if not isinstance(unit.module, Tile)]
 
 
-def _forward(keeper: Keeper | None, micro: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _forward(
+    keeper: Keeper | None, micro: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return keeping(keeper, micro, forward, args, kwargs, {})
+    return keeping(keeper, micro, forward, args, kwargs, {}, module)
 
 
 def _keeper(keep: str | Nvme, replicated: DeviceMesh | Group | None) -> Keeper | None:
@@ -171,9 +175,16 @@ class Call:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, in_slices: bool = False
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        in_slices: bool = False,
+        module: nn.Module | None = None,
     ) -> None:
-        self.fn, self._in_slices = fn, in_slices
+        """`module`: the one that `fn` runs, if it is known."""
+        self.fn, self._in_slices, self._module = fn, in_slices, module
         self.is_new = True  # what is called now is no repetition
         self._tensors: list[Tensor] = []
         self._places: dict[int, int] = {}
@@ -203,9 +214,9 @@ class Call:
             )
         given, self._first = self._first, None
         args, kwargs = given or mapped(self._given, lambda place: tensors[place.number], _Place)
-        if self.is_new:
+        if self.is_new or self._module is None:
             return self.fn(*args, **kwargs)
-        with counted_once(self.fn):
+        with keep_running_statistics(self._module):
             return self.fn(*args, **kwargs)
 
 
@@ -226,13 +237,15 @@ def keeping(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     settings: dict[str, Any],
+    module: nn.Module | None = None,
 ) -> Any:
-    """torch's checkpoint, of slices of the batch, with inputs that the keeper keeps."""
-    if micro > 1:
-        refuse_batch_norm(fn)
+    """torch's checkpoint, of slices of the batch, with inputs that the keeper keeps. `module`: the one that `fn` runs,
+    if it is known."""
+    if micro > 1 and module is not None:
+        refuse_batch_norm(module)
     if torch.is_grad_enabled():
         _refuse_caches([*args, *kwargs.values()])
-    call = Call(fn, args, kwargs, in_slices=micro > 1)
+    call = Call(fn, args, kwargs, in_slices=micro > 1, module=module)
     turn = turn_of(keeper)
 
     def compute(tensors: Sequence[Tensor]) -> Any:
