@@ -43,7 +43,10 @@ _check_torch()
 
 if TYPE_CHECKING:
     from zerokern import io, kernels
+    from zerokern.activations.recompute import recompute
+    from zerokern.activations.tiles import tile
     from zerokern.api import build, gathered, no_sync, shard, shards
+    from zerokern.checkpoint import Saving, load, save
     from zerokern.core.errors import (
         BackendError,
         BudgetError,
@@ -55,15 +58,13 @@ if TYPE_CHECKING:
         ZerokernError,
     )
     from zerokern.integrations.deepspeed import from_deepspeed
+    from zerokern.interop import export, load_pretrained
     from zerokern.io import Nvme
     from zerokern.optim import SGD, Adagrad, Adam, AdamW, Lion, clip_grad_norm_, convert_state
+    from zerokern.parallel.pipelining import PipelineStage
     from zerokern.planner import Plan, measure, plan
     from zerokern.report import get_include, get_library, info
-    from zerokern.saving import Saving, export, load, load_pretrained, save
     from zerokern.schedule import Delayed
-    from zerokern.zero.pipelining import PipelineStage
-    from zerokern.zero.recompute import recompute
-    from zerokern.zero.tiles import tile
 
 __all__ = [
     "SGD",
@@ -130,14 +131,15 @@ _HOMES = {
     ),
     **dict.fromkeys(("build", "gathered", "no_sync", "shard", "shards"), "zerokern.api"),
     **dict.fromkeys(("Plan", "measure", "plan"), "zerokern.planner"),
-    **dict.fromkeys(("Saving", "export", "load", "load_pretrained", "save"), "zerokern.saving"),
+    **dict.fromkeys(("Saving", "load", "save"), "zerokern.checkpoint"),
+    **dict.fromkeys(("export", "load_pretrained"), "zerokern.interop"),
     "Nvme": "zerokern.io",
     "from_deepspeed": "zerokern.integrations.deepspeed",
     **dict.fromkeys(("get_include", "get_library", "info"), "zerokern.report"),
     "Delayed": "zerokern.schedule",
-    "PipelineStage": "zerokern.zero.pipelining",
-    "recompute": "zerokern.zero.recompute",
-    "tile": "zerokern.zero.tiles",
+    "PipelineStage": "zerokern.parallel.pipelining",
+    "recompute": "zerokern.activations.recompute",
+    "tile": "zerokern.activations.tiles",
 }
 
 

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from zerokern.activations.recompute import Repeated
+from zerokern.activations.tiles import cut
+from zerokern.building.construction import Construction
 from zerokern.comm import Group, dividing_on, during
 from zerokern.core.errors import StateError, got
 from zerokern.core.units import Reduce, Stage, Tier
 from zerokern.io import Nvme
 from zerokern.memory.heap import give_back, map_large
 from zerokern.zero import home_of
-from zerokern.zero.construction import Construction
 from zerokern.zero.partition import check_stage, shards_parameters
-from zerokern.zero.recompute import Repeated
 from zerokern.zero.sharding import Sharding
-from zerokern.zero.tiles import cut
 from zerokern.zero.units import Units
 from zerokern.zero.whole import whole
 

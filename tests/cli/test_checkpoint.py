@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import zerokern as zk
+from zerokern.checkpoint import save
+from zerokern.checkpoint.folder import Draft
+from zerokern.checkpoint.published import Published
 from zerokern.cli.main import main
-from zerokern.saving import save
-from zerokern.saving.folder import Draft
-from zerokern.saving.published import Published
 
 
 @pytest.fixture

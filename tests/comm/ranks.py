@@ -28,7 +28,7 @@ GRACE_S = 3.0  # between the first failure and the end of the others: what they 
 PRELOAD = (
     "pytest torch torch._dynamo torch.distributed torch.distributed.device_mesh torch.distributed.fsdp "
     "torch.distributed.checkpoint zerokern zerokern.api zerokern.comm.device zerokern.kernels zerokern.optim "
-    "zerokern.saving.loader zerokern.saving.saver"
+    "zerokern.checkpoint.loader zerokern.checkpoint.saver"
 )
 NOTHING = object()
 

@@ -12,7 +12,7 @@ from hf_cases import language_model
 from torch import nn
 
 import zerokern as zk
-from zerokern.zero import construction
+from zerokern.building import construction
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 WORDS = {**SMALL, "vocab_size": 40}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import of_checkpoint
 import of_io
 import of_kernels
 import of_memory
 import of_optim
 import of_ranks
-import of_saving
 import of_schedule
 import of_zero
 from mutant import Mutant
@@ -22,5 +22,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *of_schedule.MUTANTS,
     *of_zero.MUTANTS,
     *of_optim.MUTANTS,
-    *of_saving.MUTANTS,
+    *of_checkpoint.MUTANTS,
 )

@@ -8,6 +8,12 @@ from pathlib import Path
 __all__ = ["ROOT", "Mutant", "mutated"]
 
 ROOT = Path(__file__).parents[2]
+TESTED_IN = {
+    "activations": "zero",
+    "parallel": "zero",
+    "building": "zero",
+    "interop": "checkpoint",
+}  # by folder
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Mutant:
         first, second = Path(self.file).parts[:2]
         if first == "cpu":
             return "io" if second == "io" else "kernels"
-        return second
+        return TESTED_IN.get(second, second)
 
     @property
     def is_native(self) -> bool:

@@ -29,7 +29,7 @@ MUTANTS = (
         "            file.flush()\n            os.fsync(file.fileno())",
         "            file.flush()",
         "An index takes the place of the one before while its own bytes may be in memory only.",
-        ("tests/saving/test_folder.py", "tests/io/test_durable.py"),
+        ("tests/checkpoint/test_folder.py", "tests/io/test_durable.py"),
     ),
     Mutant(
         "data_not_synced_before_the_index",
@@ -45,7 +45,7 @@ MUTANTS = (
         "            os.rename(name, to, src_dir_fd=self.fd, dst_dir_fd=self.fd)\n        self.sync()",
         "            os.rename(name, to, src_dir_fd=self.fd, dst_dir_fd=self.fd)",
         "What was published by a rename is taken for lasting before the folder is synced.",
-        ("tests/saving/test_folder.py", "tests/io/test_durable.py"),
+        ("tests/checkpoint/test_folder.py", "tests/io/test_durable.py"),
     ),
     Mutant(
         "published_extent_given_away",
@@ -112,6 +112,6 @@ MUTANTS = (
         "a = over_one(over_one(static_cast<uint32_t>(a)) ^ static_cast<uint32_t>(b)) ^ c;",
         "a = over_one(over_one(static_cast<uint32_t>(a)) ^ static_cast<uint32_t>(c)) ^ b;",
         "The checksum of spans from 6 KiB on is not CRC-32C.",
-        ("tests/io/test_durable.py", "tests/saving/test_files.py", "tests/kernels/test_fingerprint.py"),
+        ("tests/io/test_durable.py", "tests/checkpoint/test_files.py", "tests/kernels/test_fingerprint.py"),
     ),
 )

@@ -186,7 +186,7 @@ MUTANTS = (
     ),
     Mutant(
         "kept_input_of_before_a_write",
-        "zerokern/zero/keeping.py",
+        "zerokern/activations/keeping.py",
         "begin + nbytes <= self.begin + self.nbytes and not self.version.is_changed",
         "begin + nbytes <= self.begin + self.nbytes",
         "What was kept of an input before it was written stands for what it holds afterwards.",
@@ -194,7 +194,7 @@ MUTANTS = (
     ),
     Mutant(
         "one_copy_of_a_tied_weight_keeps_its_own_sum",
-        "zerokern/zero/tied_stages.py",
+        "zerokern/parallel/tied_stages.py",
         "for other in vectors[1:]:\n            other.copy_(total)",
         "for other in vectors[2:]:\n            other.copy_(total)",
         "Of two copies of a weight on one rank the second keeps its own part of the gradient.",

@@ -18,6 +18,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import zerokern as zk
+from zerokern.activations.keeping import Keeper
+from zerokern.checkpoint.background import Lane, Saving
+from zerokern.checkpoint.files import FileWriter
+from zerokern.checkpoint.filling import Around
 from zerokern.comm import Group, group_on
 from zerokern.comm.fake import FakeWorld
 from zerokern.core.errors import IoError
@@ -27,12 +31,8 @@ from zerokern.memory.here import Here
 from zerokern.optim.exchange import Inflow
 from zerokern.optim.formats import Slot
 from zerokern.optim.state import begin
-from zerokern.saving.background import Lane, Saving
-from zerokern.saving.files import FileWriter
-from zerokern.saving.filling import Around
 from zerokern.schedule.passes import Ahead, turn
 from zerokern.zero.homes import home_of
-from zerokern.zero.keeping import Keeper
 
 
 class Addresses:

@@ -186,7 +186,7 @@ print(*found, same)
 def test_saving_and_loading_take_the_ring_and_not_the_state(tmp_path: Path) -> None:
     """80 MiB of state through a ring of 4 MiB, as the kernel counts pages; parameters are there all along."""
     tests = Path(__file__).resolve().parents[1]
-    paths = [str(tests / name) for name in ("zero", "saving", "optim")]
+    paths = [str(tests / name) for name in ("zero", "checkpoint", "optim")]
     script = WITNESS.format(paths=paths)
     child = run_forked(script, tmp_path, timeout=240)
     assert child.returncode == 0, child.stderr[-2000:]

@@ -77,6 +77,6 @@ def test_a_reach_is_found() -> None:
         "class A:\n    def f(self):\n        self.opt._held = 1",
         "from zerokern.optim.base import _held",
     ):
-        assert len(reaches(source, "zerokern/saving/x.py", frozenset({"_held"}))) == 1
+        assert len(reaches(source, "zerokern/checkpoint/x.py", frozenset({"_held"}))) == 1
     own = "class A:\n    def __init__(self, other):\n        self._held = other._held; self.version = other._version"
     assert reaches(own, "zerokern/optim/x.py", frozenset({"_held", "_version"})) == []

@@ -13,9 +13,9 @@ import waiting_device
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zerokern.activations import keeping
+from zerokern.activations.recompute import keeping as kept_by
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.zero import keeping
-from zerokern.zero.recompute import keeping as kept_by
 
 WIDTH, ROWS = 64, 4096  # 1 MiB
 

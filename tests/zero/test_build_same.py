@@ -21,7 +21,7 @@ from worlds import full, on_ranks, ranked, step_and_zero
 from zero_cases import Net
 
 import zerokern as zk
-from zerokern.zero import construction
+from zerokern.building import construction
 
 SLOW = pytest.mark.slow
 

@@ -28,9 +28,9 @@ from keep_cases import (
 from torch import Tensor
 
 import zerokern as zk
-from zerokern.zero import keeping
-from zerokern.zero.keeping import Keeper
-from zerokern.zero.recompute import keeping as kept_by
+from zerokern.activations import keeping
+from zerokern.activations.keeping import Keeper
+from zerokern.activations.recompute import keeping as kept_by
 
 NBYTES = ROWS * WIDTH * 4
 

@@ -36,9 +36,9 @@ from worlds import World, built, full, on_ranks, on_threads, ranked, refusal, sa
 from zero_cases import make_sgd
 
 import zerokern as zk
+from zerokern.activations.comparing import fingerprint
+from zerokern.activations.dividing import Dividing, Whole, keeper_for
 from zerokern.comm import FakeWorld, Group
-from zerokern.zero.comparing import fingerprint
-from zerokern.zero.dividing import Dividing, Whole, keeper_for
 
 NBYTES = ROWS * WIDTH * 4
 

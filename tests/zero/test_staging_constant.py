@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from worlds import World, built, full, on_threads, ranked, step_and_zero
 
 import zerokern as zk
+from zerokern.checkpoint import staging
 from zerokern.core.units import BUFFERS
 from zerokern.memory import Arena
 from zerokern.memory import arena as arenas
-from zerokern.saving import staging
 
 NARROW, WIDE, UNITS, RING = 48, 8 * 48, 3, 1 << 20
 BUCKET_BYTES = 1 << 20

@@ -254,7 +254,7 @@ def test_beside_tensor_parallelism_and_copies() -> None:
 
 
 def test_strange_arguments() -> None:
-    from zerokern.zero.tied_stages import refuse_strange
+    from zerokern.parallel.tied_stages import refuse_strange
 
     part = nn.Linear(2, 2)
     assert refuse_strange(None, part) == {}

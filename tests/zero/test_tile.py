@@ -19,9 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from worlds import World, built, everywhere, on_ranks, on_threads, ranked, refusal, says, step_and_zero
 
 import zerokern as zk
+from zerokern.activations.tiles import Tiled, rows_of
 from zerokern.api import sharding_of
 from zerokern.zero import params
-from zerokern.zero.tiles import Tiled, rows_of
 
 SLOW = pytest.mark.slow
 

@@ -19,7 +19,7 @@ except ImportError as error:
     raise without("accelerate", error) from error
 
 import zerokern as zk
-from zerokern import saving
+from zerokern import checkpoint
 from zerokern.api import sharding_of
 from zerokern.integrations.divided import check_model, check_optimizer, is_sharded, trains
 from zerokern.optim.base import FusedOptimizer
@@ -113,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
         with self._withheld() as held:
             folder = super().save_state(output_dir, safe_serialization, **settings)
         for number, (model, optimizers) in enumerate(held):
-            saving.save(Path(folder) / f"{FOLDER}_{number}", model, optimizers, rng=False)
+            checkpoint.save(Path(folder) / f"{FOLDER}_{number}", model, optimizers, rng=False)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **settings: Any) -> None:
@@ -126,7 +126,7 @@ class Accelerator(accelerate.Accelerator):
         finally:
             handle.remove()
         for number, (model, optimizers) in enumerate(held):
-            saving.load(Path(found[0]) / f"{FOLDER}_{number}", model, optimizers, rng=False)
+            checkpoint.load(Path(found[0]) / f"{FOLDER}_{number}", model, optimizers, rng=False)
 
     @contextmanager
     def _withheld(self) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:

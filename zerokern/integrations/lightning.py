@@ -19,11 +19,11 @@ except ImportError as error:
     raise without("lightning", error) from error
 
 import zerokern as zk
+from zerokern.checkpoint.extra import EachRank
 from zerokern.core.errors import ShardError, got
 from zerokern.core.units import Stage
 from zerokern.integrations.divided import check_optimizer
 from zerokern.optim.base import FusedOptimizer
-from zerokern.saving.extra import EachRank
 from zerokern.zero import home_of
 from zerokern.zero.kinds import shardings_of
 from zerokern.zero.sharding import Sharding

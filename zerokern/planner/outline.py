@@ -160,7 +160,7 @@ def _of_transformer(shape: Transformer, dtype: str, tp: int, pp: int) -> Outline
 def _of_module(module: Any, recipe: Recipe, units: Any) -> Outline:
     import torch
 
-    from zerokern.zero.tensor_parallel import mesh_of
+    from zerokern.parallel.tensor_parallel import mesh_of
     from zerokern.zero.units import in_tiles, members, units_of
 
     found, pieces = in_tiles(units_of(module, units))

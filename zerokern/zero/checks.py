@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
+from zerokern.parallel.tensor_parallel import PLACE
 from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import Placed, is_placed, local_of
 from zerokern.zero.mixed import DTYPES
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.tensor_parallel import PLACE
 from zerokern.zero.units import Unit
 
 __all__ = [

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import ShardError, StateError
+from zerokern.parallel.halves import Halves
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import stands_for
-from zerokern.zero.halves import Halves
 from zerokern.zero.homes import Home, give_home, home_of
 from zerokern.zero.kinds import Residence, local_of, shardings_of
 from zerokern.zero.partition import shards_parameters

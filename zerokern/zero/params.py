@@ -20,6 +20,7 @@ from zerokern.memory import HostPlace, Rest
 from zerokern.memory.copies import Copy
 from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.place import DevicePool
+from zerokern.parallel.tensor_parallel import ShardedDTensor
 from zerokern.zero import hooks
 from zerokern.zero.computing import leaf_over
 from zerokern.zero.homes import Home, alias, give_home
@@ -27,7 +28,6 @@ from zerokern.zero.kinds import Placed, here_of, local_of, version_of
 from zerokern.zero.lifting import Lift, Lifting
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.tensor_parallel import ShardedDTensor
 from zerokern.zero.units import Owner
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from torch import Tensor
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
+from zerokern.parallel.tensor_parallel import Beside
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.tensor_parallel import Beside
 
 __all__ = ["Reduction"]
 

@@ -20,10 +20,11 @@ from zerokern.memory.heap import keep_freed, map_large
 from zerokern.memory.place import DevicePool
 from zerokern.memory.room import takes_half
 from zerokern.memory.staging import stream_number
+from zerokern.parallel.experts import MeshParts, watch_experts
+from zerokern.parallel.tensor_parallel import PLACE, refuse_placed
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import Gathered
-from zerokern.zero.experts import MeshParts, watch_experts
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.gradients import GradientBucket
@@ -39,7 +40,6 @@ from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own, original
-from zerokern.zero.tensor_parallel import PLACE, refuse_placed
 from zerokern.zero.units import Unit, Units, members, owners_of, units_of
 
 __all__ = ["Sharding"]
@@ -107,7 +107,7 @@ class Sharding:
         self._hook_gradients()
         watch_experts(list(apart or ()), self)
         self.repeated = repeated
-        if repeated is not None:  # zero/recompute.py; within the hooks that follow
+        if repeated is not None:  # activations/recompute.py; within the hooks that follow
             repeated.begin(found)
         self._hook_forwards(found)
         for memory in self.memories:

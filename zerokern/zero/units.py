@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from zerokern.activations.tiles import Tile, Tiled
 from zerokern.core.errors import got
+from zerokern.parallel.tensor_parallel import most_of
 from zerokern.zero.kinds import local_of
 from zerokern.zero.partition import Member
-from zerokern.zero.tensor_parallel import most_of
-from zerokern.zero.tiles import Tile, Tiled
 
 __all__ = ["Owner", "Unit", "Units", "in_tiles", "members", "owners_of", "units_of"]
 
@@ -97,7 +97,7 @@ def _collect(
 def in_tiles(units: Sequence[Unit]) -> tuple[list[Unit], dict[int, list[nn.Parameter]]]:
     """The units that there will be at stage 3, and by the id of each weight that is tiled what stands for its pieces.
 
-    >>> from zerokern.zero.tiles import tile
+    >>> from zerokern.activations.tiles import tile
     >>> found, pieces = in_tiles(units_of(tile(nn.Linear(2, 4), tiles=2)))
     >>> [unit.name for unit in found], len(pieces)
     (['', 'tiles.0', 'tiles.1'], 1)

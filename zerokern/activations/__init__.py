@@ -1,0 +1,1 @@
+"""Recomputes, offloads, slices and tiles activations: `zk.recompute`, `keep=`, `micro=`, `zk.tile`."""

@@ -1,0 +1,1 @@
+"""Builds a model one unit at a time: `zk.build`."""

@@ -1,0 +1,336 @@
+"""A save that goes on beside training: one copy of what this rank writes, then a thread with a group of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from zerokern.checkpoint.ranks import Ranks
+from zerokern.checkpoint.storage import OnDiskPart, SavePlanner
+from zerokern.core.errors import BudgetError
+from zerokern.memory.arena import Arena
+from zerokern.memory.layout import nbytes_of, offsets_of
+from zerokern.memory.room import amount, room
+
+__all__ = ["Lane", "Saving", "StagedPlanner"]
+
+PATIENCE = timedelta(hours=4)  # ranks write at different speeds; one that is gone shows at once, by its connection
+MARGIN = 0.1  # of the free memory, which is left to who trains meanwhile
+
+log = logging.getLogger("zerokern.checkpoint")
+
+
+class Saving:
+    """A save under way. Training may go on: what is saved has been copied, or written already.
+
+    `path`: the folder. An error is raised by `wait()`, else by the next save, and is logged in any case. Python does
+    not exit while a save runs, and `torch.distributed.destroy_process_group` waits for its end first.
+
+    >>> import tempfile, torch, zerokern as zk
+    >>> from zerokern.checkpoint import load, save
+    >>> model = torch.nn.Linear(2, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = save(f"{folder}/step1", model, wait=False)
+    ...     saving.wait(); saving.done(), saving.exception()
+    (True, None)
+    """
+
+    def __init__(self, path: Path, work: Callable[[], None]) -> None:
+        self.path = path
+        self._work = work
+        self._error: BaseException | None = None
+        self._told = False
+        self._thread = threading.Thread(target=self._run, name=f"zk.save {path.name}", daemon=False)
+
+    def _start(self) -> None:
+        if threading.main_thread().is_alive():
+            self._thread.start()
+            return
+        self._run()  # Python exits, and has waited for its threads already: another would be lost
+        self._tell()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+            log.error("zk.save(%r, wait=False) failed: %s: %s", str(self.path), type(error).__name__, error)
+        finally:
+            self._work = _nothing  # lets go of the model and of the copy
+            _unguard(self)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns once the checkpoint is published; raises what went wrong, or TimeoutError after `timeout` seconds."""
+        self._ended(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the save to {self.path} still runs after {timeout:g} s; it goes on")
+        self._tell()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def exception(self) -> BaseException | None:
+        """What went wrong; None while it runs, and where nothing did."""
+        if not self.done():
+            return None
+        self._told = True
+        return self._error
+
+    def _tell(self) -> None:
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def _settle(self) -> None:
+        """For who comes next: the end of it, and its error if nobody has heard of it."""
+        self._ended()
+        if not self._told:
+            self._tell()
+
+    def _join(self) -> None:
+        """The end of it, for who cannot raise its error: that is in the log."""
+        if self._thread is not threading.current_thread():
+            self._ended()
+
+    def _ended(self, timeout: float | None = None) -> None:
+        if self._thread.ident is not None:  # else it was done at once
+            self._thread.join(timeout)
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self._error is not None else "published"
+        return f"Saving({str(self.path)!r}, {state})"
+
+
+def _nothing() -> None:
+    pass
+
+
+class Lane:
+    """What saves of the same ranks share: the last one, and a group for threads, whose order is not the program's."""
+
+    def __init__(self) -> None:
+        self.last: Saving | None = None
+        self._own: Any = None
+
+    @classmethod
+    def of(cls, ranks: Ranks, model: torch.nn.Module) -> Lane:
+        """The lane of a process group; a process without one has a lane for each model."""
+        return _LANES.setdefault(model if ranks.pg is None else ranks.pg, cls())
+
+    def settle(self) -> None:
+        """Returns once no save runs; raises what the last one failed with, if nobody has heard of it."""
+        last = self.last
+        if last is not None:
+            try:
+                last._settle()
+            finally:
+                if last.done():  # not where Ctrl-C ended the waiting
+                    self.last = None
+
+    def rest(self) -> None:
+        """Returns once no save runs. What the last one failed with is left to the next save to raise."""
+        if self.last is not None:
+            self.last._join()
+
+    def start(self, saving: Saving, *, shared: bool) -> None:
+        """Starts a save, which is the last one from here on; `shared`: with other ranks, through a process group."""
+        self.last = saving
+        try:
+            if shared:
+                _guard(saving)
+            saving._start()
+        except BaseException:
+            if saving._thread.ident is None:
+                self.last = None
+                _unguard(saving)
+            raise
+
+    def apart(self, ranks: Ranks) -> Ranks:
+        """The same ranks, over connections of their own."""
+        if ranks.pg is None:
+            return ranks
+        if self._own is None:
+            members = dist.get_process_group_ranks(ranks.pg)
+            whole = len(members) == dist.get_world_size()
+            self._own = dist.new_group(
+                members,
+                backend="gloo",
+                timeout=PATIENCE,
+                use_local_synchronization=not whole,
+                group_desc="zerokern saving",
+            )
+        return Ranks(self._own, f"{ranks.call} beside training")
+
+
+# Found by what the user passes, and gone with it: two saves of the same ranks must know of each other.
+_LANES: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+
+
+# Saves that run over a process group. While there are any, ProcessGroup.shutdown is ours: through it all
+# process groups go, whichever way a program has imported torch.distributed.destroy_process_group.
+_RUNNING: set[Saving] = set()
+_CHANGING = threading.Lock()
+_CLOSING, _BEFORE = "shutdown", "_zerokern_before"
+
+
+def _guard(saving: Saving) -> None:
+    """From here to its end, no process group is closed before it."""
+    with _CHANGING:
+        if not _RUNNING:
+            setattr(dist.ProcessGroup, _CLOSING, _after_saves(vars(dist.ProcessGroup)[_CLOSING]))
+        _RUNNING.add(saving)
+
+
+def _unguard(saving: Saving) -> None:
+    with _CHANGING:
+        if saving not in _RUNNING:
+            return
+        _RUNNING.discard(saving)
+        before = getattr(vars(dist.ProcessGroup)[_CLOSING], _BEFORE, None)
+        if not _RUNNING and before is not None:  # what somebody has put over ours stays, and ours then waits for none
+            setattr(dist.ProcessGroup, _CLOSING, before)
+
+
+def _after_saves(before: Any) -> Callable[..., None]:
+    """The method `before`, once the saves that run have ended: they talk over the groups that are about to go."""
+
+    def shutdown(self: Any, *given: Any, **settings: Any) -> None:
+        with _CHANGING:
+            running = list(_RUNNING)
+        for saving in running:
+            saving._join()
+        before.__get__(self, type(self))(*given, **settings)
+
+    setattr(shutdown, _BEFORE, before)  # as the class has it: what getattr gives would not bind
+    return shutdown
+
+
+class StagedPlanner(SavePlanner):
+    """Copies what this rank is to write as soon as that is known, all at once.
+
+    Ranks write different parts, so nothing is copied that another rank writes. What streams from a disk is not copied:
+    it is written first, and the program may go on after that.
+    """
+
+    def __init__(self, ranks: Ranks, budget: int | None) -> None:
+        super().__init__()
+        self._ranks, self._budget = ranks, budget
+        self._free = threading.Event()
+        self._staged = False
+        self._copies: dict[MetadataIndex, Tensor] = {}
+        self._streams: set[MetadataIndex] = set()
+        self._arena: Arena | None = None
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan, once a copy of what it names has been taken on every rank."""
+        plan = super().finish_plan(new_plan)
+        self._ranks.each("the copy", lambda: self._copy(plan.items))
+        self._staged = True
+        if not self._streams:
+            self._free.set()
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The copy; what has none is read now."""
+        copy = self._copies.get(write_item.index)
+        if copy is None:
+            self._streams.discard(write_item.index)
+            return super().resolve_data(write_item)
+        if not self._streams:
+            self._free.set()
+        return copy
+
+    def during(self, work: Callable[[], None]) -> None:
+        """Runs `work` in this thread; the program may go on at its end, if not before."""
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            work()
+        finally:
+            self._copies = {}
+            if self._arena is not None:
+                self._arena.close(force=True)
+            self._free.set()
+
+    def wait_until_free(self, saving: Saving) -> None:
+        """Returns once nothing reads what the program may change; raises what went wrong before that, on every rank."""
+        interrupt: BaseException | None = None
+        while not self._free.is_set():
+            try:
+                self._free.wait()
+            except BaseException as error:  # Ctrl-C: what is being read must not be changed by who catches it
+                interrupt = error
+        if not self._staged:
+            saving.wait()
+        if interrupt is not None:
+            raise interrupt
+
+    def _copy(self, items: Sequence[WriteItem]) -> None:
+        self._streams = {one.index for one in items if isinstance(self.state_dict[one.index.fqn], OnDiskPart)}
+        near = [one for one in items if one.index not in self._streams]
+        live = [self.lookup_object(one.index).detach() for one in near]
+        wanted = [(tuple(one.shape), one.dtype) for one in live]
+        copies = self._room(wanted, pinned=any(one.is_cuda for one in live))
+        with torch.no_grad():
+            for copy, one in zip(copies, live, strict=True):
+                copy.copy_(one, non_blocking=True)
+        arrived(live)
+        self._copies = {one.index: copy for one, copy in zip(near, copies, strict=True)}
+
+    def _room(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], *, pinned: bool) -> list[Tensor]:
+        """Memory for these, side by side where it is pinned; refused before anything is taken where it does not fit.
+
+        Where nothing comes from a device it is small pages, which nobody has to make room for: an arena's huge ones
+        took ten times as long as the copy itself. A mapping, and not the heap, which would keep what is freed.
+        """
+        nbytes = nbytes_of(wanted)
+        _refuse(nbytes, self._budget)
+        if not nbytes:
+            return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
+        offsets, _ = offsets_of(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)
+        if pinned:
+            self._arena = Arena(nbytes)
+            whole = self._arena.lease(nbytes, "zk.save(wait=False)").tensor()
+        else:
+            whole = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+        return [
+            whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for at, (shape, dtype) in zip(offsets, wanted, strict=True)
+        ]
+
+
+def arrived(tensors: Iterable[Any]) -> None:
+    """Returns once all that the current streams of these tensors' devices had been given is done."""
+    for device in {one.device for one in tensors if isinstance(one, Tensor) and one.is_cuda}:
+        torch.zeros(1, device=device).item()
+
+
+def _refuse(nbytes: int, budget: int | None) -> None:
+    """BudgetError, before anything is copied, where the copy does not fit."""
+    most, limit = nbytes, ""
+    if budget is not None:
+        most, limit = budget, f"staging_budget={budget:,}"
+    elif left := room():
+        name, least = min(left.items(), key=lambda one: one[1])
+        most, limit = int(least * (1 - MARGIN)), f"{name}: {amount(least)}, less {MARGIN:.0%} for what trains meanwhile"
+    if nbytes > most:
+        raise BudgetError(
+            f"the copy that zk.save(wait=False) takes has {nbytes:,} bytes ({amount(nbytes)}) on this rank and does "
+            f"not fit ({limit}). Nothing was saved. Save with wait=True, which needs no copy, raise staging_budget, or "
+            "divide the state among more ranks"
+        )

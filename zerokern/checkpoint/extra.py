@@ -1,0 +1,336 @@
+"""What a user keeps beside model and optimizer, as JSON and tensors, exactly: one value for all ranks, or each its own.
+
+Nobody's code is stored or run.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.checkpoint.ranks import Ranks
+from zerokern.checkpoint.staging import crc32c
+from zerokern.core.errors import StateError, got
+from zerokern.memory.room import refuse_beyond
+from zerokern.zero.kinds import is_divided
+
+__all__ = ["EachRank", "decode", "described", "encode", "targets_of"]
+
+ALLOWED = (
+    "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.Size, torch.dtype, "
+    "torch.device, tensors, numpy scalars and arrays of numbers, and objects with state_dict() and load_state_dict()"
+)
+# An int of more digits than Python converts by default could not be read back.
+MOST_INT = 1 << 8192
+ARRAYS = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()) | {
+    "complex64",
+    "complex128",
+}
+
+
+def encode(value: Any, where: str = "extra") -> tuple[Any, dict[str, Tensor]]:
+    """`value` as JSON, and the tensors in it by the names that the JSON gives them. `where` is how errors call it.
+
+    >>> tree, tensors = encode({"step": 3, "best": float("inf"), "mean": torch.ones(2)})
+    >>> tree, list(tensors)
+    ({'map': {'step': 3, 'best': {'float': 'inf'}, 'mean': {'tensor': 'extra.0'}}}, ['extra.0'])
+    >>> decode(tree, tensors)["best"]
+    inf
+    >>> encode({"names": ["a", print]})
+    Traceback (most recent call last):
+    ...
+    TypeError: extra['names'][1] is a builtin_function_or_method, which cannot be saved; allowed: None, bool, ...
+    """
+    coder = Encoder()
+    return coder.of(value, where), coder.tensors
+
+
+class Encoder:
+    """Walks a value, and numbers the tensors that it meets."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._above: list[int] = []  # what the walk is within
+
+    def of(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            if abs(value) >= MOST_INT:
+                raise TypeError(f"{where} is an int of {value.bit_length()} bits; at most 8192 can be saved")
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind in SCALARS:
+            return SCALARS[kind](value)
+        if id(value) in self._above:
+            raise TypeError(f"{where} contains itself; what is saved must be a tree")
+        self._above.append(id(value))
+        try:
+            return self._within(value, kind, where)
+        finally:
+            self._above.pop()
+
+    def _within(self, value: Any, kind: type, where: str) -> Any:
+        if kind is list:
+            return [self.of(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        if kind is tuple:
+            return {"tuple": [self.of(one, f"{where}[{at}]") for at, one in enumerate(value)]}
+        if kind in DICTS:
+            return self._dict(value, kind, where)
+        if isinstance(value, Tensor):
+            return {"tensor": self._tensor(value, where)}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+            return self._numpy(value, where)
+        if _stateful(value):
+            return {"state": self.of(value.state_dict(), f"{where}.state_dict()")}
+        raise _refused(value, where)
+
+    def _dict(self, value: Mapping[Any, Any], kind: type, where: str) -> Any:
+        if kind is dict and all(type(key) is str for key in value):
+            return {"map": {key: self.of(one, f"{where}[{key!r}]") for key, one in value.items()}}
+        for key in value:
+            if type(key) not in KEYS:
+                raise _refused(key, f"a key of {where}, {key!r},")
+        pairs = [[self.of(key, where), self.of(one, f"{where}[{key!r}]")] for key, one in value.items()]
+        return {DICTS[kind]: pairs}
+
+    def _tensor(self, value: Tensor, where: str) -> str:
+        whole = type(value) in (Tensor, torch.nn.Parameter) or is_divided(value)
+        if not whole or value.is_quantized or value.is_meta or value.layout != torch.strided:
+            said = f"{type(value).__name__} ({value.layout}, on {value.device})"
+            raise TypeError(
+                f"{where} is a {said}, which cannot be saved; allowed: plain dense tensors that have values"
+            )
+        name = f"extra.{len(self.tensors)}"
+        self.tensors[name] = value.detach()
+        return name
+
+    def _numpy(self, value: Any, where: str) -> Any:
+        import numpy
+
+        if (
+            value.dtype.name not in ARRAYS
+            or not value.dtype.isnative
+            or type(value) not in (value.dtype.type, numpy.ndarray)
+        ):
+            raise TypeError(
+                f"{where} is a numpy {type(value).__name__} of {value.dtype}, which cannot be saved; allowed: arrays "
+                f"and scalars of {', '.join(sorted(ARRAYS))}, in this machine's byte order"
+            )
+        scalar = isinstance(value, numpy.generic)
+        name = self._tensor(torch.from_numpy(numpy.array(value, order="C")), where)
+        return {"numpy scalar" if scalar else "numpy": name}
+
+
+def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that `encode` was given. Objects with state come back as their state_dict.
+
+    >>> decode(*encode([1, (2.5, b"x"), {3: torch.float32}]))
+    [1, (2.5, b'x'), {3: torch.float32}]
+    """
+    if isinstance(tree, list):
+        return [decode(one, tensors) for one in tree]
+    if not isinstance(tree, dict):
+        return tree
+    form, content = next(iter(tree.items()), ("", None))
+    if len(tree) != 1 or form not in FORMS:
+        raise StateError(f"{str(tree)[:60]!r} is no form of a value; this zerokern knows {', '.join(FORMS)}")
+    try:
+        return FORMS[form](content, tensors)
+    except KeyError as error:
+        raise StateError(f"a value names the tensor {error}, which the checkpoint does not have") from None
+
+
+def _stateful(value: Any) -> bool:
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(callable(method) for method in methods)
+
+
+def _refused(value: Any, where: str) -> TypeError:
+    name = type(value).__name__
+    hint = ""
+    if isinstance(value, Enum):
+        hint = ". Save its name or its value, and make the member of it after the load"
+    elif isinstance(value, dict | list | tuple | str | bytes | int | float):
+        base = next(kind for kind in type(value).__mro__ if kind in (dict, list, tuple, str, bytes, int, float))
+        hint = f". It would come back as a plain {base.__name__}: save {base.__name__}(...) of it"
+    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    return TypeError(f"{where} is {article} {name}, which cannot be saved; allowed: {ALLOWED}{hint}")
+
+
+def _floats(value: complex) -> list[str]:
+    return [value.real.hex(), value.imag.hex()]
+
+
+SCALARS: dict[type, Callable[[Any], Any]] = {
+    bytes: lambda value: {"bytes": base64.b64encode(value).decode()},
+    complex: lambda value: {"complex": _floats(value)},
+    torch.Size: lambda value: {"size": list(value)},
+    torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"device": str(value)},
+}
+DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+KEYS = (str, int, float, bool, bytes, complex, type(None), tuple, torch.dtype, torch.device, torch.Size)
+
+
+def _pairs(content: list[Any], tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
+    return [(decode(key, tensors), decode(one, tensors)) for key, one in content]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise StateError(f"a value names the dtype {name!r}, which this torch ({torch.__version__}) does not have")
+    return found
+
+
+FORMS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "float": lambda content, _: float(content),
+    "bytes": lambda content, _: base64.b64decode(content, validate=True),
+    "complex": lambda content, _: complex(*map(float.fromhex, content)),
+    "size": lambda content, _: torch.Size(content),
+    "dtype": lambda content, _: _dtype(content),
+    "device": lambda content, _: torch.device(content),
+    "tuple": lambda content, tensors: tuple(decode(one, tensors) for one in content),
+    "map": lambda content, tensors: {key: decode(one, tensors) for key, one in content.items()},
+    "dict": lambda content, tensors: dict(_pairs(content, tensors)),
+    "ordered": lambda content, tensors: OrderedDict(_pairs(content, tensors)),
+    "counter": lambda content, tensors: Counter(dict(_pairs(content, tensors))),
+    "tensor": lambda content, tensors: tensors[content],
+    "numpy": lambda content, tensors: tensors[content].numpy(),
+    "numpy scalar": lambda content, tensors: tensors[content].numpy()[()],
+    "state": decode,
+}
+
+
+EACH = "each rank"
+
+
+class EachRank(list):
+    """A value of ``extra`` that was not the same on all ranks, where it is loaded by another number of them.
+
+    The values by rank of those that saved. Where the number is the same, each rank gets its own value instead.
+    """
+
+
+def described(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`extra` of all ranks: what they agree on once, what they do not by rank. Every rank calls this.
+
+    As JSON, and the tensors that it names by their keys.
+    """
+    mine: dict[str, tuple[Any, dict[str, Tensor]]] = {}
+
+    def encoded() -> list[tuple[str, str]]:
+        if extra is not None and not isinstance(extra, Mapping):
+            raise TypeError(got("extra", extra, "a dict of what is to be kept, by name"))
+        for name, value in (extra or {}).items():
+            if not isinstance(name, str):
+                raise TypeError(got("extra", {name: value}, "a dict whose keys are strings", f"{name!r} is none"))
+            mine[name] = encode(value, f"extra[{name!r}]")
+        return [(name, "" if ranks.size == 1 else _digest(*found)) for name, found in mine.items()]
+
+    digests = [dict(each) for each in ranks.each("extra", encoded)]
+    for rank, each in enumerate(digests):
+        if each.keys() != digests[0].keys():
+            names = f"rank 0 has {sorted(digests[0])}, rank {rank} has {sorted(each)}"
+            raise ValueError(
+                f"extra has other keys on other ranks: {names}; allowed: the same keys, whatever the values"
+            )
+    apart = {name for name in digests[0] if len({each[name] for each in digests}) > 1}
+    trees = ranks.each("extra by rank", lambda: {name: mine[name][0] for name in apart}) if apart else []
+    kept: dict[str, Any] = {}
+    held: dict[str, Tensor] = {}
+    for number, name in enumerate(digests[0]):  # rank 0's order: the number must mean the same on all ranks
+        tree, tensors = mine[name]
+        kept[name] = {EACH: [each[name] for each in trees]} if name in apart else {"all": tree}
+        prefix = f"extra.{number}.rank{ranks.rank}." if name in apart else f"extra.{number}."
+        held |= {prefix + key.removeprefix("extra."): tensor for key, tensor in tensors.items()}
+    return kept, held
+
+
+Part = tuple[Any, str]  # a value as JSON, and what the keys of its tensors in the checkpoint begin with
+
+
+def _parts(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, bool, list[Part]]]:
+    """By name what this rank needs: its value, or those of all ranks where another number of them saved."""
+    for number, (name, entry) in enumerate(tree.items()):
+        each = entry.get(EACH)
+        if each is None:
+            yield name, False, [(entry["all"], f"extra.{number}.")]
+            continue
+        apart = len(each) != ranks.size
+        some = range(len(each)) if apart else [ranks.rank]
+        yield name, apart, [(each[rank], f"extra.{number}.rank{rank}.") for rank in some]
+
+
+def _digest(tree: Any, tensors: dict[str, Tensor]) -> str:
+    """What tells one rank's value from another's; what is divided among ranks counts as the same on all of them."""
+    said: list[Any] = [tree]
+    for key, tensor in tensors.items():
+        said.append([key, str(tensor.dtype), list(tensor.shape)])
+        if not is_divided(tensor):
+            plain = tensor.detach().cpu().contiguous()
+            said.append(crc32c(plain.data_ptr(), plain.numel() * plain.element_size()))
+    return json.dumps(said)
+
+
+def targets_of(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """What is to be restored in place, by name; refused where the checkpoint has nothing that could be."""
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise TypeError(got("extra", extra, "a dict of objects with load_state_dict, by the names of the save"))
+    missing = [name for name in extra if name not in tree]
+    if missing:
+        raise StateError(
+            f"the checkpoint has no extra {', '.join(map(repr, missing))}; it has {sorted(tree) or 'none'}. "
+            "Leave out what is not there; zk.load returns all of extra"
+        )
+    for name, target in extra.items():
+        if not callable(getattr(target, "load_state_dict", None)):
+            advice = "Other values are in the dict that zk.load returns"
+            raise TypeError(got(f"extra[{name!r}]", target, "an object with load_state_dict", advice))
+        each = tree[name].get(EACH)
+        if each is not None and len(each) != ranks.size:
+            raise StateError(
+                f"extra {name!r} was not the same on all of the {len(each)} ranks that saved it; {ranks.size} load it. "
+                f"Which is to go where, zerokern cannot know: leave {name!r} out of extra=, and zk.load returns the "
+                "values of all ranks as a list"
+            )
+    return dict(extra)
+
+
+def wanted(tree: Mapping[str, Any], rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
+    """Room for the tensors of extra that this rank needs, by their keys in the checkpoint."""
+    prefixes = tuple(prefix for _, _, parts in _parts(tree, ranks) for _, prefix in parts)
+    keys = [key for key in rows if key.startswith(prefixes)]
+    refuse_beyond(sum(rows[key].nbytes for key in keys), "extra of the checkpoint")
+    dtypes = {key: getattr(torch, rows[key].dtype) for key in keys}
+    return {key: torch.empty(tuple(rows[key].shape), dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
+
+
+def decoded(tree: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
+    """The values of extra, from what `wanted` asked for."""
+    found = {}
+    for name, apart, parts in _parts(tree, ranks):
+        values = [_value(one, tensors, prefix) for one, prefix in parts]
+        found[name] = EachRank(values) if apart else values[0]
+    return found
+
+
+def _value(tree: Any, tensors: Mapping[str, Tensor], prefix: str) -> Any:
+    return decode(
+        tree, {f"extra.{key.removeprefix(prefix)}": one for key, one in tensors.items() if key.startswith(prefix)}
+    )

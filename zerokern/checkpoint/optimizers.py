@@ -1,0 +1,262 @@
+"""Optimizers as a checkpoint sees them: groups as plain values, state by parameter and key, room for what is loaded.
+
+`Steps` is any torch.optim.Optimizer, whose state is what it has in `.state`; `Ours` is one of ours, with what
+`zerokern.optim.exchange` tells of it. Both answer to the same names.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zerokern.checkpoint.formats import is_coded
+from zerokern.core.errors import StateError, got
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.disk import Disk
+from zerokern.optim.exchange import Exchange, Inflow
+from zerokern.optim.local import LATE, NOT_DELAYED, PENDING
+from zerokern.zero.homes import here_of_state, home_of
+
+__all__ = ["Ours", "Steps", "Wanted", "steps_of"]
+
+Wanted = dict[str, tuple[torch.dtype, torch.Size]]  # state of one parameter by key: its dtype, and its whole shape
+
+_HOW = ("foreach", "fused", "capturable", "differentiable", "param_names")  # how, not what: the program decides
+_ONLY_OURS = ("state_format", "master_format", "stochastic_seed", "delayed_calls", "delayed_pending")
+_LIMITS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_COUNTED = {"skipped_steps": (int,), "grad_norm": (int, float, type(None))}
+_ALIKE = ({"Adam", "AdamW"},)
+
+
+class Steps:
+    """Any torch.optim.Optimizer."""
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt: Any = opt
+
+    @property
+    def late(self) -> bool:
+        """Whether an update waits to be published."""
+        return False
+
+    @property
+    def disk(self) -> Disk | None:
+        """Where the state lies, if on a disk."""
+        return None
+
+    @property
+    def params(self) -> list[Tensor]:
+        """In the order of the groups."""
+        return [param for group in self.opt.param_groups for param in group["params"]]
+
+    def settle(self) -> None:
+        """Returns once its state is that of the last step."""
+        if getattr(self.opt, "_zk_half_loaded", None) is not None:
+            _refuse()
+
+    def entries(self) -> list[dict[str, Any] | None]:
+        """Its state by parameter."""
+        found: list[dict[str, Any] | None] = []
+        for param in self.params:
+            home = home_of(param)
+            held = self.opt.state.get(param) or {}
+            entry = {key: value for key, value in held.items() if value is not None}
+            if home is not None and param is home.piece:
+                entry = {
+                    key: home.show(key, value)
+                    if isinstance(value, Tensor) and value.shape == param.shape and param.ndim
+                    else value
+                    for key, value in entry.items()
+                }
+            found.append(entry or None)
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """What else there is to know of it."""
+        return {"class": type(self.opt).__name__}
+
+    def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
+        """Why these groups cannot be taken over."""
+        if any(group.get(LATE, False) for group in saved):
+            return [NOT_DELAYED]
+        was, now = values.get("class"), type(self.opt).__name__
+        if was is not None and was != now and not any({was, now} <= some for some in _ALIKE):
+            return [f"its state is that of {was}, and {now} means other things by it"]
+        return []
+
+    def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
+        """What each parameter's state would be made of, and which of it may be missing."""
+        made: list[tuple[Wanted, frozenset[str]]] = []
+        for param, there in zip(self.params, saved, strict=True):
+            own: Wanted = {}
+            for key, (dtype, shape) in (there or {}).items():
+                if key.endswith("_scale") or key in ("master", "remainder", PENDING):
+                    continue
+                coded = is_coded(key, dtype)
+                alike = shape == here_of_state(param).shape and key != "step" and (dtype.is_floating_point or coded)
+                own[key] = (param.dtype if alike else dtype, shape)
+            made.append((own, frozenset()))
+        return made
+
+    def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
+        """Takes over groups, and makes room; until `complete`, it refuses to step."""
+        opt = self.opt
+        if getattr(opt, "_zk_half_loaded", None) is None:
+            opt._zk_half_loaded = opt.register_step_pre_hook(_refuse)
+        for own, saved in zip(opt.param_groups, groups, strict=True):
+            own.update({key: one for key, one in saved.items() if key not in (*_HOW, *_ONLY_OURS, "params")})
+        kept = opt.state
+        opt.__setstate__({"param_groups": opt.param_groups, "state": defaultdict(dict)})  # as torch's load_state_dict
+        opt.state = kept  # does: AdamW says here that it decouples, whatever an Adam has saved
+        owners = [group for group in opt.param_groups for _ in group["params"]]
+        for param, wanted, group in zip(self.params, entries, owners, strict=True):
+            opt.state.pop(param, None)
+            if wanted:
+                opt.state[param] = {key: _room(param, group, key, *one) for key, one in wanted.items()}
+
+    def inflow(self) -> Inflow | None:
+        """Room on disk."""
+        return None
+
+    def look(self) -> None:
+        """Follows what was written to parameters."""
+
+    def pend(self, numbers: Sequence[int]) -> None:
+        """These hold values that nobody has published."""
+
+    def pieces(self) -> list[Tensor]:
+        """What is updated for each parameter."""
+        return self.params
+
+    def complete(self) -> None:
+        """What was made room for is there; the rest goes on as `differences` has seen it."""
+        if self.opt._zk_half_loaded is not None:
+            self.opt._zk_half_loaded.remove()
+            self.opt._zk_half_loaded = None
+
+
+class Ours(Exchange, Steps):
+    """One of zerokern's."""
+
+    def __init__(self, opt: FusedOptimizer) -> None:
+        super().__init__(opt)
+        self._merged: Sequence[dict[str, Any]] = opt.param_groups
+        self._counters: dict[str, Any] | None = None
+
+    def values(self) -> dict[str, Any]:
+        opt = self.opt
+        tier = opt.tier if isinstance(opt.tier, str) else "nvme"
+        counters = {name: plain(value, name) for name, value in self.counters().items()}
+        return {"class": type(opt).__name__, "tier": tier, "schedule": str(opt.schedule), "counters": counters}
+
+    def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
+        if any(group.get(LATE, False) for group in saved) and not self.opt.holdings.delays:
+            return [NOT_DELAYED]
+        try:
+            own = [range(len(group["params"])) for group in self.opt.param_groups]
+            placed = [{**group, "params": list(places)} for group, places in zip(saved, own, strict=True)]
+            self._merged = self.merged(placed)
+        except (TypeError, ValueError) as error:
+            return [f"its groups do not suit {type(self.opt).__name__}: {error}"]
+        self._counters = self._counted(values.get("counters"))
+        return []
+
+    def _counted(self, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if saved is None:
+            return None
+        found = {name: back(saved[name]) for name in self.counters()}
+        for name, value in found.items():
+            if type(value) not in _COUNTED[name]:
+                raise StateError(
+                    got(f"the saved {name}", value, "a number", "Nothing was changed: load another checkpoint")
+                )
+        return found
+
+    def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
+        made: list[tuple[Wanted, frozenset[str]]] = []
+        owners = [one for one in self._merged for _ in one["params"]]
+        for param, owner, there in zip(self.params, owners, saved, strict=True):
+            if not there:
+                made.append(({}, frozenset()))
+                continue
+            layout, optional = self.layout(owner, param, list(there))
+            like = torch.empty(here_of_state(param).shape, dtype=param.dtype, device="meta")
+            made.append(({slot.key: (slot.dtype, slot.shape(like)) for slot in layout.slots}, optional))
+        return made
+
+    def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
+        made = [
+            {key: _stand_in(param, *one) for key, one in wanted.items()} if wanted else None
+            for param, wanted in zip(self.params, entries, strict=True)
+        ]
+        self.take_room(groups, made)
+
+    def complete(self) -> None:
+        self.filled(self._counters)
+
+
+def steps_of(opt: Any) -> Steps:
+    """The face of an optimizer, or of what a wrapper steps."""
+    while isinstance(getattr(opt, "optimizer", None), torch.optim.Optimizer):
+        opt = opt.optimizer
+    return Ours(opt) if isinstance(opt, FusedOptimizer) else Steps(opt)
+
+
+def plain(value: Any, where: str) -> Any:
+    """A value of a group as JSON has it."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, numbers.Real) and hasattr(value, "item"):  # of numpy: its float32 is not Python's float
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(one, where) for one in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and "float" not in value:
+        return {key: plain(one, where) for key, one in value.items()}
+    raise TypeError(
+        f"{where} is {value!r}, a {type(value).__name__}; allowed: numbers, strings, None, tensors of one element, and "
+        "lists, tuples and dicts of these"
+    )
+
+
+def back(value: Any, like: Any = None) -> Any:
+    """The other way; tensors and tuples where `like` is one."""
+    if isinstance(value, dict):
+        return _LIMITS[value["float"]] if "float" in value else {key: back(one) for key, one in value.items()}
+    if isinstance(value, list):
+        likes = like if isinstance(like, (list, tuple)) and len(like) == len(value) else [None] * len(value)
+        made = [back(one, other) for one, other in zip(value, likes, strict=True)]
+        return made if isinstance(like, list) else tuple(made)
+    return torch.full_like(like, value) if isinstance(like, Tensor) else value
+
+
+def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Zeros of the shape that an optimizer asks for, without the memory for them."""
+    home = home_of(param)
+    if home is not None and param is home.piece and shape:
+        per = 1 if shape == home.shape else -(-home.shape.numel() // shape.numel())
+        shape = torch.Size([-(-home.numel // per)])
+    return torch.zeros(1, dtype=dtype, device="cpu").expand(shape) if shape else torch.zeros((), dtype=dtype)
+
+
+def _room(param: Tensor, group: dict[str, Any], key: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if shape == here_of_state(param).shape and shape:
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format).detach()
+    there = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.zeros(shape, dtype=dtype, device=param.device if there else "cpu")
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise StateError(
+        "a load of this optimizer was broken off, so that parameters and state may be of different steps; load a "
+        "checkpoint with zk.load to go on"
+    )

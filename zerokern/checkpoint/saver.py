@@ -1,0 +1,204 @@
+"""zk.save: described on every rank, agreed on, written by every rank into a file of its own, published by the first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerokern.checkpoint import rng as random_state
+from zerokern.checkpoint.background import Lane, Saving, StagedPlanner, arrived
+from zerokern.checkpoint.extra import described
+from zerokern.checkpoint.folder import Draft
+from zerokern.checkpoint.progress import Progress, refuse_no_progress
+from zerokern.checkpoint.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable, shown
+from zerokern.checkpoint.stages import Stages, merged, said, shared, whole_of
+from zerokern.checkpoint.storage import SavePlanner, Writer
+from zerokern.checkpoint.subject import Subject, named_tensors
+from zerokern.checkpoint.tiles import TilePlace, joined
+from zerokern.core.errors import ShardError, got
+from zerokern.zero.kinds import here_of, is_divided
+from zerokern.zero.sharded import Sharded
+
+__all__ = ["save"]
+
+Items = dict[str, Any]
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module | Any,
+    opt: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    extra: dict[str, Any] | None = None,
+    *,
+    wait: bool = True,
+    rng: bool = True,
+    staging_budget: int | None = None,
+    group: Any = None,
+    progress: bool | Callable[[int, int], None] | None = None,
+) -> Saving | None:
+    """Save model, optimizer state in its format, random state and `extra` into the folder `path`; every rank calls it.
+
+    What is there is a whole checkpoint at any moment: the new one once it is published, the one before until then.
+    It can be loaded by any number of ranks, at any stage and tier (`zk.load`), and by torch's `dcp.load`.
+
+    Args:
+        path: a folder for this checkpoint alone.
+        model: a module; of a pipeline its stages here, one or several (`zk.PipelineStage`), which are saved as one
+            model: each with the names that the whole one has, and with the same optimizers and param_groups.
+        opt: its optimizer, or several.
+        extra: numbers, strings, containers, tensors, and objects with `state_dict` (schedulers, GradScaler, samplers).
+            What is not the same on all ranks is kept by rank.
+        wait: False returns as soon as what this rank writes has been copied into host memory, and the rest goes on
+            beside training; the `Saving` that is returned says when it has ended. State on NVMe is not copied: it is
+            written before this returns.
+        rng: whether the state of the random generators of every rank is kept.
+        staging_budget: the most bytes that the copy of `wait=False` may have on this rank; without it, what is free.
+        group: the ranks that save, as a ProcessGroup or a DeviceMesh of one dimension or of all ranks; by default all.
+        progress: None shows it where the save takes long, True always, False never; or a function of
+            (bytes done, bytes in all).
+
+    `torch.distributed.destroy_process_group` waits for the saves that still run, as Python's exit does.
+
+    >>> import tempfile
+    >>> from zerokern.checkpoint import load
+    >>> model = torch.nn.Linear(2, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/step3", model, extra={"step": 3})
+    ...     load(f"{folder}/step3", model)
+    {'step': 3}
+    """
+    ranks, model = Ranks.of(group, "zk.save"), whole_of(model)
+
+    def given() -> dict[str, Any]:
+        _refuse_unusable(model, wait, rng, staging_budget, progress)
+        return {"path": str(absolute(path)), "wait": wait, "rng": rng, "stages": isinstance(model, Stages)}
+
+    ranks.same("zk.save", given)
+    folder = absolute(path)  # os.chdir while it is written changes nothing
+    lane = Lane.of(ranks, model)
+    ranks.each("the save before", lane.settle)
+    found: dict[str, Any] = {}
+
+    def describe() -> dict[str, str]:
+        found.update(_described(model, opt, ranks))
+        return digests(found["items"], found["values"])
+
+    each = ranks.each("describe", describe)
+    items = found["items"]
+    shared(ranks, model, lambda: named_tensors(model)).leave_out(items, found["values"])
+    nbytes = _nbytes(items)
+    if isinstance(model, Stages):
+        told = ranks.each("stages", lambda: said(model, each[ranks.rank], found, nbytes))
+        found.update(ranks.each("one model", lambda: merged(told))[0])
+        nbytes = found["nbytes"]
+    else:
+        refuse_differences(ranks, each, lambda: shown(items, found["values"]))
+    values = found["values"]
+    values["extra"], tensors = described(extra, ranks)
+    if rng:
+        tensors["extra.rng"], values["rng"] = _random(ranks)
+    items |= tensors
+    total = nbytes + _nbytes(tensors)
+    draft = _drafted(folder, total, ranks)
+    write = Writing(items, values, draft, total, progress, found["places"])
+    if wait:
+        write(ranks, SavePlanner())
+        return None
+    return write.beside(ranks, lane, staging_budget)
+
+
+def _nbytes(items: Items) -> int:
+    return sum(one.shape.numel() * one.dtype.itemsize for one in items.values())
+
+
+def _refuse_unusable(model: Any, wait: Any, rng: Any, staging_budget: Any, progress: Any) -> None:
+    refuse_unusable(model, wait=wait, rng=rng)
+    if staging_budget is not None and (isinstance(staging_budget, bool) or not isinstance(staging_budget, int)):
+        raise TypeError(got("staging_budget", staging_budget, "None or a number of bytes"))
+    if staging_budget is not None and wait:
+        raise ValueError(got("staging_budget", staging_budget, "None with wait=True", "That save needs no copy"))
+    refuse_no_progress(progress)
+
+
+def _described(model: nn.Module, opt: Any, ranks: Ranks) -> Items:
+    subject = Subject(model, opt)
+    items, values = subject.described()
+    items, places = joined(items, subject.parts)
+    for name, one in items.items():
+        group = here_of(one).group if is_divided(one) else None
+        if group is not None and group.size > ranks.size:
+            raise ShardError(
+                f"{name} is divided among {group.size} ranks, {ranks.size} save it; allowed: that all ranks that "
+                "hold a part of it call zk.save. Start torch.distributed, or leave group= out"
+            )
+    return {"items": items, "values": values, "places": places}
+
+
+def _random(ranks: Ranks) -> tuple[Any, dict[str, Any]]:
+    """A table with a row for each rank, of which this one holds its own."""
+    mine = random_state.taken()
+    width = max(ranks.each("random state", lambda: len(mine)))
+    row = random_state.row(mine, width)
+    table = Sharded(row, torch.Size([ranks.size, width]), ranks.rank * width, name="rng", kind="state")
+    return (table if ranks.size > 1 else row.view(1, width)), {"world": ranks.size, "width": width}
+
+
+def _drafted(path: Path, total: int, ranks: Ranks) -> Draft:
+    kept: list[Draft] = []
+
+    def begin() -> str:
+        kept.append(Draft.begin(path, total))
+        return kept[0].save_id
+
+    save_id = ranks.lead("the folder", begin)
+
+    def join() -> None:
+        if not kept:
+            kept.append(Draft.join(path, save_id, ranks.rank))
+
+    try:
+        ranks.each("the folder on every rank", join)
+    except BaseException:
+        for draft in kept:
+            draft.abandon()
+        raise
+    return kept[0]
+
+
+class Writing:
+    """What is to be written, and where; done now or beside training."""
+
+    def __init__(
+        self, items: Items, values: dict[str, Any], draft: Draft, total: int, how: Any, places: Mapping[str, TilePlace]
+    ) -> None:
+        self.items, self.values, self.draft, self._places = items, values, draft, places
+        self.total, self.how = total, how
+
+    def __call__(self, ranks: Ranks, planner: SavePlanner) -> None:
+        """Returns once the checkpoint is published; what cannot be is removed."""
+        try:
+            with Progress("saving", self.total, self.how if ranks.rank == 0 else False) as progress:
+                Writer(self.draft, self.values, progress, self._places)(self.items, planner, ranks)
+        except BaseException:
+            self.draft.abandon()
+            raise
+
+    def beside(self, ranks: Ranks, lane: Lane, budget: int | None) -> Saving:
+        """Returns once training may change what is saved."""
+        try:
+            apart = lane.apart(ranks)
+            planner = StagedPlanner(apart, budget)
+            arrived(self.items.values())  # a thread has streams of its own
+            saving = Saving(self.draft.folder, lambda: planner.during(lambda: self(apart, planner)))
+            lane.start(saving, shared=ranks.pg is not None)
+        except BaseException:
+            if lane.last is None:  # else it runs, whatever came meanwhile (Ctrl-C), and the next save waits for it
+                self.draft.abandon()
+            raise
+        planner.wait_until_free(saving)
+        return saving

@@ -1,0 +1,255 @@
+"""Tiled weights in checkpoints: what is in pieces here is saved, and found, as the one tensor that it is to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from zerokern.checkpoint.index import Box, TensorRow
+from zerokern.checkpoint.source import Parts, Source, Told, boxes_of, untold
+from zerokern.core.errors import IoError, StateError
+from zerokern.kernels.formats import BLOCK, blocks
+
+__all__ = ["TilePart", "TilePlace", "Untiled", "folded", "in_order", "index_of", "joined", "told_once"]
+
+STATE = "optim.state."
+
+
+@dataclass(frozen=True)
+class TilePart:
+    """Rows from `first` on of the tensor `whole`, which has this shape; `sizes`: the part's own."""
+
+    whole: str
+    first: int
+    shape: torch.Size
+    sizes: torch.Size
+
+    @property
+    def begin(self) -> int:
+        """The number of the part's first element."""
+        return self.first * self.shape[1:].numel()
+
+    def of(self, key: str, sizes: Sequence[int], what: str) -> tuple[int, torch.Size] | None:
+        """Of the state of this key: where the part's begins in the first dimension of the whole, and the whole's shape.
+
+        `sizes`: the part's, or the whole's. None: it is no part, and each has the same.
+        """
+        if torch.Size(sizes) in (self.sizes, self.shape):
+            return self.first, self.shape
+        scales = [torch.Size([blocks(numel)]) for numel in (self.sizes.numel(), self.shape.numel())]
+        if key.endswith("_scale") and torch.Size(sizes) in scales:
+            if self.begin % BLOCK:
+                raise StateError(
+                    f"{what} is int8 state of {self.whole!r}, of which a tile (at row {self.first}) does not begin "
+                    f"with a block of {BLOCK} elements; use fewer tiles, or state_format='fp32'"
+                )
+            return self.begin // BLOCK, scales[1]
+        if torch.Size(sizes).numel() == 1:
+            return None
+        raise StateError(
+            f"{what} has shape {tuple(sizes)}, and {self.whole!r} is {tuple(self.shape)}, in tiles: it cannot be told "
+            "which of its elements are whose"
+        )
+
+
+@dataclass(frozen=True)
+class TilePlace:
+    """Where a saved tensor lies in another: from `first` on in its first dimension."""
+
+    key: str
+    first: int
+    shape: torch.Size
+
+    def moved(self, offsets: Sequence[int]) -> torch.Size:
+        """Offsets of the one, in the other."""
+        return torch.Size((offsets[0] + self.first, *offsets[1:])) if offsets else torch.Size()
+
+
+def split(key: str) -> tuple[str, str, str]:
+    """What a key begins with, the parameter's name, and what follows it.
+
+    >>> split("optim.state.a.weight.exp_avg"), split("initial.a.weight")
+    (('optim.state.', 'a.weight', '.exp_avg'), ('initial.', 'a.weight', ''))
+    """
+    if key.startswith(STATE):
+        name, _, last = key.removeprefix(STATE).rpartition(".")
+        return STATE, name, f".{last}"
+    kind, _, name = key.partition(".")
+    return f"{kind}.", name, ""
+
+
+def told_once(names: Iterable[str], parts: Mapping[str, TilePart]) -> list[str]:
+    """The names that others know.
+
+    >>> part = TilePart("weight", 0, torch.Size([4, 2]), torch.Size([2, 2]))
+    >>> told_once(["bias", "tiles.0.weight", "tiles.1.weight"], {"tiles.0.weight": part, "tiles.1.weight": part})
+    ['bias', 'weight']
+    """
+    return list(dict.fromkeys(parts[name].whole if name in parts else name for name in names))
+
+
+def in_order(names: Iterable[str], parts: Mapping[str, TilePart]) -> list[str]:
+    """The same as an untiled model has them: a Linear's weight before its bias.
+
+    >>> part = TilePart("weight", 0, torch.Size([4, 2]), torch.Size([4, 2]))
+    >>> in_order(["bias", "tiles.0.weight"], {"tiles.0.weight": part})
+    ['weight', 'bias']
+    """
+    made = told_once(names, parts)
+    whole = {part.whole for part in parts.values()}
+    for at, (bias, weight) in enumerate(pairwise(made)):
+        if weight in whole and bias == f"{weight.removesuffix('weight')}bias":
+            made[at : at + 2] = weight, bias
+    return made
+
+
+def joined(items: dict[str, Any], parts: Mapping[str, TilePart]) -> tuple[dict[str, Any], dict[str, TilePlace]]:
+    """Of what is to be saved by key: the items, and where those lie that are a part; what all parts have, once."""
+    if not parts:
+        return items, {}
+    count: dict[str, int] = {}
+    for part in parts.values():
+        count[part.whole] = count.get(part.whole, 0) + 1
+    made: dict[str, Any] = {}
+    places: dict[str, TilePlace] = {}
+    found: dict[str, list[str]] = {}
+    for key, item in items.items():
+        kind, name, last = split(key)
+        if name not in parts:
+            made[key] = item
+            continue
+        part, shape = parts[name], item.size() if not isinstance(item, Tensor) else item.shape
+        whole = f"{kind}{part.whole}{last}"
+        found.setdefault(whole, []).append(name)
+        there = part.of(last, shape, key)
+        if there is not None:
+            made[key], places[key] = item, TilePlace(whole, *there)
+        elif whole not in made:
+            made[whole] = item
+        elif not torch.equal(made[whole], item):
+            raise StateError(f"{key} is {item}, and that of other tiles of {part.whole!r} is {made[whole]}; {_AS_ONE}")
+    for whole, names in found.items():
+        part = parts[names[0]]
+        if len(names) < count[part.whole]:
+            missing = sorted(name for name in parts if parts[name].whole == part.whole and name not in names)
+            raise StateError(f"{whole} is there of {names[0]!r}, and not of {missing[0]!r}; {_AS_ONE}")
+    return made, places
+
+
+_AS_ONE = "the tiles of a weight are saved as one: train, freeze and step them alike"
+
+
+def folded(
+    metadata: Mapping[str, TensorStorageMetadata], places: Mapping[str, TilePlace]
+) -> dict[str, TensorStorageMetadata]:
+    """What torch says of the saved tensors, with parts where they belong."""
+    made: dict[str, TensorStorageMetadata] = {}
+    for key, found in metadata.items():
+        place = places.get(key)
+        if place is None:
+            made[key] = found
+            continue
+        there = made.setdefault(place.key, replace(found, size=place.shape, chunks=[]))
+        there.chunks += [ChunkStorageMetadata(place.moved(one.offsets), one.sizes) for one in found.chunks]
+    return made
+
+
+class Untiled(Source):
+    """A source as a tiled model sees it: each part has a row of its own, over the boxes of the whole."""
+
+    def __init__(self, source: Source, parts: Mapping[str, TilePart]) -> None:
+        self.kind, self.path, self.summed, self.numbered = source.kind, source.path, source.summed, source.numbered
+        self._whole = source
+        by_whole: dict[str, dict[str, TilePart]] = {}
+        for name, part in parts.items():
+            by_whole.setdefault(part.whole, {})[name] = part
+        self.tensors = {}
+        self._places: dict[str, TilePlace] = {}
+        for key, row in source.tensors.items():
+            kind, name, last = split(key)
+            if name not in by_whole:
+                self.tensors[key] = row
+            for mine, part in by_whole.get(name, {}).items():
+                own = f"{kind}{mine}{last}"
+                self.tensors[own] = self._row(own, TilePlace(key, 0, torch.Size(row.shape)), row, part, last)
+        self.values = dict(source.values)
+        self._rename({whole: list(some) for whole, some in by_whole.items()})
+
+    def _row(self, own: str, place: TilePlace, row: TensorRow, part: TilePart, last: str) -> TensorRow:
+        there = part.of(last, row.shape, f"{place.key} of {self.path}")
+        if there is None:
+            self._places[own] = place
+            return row
+        first, shape = there
+        if shape != torch.Size(row.shape):  # it has the shape of one tile
+            raise StateError(f"{place.key}: shape {row.shape}; the model has {tuple(shape)}, in tiles")
+        self._places[own] = place = TilePlace(place.key, first, shape)
+        sizes = part.sizes if shape == part.shape else torch.Size([blocks(part.sizes.numel())])
+        return TensorRow(row.dtype, tuple(sizes), list(_shifted(row.boxes, first, sizes[0])))
+
+    def _rename(self, names: Mapping[str, Sequence[str]]) -> None:
+        def expanded(params: Any) -> list[Any]:
+            return [one for name in params for one in names.get(name, [name])]
+
+        def group(one: Any) -> Any:
+            return {**one, "params": expanded(one["params"])} if isinstance(one, dict) and "params" in one else one
+
+        saved = self.values.get("groups")
+        if saved:
+            self.values["groups"] = [group(one) if isinstance(one, dict) else list(map(group, one)) for one in saved]
+        if self.values.get("optimizers"):
+            self.values["optimizers"] = [
+                {
+                    **one,
+                    "beside": {
+                        n: kept for name, kept in one.get("beside", {}).items() for n in names.get(name, [name])
+                    },
+                }
+                for one in self.values["optimizers"]
+            ]
+
+    @property
+    def whole(self) -> Source:
+        return self._whole
+
+    def read(self, items: Mapping[str, Any], told: Told = untold) -> None:
+        made: dict[str, Any] = {}
+        for key, item in items.items():
+            place = self._places.get(key)
+            if place is None:
+                made[key] = item
+                continue
+            room = made.setdefault(place.key, Parts(place.shape))
+            room.boxes += [(place.moved(offsets), target) for offsets, target in boxes_of(key, item)]
+        self._whole.read(made, told)
+
+    def damage(self, rank: int = 0, world: int = 1, told: Told = untold) -> Iterator[IoError]:
+        yield from self._whole.damage(rank, world, told)
+
+    def likeness(self) -> str:
+        return self._whole.likeness()
+
+    @property
+    def nbytes(self) -> int:
+        return self._whole.nbytes
+
+
+def _shifted(boxes: Iterable[Box], first: int, count: int) -> Iterator[Box]:
+    """Boxes that have any of the rows [first, first + count), by the number of the row from there on."""
+    for box in boxes:
+        if box.offsets[0] < first + count and box.offsets[0] + box.sizes[0] > first:
+            yield replace(box, offsets=(box.offsets[0] - first, *box.offsets[1:]))
+
+
+def index_of(index: MetadataIndex, places: Mapping[str, TilePlace]) -> MetadataIndex:
+    """Of the tensor that it is saved as."""
+    place = places.get(index.fqn)
+    if place is None:
+        return index
+    return MetadataIndex(place.key, place.moved(index.offset or (0,) * len(place.shape)))

@@ -1,0 +1,243 @@
+"""A folder of exported weights: the old ones are there until the new ones are, whole.
+
+One file takes its name when it is complete. Several are written under names that no index has yet; their index takes
+its name when they are complete. The small files beside them (`config.json`) take theirs right after: under
+`*.single.new` and `*.index.new` they wait for the one or the other, and where a kill comes between, the next export
+finishes that. What was begun and not finished is on record in `*.new`, what is being replaced in `*.old`, so that the
+next export clears away what a killed one left, and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from zerokern.checkpoint.index import unfit
+from zerokern.checkpoint.published import Held
+from zerokern.core.errors import BudgetError, IoError, got
+from zerokern.interop.tensorfile import INDEX, SINGLE, Header, read_header, read_index
+from zerokern.io.advice import on_disk, refused
+from zerokern.io.files import make_folder, reserve
+from zerokern.io.lock import FolderLock, Use
+from zerokern.io.renaming import Folder
+from zerokern.memory.room import amount
+
+__all__ = ["BESIDE", "Target", "begun", "file_names", "headers_of"]
+
+NEW, OLD = ".new", ".old"
+WITH_SINGLE, WITH_INDEX = ".single.new", ".index.new"  # which weights a small file waits for
+USE = Use(user="an export", advice="; wait for it, or export into another folder")
+BESIDE = ("config.json", "generation_config.json")  # what goes with the weights, if the model knows it
+
+
+def file_names(count: int, token: str = "") -> list[str]:
+    """What Hugging Face calls the files of one model; with a token where these names are taken.
+
+    >>> file_names(2), file_names(1, "5f")
+    (['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'], ['model-5f-00001-of-00001.safetensors'])
+    """
+    middle = f"-{token}" if token else ""
+    return [f"model{middle}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def headers_of(path: Path, held: Held) -> list[Header]:
+    """The checked headers of a safetensors file, or of the files that a folder's weights consist of; `held` has them.
+
+    A single `model.safetensors` counts before an index, as it does for Hugging Face.
+    """
+    if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
+        raise IoError(
+            f"there is no {path} here; a model of the Hugging Face Hub is downloaded first: "
+            f'zk.load_pretrained(model, huggingface_hub.snapshot_download("{path.as_posix()}"))',
+            path=str(path),
+        )
+    if not path.is_dir():
+        return [_header(path, held)]
+    if (path / SINGLE).exists():
+        return [_header(path / SINGLE, held)]
+    if (path / INDEX).exists():
+        return _indexed(path, read_index(path / INDEX), held)
+    found = sorted(one.name for one in path.glob("*.safetensors"))
+    there = ", ".join(found or sorted(one.name for one in path.iterdir())[:10]) or "nothing"
+    do = "name one of the files" if found else "pickled weights (.bin, .pt) are not read: write them as safetensors"
+    raise unfit(path, f"holds neither {SINGLE} nor {INDEX}, but {there}; {do}", 0)
+
+
+def _header(path: Path, held: Held) -> Header:
+    with on_disk(path, "cannot read"):
+        return read_header(path, held.fd(path))
+
+
+def _indexed(folder: Path, weight_map: Mapping[str, str], held: Held) -> list[Header]:
+    headers = []
+    for file in dict.fromkeys(weight_map.values()):
+        if not (folder / file).exists():
+            names = [name for name, home in weight_map.items() if home == file]
+            says = f"{file} is missing from {folder}; {INDEX} places {len(names)} tensors in it, {names[0]!r} first"
+            raise IoError(f"{says}. Fetch it, or export anew", path=str(folder / file), key=names[0], errno=2)
+        header = _header(folder / file, held)
+        for name, home in weight_map.items():
+            if home == file and name not in header.entries:
+                says = f"{folder / file} does not hold {name!r}, which {INDEX} places there"
+                raise IoError(f"{says}: files of different models lie mixed", path=str(folder / file), key=name)
+        # what is there beside the index's own counts too, unless the index knows it elsewhere
+        mine = {name: one for name, one in header.entries.items() if weight_map.get(name, file) == file}
+        headers.append(Header(header.path, mine, header.metadata))
+    return headers
+
+
+class Target:
+    """The folder, locked, with new files in it that are not the export yet. The first rank alone has one."""
+
+    def __init__(self, folder: Path, nbytes: int, names_of: Sequence[Sequence[str]], total_size: int) -> None:
+        """`nbytes` will be written, `total_size` of them of tensors; `names_of`: those of each file."""
+        self.folder = folder
+        try:
+            if folder.suffix == ".safetensors" or (folder.exists() and not folder.is_dir()):
+                raise ValueError(got("path", str(folder), "a folder, which is made where it is missing"))
+            make_folder(folder)
+            self._inside = Folder(folder)
+        except OSError as error:
+            raise refused(error, folder, "Exporting") from error
+        try:
+            self._lock = FolderLock(folder, USE)
+        except BaseException as error:
+            self._inside.close()
+            if isinstance(error, OSError):
+                raise refused(error, folder, "Exporting") from error
+            raise
+        try:
+            with on_disk(folder, "cannot prepare"):
+                self._clear_leftovers()
+                self._refuse_without_space(nbytes)
+                self.files = self._begin(names_of, total_size)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        self._lock.release()
+        self._inside.close()
+
+    def _begin(self, names_of: Sequence[Sequence[str]], total_size: int) -> list[str]:
+        """The names of the files to write, on record."""
+        if len(names_of) == 1:
+            self._index = b""
+            return [SINGLE + NEW]
+        files = file_names(len(names_of))
+        if any((self.folder / file).exists() for file in files):
+            files = file_names(len(names_of), secrets.token_hex(4))
+        weight_map = {name: file for file, names in zip(files, names_of, strict=True) for name in names}
+        described = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        self._index = (json.dumps(described, indent=2, ensure_ascii=False) + "\n").encode()
+        self._inside.write(INDEX + NEW, self._index)
+        self._inside.sync()
+        return files
+
+    def start(self, number: int, first: bytes, nbytes: int) -> None:
+        """A file of that length, with its header."""
+        path = self.folder / self.files[number]
+        with on_disk(path, "cannot write"), self._inside.new(path.name) as file:
+            reserve(file.fileno(), nbytes)
+            file.write(first)
+
+    def publish(self, beside: Mapping[str, bytes]) -> None:
+        """All bytes are on the disk: let the new files be the export. `beside`: small files that go with them."""
+        with on_disk(self.folder, "cannot publish in"):
+            for name, content in beside.items():
+                if not self._holds(name, content):
+                    self._inside.write(name + (WITH_INDEX if self._index else WITH_SINGLE), content)
+            if self._index:
+                self._publish_index()
+            else:
+                self._inside.rename((SINGLE + NEW, SINGLE))
+                self._rename_beside(WITH_SINGLE)
+                self._inside.remove(*self._named_in(INDEX), INDEX)
+            self._inside.sync()
+        self._let_go()
+
+    def _publish_index(self) -> None:
+        # an index that a kill has left behind may name files that were gone, and are the new ones now
+        replaced = [name for name in self._named_in(INDEX) if name not in self.files]
+        if replaced:
+            self._inside.write(INDEX + OLD, (self.folder / INDEX).read_bytes())
+        self._inside.rename((INDEX + NEW, INDEX))
+        self._inside.remove(SINGLE)  # from here on the index counts
+        self._rename_beside(WITH_INDEX)
+        self._inside.remove(*replaced, INDEX + OLD)
+
+    def _holds(self, name: str, content: bytes) -> bool:
+        try:
+            return (self.folder / name).read_bytes() == content
+        except FileNotFoundError:
+            return False
+
+    def _rename_beside(self, waiting: str) -> None:
+        there = [name for name in BESIDE if (self.folder / (name + waiting)).exists()]
+        self._inside.rename(*((name + waiting, name) for name in there))
+
+    def _settle_beside(self) -> None:
+        """What a kill left waiting: its weights have their name already, or else it never counts."""
+        for waiting, weights in ((WITH_SINGLE, SINGLE), (WITH_INDEX, INDEX)):
+            names = [name + waiting for name in BESIDE]
+            if not any((self.folder / name).exists() for name in names):
+                continue
+            if (self.folder / (weights + NEW)).exists():
+                self._inside.remove(*names)
+                self._inside.sync()  # before their weights go: without these, they would seem to have been published
+                continue
+            if weights == INDEX:
+                self._inside.remove(SINGLE)
+            self._rename_beside(waiting)
+
+    def abandon(self) -> None:
+        """Clear away what was begun, unless it is published."""
+        if self._inside.fd < 0:
+            return
+        try:
+            with on_disk(self.folder, "cannot clear"):
+                self._clear_leftovers()
+        finally:
+            self._let_go()
+
+    def _clear_leftovers(self) -> None:
+        """Files of an export that nobody finished, or whose removal nobody did."""
+        self._settle_beside()
+        current = set(self._named_in(INDEX))
+        for record in (INDEX + NEW, INDEX + OLD):
+            self._inside.remove(*(name for name in self._named_in(record) if name not in current), record)
+        self._inside.remove(SINGLE + NEW)
+
+    def _named_in(self, index: str) -> list[str]:
+        try:
+            return list(dict.fromkeys(read_index(self.folder / index).values()))
+        except IoError:  # none there, or cut off while it was written: then nothing else was begun
+            return []
+
+    def _refuse_without_space(self, nbytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if nbytes > free:
+            raise BudgetError(
+                f"the export takes {amount(nbytes)}, and the disk of {self.folder} has {amount(free)} left (an export "
+                "that is there stays until the new one is whole); make room, choose another disk or a narrower dtype"
+            )
+
+
+@contextmanager
+def begun(folder: Folder, name: str) -> Iterator[int]:
+    """A descriptor of a file that `Target.start` made in the folder: a plain file with this name and no other."""
+    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder.fd)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            raise OSError(errno.ELOOP, "somebody has put another file in its place", name)
+        yield fd
+    finally:
+        os.close(fd)

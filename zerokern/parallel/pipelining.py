@@ -1,0 +1,351 @@
+"""A stage of torch.distributed.pipelining whose module zk.shard divides: one reduction for all micro-batches of a step.
+
+Gradients of micro-batches are added up on this rank, and leave with those of the last one, whichever that is. Where a
+schedule computes gradients of inputs first and those of weights later (zero bubble), the latter are one pass too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage as TorchStage
+
+from zerokern.core.errors import StateError, got
+from zerokern.parallel.backward_halves import for_inputs, for_weights
+from zerokern.parallel.tied_stages import Ties, refuse_replaced, refuse_strange
+from zerokern.zero import hooks
+from zerokern.zero.awaited import without_waiting
+from zerokern.zero.homes import home_of
+from zerokern.zero.kinds import shardings_of
+from zerokern.zero.sharding import Sharding
+
+__all__ = ["PipelineStage"]
+
+# by the group of a pipeline, this rank's stage that a schedule has begun last
+_BEGUN: weakref.WeakKeyDictionary[Any, weakref.ref[PipelineStage]] = weakref.WeakKeyDictionary()
+
+
+class PipelineStage(TorchStage):
+    """`torch.distributed.pipelining.PipelineStage` for a module that `zk.shard` has divided, at any ZeRO stage.
+
+    All of torch's schedules accept it: GPipe, 1F1B, interleaved and zero-bubble. Give `zk.shard` the mesh of the ranks
+    that hold the same part of the model (`mesh["dp"]`), and give this class the group of ranks that a batch passes
+    through. Each step reduces every bucket once, in the backward pass of the last micro-batch. Gradients are divided by
+    the number of micro-batches if the schedule says so (`scale_grads`). Gradients left over from an earlier step are
+    added to, not divided again.
+
+    Args:
+        submodule: this stage's part of the model.
+        stage_index, num_stages, device: as in torch's class, which gets all that is not named here.
+        whole: whether stage 3 keeps parameters gathered from a step's first forward to its last backward. By default it
+            does, unless they rest in another tier; False gathers them for each micro-batch.
+        tied: parameters that other stages hold copies of, such as a word embedding that is also the output head, by
+            their name in the whole model: `tied={"words.weight": part.head.weight}`. Every stage with a copy must list
+            it and start from the same values. Their gradients are summed once, at the end of a step.
+
+    `zk.clip_grad_norm_(..., group=)` and the optimizers' `group=` make one norm and one decision to step for all
+    stages. `zk.save` and `zk.load` store the part of each stage under the names of the whole model.
+
+    >>> import torch, torch.distributed as dist, zerokern as zk
+    >>> from torch.distributed.pipelining import ScheduleGPipe
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = zk.shard(torch.nn.Linear(2, 1, bias=False), stage=3)
+    >>> stage = zk.PipelineStage(model, 0, 1, torch.device("cpu"))
+    >>> schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: y.sum() - target.sum())
+    >>> _ = schedule.step(torch.ones(4, 2), target=torch.ones(4, 1)); model.weight.grad.local
+    tensor([2., 2.])
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *args: Any,
+        whole: bool | None = None,
+        tied: Mapping[str, nn.Parameter] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As torch's; `whole` and `tied` besides."""
+        super().__init__(submodule, stage_index, num_stages, device, *args, **kwargs)
+        if self.dw_builder is not None:
+            do = "Gradients that other functions compute would not be reduced; zero-bubble schedules need none of them"
+            raise ValueError(got("dw_builder", "a function", "None", do))
+        if whole is not None and not isinstance(whole, bool):
+            raise TypeError(got("whole", whole, "True, False or None"))
+        self._whole, self.tied = whole, refuse_strange(tied, submodule)
+        self._ties: Ties | None = None
+        self._together: list[PipelineStage] = []  # this rank's stages that a schedule runs
+        self._waits = False  # until its first forward
+        self._ended: int | None = None  # its step, whose gradients are to be divided by this
+        self._reset()
+
+    def _reset(self) -> None:
+        self._shardings: list[Sharding] = []
+        self._in_step = False
+        self._passes: list[int] = []  # how often each had reduced before
+        self._forwards = 0
+        self._before: list[tuple[Tensor, Tensor]] | None = None  # gradients that were there already, and whose they are
+
+    def clear_runtime_states(self) -> None:
+        """A schedule begins."""
+        super().clear_runtime_states()
+        self._let_go()
+        self._reset()
+        refuse_replaced(self.tied, self.submod)
+        self._join_others()
+        for sharding in self._found():
+            self._check(sharding)
+
+    def _join_others(self) -> None:
+        """A schedule begins all its stages before it runs any."""
+        pg = self.group or dist.group.WORLD
+        last = _BEGUN[pg]() if pg in _BEGUN else None
+        begun = [] if last is None else last._together
+        if self in begun or not all(one._waits for one in begun):
+            begun = []
+        begun.append(self)
+        self._together, self._waits, self._ended = begun, True, None
+        _BEGUN[pg] = weakref.ref(self)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """A micro-batch's forward."""
+        self._waits = False
+        if not self._in_step:
+            self._begin()
+        with self._or_let_go():
+            result = self.submod(*args, **kwargs)
+        self._forwards += 1
+        if not self.has_backward and self._forwards == len(self.args_recv_info):
+            self._let_go()
+            self._reset()
+        return result
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """A micro-batch's backward, or its half for inputs or for weights; the last one reduces."""
+        with self._or_let_go():
+            if self._before is None:
+                self._before = self._put_by()
+            if backward_type == "input":
+                self._refuse_repeated()
+                with self._no_sync():
+                    return for_inputs(self._leaves(), bwd_kwargs)
+            if backward_type == "weight":
+                self._keep(True)  # its passes follow no order of units
+                with ExitStack() if last_backward else self._no_sync():
+                    _in_one_pass(self._shardings, self.device, lambda: for_weights(bwd_kwargs["param_groups"]))
+                if last_backward or not self._stays:
+                    self._let_go()
+                return (), None
+            self._keep(not last_backward and self._stays)
+            with ExitStack() if last_backward else self._no_sync():
+                return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """The end of a step; with that of this rank's last stage, what stages share is added up."""
+        self._let_go()
+        if not self.has_backward:
+            return
+        self._reduce_rest()
+        self._ended = grad_scale_factor
+        # all stages of a schedule have computed before one ends; others were begun by one that was refused
+        together = [one for one in self._together if not one._waits]
+        if all(one._ended is not None for one in together):
+            # nothing is left to compute on this rank, and what others wait for is on its way: it can wait for them
+            if any(one._ties is None for one in together):
+                ties = Ties(together)
+                for one in together:
+                    one._ties = ties
+            assert self._ties is not None
+            self._ties.add_up()
+            for one in together:
+                one._finish(one._ended or 1)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """The end of a step, where a schedule says nothing else."""
+        self._let_go()
+        if self.tied:
+            raise StateError(
+                f"pipeline stage {self.stage_index} shares {min(self.tied)!r} with others, and the schedule ends it "
+                "before all is sent that others wait for; allowed: a schedule that calls perform_reduce_grad, as all "
+                "of torch's do from 2.10 on"
+            )
+        self._reduce_rest()
+        self._finish(grad_scale_factor)
+
+    def _reduce_rest(self) -> None:
+        with self._or_let_go():
+            for sharding, before in zip(self._shardings, self._passes, strict=True):
+                if sharding.reduction.passes == before and sharding.gradient_buckets:  # nothing came last, or nothing
+                    _in_one_pass([sharding], self.device, lambda: None)
+
+    def _finish(self, factor: int) -> None:
+        for sharding in self._found() if factor != 1 else ():
+            _divide(sharding, factor)
+        before_it, self._before = self._before or [], None
+        with torch.no_grad():
+            for finder, grad in before_it:
+                if finder.grad is None:
+                    finder.grad = grad
+                else:
+                    finder.grad.add_(grad)
+        self._in_step, self._passes, self._shardings = False, [], []
+
+    def _found(self) -> list[Sharding]:
+        """What zk.shard has made of this module."""
+        params = list(self.submod.parameters())
+        stranger = next((name for name, one in self.submod.named_parameters() if home_of(one) is None), None)
+        if stranger is not None:
+            raise StateError(
+                f"{stranger!r} of the module of pipeline stage {self.stage_index} is not sharded: call "
+                'zk.shard(module, mesh=mesh["dp"]) first, or take torch.distributed.pipelining.PipelineStage'
+            )
+        return list(shardings_of(map(home_of, params)))
+
+    def _begin(self) -> None:
+        """The first forward of a step."""
+        self._shardings = self._found()
+        self._in_step = True
+        self._passes = [sharding.reduction.passes for sharding in self._shardings]
+        self._keep(self._stays)
+
+    def _check(self, sharding: Sharding) -> None:
+        if not self.has_backward:
+            return
+        if not sharding.reduction.synchronizes:
+            raise StateError(
+                f"pipeline stage {self.stage_index} was run within zk.no_sync, and would never reduce its gradients; "
+                "call schedule.step() outside: it reduces once, and adds to gradients that are still there"
+            )
+        for bucket in sharding.gradient_buckets:
+            for place in bucket.local if bucket.summing.needed else ():
+                if _finder(bucket, place).grad is not None:
+                    raise StateError(
+                        f"the gradient of {bucket.homes[place].name!r} is that of a step which broke off, or of "
+                        "zk.no_sync, and was not reduced; call zero_grad() before the next schedule.step()"
+                    )
+
+    def _refuse_repeated(self) -> None:
+        """A half that computes units again has nothing left of them for the other."""
+        for sharding in self._shardings:
+            keep, micro = getattr(sharding.repeated, "keep", None), getattr(sharding.repeated, "micro", 1)
+            if keep is not None and micro == 1:
+                raise StateError(
+                    f"pipeline stage {self.stage_index} was sharded with keep={keep!r}, and a zero-bubble schedule "
+                    "runs its backward in halves, of which each would compute its units again; allowed: keep=None, "
+                    "micro=2 or more, or a schedule with whole backwards (GPipe, 1F1B, interleaved 1F1B)"
+                )
+
+    @property
+    def _stays(self) -> bool:
+        if self._whole is not None:
+            return self._whole
+        return all(sharding.rests is None for sharding in self._shardings)
+
+    def _keep(self, keeps: bool) -> None:
+        """Whether parameters at stage 3 stay whole from here on."""
+        for sharding in self._shardings:
+            if sharding.gatherer is not None:
+                sharding.gatherer.keep(keeps)
+
+    def _let_go(self) -> None:
+        """Nothing stays whole."""
+        self._keep(False)
+        for sharding in self._shardings:
+            if sharding.gatherer is not None:
+                sharding.gatherer.settle()
+
+    @contextmanager
+    def _or_let_go(self) -> Iterator[None]:
+        """What breaks off leaves nothing whole, and gradients that were there before where they were."""
+        try:
+            yield
+        except BaseException:
+            self._keep(False)
+            for finder, grad in self._before or ():
+                if finder.grad is None:
+                    finder.grad = grad
+            self._before = None
+            raise
+
+    def _no_sync(self) -> ExitStack:
+        stack = ExitStack()
+        for sharding in self._shardings:
+            stack.enter_context(sharding.no_sync())
+        return stack
+
+    def _put_by(self) -> list[tuple[Tensor, Tensor]]:
+        """Gradients of an earlier step, which are not this one's to divide."""
+        found = []
+        with without_waiting():
+            for sharding in self._shardings:
+                for bucket in sharding.gradient_buckets:
+                    for place in range(len(bucket.tenants)):
+                        finder = _finder(bucket, place)
+                        if finder.grad is not None:
+                            found.append((finder, finder.grad))
+                            finder.grad = None
+        return found
+
+    def _leaves(self) -> list[Tensor]:
+        """What autograd meets of the parameters that are trained."""
+        tenants = [tenant for one in self._shardings for bucket in one.gradient_buckets for tenant in bucket.tenants]
+        leaves = [tenant.param if tenant.full is None else tenant.full for tenant in tenants]
+        return [leaf for leaf in leaves if leaf.requires_grad]
+
+
+def _finder(bucket: Any, place: int) -> Tensor:
+    """Where the user looks for a gradient."""
+    return bucket.homes[place].piece if bucket.exposed else bucket.tenants[place].param
+
+
+def _divide(sharding: Sharding, count: int) -> None:
+    """What is reduced, by the number of micro-batches: exactly as torch divides each gradient."""
+    for bucket in sharding.gradient_buckets:
+        if count & (count - 1) == 0:
+            bucket.scale(1.0 / count)
+            continue
+        for place in range(len(bucket.tenants)):
+            grad = _finder(bucket, place).grad
+            if grad is not None:
+                grad.div_(count)
+
+
+class _Begun(torch.autograd.Function):
+    """A pass of autograd that does what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, work: Callable[[], None]) -> Tensor:
+        ctx.work = work
+        return trigger.view_as(trigger)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        ctx.work()
+        return None, None
+
+
+def _in_one_pass(shardings: Sequence[Sharding], device: torch.device, work: Callable[[], None]) -> None:
+    """Passes that `work` runs are parts of one, at whose end gradients are reduced, if any pass reduces them."""
+
+    def within() -> None:
+        for sharding in shardings:
+            if sharding.gatherer is not None:
+                sharding.gatherer.joins_backward()
+            if sharding.gradient_buckets:
+                sharding.reduction.joins_backward()
+        with hooks.within_pass():
+            work()
+
+    with torch.enable_grad():
+        _Begun.apply(torch.zeros((), device=device, requires_grad=True), within).backward()
