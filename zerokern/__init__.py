@@ -46,6 +46,7 @@ PLUGS.update(
     {  # what the core reaches through its ports, without importing it
         "checkpoint source": ("zerokern.interop.foreign:open_foreign",),
         "checkpoint model": ("zerokern.parallel.saved_stages:stages_of",),
+        "group observer": ("zerokern.debug.watch:GroupWatch",),
         "checkpoint layout": ("zerokern.activations.saved_tiles:tiled_layout",),
     }
 )
