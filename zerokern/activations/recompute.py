@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -145,7 +146,7 @@ class Repeated:
         for unit in _recomputable(units):
             if id(unit.module) not in within:
                 within.update(map(id, unit.module.modules()))
-                hooks.around_forward(unit.module, partial(_forward, keeper, self.micro, unit.module))
+                hooks.around_forward(unit.module, partial(_forward, keeper, self.micro, weakref.ref(unit.module)))
 
 
 def _recomputable(units: Sequence[Unit]) -> list[Unit]:
@@ -154,11 +155,16 @@ def _recomputable(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _forward(
-    keeper: Keeper | None, micro: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    keeper: Keeper | None,
+    micro: int,
+    module: weakref.ref[nn.Module],
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return recompute_with(keeper, micro, forward, args, kwargs, {}, module)
+    return recompute_with(keeper, micro, forward, args, kwargs, {}, module())
 
 
 def _keeper(keep: str | Nvme, replicated: DeviceMesh | Group | None) -> Keeper | None:
