@@ -83,6 +83,8 @@ def shard(
         keep: units keep only their inputs until backward, in this place ("device", "cpu", `zk.Nvme(path)`), and compute
             the rest again. See `zk.recompute`.
         micro: units compute in this many slices of the batch, so that the activations of one slice are alive at a time.
+            Forward hooks of modules in a unit run once for each slice; what they or an attribute keep of a slice is
+            refused in a loss. See `zk.recompute`.
         replicated: a mesh dimension whose ranks have the same inputs, as in tensor parallelism. Each rank keeps its
             part of the inputs. `micro` above 1, or `replicated` alone, implies `keep="device"`. Of nested units the
             outermost counts; the root never does.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import of_blocks  # noqa: F401
 import of_cases  # noqa: F401
+import of_contract  # noqa: F401
 import of_evaluation  # noqa: F401
 import of_hooks  # noqa: F401
 import of_layers  # noqa: F401
