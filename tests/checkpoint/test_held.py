@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerokern as zk
-from zerokern.checkpoint import pretrained
+from zerokern.interop import pretrained
 from zerokern.checkpoint.published import Held, Published, likeness
 from zerokern.checkpoint.ranks import Ranks, open_alike
 from zerokern.checkpoint.saved import Saved

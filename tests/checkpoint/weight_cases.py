@@ -19,7 +19,7 @@ from pages import MIB, large_things_apart, peak, restart_peak
 from raw_cases import raw
 from worlds import World, built
 
-from zerokern.checkpoint import export, load_pretrained
+from zerokern.interop import export, load_pretrained
 
 __all__ = ["MIB", "export", "large_things_apart", "load_pretrained", "peak", "raw", "restart_peak"]
 
