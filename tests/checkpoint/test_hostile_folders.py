@@ -14,8 +14,8 @@ import torch
 
 import zerokern as zk
 from zerokern.checkpoint import folder
-from zerokern.interop import exported
 from zerokern.core.errors import IoError
+from zerokern.interop import exported
 from zerokern.io import Store
 from zerokern.io import files as io_files
 

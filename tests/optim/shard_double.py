@@ -12,8 +12,8 @@ import torch
 from optim_cases import FP32, make_params
 from torch import Tensor
 
-from zerokern.comm.fake import FakeWorld
 from zerokern.core.units import BLOCK
+from zerokern.debug.fake import FakeWorld
 from zerokern.kernels import split
 from zerokern.zero.homes import Home, alias
 from zerokern.zero.sharded import Sharded

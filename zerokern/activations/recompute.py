@@ -18,10 +18,11 @@ from zerokern.activations.keeping import Keeper, Turn
 from zerokern.activations.slices import sliced
 from zerokern.activations.tiles import Tile
 from zerokern.comm import Group
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import ShardError, StateError, got
 from zerokern.io import Nvme
 from zerokern.zero import hooks
 from zerokern.zero.containers import mapped
+from zerokern.zero.kinds import is_placed
 from zerokern.zero.reads import Reads
 from zerokern.zero.units import Unit
 
@@ -122,6 +123,13 @@ class Repeated:
 
     def check(self, units: Sequence[Unit]) -> str:
         """What all ranks are to have asked for, in words; or an error."""
+        if self.micro > 1:
+            found = next((name for unit in units for name, param in unit.params if is_placed(param)), None)
+            if found is not None:
+                raise ShardError(
+                    f"{found!r} is a DTensor, and micro above 1 computes in slices of plain tensors; allowed: micro=1, "
+                    "and micro-batches in a loop"
+                )
         if self.keep is not None and not _repeatable(units):
             raise ValueError(
                 f"keep={self.keep!r}, micro={self.micro} are for units, and this model is one with its root: name some "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import ShardError, StateError
-from zerokern.parallel.halves import Halves
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import stands_for
@@ -107,7 +106,7 @@ class Guard:
         tenants = [tenant for memory in sharding.memories for tenant in memory.tenants]
         frozen = [tenant for memory in sharding.memories if not memory.bucket.trainable for tenant in memory.tenants]
         self._frozen = [tenant.param for tenant in frozen]
-        self._halves = Halves(sharding)
+        self.before_forward: list[Callable[[], None]] = []  # other checks of a forward with gradients
         # at stage 3 bodies are exchanged all the time, and gradients come through the gathered ones
         self._plain = [] if shards_parameters(sharding.stage) else tenants
         self._params = [tenant.param for tenant in self._plain]
@@ -127,7 +126,8 @@ class Guard:
 
     def look(self) -> None:
         """Parameters that were added, exchanged, moved or unfrozen are refused; what only left our hands comes back."""
-        self._halves.look()
+        for check in self.before_forward:
+            check()
         found = list(chain.from_iterable(map(dict.values, self._tables)))
         if not self._tables or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
             self._walk()

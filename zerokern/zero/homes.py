@@ -85,10 +85,10 @@ class Home(Residence):
         piece: Tensor,
         sharding: Sharding,
         initial: Tensor | None,
-        beside: Any = None,
+        ranks: Any = None,
     ) -> None:
-        """`beside`: the ranks that share it, where they are not those of all of the model."""
-        ranks = sharding if beside is None else beside
+        """`ranks`: those that share it, where they are not those of all of the model."""
+        ranks = sharding if ranks is None else ranks
         there = here_of(param)
         self.placed = there if isinstance(there, Placed) else None  # of a DTensor, whose local tensor is divided
         here = replace(there, group=ranks.team)

@@ -18,10 +18,10 @@ from torch import Tensor
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
-from zerokern.parallel.tensor_parallel import Beside
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.groups import RankGroups
 
 __all__ = ["Reduction"]
 
@@ -33,7 +33,7 @@ class Reduction:
     """The gradients of one model."""
 
     def __init__(
-        self, buckets: Sequence[GradientBucket], parts: Sequence[Beside], model_is_there: Callable[[], object]
+        self, buckets: Sequence[GradientBucket], parts: Sequence[RankGroups], model_is_there: Callable[[], object]
     ) -> None:
         """`parts`: the ranks that divide buckets, by the number that a bucket has of theirs; the model's first."""
         self.buckets, self._parts, self._model_is_there = buckets, parts, model_is_there

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,14 +20,13 @@ from zerokern.memory.heap import keep_freed, map_large
 from zerokern.memory.place import DevicePool
 from zerokern.memory.room import takes_half
 from zerokern.memory.staging import stream_number
-from zerokern.parallel.experts import MeshParts, watch_experts
-from zerokern.parallel.tensor_parallel import PLACE, refuse_placed
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import Gathered
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.groups import PLACE, GroupsOf, one_group
 from zerokern.zero.homes import Home
 from zerokern.zero.kinds import local_of, version_of
 from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
@@ -40,7 +39,7 @@ from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own, original
-from zerokern.zero.units import Unit, Units, members, owners_of, units_of
+from zerokern.zero.units import Unit, Units, UnitWrapper, members, owners_of, units_of
 
 __all__ = ["Sharding"]
 
@@ -60,12 +59,12 @@ class Sharding:
         units: Units = None,
         bucket_bytes: int = 32 << 20,
         tier: str | Nvme = "device",
-        repeated: Any = None,
+        wrapper: UnitWrapper | None = None,
         materialize: Callable[[Unit], None] | None = None,
         reduce: str = "mean",
-        apart: Mapping[nn.Module, Group] | None = None,
+        groups: GroupsOf = one_group,
     ) -> None:
-        """`apart`: modules of which other ranks have the same parameters than of the rest."""
+        """`wrapper`: what else wraps the forward of units; `groups`: which ranks share which parameters."""
         self.module, self.stage, self.group = module, stage, group
         self.op = checks.reduce(reduce)
         self.replicated = not shards_state(stage)
@@ -80,12 +79,11 @@ class Sharding:
         if shards_parameters(stage):
             checks.one_unit(found)
         params = [pair for unit in found for pair in unit.params]
-        if materialize is not None or getattr(repeated, "micro", 1) > 1:
-            refuse_placed(params, built=materialize is not None)
-        self.parts = MeshParts(module, params, group, apart or {}, replicated=self.replicated)
-        self.teams, beside = self.parts.teams, self.parts.each[0]
+        wrapped = "None" if wrapper is None else wrapper.check(found)
+        self.groups = groups(module, params, group, self.replicated)
+        self.teams, ranks = self.groups.teams, self.groups.each[0]
         # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
-        self.team, self.everyone, self.copies = beside.team, beside.everyone, beside.copies
+        self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
         if not self.replicated:
             checks.no_writes_of_one_rank(module, group.everyone)
         settings = {
@@ -94,21 +92,21 @@ class Sharding:
             "bucket_bytes": checks.bucket_bytes(bucket_bytes),
             "mp_policy": str(self.policy),
             "tier": tier if isinstance(tier, str) else type(tier).__name__,
-            "keep, micro": str(repeated and repeated.check(found)),
+            "keep, micro": wrapped,
             "units": [unit.name for unit in found],
-            PLACE: beside.place,
+            PLACE: ranks.place,
         }
         checks.same_on_all_ranks(group.everyone, settings, found)
-        for one in self.parts.each[1:]:
+        for one in self.groups.each[1:]:
             checks.same_on_all_ranks(one.group.everyone, {PLACE: one.place}, [])
         with torch.no_grad():
             self._broadcast_buffers()
             self._take_in(found, device, bucket_bytes, materialize, tier)
         self._hook_gradients()
-        watch_experts(list(apart or ()), self)
-        self.repeated = repeated
-        if repeated is not None:  # activations/recompute.py; within the hooks that follow
-            repeated.begin(found)
+        self.groups.watch_gradients(self)
+        self.wrapper = wrapper
+        if wrapper is not None:  # within the hooks that follow
+            wrapper.begin(found)
         self._hook_forwards(found)
         for memory in self.memories:
             if memory.rest is not None:
@@ -126,9 +124,9 @@ class Sharding:
     ) -> None:
         """Parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]
-        listed = members(units, self.stage, self.policy.param_dtype, self.parts.number)
+        listed = members(units, self.stage, self.policy.param_dtype, self.groups.number)
         itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
-        buckets = partition(listed, self.parts.worlds, max(1, bucket_bytes // itemsize))
+        buckets = partition(listed, self.groups.sizes, max(1, bucket_bytes // itemsize))
         self.memories: list[BucketMemory] = []
         homes: dict[int, Home] = {}
         owners = owners_of(self.module)
@@ -142,7 +140,7 @@ class Sharding:
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
                 if materialize is not None and id(unit) in present:
                     materialize(unit)
-            group = self.parts.each[bucket.ranks].group
+            group = self.groups.each[bucket.ranks].group
             memory = BucketMemory(bucket, group, sharded=divided, pool=pool, **room)
             there = [(spot, *named[spot.param]) for spot in bucket.places]
             tenants = [Tenant.of(name, param, spot) for spot, name, param, _ in there]
@@ -164,7 +162,7 @@ class Sharding:
     def _broadcast_buffers(self) -> None:
         """Buffers begin with rank 0's values too; as bytes, whatever they are made of."""
         for buffer in self.module.buffers():
-            group = self.parts.group_of_buffer(buffer)
+            group = self.groups.group_of_buffer(buffer)
             if not group.everyone.alone and not buffer.is_meta and buffer.numel():
                 flat = local_of(buffer).detach().to(group.device).reshape(-1).contiguous().view(torch.uint8)
                 group.broadcast(flat).wait()
@@ -176,7 +174,7 @@ class Sharding:
         trained = [(one, wire_dtype(self.policy, one.dtype)) for one in self.memories if one.bucket.trainable]
         self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
-        losses = self.parts.losses if self.op == "mean" else None
+        losses = self.groups.losses if self.op == "mean" else None
         for memory, dtype in trained:
             homes = [by_name[tenant.name] for tenant in memory.tenants]
             bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype, losses)
@@ -187,7 +185,7 @@ class Sharding:
                     home.piece.grad_dtype = tenant.param.grad_dtype = dtype
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.publisher.gradient_buckets = self.gradient_buckets
-        self.reduction = Reduction(self.gradient_buckets, self.parts.each, weakref.ref(self))
+        self.reduction = Reduction(self.gradient_buckets, self.groups.each, weakref.ref(self))
         for tenant, home in self._trained():
             for leaf in (tenant.param, tenant.full):
                 if leaf is not None:
