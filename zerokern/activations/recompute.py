@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -139,7 +140,7 @@ class Repeated:
         for unit in _repeatable(units):
             if id(unit.module) not in within:
                 within.update(map(id, unit.module.modules()))
-                hooks.around_forward(unit.module, partial(_forward, keeper, self.micro, unit.module))
+                hooks.around_forward(unit.module, partial(_forward, keeper, self.micro, weakref.ref(unit.module)))
 
 
 def _repeatable(units: Sequence[Unit]) -> list[Unit]:
@@ -148,11 +149,16 @@ def _repeatable(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _forward(
-    keeper: Keeper | None, micro: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    keeper: Keeper | None,
+    micro: int,
+    module: weakref.ref[nn.Module],
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return keeping(keeper, micro, forward, args, kwargs, {}, module)
+    return keeping(keeper, micro, forward, args, kwargs, {}, module())
 
 
 def _keeper(keep: str | Nvme, replicated: DeviceMesh | Group | None) -> Keeper | None:
