@@ -167,7 +167,7 @@ def shards(model: nn.Module) -> list[nn.Parameter]:
     >>> [(piece.zk_name, piece.numel()) for piece in zk.shards(model)]
     [('weight', 2), ('bias', 1)]
     """
-    pieces = {id(piece._zk_home): piece for piece in sharding_of(model).expose()}  # type: ignore[attr-defined]
+    pieces = {id(home_of(piece)): piece for piece in sharding_of(model).expose()}
     homes = [home_of(param) for param in model.parameters()]
     return [pieces[id(home)] for home in homes if home is not None and id(home) in pieces]
 

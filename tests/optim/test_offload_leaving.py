@@ -14,6 +14,7 @@ from torch import nn
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.examples.played_device import PlayedDevice
+from zerokern.zero.homes import home_of
 
 
 def built(device: PlayedDevice, stage: int | None = None) -> nn.Sequential:
@@ -82,7 +83,7 @@ def test_hooks_go_with_their_optimizer(device: PlayedDevice, stage: int | None) 
     def hooked() -> int:
         if stage is None:
             return sum(len(param._post_accumulate_grad_hooks or ()) for param in params)
-        return sum(len(bucket.listeners) for bucket in params[0]._zk_home.sharding.gradient_buckets)
+        return sum(len(bucket.listeners) for bucket in home_of(params[0]).sharding.gradient_buckets)
 
     assert hooked()
     model(torch.randn(4, 24))  # publishes the last step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zerokern.core.errors import ShardError, StateError
 from zerokern.memory.here import Here
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Placed, Residence, here_of, is_placed, version_of
+from zerokern.zero.kinds import Placed, Residence, here_of, is_placed, residence_of, version_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded, Spanned
 
@@ -26,18 +26,29 @@ if TYPE_CHECKING:
 __all__ = ["Home", "alias", "give_home", "here_of_state", "home_of"]
 
 
+class _Reference(weakref.ref):
+    """A parameter's reference to its home, which the sharding keeps: homes refer to parameters and gradient buckets,
+    and the other way round it would be a cycle. A copy of the parameter, or what is pickled of it, is nobody's."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 def give_home(param: Tensor, home: Home) -> None:
-    """From now on `home_of` finds it."""
-    param._zk_home = home  # type: ignore[attr-defined]
+    """From now on `home_of` finds it, as long as its sharding lives."""
+    param._zk_home = _Reference(home)  # type: ignore[attr-defined]
 
 
 def home_of(param: Tensor) -> Home | None:
-    """What zk.shard knows of a parameter; None for one that it has never seen.
+    """What zk.shard knows of a parameter; None for one that it has never seen, or whose sharded model is gone.
 
     >>> home_of(torch.nn.Parameter(torch.ones(2))) is None
     True
     """
-    return getattr(param, "_zk_home", None)
+    found: Any = residence_of(param)
+    return found
 
 
 def alias(memory: Tensor, offset: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -103,7 +114,7 @@ class Home(Residence):
         # reference from here would keep the model for ever. The module's hooks keep the sharding
         self._sharding = weakref.ref(sharding)
         self.seen_version = 0
-        self.gradients: GradientBucket | None = None  # None: the parameter was frozen when it was sharded
+        self._gradients: weakref.ref[GradientBucket] | None = None
         self.place = 0  # among the parameters of its gradient bucket
         self.loan: Loan | None = None  # while it is whole in the user's object (stage 3)
         self.leaf: Tensor | None = None  # stage 3: what modules compute with, which autograd meets
@@ -114,10 +125,6 @@ class Home(Residence):
         self.keep_initial(initial)
         give_home(self.piece, self)
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of a parameter, or what is pickled of it, is nobody's."""
-        return type(None), ()
-
     @property
     def sharding(self) -> Sharding:
         """The sharding of the model, which lives as long as the model does."""
@@ -127,6 +134,15 @@ class Home(Residence):
                 f"{self.name!r} is of a sharded model that is gone; keep the model as long as its parameters"
             )
         return sharding
+
+    @property
+    def gradients(self) -> GradientBucket | None:
+        """The bucket that its gradient is reduced in; None: the parameter was frozen when it was sharded."""
+        return None if self._gradients is None else self._gradients()
+
+    @gradients.setter
+    def gradients(self, bucket: GradientBucket | None) -> None:
+        self._gradients = None if bucket is None else weakref.ref(bucket)  # the sharding keeps it
 
     @property
     def team(self) -> Any:
@@ -185,7 +201,7 @@ class Home(Residence):
             self.seen_version = version
 
     def stays(self, param: Tensor) -> bool:
-        return getattr(param, "_zk_home", None) is self
+        return home_of(param) is self
 
     def local_gradient(self, param: Tensor) -> Tensor | None:
         """As everywhere; a plain gradient of the whole shape, set by hand, counts as reduced already."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,7 @@ __all__ = [
     "received",
     "share_hooks",
     "take_hooks",
+    "weakly",
     "when_gradient_is_there",
     "within_pass",
     "wrap_forward",
@@ -87,6 +90,29 @@ def accumulator(leaf: Tensor) -> Any:
 def after_accumulation(param: Tensor, call: Callable[[Tensor], None]) -> Any:
     """Call with the parameter whenever its `.grad` has been accumulated into; the result's `remove()` ends that."""
     return param.register_post_accumulate_grad_hook(_Own(call))
+
+
+def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A call of the method that does not keep its object; once that is gone, of `otherwise`, or of nothing.
+
+    Modules, parameters and units are referred to by what they call back. Strong references both ways would leave a
+    dropped model to the garbage collector, which training loops switch off.
+
+    >>> class Listener:
+    ...     def hear(self, word): return word
+    >>> listener = Listener(); hear = weakly(listener.hear)
+    >>> hear("one"); del listener; hear("two")
+    'one'
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        there = reference()
+        if there is not None:
+            return there(*args, **kwargs)
+        return None if otherwise is None else otherwise(*args, **kwargs)
+
+    return call
 
 
 class _Own:
@@ -307,7 +333,21 @@ class _Around:
 
     def __init__(self, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
-        self._forward, self._call = forward, call
+        del self.__wrapped__
+        self._call = call
+        self._kept: Any = forward
+        if isinstance(forward, types.MethodType):  # of the module that this is an attribute of: it must not keep that
+            self._kept = weakref.WeakMethod(forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        found: Any = self._kept() if type(self._kept) is weakref.WeakMethod else self._kept
+        return cast("Callable[..., Any]", found)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":
+            return self._forward
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self._forward, args, kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError
+from zerokern.core.errors import ShardError, StateError
 from zerokern.io import Nvme
 from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed, map_large
@@ -24,7 +24,7 @@ from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import Gathered
 from zerokern.zero.gather import Gatherer
-from zerokern.zero.gathered_unit import GatheredUnit
+from zerokern.zero.gathered_unit import GatheredUnit, Place
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.groups import PLACE, GroupsOf, one_group
 from zerokern.zero.homes import Home
@@ -65,7 +65,9 @@ class Sharding:
         groups: GroupsOf = one_group,
     ) -> None:
         """`wrapper`: what else wraps the forward of units; `groups`: which ranks share which parameters."""
-        self.module, self.stage, self.group = module, stage, group
+        # the hooks of the root keep this; whatever else of the model calls it, or is referred to by it, does so weakly
+        self._module = weakref.ref(module)
+        self.stage, self.group = stage, group
         self.op = checks.reduce(reduce)
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
@@ -113,6 +115,14 @@ class Sharding:
                 memory.rest.is_viewed()
         self.watch = guards.Guard(self)
         guards.install()
+        weakref.finalize(module, _ended, weakref.ref(self.publisher)).atexit = False
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise StateError("these parameters are of a sharded model that is gone; keep the model as long as these")
+        return module
 
     def _take_in(
         self,
@@ -130,7 +140,7 @@ class Sharding:
         self.memories: list[BucketMemory] = []
         homes: dict[int, Home] = {}
         owners = owners_of(self.module)
-        self._owners: dict[int, list] = {}
+        self._owners: dict[int, list[Place]] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
         driver = driver_of(device, [param for _, param, _ in named])
@@ -147,7 +157,8 @@ class Sharding:
             lost = memory.fill(tenants, keeps_initial=bucket.trainable, replicated=self.replicated)
             for tenant, home in zip(tenants, place(self, memory, lost, owners), strict=True):
                 homes[tenant.place.param] = home
-                self._owners[id(tenant.param)] = owners[id(tenant.param)]
+                places = [(owner.module._parameters, owner.attribute) for owner in owners[id(tenant.param)]]
+                self._owners[id(tenant.param)] = places  # not the modules, which would be kept
             self.memories.append(memory)
         self.homes = [homes[number] for number in range(len(named))]
         if tier == "device":
@@ -198,7 +209,7 @@ class Sharding:
             for number, unit in enumerate(units):
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
                 whole.append(GatheredUnit(number, unit, memories, self._owners))
-            self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, self._flush)
+            self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, hooks.weakly(self._flush))
             if self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
                 kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
                 short = self.rests is not None and takes_half(self._gradients_nbytes + kept)
@@ -213,11 +224,12 @@ class Sharding:
         hooks.wrap_forward(self.module, self._before_root, self._after_root)
         self._buckets_of = [[one for one in self.gradient_buckets if one.memory in unit.memories] for unit in whole]
         for unit, gathered in zip(units[1:], whole[1:], strict=False):
-            hooks.wrap_forward(unit.module, partial(self._before_unit, gathered), partial(self._after_unit, gathered))
+            before, after = hooks.weakly(self._before_unit, _refuse_gone), hooks.weakly(self._after_unit)
+            hooks.wrap_forward(unit.module, partial(before, gathered), partial(after, gathered))
 
     def has_substitute(self, param: nn.Parameter) -> bool:
         """Whether something that is no parameter stands in one of its places."""
-        found = [owner.module._parameters.get(owner.attribute) for owner in self._owners[id(param)]]
+        found = [there.get(attribute) for there, attribute in self._owners[id(param)]]
         return any(one is not None and not isinstance(one, nn.Parameter) for one in found)
 
     def _flush(self, unit: GatheredUnit) -> None:
@@ -389,6 +401,17 @@ def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tup
     if there is None or there.gatherer is None:
         return NotImplemented
     return there.use_outside(there.gatherer.units[number], func, args, kwargs)
+
+
+def _ended(publisher: weakref.ref[Publisher]) -> None:
+    """The model is gone, and nobody waits for an update of it that is under way: its optimizer is not kept for that."""
+    there = publisher()
+    if there is not None:
+        there.retire()
+
+
+def _refuse_gone(unit: GatheredUnit, *_: Any) -> None:
+    raise StateError(f"{unit.called} is of a sharded model that is gone; keep the model as long as its parts")
 
 
 def _in_forward(sharding: weakref.ref[Sharding]) -> bool:
