@@ -176,6 +176,9 @@ class Conductor:
     ) -> Program:
         host = local.host
         crosses = host is not None and host.copies is not None
+        key = (binding, self.schedule, publishes, crosses, frozenset(tickets))
+        if self._program is not None and self._program[0] == key:
+            return self._program[1]
         survey, spans = binding.survey, []
         for part in parts:
             taken = [row for member in part.members if (row := rows.get(member)) is not None]
@@ -193,13 +196,9 @@ class Conductor:
                     **_sent(part),
                 )
             )
-        key = (self.schedule, publishes, binding.rests_on_disk, tuple(spans))
-        if self._program is None or self._program[0] != key:
-            made = program_of(
-                self.schedule, spans, shadow=crosses, at_once=not publishes, on_disk=binding.rests_on_disk
-            )
-            self._program = (key, made)
-        return self._program[1]
+        made = program_of(self.schedule, spans, shadow=crosses, at_once=not publishes, on_disk=binding.rests_on_disk)
+        self._program = (key, made)
+        return made
 
 
 def _decide(decision: Decision, departures: Sequence[Departure], may_fetch: bool) -> None:
