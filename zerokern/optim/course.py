@@ -275,7 +275,6 @@ class Course:
     def finish(self, groups: Groups) -> None:
         """What an earlier call left under way is done and accounted for; raises what went wrong with it."""
         self._groups = groups
-        self._holdings.data_writes.count()
         under_way = self.under_way
         if under_way is None:
             return
