@@ -37,11 +37,11 @@ class Adam(FusedOptimizer):
         too; for parameters on a GPU, gradients are copied down and parameters are copied up in their own dtypes.
         `zk.Nvme(path)`: in a folder on disk that belongs to this optimizer. The state streams through host memory at
         each step, and the bits are the same.
-    schedule: when the update runs. "sync": inside `step()`. "overlap": gradients leave during backward, and parameters
-        come back one by one while the next forward waits only for those it needs. The bits are the same. Call `flush()`
-        before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each update runs beside
-        the following forward and backward, and the next `step()` publishes it: one step late, which is another
-        trajectory.
+    schedule: when the update runs. "sync": inside `step()`. "overlap": gradients of zk.shard leave during backward, and
+        parameters come back one by one while the next forward waits only for those it needs. The bits are the same.
+        Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each
+        update runs beside the following forward and backward, and the next `step()` publishes it: one step late, which
+        is another trajectory.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
