@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "writes_of_a_forward_do_not_last",
         "zerokern/zero/gathered_unit.py",
-        "or now[number] != before[number]",
-        "or now[number] < before[number]",
+        "if was != found:\n                        self._keep",
+        "if was > found:\n                        self._keep",
         "What a forward writes into a parameter at stage 3 is gone once the unit is released.",
         ("tests/zero/test_writes.py", "tests/zero/test_gathered.py"),
     ),

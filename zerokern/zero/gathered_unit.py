@@ -17,10 +17,8 @@ from zerokern.core.errors import IoError
 from zerokern.zero import guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import be_gathered, be_resting
-from zerokern.zero.data_writes import DataWrites
 from zerokern.zero.homes import home_of
 from zerokern.zero.hooks import in_backward
-from zerokern.zero.kinds import is_placed
 from zerokern.zero.params import BucketMemory, Tenant
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Unit
@@ -33,7 +31,6 @@ Place = tuple[dict[str, Any], str]
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
 _is_gathered = operator.attrgetter("gathered")
-_lent = operator.attrgetter("lent")
 
 
 class GatheredUnit:
@@ -67,8 +64,6 @@ class GatheredUnit:
         self._handles: list[Handle] = []
         self._coming: list[BucketMemory] = []  # from where they rest, and computed with as they are
         self._unwritten: list[int] | None = None  # versions of what is whole, while somebody may write to it
-        self._data_writes = DataWrites()  # to DTensors; others look for them themselves
-        self._data_writes.watch(full for full in self._fulls if is_placed(full))
         if not self.whole:
             be_resting(self._fulls)
         self.prepare: Callable[[], None] = _nothing  # returns once the shards are those of the last step
@@ -139,30 +134,23 @@ class GatheredUnit:
     def watch(self) -> None:
         """From here on somebody has the whole parameters and may write to them."""
         if self._unwritten is None:
-            self._data_writes.count()
-            self._unwritten = self._whole_versions()
+            self._unwritten = list(map(_version_of, self._fulls))
 
     def keep_writes(self) -> None:
         """What was written to whole parameters since `watch` is to last: each rank keeps its span of what it wrote."""
         before, self._unwritten = self._unwritten, None
         if before is None:
             return
-        self._data_writes.count()
-        now = self._whole_versions()
-        lent = list(map(bool, map(_lent, self._fulls)))
-        if now != before or any(lent):
+        now = list(map(_version_of, self._fulls))
+        if now != before:
             with torch.no_grad():
-                for number, (full, piece) in enumerate(zip(self._fulls, self._pieces, strict=True)):
-                    written = (lent[number] and full.take_writes()) or now[number] != before[number]
-                    if written or lent[number]:
-                        self._keep(self.tenants[number], piece, raised=written)
+                for tenant, piece, was, found in zip(self.tenants, self._pieces, before, now, strict=True):
+                    if was != found:
+                        self._keep(tenant, piece)
             self._versions = list(map(_version_of, self._pieces))
 
-    def _whole_versions(self) -> list[int]:
-        return list(map(_version_of, self._fulls))
-
     @staticmethod
-    def _keep(tenant: Tenant, piece: Tensor, *, raised: bool) -> None:
+    def _keep(tenant: Tenant, piece: Tensor) -> None:
         home, full = home_of(tenant.param), tenant.full
         assert home is not None and full is not None
         written = home.here.cut(full).to(piece.device)
@@ -170,8 +158,7 @@ class GatheredUnit:
             if home.rest is not None:
                 home.rest.change()
             if written.data_ptr() == piece.data_ptr():  # one rank: it is there already
-                if raised:
-                    torch.autograd.graph.increment_version(piece)
+                torch.autograd.graph.increment_version(piece)
             elif not torch.equal(written, piece):
                 piece.copy_(written)
 
@@ -216,9 +203,6 @@ class GatheredUnit:
         self.wait()
         self.take_out()
         self._unwritten = None
-        for full in self._fulls:
-            if full.lent:
-                full.lent = ()
         for memory in self._comes_and_goes:
             memory.release()
         if self._comes_and_goes:

@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 __all__ = [
     "accumulates",
     "accumulator",
-    "after_accumulation",
     "after_loading",
     "around_forward",
     "at_end_of_backward",
@@ -85,11 +84,6 @@ def accumulator(leaf: Tensor) -> Any:
     """The node that accumulates the gradient of a leaf, which lives as long as somebody holds it."""
     with torch._C.DisableTorchFunctionSubclass():  # of the leaf itself, whatever it stands for
         return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
-def after_accumulation(param: Tensor, call: Callable[[Tensor], None]) -> Any:
-    """Call with the parameter whenever its `.grad` has been accumulated into; the result's `remove()` ends that."""
-    return param.register_post_accumulate_grad_hook(_Own(call))
 
 
 def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:

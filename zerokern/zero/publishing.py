@@ -15,7 +15,6 @@ from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
 from zerokern.zero.awaited import arrived, awaited, without_waiting
-from zerokern.zero.data_writes import written
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.homes import home_of
@@ -77,9 +76,8 @@ class Publication:
             arrived(params)
 
     def _refuse_writes(self, memory: BucketMemory) -> None:
-        by_data = set(map(id, written(tenant.param for tenant in memory.tenants)))
         for tenant, version in zip(memory.tenants, self._versions[self._next], strict=True):
-            if tenant.param._version != version or id(tenant.param) in by_data:
+            if tenant.param._version != version:
                 for number in range(self._next, len(self._memories)):
                     self._ready(number)  # nothing is written any more when this is heard of
                 raise StateError(_WRITTEN.format(name=tenant.name))

@@ -22,7 +22,6 @@ from zerokern.memory.room import takes_half
 from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
-from zerokern.zero.computing import Gathered
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gathered_unit import GatheredUnit, Place
 from zerokern.zero.gradients import GradientBucket
@@ -38,7 +37,7 @@ from zerokern.zero.resting import check_tier, driver_of, laid_out, lies_on, rest
 from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
-from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own, original
+from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own
 from zerokern.zero.units import Unit, Units, UnitWrapper, members, owners_of, units_of
 
 __all__ = ["Sharding"]
@@ -310,9 +309,8 @@ class Sharding:
                 self.gatherer.use_outside(one)
         hearing = torch.is_grad_enabled() and self.gatherer.reads.begin()
         try:
-            result = func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
-            full = self.tenants[id(original(args[0]))].full if func == GET_DATA else None
-            return full.lend(result) if isinstance(full, Gathered) else result
+            func = Tensor.detach if func == GET_DATA else func  # so that writes to it count
+            return func(*exchanged(args, self.tenants), **exchanged(kwargs, self.tenants))
         finally:
             if hearing:
                 self.gatherer.reads.end()
