@@ -440,6 +440,39 @@ def test_forward_hooks_run_once_for_each_slice() -> None:
     assert shapes == [(3, WIDTH), (2, WIDTH)] * 2
 
 
+@each("collect", ["list", "dict", "empty list"])
+def test_what_a_function_writes_to_its_arguments_is_refused(collect: str) -> None:
+    """A slice gets containers of its own, and nobody would find what it wrote; without slices they are the caller's."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    write: Any = {
+        "list": lambda given, y: given.append(y),
+        "dict": lambda given, y: given.update(x=y),
+        "empty list": lambda given, y: given.append(y),
+    }[collect]
+    x = torch.ones(6, WIDTH, requires_grad=True)
+
+    def fn(x: Tensor, given: Any) -> Tensor:
+        y = layer(x)
+        write(given, y)
+        return y
+
+    given = {"list": [x], "dict": {"x": x}, "empty list": []}[collect]
+    with pytest.raises(zk.StateError, match=r"micro > 1\) wrote to a list, dict or dataclass"):
+        zk.recompute(fn, x, given, micro=2)
+    zk.recompute(lambda x, log: (layer(x), log.append(1))[0], x, [x, 0], micro=1).sum().backward()
+
+
+def test_a_hook_on_several_gradients_is_refused_by_name() -> None:
+    """Where gradients are added to those that are there, torch lets it hear of no slice's pass."""
+    layer, heard = nn.Linear(WIDTH, WIDTH), []
+    torch.autograd.graph.register_multi_grad_hook(tuple(layer.parameters()), heard.append)
+    zk.recompute(layer, torch.ones(6, WIDTH), micro=2).sum().backward()
+    assert len(heard) == 1
+    y = zk.recompute(layer, torch.ones(6, WIDTH), micro=2)
+    with pytest.raises(zk.StateError, match=r"register_multi_grad_hook.*micro > 1"):
+        y.sum().backward()
+
+
 TARGETS = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
 
 

@@ -182,11 +182,8 @@ class Adapter(nn.Module):
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        self.base, self.down, self.up = (
-            base,
-            nn.Linear(base.in_features, 2, bias=False),
-            nn.Linear(2, base.out_features),
-        )
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features)
         self.base.requires_grad_(False)
         self.is_merged = False
 

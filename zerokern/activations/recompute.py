@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.batchnorm import _NormBase as Norm
 from torch.utils.checkpoint import checkpoint
 
 from zerokern.activations.batches import IN_SLICES
 from zerokern.activations.dividing import keeper_for
 from zerokern.activations.keeping import Keeper, Turn
+from zerokern.activations.module_state import ModuleState
 from zerokern.activations.slices import KEPT_OUTSIDE, in_slices, refuse_statistics
 from zerokern.activations.tiles import Tile
 from zerokern.comm import Group
@@ -48,8 +47,8 @@ def recompute(
     """Runs `fn(*args, **kwargs)` and keeps only its inputs; the rest is computed again in backward.
 
     Like `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)`, with the same keywords and three more.
-    If `fn` is a module or a method of one, BatchNorm counts a batch once in its running statistics, as without it; in
-    any other function it counts it twice, as with torch's.
+    If `fn` is a module or a method of one, buffers that its forward writes to, such as BatchNorm's running statistics,
+    count a batch once, as without it; in any other function they count it twice, as with torch's.
 
     Args:
         fn: a module or a function, which gets `args` and `kwargs`.
@@ -83,7 +82,7 @@ def recompute(
     check_keep(keep)
     module = module_of(fn)
     plain = check_micro(micro) == 1 and keep == "device" and replicated is None
-    if plain and (torch.compiler.is_compiling() or module is None or not norms_in_training(module)):
+    if plain and (torch.compiler.is_compiling() or module is None or not ModuleState(module)):
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     settings = {name: kwargs.pop(name) for name in TORCH_KEYWORDS if name in kwargs}
     return recompute_with(_keeper(keep, replicated), micro, fn, args, kwargs, settings, module)
@@ -170,8 +169,8 @@ def _forward(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
+    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return forward(*args, **kwargs)  # within torch.func's transforms there is no checkpoint
     return recompute_with(keeper, micro, forward, args, kwargs, {}, module())
 
 
@@ -203,65 +202,73 @@ def recompute_with(
         refuse_batch_norm(module)
     if torch.is_grad_enabled():
         _refuse_caches([*args, *kwargs.values()])
-    call = _Call(fn, args, kwargs, micro, module)
+    arguments, tensors = take_tensors((args, kwargs), leave=nn.Parameter)
     turn = _turn_of(keeper)
 
     def compute(tensors: Sequence[Tensor]) -> Any:
-        call.is_repeated = False
+        call = _Call(fn, arguments, (args, kwargs) if micro == 1 else None, ModuleState(module))
         if turn is not None:
             hooks.hear_saved(turn.pack, turn.unpack)
         try:
             return checkpoint(call, *tensors, use_reentrant=False, **settings)
         finally:
-            call.is_repeated = True
+            call.end_forward()
             if turn is not None:
                 hooks.hear_saved_no_more()
 
-    tensors = call.take_tensors()
     return compute(tensors) if micro == 1 else in_slices(compute, tensors, micro, fn)
 
 
 class _Call:
-    """Calls a function with its arguments. The tensors among them are handed over apart, so that autograd keeps them.
+    """Calls a function with its arguments, of which autograd keeps the tensors: `arguments` has slots for them.
 
-    >>> call = _Call(lambda x, more: x + more[0], (torch.ones(2), [torch.ones(2)]), {}, 1, None)
-    >>> tensors = call.take_tensors()
-    >>> call(*tensors), call(torch.zeros(2), torch.zeros(2))
-    (tensor([2., 2.]), tensor([0., 0.]))
+    `given`: the very arguments of the first call, to which a function may write; None for a slice of the batch.
+
+    >>> arguments, tensors = take_tensors(((torch.ones(2), [torch.ones(2)]), {}))
+    >>> call = _Call(lambda x, more: x + more[0], arguments, None, ModuleState(None))
+    >>> call(torch.zeros(2), torch.ones(2))
+    tensor([1., 1.])
     """
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        micro: int,
-        module: nn.Module | None,
+        arguments: tuple[Any, dict[str, Any]],
+        given: tuple[Any, dict[str, Any]] | None,
+        state: ModuleState,
     ) -> None:
-        self._fn, self._micro, self._module = fn, micro, module
-        self.is_repeated = False  # whether a call is one of backward
-        self._arguments, self._tensors = take_tensors((args, kwargs), leave=nn.Parameter)
-        # the first call gets the very objects: a function may write to a list
-        self._given: tuple[Any, dict[str, Any]] | None = (args, kwargs) if micro == 1 else None
+        self._fn, self._arguments, self._given, self._state = fn, arguments, given, state
+        self._in_slices, self._is_over = given is None, False
 
-    def take_tensors(self) -> list[Tensor]:
-        """Returns the tensors among the arguments, which are not kept here any longer."""
-        found, self._tensors = self._tensors, []
-        return found
+    def end_forward(self) -> None:
+        """Makes further calls recomputations."""
+        self._given, self._is_over = None, True
+        self._state.end_forward()
 
     def __call__(self, *tensors: Tensor) -> Any:
-        given, self._given = self._given, None
-        args, kwargs = given or fill_slots(self._arguments, tensors)
-        if not self.is_repeated:
-            recorded = _recorded_by_transformers() if self._micro > 1 else {}
-            result = self._fn(*args, **kwargs)
-            if recorded and recorded != _recorded_by_transformers():
-                _refuse_recorded(recorded)
-            return result
-        if self._micro > 1 and not hooks.is_within_pass():
-            raise StateError(KEPT_OUTSIDE)
-        with keep_running_statistics(self._module):
+        args, kwargs = self._given or fill_slots(self._arguments, tensors)
+        if self._is_over:
+            if self._in_slices and not hooks.is_within_pass():
+                raise StateError(KEPT_OUTSIDE)
+            with self._state.restored():
+                return self._fn(*args, **kwargs)
+        if not self._in_slices:
             return self._fn(*args, **kwargs)
+        recorded = _recorded_by_transformers()
+        result = self._fn(*args, **kwargs)
+        if recorded != _recorded_by_transformers():
+            _refuse_recorded(recorded)
+        self._check_containers((args, kwargs), tensors)
+        return result
+
+    def _check_containers(self, given: tuple[Any, dict[str, Any]], tensors: Sequence[Tensor]) -> None:
+        """Refuses writes to containers of tensors: a slice has copies of them, which nobody looks at."""
+        _, found = take_tensors(given, leave=nn.Parameter)
+        if len(found) != len(tensors) or any(one is not other for one, other in zip(found, tensors, strict=True)):
+            raise StateError(
+                f"{IN_SLICES} wrote to a list, dict or dataclass among its arguments, which had tensors of one slice "
+                "of the batch. Return them as a result, or use micro=1"
+            )
 
 
 def _turn_of(keeper: Keeper | None) -> Turn | None:
@@ -319,34 +326,3 @@ def refuse_batch_norm(module: nn.Module) -> None:
     for name, one in module.named_modules():
         if isinstance(one, BatchNorm) and (one.training or not one.track_running_stats):
             refuse_statistics(f"{name or 'the module'} ({type(one).__name__})")
-
-
-def norms_in_training(module: nn.Module) -> list[nn.Module]:
-    """Returns the layers whose forward updates running statistics.
-
-    >>> norms_in_training(nn.Sequential(nn.BatchNorm1d(2), nn.LayerNorm(2)))
-    [BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)]
-    """
-    return [one for one in module.modules() if isinstance(one, Norm) and one.training and one.track_running_stats]
-
-
-@contextmanager
-def keep_running_statistics(module: nn.Module | None) -> Iterator[None]:
-    """Within this context, forwards update copies of the running statistics, which are dropped at its end.
-
-    The second call in backward runs in it: the first has counted the same batch already.
-
-    >>> norm = nn.BatchNorm1d(2)
-    >>> with keep_running_statistics(norm):
-    ...     _ = norm(torch.randn(3, 2))
-    >>> norm.num_batches_tracked.item()
-    0
-    """
-    kept = [(one, dict(one._buffers)) for one in (norms_in_training(module) if module is not None else ())]
-    for one, buffers in kept:
-        one._buffers.update({name: None if it is None else it.clone() for name, it in buffers.items()})
-    try:
-        yield
-    finally:
-        for one, buffers in kept:
-            one._buffers.update(buffers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -203,7 +203,7 @@ class _Graph:
             (self.leaves[node], partial(_add, given[node], one, last), last or not given[node].hands_over)
             for node in leaves
         ]
-        with hooks.received(heard):  # one by one, so that they are not all there at one time
+        with hooks.received(heard), _named():  # one by one, so that they are not all there at one time
             found = torch.autograd.grad(
                 [edge for edge, _ in pairs],
                 targets,
@@ -218,6 +218,20 @@ class _Graph:
 
 def _add(way: Way, one: _Slice, last: bool, grad: Tensor) -> None:
     way.add(grad, one.begin, one.end, last=last)
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """Names what does not work in a slice's pass, which is one of torch.autograd.grad."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "will_engine_execute_node" not in str(error):
+            raise
+        raise StateError(
+            f"a hook on several gradients (register_multi_grad_hook) hears parameters of {IN_SLICES}, whose gradients "
+            "come once for each slice; hook the parameters one by one, or use micro=1"
+        ) from error
 
 
 def _refuse_lost(entries: Sequence[weakref.ref[Any]]) -> None:
