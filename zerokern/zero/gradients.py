@@ -18,7 +18,7 @@ from zerokern.zero.awaited import without_waiting
 from zerokern.zero.fetching import fetched
 from zerokern.zero.flattening import Flattening
 from zerokern.zero.homes import Home, alias, strides
-from zerokern.zero.hooks import hooks_after_accumulation
+from zerokern.zero.hooks import NO_PASS, Inbox, hooks_after_accumulation
 from zerokern.zero.kinds import local_of
 from zerokern.zero.landing import IntoHost
 from zerokern.zero.params import BucketMemory, Tenant, whole_like
@@ -31,7 +31,10 @@ from zerokern.zero.summing import Summing
 
 __all__ = ["GradientBucket"]
 
+SMALL = 64 << 10  # bytes of a gradient on a CPU up to which a call costs more than copying it at once saves
+
 _grad_of = attrgetter("grad")
+_layout_of, _has_graph = attrgetter("layout"), attrgetter("requires_grad")
 
 
 class GradientBucket:
@@ -50,13 +53,17 @@ class GradientBucket:
         self.lends_buffer = shards_gradients(stage) and not self.stays
         self.landing = None if memory.host is None else IntoHost(self.group, memory.host)
         self.summing = Summing(self.group, losses, whole=self.stays, landing=self.landing)
-        # on a device one launch flattens all; on a CPU each goes at once: its memory, and the cache, serve the next
+        # on a device one launch flattens all; on a CPU one call the small ones; each of the others goes at once: its
+        # memory, and the cache, serve the next
         self.keeps = memory.device.type != "cpu"
+        small = [one.place.numel * dtype.itemsize <= SMALL and one.placed is None for one in memory.tenants]
+        self.waits = [one.placed is None if self.keeps else it for one, it in zip(memory.tenants, small, strict=True)]
         self.opened = self.closed = self.launched = self.adds = False
         self._kept: set[int] = set()
         self.absent: set[int] = set()  # places that nothing will arrive at in this pass
         self._dropped: set[int] = set()  # places whose gradients of this pass came when they were frozen
-        self.arrived: dict[int, Tensor | None] = {}
+        self.inbox = Inbox(len(memory.tenants))
+        self.arrived = self.inbox.gradients  # None: it lies in the buffer already
         self.arrived_places: tuple[int, ...] = ()
         self.beside: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
         self.late: Tensor | None = None  # what arrived after the buffer had been sent: reduced at the end of the pass
@@ -71,19 +78,19 @@ class GradientBucket:
         self._spots = [(tenant.shape, strides(tenant.shape), tenant.place.offset) for tenant in self.tenants]
         self._spans: list[Tensor] = []  # of the buffer, by place
         self._places = frozenset(range(len(self.tenants)))
-        self.expected = len(self.tenants)  # with so many, every parameter that wanted a gradient has one
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
         self.listeners: list[Callable[[], None]] = []  # are told whenever a pass has reduced this bucket
         self._guards: list[Callable[[], None]] = []
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
-        self._flattening = Flattening([tenant.place.offset for tenant in self.tenants], dtype)
+        places = [tenant.place for tenant in self.tenants]
+        self._flattening = Flattening([one.offset for one in places], [one.numel for one in places], dtype)
         divided = not self.replicated and not self.keeps  # whole ones are plain tensors, which anybody may write
         params, here = [tenant.place.param for tenant in self.tenants], self.bucket.pieces(self.group.rank)
         self.squares = BucketSquares(params, here, counted=divided)
 
-    def begin(self) -> None:
+    def begin(self, task: int) -> None:
         """A pass begins."""
-        self.expected = sum(tenant.param.requires_grad for tenant in self.tenants)
+        self.inbox.expected, self.inbox.task = sum(tenant.param.requires_grad for tenant in self.tenants), task
         for found, home in zip(self._finders(), self.homes, strict=True):
             meets = home.leaf is None or home.loan is not None or self.exposed
             if meets and hooks_after_accumulation(found) is not None:
@@ -114,28 +121,37 @@ class GradientBucket:
             self.take(place, grad, beside=False)
             return
         grad = checks.gradient(self.tenants[place].name, grad, self.tenants[place].placed)
-        there = place in self._kept or (place in self.arrived and not self.keeps)
-        self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
+        self._store(place, grad)
         self._kept.add(place)
 
     def _put(self, place: int, grad: Tensor) -> None:
         """What was in order when it arrived; what has become of the parameter since does not matter."""
+        before = self.arrived.get(place)
         if self.keeps:
             grad = grad.resolve_neg()
-            before = self.arrived.get(place)
             self.arrived[place] = grad.detach() if before is None else before + grad
+        elif self.waits[place] and place not in self.arrived:
+            self.arrived[place] = grad.detach()
         else:
-            if place in self._kept or place in self.arrived:
-                self._spans[place].add_(grad)
-            else:
-                self._spans[place].copy_(grad)
+            self._store(place, grad)
             self.arrived[place] = None
+
+    def _store(self, place: int, grad: Tensor) -> None:
+        """Into the buffer, beside what of this gradient came before."""
+        waiting = None if self.keeps else self.arrived.get(place)
+        if waiting is not None:
+            self.arrived[place] = None
+            there = place in self._kept
+            self._spans[place].add_(waiting) if there else self._spans[place].copy_(waiting)
+        there = place in self._kept or (place in self.arrived and not self.keeps)
+        self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
 
     def _drop(self, place: int) -> None:
         """Frozen since the forward: autograd drops what arrives then, and all that it would have been added to."""
         if place in (self.arrived_places if self.closed else self._kept & self.arrived.keys()):
             checks.thawed(self.tenants[place].name)
         self._dropped.add(place)
+        self.inbox.task = NO_PASS
         self.arrived.pop(place, None)
         self.beside = [one for one in self.beside if one[0] != place]
 
@@ -264,11 +280,12 @@ class GradientBucket:
         for place, grad in self.beside:
             self._put(place, grad)
         self.beside.clear()
-        self.closed = True
-        waiting = {place: grad for place, grad in self.arrived.items() if grad is not None}
-        self._flattening.run({at: grad for at, grad in waiting.items() if at not in self._kept}, self.buffer)
-        for place in waiting.keys() & self._kept:
-            self._spans[place].add_(waiting[place])
+        self.closed, self.inbox.task = True, NO_PASS
+        waiting = self._waiting()
+        if self._kept:
+            more = {place: waiting.pop(place) for place in list(waiting) if place in self._kept}
+            self._flattening.run(more, self.buffer, add=True)
+        self._flattening.run(waiting, self.buffer)
         for place in self._places - self.arrived.keys() - self._kept:
             self._spans[place].zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
@@ -278,6 +295,17 @@ class GradientBucket:
         if not reduces:
             self.local |= set(self.arrived)
         return self.adds
+
+    def _waiting(self) -> dict[int, Tensor]:
+        """The gradients that are not in the buffer yet; those that autograd left in the inbox nobody has looked at."""
+        waiting = {place: grad for place, grad in self.arrived.items() if grad is not None}
+        grads = waiting.values()
+        if not ({*map(type, grads)} <= {Tensor} and {*map(_layout_of, grads)} <= {torch.strided}) or any(
+            map(_has_graph, grads)
+        ):
+            for place, grad in waiting.items():
+                waiting[place] = checks.gradient(self.tenants[place].name, grad)
+        return waiting
 
     @property
     def in_place(self) -> bool:
@@ -390,6 +418,7 @@ class GradientBucket:
     def reset(self) -> None:
         """Forget a pass, or be ready for the next one."""
         self.arrived.clear()
+        self.inbox.task = NO_PASS
         self.beside.clear()
         self.absent.clear()
         self._dropped.clear()

@@ -141,11 +141,13 @@ class Home(Residence):
 
         Of the leaf that modules compute with, or of one `beside` that: then two of them may arrive in one pass.
         """
-        if self.gradients is None:
+        bucket = self.gradients
+        if bucket is None:
             return hooks.before_accumulation(leaf, self._refuse_gradient)
-        return hooks.before_accumulation(
-            leaf, partial(self.sharding.reduction.arrived, self.gradients, self.place, beside)
-        )
+        receive = partial(self.sharding.reduction.arrived, bucket, self.place, beside)
+        if beside or not bucket.waits[self.place]:
+            return hooks.before_accumulation(leaf, receive)
+        return hooks.before_collection(leaf, bucket.tenants[self.place].param, bucket.inbox, self.place, receive)
 
     def _refuse_gradient(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
         if grads[0] is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "NO_PASS",
+    "Inbox",
     "accumulates",
     "accumulator",
     "after_accumulation",
@@ -27,6 +30,7 @@ __all__ = [
     "around_forward",
     "at_end_of_backward",
     "before_accumulation",
+    "before_collection",
     "current_pass",
     "graph_tensors",
     "hear_saved",
@@ -62,6 +66,20 @@ Before = Callable[[Args, Kwargs], tuple[Args, Kwargs] | None]
 After = Callable[[Any], Any]
 
 
+NO_PASS = -2  # the number of none
+
+
+class Inbox:
+    """Where autograd leaves the gradients of one bucket, by place, during one backward pass.
+
+    `task`: the number of that pass; none is expected in any other. `expected`: with so many, all are there.
+    """
+
+    def __init__(self, expected: int) -> None:
+        self.gradients: dict[int, Tensor | None] = {}
+        self.task, self.expected = NO_PASS, expected
+
+
 def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None]]) -> object:
     """Ask `receive`, given each complete gradient of a leaf, what to add to its `.grad`, while the result is held.
 
@@ -71,6 +89,48 @@ def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, .
     node: Any = accumulator(param)
     node.register_prehook(_Own(receive))
     return node
+
+
+def before_collection(
+    leaf: Tensor,
+    param: Tensor,
+    inbox: Inbox,
+    place: int,
+    receive: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None]],
+) -> object:
+    """As `before_accumulation`, of a leaf whose gradient waits in the inbox until the last one is there.
+
+    This runs once for each parameter in each pass: `receive` is called for all that is out of the ordinary alone, and
+    for the gradient that completes the inbox.
+    """
+    gradients, out_of_the_ordinary = inbox.gradients, _Own(receive)
+    without_functions, task_of = torch._C.DisableTorchFunctionSubclass, torch._C._current_graph_task_id
+
+    def collect(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
+        grad = grads[0]
+        if grad is None or inbox.task != task_of() or place in gradients or len(gradients) + 1 >= inbox.expected:
+            return out_of_the_ordinary(grads)  # type: ignore[no-any-return]
+        with without_functions():
+            if not param.requires_grad:
+                return out_of_the_ordinary(grads)  # type: ignore[no-any-return]
+        gradients[place] = grad
+        return _NOTHING
+
+    _skip(collect.__code__)
+    node: Any = accumulator(leaf)
+    node.register_prehook(collect)
+    return node
+
+
+_NOTHING = (None,)
+
+
+@functools.cache
+def _skip(code: types.CodeType) -> None:
+    """Torch's compiler traces no frame of this code. What is called from there is `_Own`, or no Python."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(code)
 
 
 def accumulates(node: object, param: Tensor) -> bool:

@@ -75,7 +75,7 @@ class Reduction:
         if not bucket.opened and not bucket.keeps and not beside:
             self._open(bucket)
         bucket.take(place, grad, beside)
-        if bucket.absent or bucket.expected <= len(bucket.arrived):
+        if bucket.absent or bucket.inbox.expected <= len(bucket.arrived):
             self._complete_if_full(bucket)
         return (None,)
 
@@ -83,11 +83,12 @@ class Reduction:
         """In this pass nothing arrives there."""
         self.joins_backward()
         bucket.absent.add(place)
+        bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
         self._complete_if_full(bucket)
 
     def _complete_if_full(self, bucket: GradientBucket) -> None:
         there = bucket.arrived.keys() | bucket.absent if bucket.absent else bucket.arrived
-        if bucket.expected <= len(there):
+        if bucket.inbox.expected <= len(there):
             self._complete(bucket)
 
     def joins_backward(self) -> None:
@@ -118,7 +119,7 @@ class Reduction:
         self._completed.clear()
         with without_waiting():  # what is asked here of parameters are no values
             for bucket in self.buckets:
-                bucket.begin()
+                bucket.begin(self._task)
         hooks.at_end_of_backward(self._finish)
 
     def settle(self) -> None:
