@@ -100,15 +100,15 @@ class _ExpertGroups(ModuleGroups):
                 if id(tenant.param) in mine
             ]
             if places:
-                _Watch(places, sharding.nodes, sharding.reduction).begin(module)
+                _Watch(places, sharding.reduction).begin(module)
         self._apart = {}  # modules lead back to their sharding, which keeps this: a circle would outlive the model
 
 
 class _Watch:
-    """Of one module: parameters by bucket and place, and autograd's node of each, by name."""
+    """Of one module: parameters by bucket and place."""
 
-    def __init__(self, places: Sequence[tuple[Any, int]], nodes: Mapping[str, Any], reduction: Any) -> None:
-        self._places, self._nodes, self._reduction = places, nodes, reduction
+    def __init__(self, places: Sequence[tuple[Any, int]], reduction: Any) -> None:
+        self._places, self._reduction = places, reduction
 
     def begin(self, module: nn.Module) -> None:
         hooks.wrap_forward(module, _unchanged, self._after)
@@ -124,8 +124,8 @@ class _Watch:
 
     def _absent(self) -> Iterator[tuple[Any, int]]:
         for bucket, place in self._places:
-            node = self._nodes.get(bucket.homes[place].name)
-            if node is not None and hooks.is_accumulated(node) is False:
+            leaf = bucket.leaves[place]
+            if leaf.requires_grad and hooks.is_accumulated(hooks.accumulator(leaf)) is False:
                 yield bucket, place
 
 

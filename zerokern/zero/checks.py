@@ -27,6 +27,7 @@ from zerokern.zero.units import Unit
 __all__ = [
     "bucket_bytes",
     "gradient",
+    "mixed",
     "model",
     "no_other_wrapper",
     "no_writes_of_one_rank",
@@ -185,6 +186,14 @@ def gradient(name: str, grad: Tensor, placed: Placed | None = None) -> Tensor:
             "reducing it; take gradients of gradients by torch.autograd.grad, and of the sum a plain backward()"
         )
     return grad
+
+
+def mixed(name: str) -> NoReturn:
+    """Within a pass that did not come through the model's forward."""
+    raise StateError(
+        f"a gradient of {name!r} was added to the one that is there, which has yet to be scaled; call zero_grad() "
+        "before a backward pass that does not go through the model's forward, or run such a forward first"
+    )
 
 
 def thawed(name: str) -> NoReturn:

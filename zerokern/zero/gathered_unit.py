@@ -223,7 +223,8 @@ class GatheredUnit:
             elif usual:
                 there[attribute] = full
             elif isinstance(param, Sharded):
-                full.requires_grad_(param.requires_grad)
+                if not in_backward():  # there what arrives of a frozen one is dropped, and that is noted
+                    full.requires_grad_(param.requires_grad)
                 there[attribute] = full
         self._refresh_rnns()
 

@@ -196,15 +196,16 @@ class Guard:
         self._versions = versions
 
     def _take_back(self, param: nn.Parameter, home: Home) -> None:
-        give_home(param, home)
-        node = self.sharding.nodes.get(home.name)
-        if node is None or (param.requires_grad and hooks.accumulates(node, param)):
+        if home_of(param) is home:
+            return
+        give_home(param, home)  # with it went what hears of its gradients
+        if home.gradients is None:
             return
         dtype, trained = home.piece.grad_dtype, param.requires_grad
         param.requires_grad_()
         if param.grad_dtype != dtype:
             param.grad_dtype = dtype
-        self.sharding.nodes[home.name] = home.intercept(param)
+        home.land(param)
         param.requires_grad_(trained)
 
     @contextmanager
@@ -215,16 +216,6 @@ class Guard:
         after = map(_version_of, self._params)
         pairs = zip(self._versions, before, after, strict=True)
         self._versions = [now if known == was else known for known, was, now in pairs]
-
-    def refuse_lost(self, home: Home, param: Tensor) -> None:
-        """A plain gradient was set by hand, and counts as reduced, unless autograd left it there behind our back."""
-        node = self.sharding.nodes.get(home.name)
-        if node is not None and param.requires_grad and param is not home.piece and not hooks.accumulates(node, param):
-            raise StateError(
-                f"the gradient of {home.name!r} is this rank's alone: the parameter was exchanged (by set_, a "
-                "parametrization or a load that swaps) and no forward of the whole model ran since. Call zero_grad(), "
-                "and run the forward through the module that was given to zk.shard"
-            )
 
 
 def _attend(watch: weakref.ref[Guard]) -> None:

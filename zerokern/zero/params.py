@@ -311,10 +311,6 @@ def place(
             _lay(tenant, memory)
             give_home(param, home)
             home.seen_version = version_of(param)
-        if param.requires_grad:  # before the bucket is released: autograd looks at the memory once
-            sharding.nodes[home.name] = hooks.accumulator(param if tenant.full is None else tenant.full)
-            if tenant.full is not None:  # a Function can be given the parameter itself
-                sharding.more_nodes.append(hooks.accumulator(param))
         homes.append(home)
     memory.release()
     return homes

@@ -19,7 +19,6 @@ from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed, map_large
 from zerokern.memory.place import DevicePool
 from zerokern.memory.room import takes_half
-from zerokern.memory.staging import stream_number
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gather import Gatherer
@@ -71,9 +70,7 @@ class Sharding:
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
         self.rests = rests_on(check_tier(tier, stage), group.everyone)
-        self.nodes: dict[str, object] = {}  # what autograd asks before it accumulates; it lives as long as it is here
-        self._stream = stream_number(group.device)  # which they were made on
-        self.more_nodes: list[object] = []
+        self._nodes: list[object] = []  # what autograd asks before it accumulates; it lives as long as it is here
         found = units_of(module, units)
         checks.no_other_wrapper(module)
         device = checks.model(module, found, group, built=materialize is not None)
@@ -197,9 +194,9 @@ class Sharding:
         self.publisher.gradient_buckets = self.gradient_buckets
         self.reduction = Reduction(self.gradient_buckets, self.groups.each, weakref.ref(self))
         for tenant, home in self._trained():
-            for leaf in (tenant.param, tenant.full):
-                if leaf is not None:
-                    home.intercept(leaf)
+            home.land(tenant.param if tenant.full is None else tenant.full)
+            if tenant.full is not None:  # a Function can be given the parameter itself
+                self._nodes.append(home.hand_over(tenant.param))
 
     def _hook_forwards(self, units: Sequence[Unit]) -> None:
         self.gatherer: Gatherer | None = None
@@ -226,6 +223,11 @@ class Sharding:
             before, after = hooks.weakly(self._before_unit, _refuse_gone), hooks.weakly(self._after_unit)
             hooks.wrap_forward(unit.module, partial(before, gathered), partial(after, gathered))
 
+    def nodes(self) -> Iterator[Any]:
+        """The nodes that accumulate the gradients of the parameters that are trained."""
+        leaves = (leaf for bucket in self.gradient_buckets for leaf in bucket.leaves)
+        return (hooks.accumulator(leaf) for leaf in leaves if leaf.requires_grad)
+
     def has_substitute(self, param: nn.Parameter) -> bool:
         """Whether something that is no parameter stands in one of its places."""
         found = [there.get(attribute) for there, attribute in self._owners[id(param)]]
@@ -238,7 +240,6 @@ class Sharding:
         if not hooks.in_backward():
             self.reduction.abandon()
             if torch.is_grad_enabled():
-                self._follow_stream()
                 checks.not_reduced_by_ddp(self.module)
                 self.watch.look()
         if self.gatherer is not None:
@@ -249,18 +250,6 @@ class Sharding:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    def _follow_stream(self) -> None:
-        """A node accumulates on the stream that it was made on: on another, torch would wait for it, and warn."""
-        number = stream_number(self.group.device)
-        if number == self._stream:
-            return
-        self._stream = number
-        for tenant, home in self._trained():
-            leaf = tenant.param if tenant.full is None else tenant.full
-            if leaf.requires_grad:
-                self.nodes.pop(home.name, None)
-                self.nodes[home.name] = home.intercept(leaf)
-
     def _trained(self) -> Iterator[tuple[Tenant, Home]]:
         for bucket in self.gradient_buckets:
             yield from zip(bucket.tenants, bucket.homes, strict=True)
@@ -268,6 +257,9 @@ class Sharding:
     def _after_root(self, result: Any) -> Any:
         if result is not None and not hooks.in_backward():
             self.publisher.finish(may_go_on=True)
+        if self.gatherer is None and torch.is_grad_enabled() and self.gradient_buckets:
+            for output in hooks.graph_tensors(result):
+                hooks.when_gradient_is_there(output, self._backward_begins)
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
         if self.gatherer is not None:
@@ -275,6 +267,11 @@ class Sharding:
         if result is not None and not torch.is_grad_enabled():  # no backward follows, which other ranks would wait in
             self.publisher.raise_what_failed()
         return result
+
+    def _backward_begins(self) -> None:
+        """The gradient of an output is there. Other passes than those that reach parameters are none of ours."""
+        if any(map(hooks.is_accumulated, self.nodes())):
+            self.reduction.joins_backward()
 
     def _before_unit(self, unit: GatheredUnit, args: tuple, kwargs: dict[str, Any]) -> None:
         assert self.gatherer is not None
