@@ -169,8 +169,8 @@ typedef struct zk_tensor_calls {
     bool (*is_negated)(const void *const *cell); /* by a mark, not in memory */
 } zk_tensor_calls;
 
-/* Tensors and what is expected of them and of their gradients: addresses of the tensors, numels of both, dtypes of
- * each; contiguity of both, and one layout of all gradients. */
+/* Tensors and what is expected of them and of their gradients: addresses of the tensors, or null where they may be
+ * anywhere; numels of both, dtypes of each; contiguity of both, and one layout of all gradients. */
 typedef struct zk_tensor_list {
     const void *const *tensors;
     void *const *addresses;

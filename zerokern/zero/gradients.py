@@ -69,6 +69,14 @@ class GradientBucket:
         # what autograd accumulates into, by place; while a pass runs, what the user keeps in their `.grad` is put aside
         self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.tenants]
         self._aside: dict[int, Tensor] = {}
+        self._waiting_places = [place for place, waits in enumerate(self.waits) if waits]
+        self._waiting, self._waiting_leaves = (
+            set(self._waiting_places),
+            [self.leaves[at] for at in self._waiting_places],
+        )
+        self._params: list[Tensor] = [one.param for one in memory.tenants]
+        self.lands_in_params = stage < 3
+        self._user_hooks = [hooks for home in homes for hooks in home.hooks]
         self.running = False
         self.arrived_places: tuple[int, ...] = ()
         self.beside: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
@@ -97,14 +105,18 @@ class GradientBucket:
 
     def begin(self, task: int, landed: int | None) -> None:
         """A pass begins: from here on gradients land in empty `.grad`s. `landed`: the place of one that has already."""
-        trained = [tenant.param.requires_grad for tenant in self.tenants]
-        alike = trained == list(map(_is_trained, self.leaves))
+        trained, leaves = list(map(_is_trained, self._params)), self.leaves
+        alike = self.lands_in_params or trained == list(map(_is_trained, leaves))
         self.inbox.expected, self.inbox.task = sum(trained), task if alike else NO_PASS
         self.running = True
-        for place, grad in enumerate(map(_grad_of, self.leaves)):
-            if grad is not None and place != landed:
+        for place, grad in enumerate(map(_grad_of, leaves)):
+            if grad is None:
+                continue
+            if place != landed:
                 self._aside[place] = grad
-                self.leaves[place].grad = None
+                leaves[place].grad = None
+            elif self._landed(place) is None:
+                self._aside[place] = grad
 
     def put_back(self) -> None:
         """Shows again what was put aside, in the place of what has landed."""
@@ -190,7 +202,7 @@ class GradientBucket:
         leaf = self.leaves[place]
         with without_waiting():  # at stage 3 a leaf without memory stands for the parameter
             grad = leaf.grad
-        shown = leaf is self.tenants[place].param and (isinstance(grad, Sharded) or self.shows(place, grad))
+        shown = self.lands_in_params and (isinstance(grad, Sharded) or self.shows(place, grad))
         return None if shown else grad
 
     def _take_out(self, place: int) -> Tensor | None:
@@ -226,20 +238,22 @@ class GradientBucket:
     def _zeros(self) -> Tensor:
         return self.memory.pool.zeros(self.bucket.padded_numel, self.dtype)
 
-    def kept_gradient(self, place: int) -> Tensor | None:
-        """What the user has in `.grad`, whatever lands there now."""
-        finder = self.homes[place].piece if self.exposed else self.tenants[place].param
-        if finder is not self.leaves[place]:
-            return finder.grad
-        found = self._aside.get(place)
-        return finder.grad if found is None and self._landed(place) is None else found
+    def kept_gradients(self) -> dict[int, Tensor]:
+        """What the user has in `.grad`, by place, whatever lands there now."""
+        if self.running and self.lands_in_params and not self.exposed:
+            return self._aside
+        with without_waiting():
+            found = list(map(_grad_of, [home.piece for home in self.homes] if self.exposed else self._params))
+        return {place: grad for place, grad in enumerate(found) if grad is not None}
 
-    def live(self, place: int) -> bool:
-        """Whether the user kept what `.grad` held, so that it is to be added to."""
-        grad = self.kept_gradient(place)
-        if not self.exposed and grad is not None and not self.shows(place, grad):
-            self._adopt(place, grad)
-        return grad is not None
+    def _lives(self) -> set[int]:
+        """Places where the user kept what `.grad` held, so that it is to be added to."""
+        kept = self.kept_gradients()
+        if not self.exposed:
+            for place, grad in list(kept.items()):
+                if not self.shows(place, grad):
+                    self._adopt(place, grad)
+        return set(kept)
 
     def _adopt(self, place: int, grad: Tensor) -> None:
         """A gradient that was set by hand: it counts as reduced already."""
@@ -270,10 +284,6 @@ class GradientBucket:
     def _reduced_spans(self) -> list[Tensor]:
         return [self.reduced_span(place) for place in range(len(self.shown))]
 
-    def _finders(self) -> list[Tensor]:
-        """Where the user looks for gradients, by place."""
-        return [home.piece for home in self.homes] if self.exposed else [tenant.param for tenant in self.tenants]
-
     def handed_out(self) -> bool:
         """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
         return self.exposed or any(not isinstance(one, Sharded) or one.handed_out for one in self.shown)
@@ -282,12 +292,9 @@ class GradientBucket:
         """A gradient that `.grad` shows no more, but somebody has kept, stays as it is: the next goes elsewhere."""
         if self.reduced is None or self._references is None:
             return
-        with without_waiting():
-            seen = list(map(self.kept_gradient, range(len(self.tenants))))
-        live = {i for i, grad in enumerate(seen) if grad is not None and (self.exposed or grad is self.shown[i])}
-        dropped = [shown for place, shown in enumerate(self.shown) if place not in live] if live else list(self.shown)
+        live = {at for at, grad in self.kept_gradients().items() if self.exposed or grad is self.shown[at]}
         views = len(live) if self.exposed and self.replicated else 0
-        if self._references.has_more(self.reduced, dropped, views):
+        if self._references.has_more(self.reduced, live, views):
             self._move(live)
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
@@ -314,7 +321,7 @@ class GradientBucket:
         self.squares.forget(self._reduced_spans())
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
-            lives = {place for place in self._places if self.live(place)}
+            lives = self._lives()
         if self.shown:  # what they show is about to be written
             torch.autograd.graph.increment_version([self.reduced_span(place) for place in lives])
         self.local &= lives
@@ -356,24 +363,25 @@ class GradientBucket:
 
     def _collect(self, buffer: Tensor) -> None:
         """What has landed goes into the buffer, in one call for what is copied and one for what is added."""
-        leaves, waiting = self.leaves, {}
+        places = self.arrived - self._stored
         with without_waiting():
-            for place in sorted(self.arrived - self._stored):
-                grad = leaves[place].grad
-                if grad is not None:
-                    waiting[place] = grad
-                    leaves[place].grad = None
-        grads = waiting.values()
-        plain = {*map(type, grads)} <= {Tensor} and {*map(_layout_of, grads)} <= {torch.strided}
-        if not plain or any(map(_is_trained, grads)):
-            for place, grad in waiting.items():
-                waiting[place] = checks.gradient(self.tenants[place].name, grad, self.tenants[place].placed)
-        self._stored |= waiting.keys()
+            if places == self._waiting and not places & self._kept and not torch.is_grad_enabled():
+                leaves = self._waiting_leaves
+                if self._flattening.of_all(leaves, self._waiting_places, buffer):
+                    for leaf in leaves:
+                        leaf.grad = None
+                    self._stored |= places
+                    return
+            grads = {place: grad for place in sorted(places) if (grad := self.leaves[place].grad) is not None}
+            for place in grads:
+                self.leaves[place].grad = None
+        for place, grad in grads.items():
+            grads[place] = checks.gradient(self.tenants[place].name, grad, self.tenants[place].placed)
+        self._stored |= grads.keys()
         self.arrived &= self._stored
-        if self._kept:
-            more = {place: waiting.pop(place) for place in list(waiting) if place in self._kept}
-            self._flattening.run(more, buffer, add=True)
-        self._flattening.run(waiting, buffer)
+        more = {place: grads.pop(place) for place in list(grads) if place in self._kept}
+        self._flattening.run(more, buffer, add=True)
+        self._flattening.run(grads, buffer)
 
     @property
     def in_place(self) -> bool:
@@ -435,7 +443,7 @@ class GradientBucket:
             named.whole = partial(whole_like, self.group, self.bucket.shard_numel, tenant.place, tenant.placed)
             self.shown.append(named)
             del named, local
-        self._references = References(self.reduced, list(self.shown))
+        self._references = References(self.reduced, self.shown)
 
     def tell(self) -> None:
         """What is reduced is there: for the caller, or, on a device, for its current stream."""
@@ -466,20 +474,21 @@ class GradientBucket:
     def give(self, places: Iterable[int]) -> None:
         """Put the gradients where the user looks for them."""
         self._show()
+        aside = self._aside if self.running and self.lands_in_params else None
         for place in places:
-            home, param = self.homes[place], self.tenants[place].param
             if self.exposed:
+                home = self.homes[place]
                 home.piece.grad = SpanGradient.of(self.reduced_span(place), home.name, home.here.group)
                 continue
             shown = self._own(place) if self.replicated else self.shown[place]
-            if self.running and param is self.leaves[place]:
-                self._aside[place] = shown
+            if aside is None:
+                self._params[place].grad = shown
             else:
-                param.grad = shown
+                aside[place] = shown
 
     def call_hooks(self, places: Iterable[int]) -> None:
         """Hooks on the accumulation of these gradients, which are reduced, in the order of the model's parameters."""
-        some = [place for place in places if self.homes[place].has_hooks]
+        some = [place for place in places if self.homes[place].has_hooks] if any(self._user_hooks) else []
         for place in sorted(some, key=lambda place: self.bucket.places[place].param):
             self.homes[place].call_hooks(self.homes[place].piece if self.exposed else self.tenants[place].param)
 

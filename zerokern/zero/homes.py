@@ -191,9 +191,14 @@ class Home(Residence):
         return hooks.keep_hook(self.after_reduction, call)
 
     @property
+    def hooks(self) -> tuple[dict[int, Callable[[Tensor], None]], ...]:
+        """By handle, those that wait for the reduced gradient."""
+        return self._before, self.after_reduction
+
+    @property
     def has_hooks(self) -> bool:
-        """Whether any hook waits for the reduced gradient."""
-        return bool(self._before or self.after_reduction)
+        """Whether there are any."""
+        return any(self.hooks)
 
     def call_hooks(self, param: Tensor) -> None:
         """Those that wait for the gradient: it has been reduced, and is `param`'s."""

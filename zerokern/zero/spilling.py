@@ -79,7 +79,7 @@ class SpilledBucket(GradientBucket):
         super().spare_what_is_kept()
         if self.rest.is_lent:  # parts of gradients: where all are live, whoever has these follows what is added
             with without_waiting():
-                live = {place for place in self._places if self.kept_gradient(place) is not None}
+                live = set(self.kept_gradients())
             if len(live) < len(self.tenants):
                 self._move(live)
 
@@ -97,7 +97,7 @@ class SpilledBucket(GradientBucket):
     def _enter(self) -> None:
         """A pass is about to write here; what nobody shows any more is not read for that."""
         with without_waiting():
-            if all(self.kept_gradient(place) is None for place in self._places):
+            if not self.kept_gradients():
                 self.rest.forget()
                 if self._unreduced is not None:
                     self._unreduced.forget()
