@@ -253,8 +253,9 @@ class Sharded(torch.Tensor):
     ) -> Any:
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                if func in FREEZING and getattr(args[0], "_zk_home", None) is not None:
-                    args[0]._zk_home.is_frozen_or_thawed()
+                reference = getattr(args[0], "_zk_home", None) if func in FREEZING else None
+                if reference is not None and (home := reference()) is not None:
+                    home.is_frozen_or_thawed()
                 return func(*args, **(kwargs or {}))
         if func == SET_DATA:  # a new method wrapper at each look-up
             return rebind(*args)

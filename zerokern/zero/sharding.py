@@ -259,7 +259,7 @@ class Sharding:
             self.publisher.finish(may_go_on=True)
         if self.gatherer is None and torch.is_grad_enabled() and self.gradient_buckets:
             for output in hooks.graph_tensors(result):
-                hooks.when_gradient_is_there(output, self._backward_begins)
+                hooks.when_gradient_is_there(output, hooks.weakly(self._backward_begins, _refuse_gradients))
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
         if self.gatherer is not None:
@@ -279,18 +279,17 @@ class Sharding:
 
     def _after_unit(self, unit: GatheredUnit, result: Any) -> None:
         assert self.gatherer is not None
-        told = -1
-
-        def begins() -> None:
-            nonlocal told
-            task = hooks.current_pass()
-            if task != told:  # the first of the outputs, in each pass through this graph
-                told = task
-                assert self.gatherer is not None
-                self.gatherer.before_backward(unit)
-
+        begins = partial(hooks.weakly(self._unit_backward_begins, _refuse_gradients), unit, [-1])
         for output in self.gatherer.after_forward(unit, result):
             hooks.when_gradient_is_there(output, begins)
+
+    def _unit_backward_begins(self, unit: GatheredUnit, told: list[int]) -> None:
+        """`told`: the pass that this was last called in, which does nothing for further outputs."""
+        task = hooks.current_pass()
+        if task != told[0]:
+            told[0] = task
+            assert self.gatherer is not None
+            self.gatherer.before_backward(unit)
 
     def use_outside(self, unit: GatheredUnit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
@@ -403,6 +402,10 @@ def _ended(publisher: weakref.ref[Publisher]) -> None:
     there = publisher()
     if there is not None:
         there.retire()
+
+
+def _refuse_gradients(*_: Any) -> None:
+    raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
 
 
 def _refuse_gone(unit: GatheredUnit, *_: Any) -> None:
