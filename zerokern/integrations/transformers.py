@@ -143,7 +143,7 @@ class TrainerMixin(_Any):
         saved = None if checkpoint is None else Path(checkpoint) / FOLDER
         if saved is not None and saved.is_dir():
             extra = {"scheduler": self.lr_scheduler}
-            checkpoint.load(saved, self.model, unwrapped(self.optimizer), extra=extra, rng=False)
+            zk.load(saved, self.model, unwrapped(self.optimizer), extra=extra, rng=False)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
