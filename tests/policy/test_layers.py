@@ -107,7 +107,6 @@ FOR_TYPES = (  # two modules that name each other's types alone; the list may on
         "checks", "gather", "gathered_unit", "gradients", "guards", "homes", "params", "publishing", "reads",
         "reduction", "sharding", "spilling", "whole",
     )},
-    {"zerokern.planner." + name for name in ("forecast", "measuring", "planning", "steps", "table", "tiers")},
 )  # fmt: skip
 
 

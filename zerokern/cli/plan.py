@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from zerokern import arguments
 from zerokern.core.errors import ZerokernError, got
 from zerokern.core.units import BINARY
-from zerokern.planner.activations import ATTENTIONS
 from zerokern.planner.amounts import parse_numel
-from zerokern.planner.shapes import PRESETS, from_config, preset
+from zerokern.planner.transformer import ATTENTIONS, PRESETS, from_config, preset
 from zerokern.schedule import Delayed, shipped
 
 if TYPE_CHECKING:
@@ -132,14 +131,14 @@ def run(args: argparse.Namespace) -> int:
 def shown(plans: list[Plan], *, everything: bool, program: bool) -> str:
     """Advice for each plan, and one table of all numbers of ranks; of the last plan the tables of what is advised, and
     where nothing is, or all is asked for, its own."""
-    from zerokern.planner import table, tiers
+    from zerokern.planner import table
     from zerokern.planner.program import line_of
 
     last = plans[-1]
     parts = [plan.advice() for plan in plans] if last.device_memory else []
     if len(plans) > 1:
-        parts.append(table.of_worlds(plans))
-    advised = [tiers.of_stage(plan) for plan in last.advised()]
+        parts.append(table.worlds_page(plans))
+    advised = [table.stage_page(plan) for plan in last.advised()]
     parts += dict.fromkeys(advised)
     if everything or not advised:
         parts.append(last.page(formats=everything))

@@ -15,7 +15,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine as LayoutEngine
 from matplotlib.ticker import FuncFormatter
 
 from zerokern.planner.amounts import gigabytes
-from zerokern.planner.share import STATES, WORKING
+from zerokern.planner.footprint import STATES, WORKING
 from zerokern.planner.table import NAMES, TIERS, settings
 from zerokern.zero.partition import STAGES
 
@@ -122,7 +122,7 @@ def draw_worlds(axes: Axes, plans: list[Plan]) -> None:
     worlds = [plan.world for plan in plans]
     for stage in plans[0].stages:
         colour = STAGE_COLOURS[stage]
-        totals = [plan.at(stage).share.total / 1e9 for plan in plans]
+        totals = [plan.at(stage).total / 1e9 for plan in plans]
         axes.plot(worlds, totals, color=colour, linewidth=2.4, marker="o", markersize=6)
         end = (worlds[-1], totals[-1])
         text = f"stage {stage}: {gigabytes(totals[-1] * 1e9)} GB"
