@@ -21,7 +21,7 @@ except ImportError as error:
 import zerokern as zk
 from zerokern import checkpoint
 from zerokern.api import sharding_of
-from zerokern.integrations.divided import check_model, check_optimizer, is_sharded, trains
+from zerokern.integrations.sharded_model import check_model, check_optimizer, is_sharded, trains
 from zerokern.optim.base import FusedOptimizer
 from zerokern.zero import home_of
 

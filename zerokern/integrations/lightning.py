@@ -22,7 +22,7 @@ import zerokern as zk
 from zerokern.checkpoint.extra import EachRank
 from zerokern.core.errors import ShardError, got
 from zerokern.core.units import Stage
-from zerokern.integrations.divided import check_optimizer
+from zerokern.integrations.sharded_model import check_optimizer
 from zerokern.optim.base import FusedOptimizer
 from zerokern.zero import home_of
 from zerokern.zero.kinds import shardings_of

@@ -23,7 +23,7 @@ import zerokern as zk
 from zerokern import checkpoint, interop
 from zerokern.core.errors import StateError, got, say_once
 from zerokern.integrations.accelerate import FOLDER, Accelerator, unwrapped
-from zerokern.integrations.divided import check_model, is_sharded
+from zerokern.integrations.sharded_model import check_model, is_sharded
 from zerokern.optim.base import FusedOptimizer
 
 __all__ = ["Trainer", "TrainerMixin", "optimizer_cls_and_kwargs"]
