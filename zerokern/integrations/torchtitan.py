@@ -156,7 +156,7 @@ def _replacement(
 
 
 def parallelized(build: Callable[..., nn.Module], stage: int, shard: Mapping[str, Any]) -> Callable[..., nn.Module]:
-    """Wraps a parallelize_fn, which then divides by tensor and context parallelism alone; `zk.shard` divides the rest."""
+    """Wraps a parallelize_fn, which then leaves data parallelism to `zk.shard`."""
 
     def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         check(job_config, stage)

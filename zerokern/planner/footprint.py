@@ -41,7 +41,6 @@ WORKING = ("gathered", "buffers", "scratch", "ring", *_HOST_COPIES, "checkpoints
 LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "write": "to disk", "net": "to other ranks"}
 """in the order of a table"""
 _BACK = {"up": "down", "read": "write"}
-_FINGERPRINT_NBYTES = 16  # of each gradient, as it left and as it was in `step()`: see zerokern/optim/leaving.py
 _ALL_REDUCES = 2  # of a layer along tp in each pass: behind its attention, and behind its MLP
 _PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 _F = TypeVar("_F", bound="Footprint")
@@ -427,10 +426,7 @@ def _pinned(run: Footprint) -> int:
     from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
 
     pieces = run.subject.pieces(run.stage, run.world, settings.bucket_bytes)
-    nbytes = list(_with_host_copies(pieces, recipe) if has_copies else _state_alone(pieces, recipe))
-    if has_copies and settings.device != "cpu":
-        everyone = run.subject.pieces(0, 1, settings.bucket_bytes)  # also those that this rank has nothing of
-        nbytes.append(_FINGERPRINT_NBYTES * len(everyone))
+    nbytes = _with_host_copies(pieces, recipe) if has_copies else _state_alone(pieces, recipe)
     return nbytes_of([((one,), 1) for one in nbytes])
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 import zerokern as zk
 from zerokern.activations import keeping
 from zerokern.activations.keeping import Keeper
-from zerokern.activations.recompute import keeping as kept_by
+from zerokern.activations.recompute import recompute_with
 
 NBYTES = ROWS * WIDTH * 4
 
@@ -99,8 +99,8 @@ def test_what_must_not_move_stays(keeper: Keeper) -> None:
     def use(*tensors: Tensor) -> Tensor:
         return sum((tensor.sin().sum() for tensor in tensors), torch.zeros(()))
 
-    first = kept_by(keeper, 1, use, (big, big.t(), small, expanded, leaf, batch().to_sparse()), {}, {})
-    second = kept_by(keeper, 1, use, (small,), {}, {})
+    first = recompute_with(keeper, 1, use, (big, big.t(), small, expanded, leaf, batch().to_sparse()), {}, {})
+    second = recompute_with(keeper, 1, use, (small,), {}, {})
     assert keeper.moved_nbytes == 0
     (first + second).backward()
     assert torch.equal(big.grad, 2 * big.detach().cos())

@@ -82,3 +82,49 @@ def test_of_zk_recompute_too() -> None:
     plain(x).sum().backward()
     assert norm.num_batches_tracked == 1
     assert torch.equal(norm.running_mean, plain.running_mean) and torch.equal(norm.running_var, plain.running_var)
+
+
+class Codebook(nn.Module):
+    """Buffers that its forward writes to, one in place and one anew, and computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("constant", torch.full((4,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.scale.clone() * self.constant
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(y.mean(0))
+            self.count = self.count + len(x)
+        return y.tanh()
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("build", [Codebook, Spectral])
+def test_a_recomputation_begins_with_the_buffers_of_its_forward(build: Callable[[], nn.Module]) -> None:
+    """Also where two forwards come before their backwards, and where a graph is passed through twice."""
+    torch.manual_seed(1)
+    plain = build()
+    ours = copy.deepcopy(plain)
+    x = torch.randn(3, 5, 4)
+    for run, module in ((lambda module, x: module(x), plain), (zk.recompute, ours)):
+        for step in range(3):
+            losses = [run(module, (x[number] + step).requires_grad_()).square().sum() for number in range(2)]
+            losses[0].backward(retain_graph=True)
+            losses[0].backward()
+            losses[1].backward()
+    for mine, theirs in zip([*ours.parameters()], [*plain.parameters()], strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    for (name, mine), theirs in zip(ours.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, theirs), name

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zerokern.activations import keeping
-from zerokern.activations.recompute import keeping as kept_by
+from zerokern.activations.recompute import recompute_with
 from zerokern.examples.played_device import PlayedDevice
 
 WIDTH, ROWS = 64, 4096  # 1 MiB
@@ -60,7 +60,7 @@ def plain(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def by(keeper: Any, micro: int = 1) -> Any:
-    return lambda layer, *args, **kwargs: kept_by(keeper, micro, layer, args, kwargs, {})
+    return lambda layer, *args, **kwargs: recompute_with(keeper, micro, layer, args, kwargs, {})
 
 
 def used_again(model: nn.ModuleList, run: Callable[..., Tensor]) -> list[Tensor]:

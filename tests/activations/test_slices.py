@@ -368,6 +368,170 @@ def test_a_tensor_of_the_graph_that_is_no_argument_is_refused() -> None:
     assert torch.equal(leaf.grad, torch.full((4,), 6.0))
 
 
+class Kept(nn.Module):
+    """Keeps a tensor of its forward in an attribute."""
+
+    def __init__(self, keep: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.keep = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = self.up.weight.square()
+        hidden = F.linear(x, square, self.up.bias).relu()
+        y = self.down(hidden)
+        self.aux = self.keep(x, hidden, y, square)
+        return x + y
+
+
+KEPT = {
+    "the input": lambda x, hidden, y, square: x.sum(),
+    "of the input alone": lambda x, hidden, y, square: x.exp().sum(),
+    "a hidden state": lambda x, hidden, y, square: hidden.sum(),
+    "of a hidden state": lambda x, hidden, y, square: hidden.square().sum(),
+    "the result": lambda x, hidden, y, square: y.sum(),
+    "of parameters alone, saved": lambda x, hidden, y, square: square.sum(),
+}
+PASSES = {
+    "one loss": lambda y, aux, params: (y.square().sum() + aux).backward(),
+    "that loss alone": lambda y, aux, params: aux.backward(),
+    "that loss first": lambda y, aux, params: (aux.backward(retain_graph=True), y.sum().backward()),
+    "torch.autograd.grad": lambda y, aux, params: torch.autograd.grad(y.sum() + aux, params),
+    "of the first input": lambda y, aux, params: torch.autograd.grad(y.sum() + aux, params[:1]),
+}
+
+
+@each("what", list(KEPT))
+@each("how", list(PASSES))
+def test_a_tensor_kept_outside_of_a_slice_is_refused_by_name(what: str, how: str) -> None:
+    """It is of the last slice alone, and was lost in silence where the pass did not come to the slice's beginning."""
+    layers = [Kept(KEPT[what]) for _ in range(2)]
+    x = first = torch.randn(6, WIDTH, requires_grad=True)
+    for layer in layers:
+        x = zk.recompute(layer, x, micro=2)
+    params = [first, *(param for layer in layers for param in layer.parameters())]
+    with pytest.raises(zk.StateError, match=r"micro > 1.*auxiliary loss in an attribute.*or use micro=1"):
+        PASSES[how](x, sum(layer.aux for layer in layers), params)
+
+
+def test_what_is_kept_but_not_trained_is_left_alone() -> None:
+    """Activations that are looked at; and a penalty of parameters, which is the same in each slice."""
+    layers = [Kept(lambda x, hidden, y, square: hidden), Kept(lambda x, hidden, y, square: square.detach())]
+    x = torch.randn(6, WIDTH, requires_grad=True)
+    y = zk.recompute(layers[1], zk.recompute(layers[0], x, micro=2), micro=2)
+    y.sum().backward()
+    assert len(layers[0].aux) == 3
+    x.grad = None
+    layer, seen = nn.Linear(WIDTH, WIDTH), []
+
+    def penalized(x: Tensor) -> Tensor:
+        seen.append(layer.weight.sum())
+        return layer(x)
+
+    (zk.recompute(penalized, x, micro=2).sum() + seen[-1]).backward()
+    mine = gradients(layer, x)
+    (layer(x).sum() + layer.weight.sum()).backward()
+    torch.testing.assert_close(mine, gradients(layer, x))
+
+
+def test_forward_hooks_run_once_for_each_slice() -> None:
+    layer, shapes = nn.Linear(WIDTH, WIDTH), []
+    layer.register_forward_hook(lambda module, args, result: shapes.append(tuple(result.shape)))
+    zk.recompute(nn.Sequential(layer, nn.GELU()), torch.ones(5, WIDTH, requires_grad=True), micro=2).sum().backward()
+    assert shapes == [(3, WIDTH), (2, WIDTH)] * 2
+
+
+@each("collect", ["list", "dict", "empty list"])
+def test_what_a_function_writes_to_its_arguments_is_refused(collect: str) -> None:
+    """A slice gets containers of its own, and nobody would find what it wrote; without slices they are the caller's."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    write: Any = {
+        "list": lambda given, y: given.append(y),
+        "dict": lambda given, y: given.update(x=y),
+        "empty list": lambda given, y: given.append(y),
+    }[collect]
+    x = torch.ones(6, WIDTH, requires_grad=True)
+
+    def fn(x: Tensor, given: Any) -> Tensor:
+        y = layer(x)
+        write(given, y)
+        return y
+
+    given = {"list": [x], "dict": {"x": x}, "empty list": []}[collect]
+    with pytest.raises(zk.StateError, match=r"micro > 1\) wrote to a list, dict or dataclass"):
+        zk.recompute(fn, x, given, micro=2)
+    zk.recompute(lambda x, log: (layer(x), log.append(1))[0], x, [x, 0], micro=1).sum().backward()
+
+
+def test_a_hook_on_several_gradients_is_refused_by_name() -> None:
+    """Where gradients are added to those that are there, torch lets it hear of no slice's pass."""
+    layer, heard = nn.Linear(WIDTH, WIDTH), []
+    torch.autograd.graph.register_multi_grad_hook(tuple(layer.parameters()), heard.append)
+    zk.recompute(layer, torch.ones(6, WIDTH), micro=2).sum().backward()
+    assert len(heard) == 1
+    y = zk.recompute(layer, torch.ones(6, WIDTH), micro=2)
+    with pytest.raises(zk.StateError, match=r"register_multi_grad_hook.*micro > 1"):
+        y.sum().backward()
+
+
+TARGETS = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+
+
+def test_a_number_of_a_tensor_that_is_not_cut_is_refused_by_name() -> None:
+    """Such a tensor broadcasts against a slice of one row, and the number is another."""
+    layer, y, x, found = nn.Linear(3, 3), TARGETS.clone(), torch.ones(4, 3, requires_grad=True), {"y": [TARGETS + 1]}
+    partial = functools.partial
+
+    def loss(x: Tensor) -> Tensor:
+        return (layer(x) - y).abs().mean()
+
+    for fn, says in (
+        (lambda x: (layer(x) * y).mean(), "`y` of the enclosing function"),
+        (lambda x: loss(x) * 2, "`y` of the enclosing function"),
+        (lambda x: {"x": x, "loss": (x * found["y"][0]).sum()}, "`found` of the enclosing function"),
+        (lambda x, y=y: (x - y).sum(), "the default of `y`"),
+        (lambda x: (x - TARGETS).sum(), "the global `TARGETS`"),
+        (partial(lambda x, y: (x - y).sum(), y=y), "y= of functools.partial"),
+        (partial(partial(lambda y, x: (x - y).sum(), y)), "argument 0 of functools.partial"),
+    ):
+        with pytest.raises(zk.StateError) as error:
+            zk.recompute(fn, x, micro=4)
+        assert f"{says}, of shape (4, 3)" in str(error.value) and "micro > 1" in str(error.value)
+    scale, weight = torch.ones(3), nn.Parameter(torch.ones(4, 3))
+    for fn, args in (
+        (lambda x, rows: (x - rows).sum() / len(y), (x, y)),  # it is an argument too
+        (lambda x: (x * scale).sum(), (x,)),
+        (lambda x: (x @ weight.t()).sum(), (x,)),
+        (lambda x: x * y.mean(), (x,)),  # rows
+    ):
+        zk.recompute(fn, *args, micro=4).sum().backward()
+    assert zk.recompute(lambda x: (x - y).sum(), x, micro=1).shape == ()
+    assert zk.recompute(lambda x: (x - x.new_ones(1)).sum(), x[:1], micro=2).shape == (1,)
+
+
+def test_shapes_that_do_not_fit_a_slice_name_what_is_not_cut() -> None:
+    layer, x, y, flat = nn.Linear(3, 3), torch.ones(4, 3), torch.zeros(4, 3), torch.zeros(12, dtype=torch.long)
+    mask = torch.ones(4, 1)
+    for fn, args, says in (
+        (lambda x: layer(x) * y, (x,), "`y` of the enclosing function, of shape (4, 3)"),
+        (functools.partial(lambda x, mask: x * mask, mask=mask), (x,), "mask= of functools.partial, of shape (4, 1)"),
+        (lambda x: F.cross_entropy(x.view(-1, 1), flat), (x,), "`flat` of the enclosing function, of shape (12,)"),
+        (lambda x, flat: F.cross_entropy(x.view(-1, 1), flat), (x, flat), "an argument of shape (12,)"),
+    ):
+        with pytest.raises(zk.StateError) as error:
+            zk.recompute(fn, *args, micro=2)
+        assert says in str(error.value) and "slice 0" in str(error.value) and "micro > 1" in str(error.value)
+    with pytest.raises(ValueError, match=r"batch in dimension 0.*all of: `y` of the enclosing function"):
+        zk.recompute(lambda x: torch.cat([x, y]), x, micro=2)
+    for error in (KeyError("shape"), RuntimeError("on fire"), torch.OutOfMemoryError("size")):
+
+        def fails(x: Tensor, error: Exception = error) -> Tensor:
+            assert len(y)
+            raise error
+
+        with pytest.raises(type(error), match=str(error.args[0])):
+            zk.recompute(fails, x, micro=2)
+
+
 def test_gradients_of_gradients_are_refused() -> None:
     x = torch.ones(6, 4, requires_grad=True)
     with pytest.raises(zk.StateError, match="create_graph"):
