@@ -150,12 +150,11 @@ class Footprint(HeldMemory):
     @cached_property
     def held(self) -> tuple[Holding, ...]:  # type: ignore[override]
         """Rank 0's bytes, item by item, which no other rank's exceed by more than the padding at a cut."""
-        states = _states_at_rest if self.recipe.rests else _states
         working = _working_at_rest if self.recipe.rests else _working
         ring = self.recipe.ring_nbytes
         if self.settings.device != "cpu":
             ring += self.recipe.param_ring_nbytes + self.recipe.keep_ring_nbytes
-        found = [*states(self), *working(self), Holding("ring", "", "cpu", ring), *_activations(self)]
+        found = [*_states(self), *working(self), Holding("ring", "", "cpu", ring), *_activations(self)]
         return tuple(one for one in found if one.nbytes)
 
     @cached_property
@@ -299,35 +298,27 @@ def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:
 
 
 def _states(run: Footprint) -> Iterator[Holding]:
-    """Parameters, gradients, optimizer state, and what the update reads and writes on the host."""
-    recipe, device, sharded = run.recipe, run.settings.device, shards_state(run.stage)
+    """Yields parameters, gradients and optimizer state, in the tiers where they are updated."""
+    recipe, settings, trained = run.recipe, run.settings, run.buckets.trained
+    host = "cpu" if recipe.rests and settings.device != "cpu" else "device"
     for kind in run.buckets.kinds:
         numel = kind.shard_numel if shards_parameters(run.stage) else kind.padded_numel
-        yield Holding("parameters", short(kind.dtype), "device", numel * kind.itemsize)
-    for kind in run.buckets.trained:
+        yield Holding("parameters", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
+    for kind in trained:
         wire = recipe.wire_dtype(kind.dtype)
-        yield Holding("gradients", short(wire), "device", _gradient_numel(kind, run) * itemsize(wire))
+        nbytes = _gradient_numel(kind, run) * itemsize(wire)
+        yield Holding("gradients", short(wire), "nvme" if settings.spills else host, nbytes)
     yield from _optimizer_state(run)
-    for kind in run.buckets.trained if recipe.has_host_copies(device) else ():
-        wire, (numel, _) = recipe.wire_dtype(kind.dtype), kind.updated(sharded)
+    has_copies = recipe.has_host_copies(settings.device)
+    for kind in trained if has_copies else ():
+        wire, (numel, _) = recipe.wire_dtype(kind.dtype), kind.updated(shards_state(run.stage))
         yield Holding("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
         yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
-        if recipe.delays and device != "cpu":  # room on the device for what is not yet published
-            yield Holding("shadow", short(kind.dtype), "device", numel * kind.itemsize)
-
-
-def _states_at_rest(run: Footprint) -> Iterator[Holding]:
-    """The same where parameters rest in host memory or on the disk, and are updated there."""
-    recipe, settings = run.recipe, run.settings
-    for kind in run.buckets.kinds:
-        yield Holding("parameters", short(kind.dtype), recipe.param_tier, kind.shard_nbytes)
-    for kind in run.buckets.trained:
-        wire = recipe.wire_dtype(kind.dtype)
-        tier = "nvme" if settings.spills else "device" if settings.device == "cpu" else "cpu"
-        yield Holding("gradients", short(wire), tier, kind.shard_numel * itemsize(wire))
-    yield from _optimizer_state(run)
-    for kind in run.buckets.trained if recipe.delays and recipe.optimizer != "none" else ():
-        yield Holding("shadow", short(kind.dtype), recipe.param_tier, kind.own_numel * kind.itemsize)
+    # parameters that a delayed update has made wait beside those that are in use, unless host copies can hold them
+    waits = recipe.optimizer != "none" if recipe.rests else has_copies and settings.device != "cpu"
+    for kind in trained if recipe.delays and waits else ():
+        numel, _ = kind.updated(shards_state(run.stage))
+        yield Holding("shadow", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
 
 
 def _optimizer_state(run: Footprint) -> Iterator[Holding]:

@@ -28,8 +28,8 @@ _RANKS_PER_HOST = 8  # of a usual node, unless it is said
 _MOST_RANKS = 4096
 _CHEAPEST = "Cheapest exact configuration that fits"
 _IN_SLICES = ", which zk.recompute(head_and_loss, ..., micro=) computes in slices (docs/offload.md)"
-_ROOMY = 0.75  # of a device, where activations come on top
-_NARROW = 0.9  # of a device: beyond it fragments and buffers of libraries may not fit
+_MOST_WITHOUT_ACTIVATIONS = 0.75  # of a device, where activations come on top
+_MOST_WITH_ACTIVATIONS = 0.9  # of a device: beyond it fragments and buffers of libraries may not fit
 _PLACES = (  # tiers of parameters and of state, the cheapest first
     ("device", "device"),
     ("device", "cpu"),
@@ -79,9 +79,8 @@ class Plan(Footprint):
         """
         if not self.device_memory:
             return "Say how much memory a device has (device_memory, --device-memory 80GB) to be told what fits."
-        if len(self.device_memory) > 1:
-            return "\n".join(f"{name}: {one.advice()}" for name, one in _on_each_device(self))
-        return _advice(self)
+        found = {name: _advice(one) for name, one in _on_each_device(self)}
+        return "\n".join(f"{name}: {said}" if len(found) > 1 else said for name, said in found.items())
 
     def advised(self) -> list[Plan]:
         """Returns the plan that `advice` names first, for each device in `device_memory`; none where nothing would fit.
@@ -226,7 +225,7 @@ def plan(
 def _budget(
     host_memory: int | str | None, disk: int | str | None, world: int, ranks_per_host: int | None
 ) -> dict[str, int]:
-    """What one rank has of a host's memory and of its disk."""
+    """Returns what one rank has of a host's memory and of its disk."""
     ranks = min(world, _RANKS_PER_HOST) if ranks_per_host is None else ranks_per_host
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= world:
         raise ValueError(got("ranks_per_host", ranks_per_host, f"a whole number of ranks, from 1 to world={world}"))
@@ -235,23 +234,23 @@ def _budget(
 
 
 def _advice(plan: Plan) -> str:
-    """The answer for the one device that a plan has."""
+    """Returns the answer for the one device that a plan has."""
     found = _advised(plan)
     fits = bool(found) and found[0][0] == _CHEAPEST
     lines = [] if fits else [f"No exact configuration fits on {_ranks_of(plan)}."]
     for heading, one in found:
-        lines += [f"{heading}: {_told(one, plan)}", f"Code: {_code(one)}"]
+        lines += [f"{heading}: {_summary(one, plan)}", f"Code: {_code(one)}"]
     if not found:
         most = max(_MOST_RANKS, plan.world)
-        lines.append(f"Nor does a lossy one, on up to {most:,} ranks: {_reason(plan)}")
-    frozen = None if fits else _frozen(plan)
+        lines.append(f"Nor does a lossy one, on up to {most:,} ranks: {_why_nothing_fits(plan)}")
+    frozen = None if fits else _lora(plan)
     if frozen is not None:
         lines.append(frozen)
     return "\n".join([*lines, f"Assumed: {_assumed(found[0][1] if found else plan)}"])
 
 
 def _on_each_device(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The same plan for one device after the other."""
+    """Yields the plan for one device after the other, by name."""
     for name, most in plan.device_memory.items():
         yield name, replace(plan, device_memory={name: most})
 
@@ -269,7 +268,7 @@ def _advised(plan: Plan) -> list[tuple[str, Plan]]:
     return [(heading, one) for heading, find in others if (one := find(plan)) is not None]
 
 
-def _reason(plan: Plan) -> str:
+def _why_nothing_fits(plan: Plan) -> str:
     """Says why nothing fits: activations of one sequence, where all fits without them."""
     shape, bare = plan.subject.activated, replace(plan, subject=replace(plan.subject, transformer=None))
     if shape is None or not (_cheapest(bare) or _cheapest(bare, lossy=True) or _more_ranks(bare)):
@@ -360,7 +359,7 @@ def _slices(least: int, batch: int) -> Iterator[int]:
         yield batch
 
 
-def _frozen(plan: Plan) -> str | None:
+def _lora(plan: Plan) -> str | None:
     """Says what LoRA needs where that fits: frozen parameters have neither gradients nor state."""
     room, activated = min(plan.device_memory.values()), plan.subject.activated
     if activated and plan.recipe.keep is None:
@@ -397,12 +396,12 @@ def _ranks_of(plan: Plan) -> str:
     return f"{plan.ranks:,} ranks" if plan.ranks > 1 else "one rank"
 
 
-def _told(plan: Plan, asked: Plan) -> str:
+def _summary(plan: Plan, asked: Plan) -> str:
     ((name, most),) = plan.device_memory.items()
     device = "" if name[:1].isdigit() else f" ({name.partition(' ')[0]})"
     stage = f"stage {plan.stage} on " if plan.ranks > 1 or plan.recipe.rests else ""
     said = f"{stage}{_ranks_of(plan)}, {gigabytes(plan.total)} of {gigabytes(most)} GB{device}{_uncounted(plan)}"
-    said += _roomier(plan, most)
+    said += _next_stage(plan, most)
     for tier, called in (("cpu", "host memory"), ("nvme", "disk")):
         nbytes = plan.tiers.get(tier, 0)
         if nbytes and tier != plan.settings.device:
@@ -434,10 +433,10 @@ def _assumed(plan: Plan) -> str:
     return "; ".join([*said, "nothing for the driver, NCCL and fragments of the allocator"])
 
 
-def _roomier(plan: Plan, most: int) -> str:
+def _next_stage(plan: Plan, most: int) -> str:
     """Says what takes less and moves as much, where little is left for what nobody has counted."""
-    narrow = _NARROW if plan.subject.activated else _ROOMY
-    if plan.ranks == 1 or plan.stage > 1 or plan.total < narrow * most:
+    share = _MOST_WITH_ACTIVATIONS if plan.subject.activated else _MOST_WITHOUT_ACTIVATIONS
+    if plan.ranks == 1 or plan.stage > 1 or plan.total < share * most:
         return ""
     stage = plan.stage + 1
     one = replace(plan, recipe=plan.recipe.on(plan.settings.device, stage), stage=stage).spilling()
