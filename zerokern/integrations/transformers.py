@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: an optimizer for its public hook, and models that zk.shard has divided."""
+"""A Trainer of Hugging Face for models that `zk.shard` has divided, and an optimizer for any Trainer's public hook."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerokern import interop
 from zerokern.checkpoint import load, save
 from zerokern.core.errors import StateError, got, say_once
 from zerokern.integrations.accelerate import FOLDER, Accelerator, unwrapped
-from zerokern.integrations.divided import check_model, is_sharded
+from zerokern.integrations.sharded_model import check_model, is_sharded
 from zerokern.optim.base import FusedOptimizer
 
 __all__ = ["Trainer", "TrainerMixin", "optimizer_cls_and_kwargs"]
@@ -38,7 +38,7 @@ _Any: Any = object  # whichever Trainer comes behind the mixin
 
 
 def optimizer_cls_and_kwargs(args: TrainingArguments, **settings: Any) -> tuple[type[zk.AdamW], dict[str, Any]]:
-    """For any Trainer's `optimizer_cls_and_kwargs=`: `zk.AdamW` with the arguments' rate, betas, eps, and `settings`.
+    """Returns `zk.AdamW` with the arguments' rate, betas, eps and `settings`, for any Trainer's argument of this name.
 
     Trainer clips (`max_grad_norm` of the arguments), and gives `weight_decay` to the parameters that it is for.
 
@@ -51,8 +51,8 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, **settings: Any) -> tuple[
 
 
 class TrainerMixin(_Any):
-    """What makes a Trainer take a model that zk.shard has divided; in front of any of them, such as TRL's:
-    `class Tuner(TrainerMixin, SFTTrainer)`. With other models it does as ever, and reads checkpoints of `zk.save` too.
+    """Makes any Trainer, such as one of TRL, take a model that zk.shard has divided: `class Tuner(TrainerMixin,
+    SFTTrainer)`. With other models the Trainer works as ever, and reads checkpoints of `zk.save` too.
 
     >>> issubclass(Trainer, TrainerMixin)
     True
@@ -68,7 +68,7 @@ class TrainerMixin(_Any):
             self._check_arguments()
 
     def _check_arguments(self) -> None:
-        """What would move, convert or copy a divided model is refused before it is tried."""
+        """Raises where an argument would make Trainer move, convert or copy a divided model."""
         refused = {
             "auto_find_batch_size": "it would begin anew with a model that has been trained",
             "bf16_full_eval": "it would convert a divided model; evaluate in the dtype that it is trained in",
@@ -87,7 +87,7 @@ class TrainerMixin(_Any):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, *arguments: Any, **settings: Any) -> Any:
-        """Trainer's; a divided model gets `zk.AdamW` where AdamW is asked for, and nothing else by name."""
+        """Creates Trainer's optimizer; a divided model gets `zk.AdamW` for AdamW, and nothing else by name."""
         asked = getattr(self.args.optim, "value", self.args.optim)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and is_sharded(self.model):
             if asked not in ("adamw_torch", "adamw_torch_fused"):
@@ -105,7 +105,7 @@ class TrainerMixin(_Any):
         super()._maybe_log_save_evaluate(*arguments, **settings)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's; a divided model comes to the main process one bucket at a time, and `from_pretrained` reads it."""
+        """Saves for `from_pretrained`; a divided model comes to the main process one bucket at a time."""
         if not is_sharded(self.model):
             super().save_model(output_dir, _internal_call)
             return
@@ -159,7 +159,7 @@ class TrainerMixin(_Any):
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
-    """`transformers.Trainer`, for models that zk.shard has divided as well.
+    """Extends `transformers.Trainer` to models that zk.shard has divided.
 
     Shard the model when the arguments have started the process group: `args.device` does that.
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerokern.planner.outline import Load
-from zerokern.planner.planned import PlannedRun
+from zerokern.planner.footprint import Footprint, lanes_to
+from zerokern.planner.model import BucketSize
 from zerokern.planner.recipe import itemsize
-from zerokern.planner.rest import fetched_of, lanes_to
 from zerokern.schedule import Span
 from zerokern.schedule.passes import ROOT
 from zerokern.zero.partition import shards_parameters, shards_state
@@ -35,7 +34,7 @@ class Lump:
 class StepShape:
     """A plan's buckets as spans that are as long as is useful, for steps of any number of tokens."""
 
-    def __init__(self, plan: PlannedRun, count: int) -> None:
+    def __init__(self, plan: Footprint, count: int) -> None:
         self.plan = plan
         self.accumulate = plan.settings.accumulate
         rests = plan.recipe.rests
@@ -44,8 +43,7 @@ class StepShape:
         count = max(4, count // self.passes)
         self.tells = rests or plan.recipe.tier == "nvme"
         self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
-        buckets = plan.subject.buckets(plan.stage, plan.world, plan.settings.bucket_bytes)
-        self.stays = list(self._stays(fetched_of(buckets)[2] if rests else 0))[::-1]
+        self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
         self.kept = plan.kept // self.passes
 
     def _stays(self, last: int) -> Iterator[int]:
@@ -122,15 +120,14 @@ class StepShape:
         return found
 
 
-def _parts(plan: PlannedRun) -> Iterator[Lump]:
-    buckets = plan.subject.buckets(plan.stage, plan.world, plan.settings.bucket_bytes)
-    for load in buckets.loads:
+def _parts(plan: Footprint) -> Iterator[Lump]:
+    for load in plan.buckets.sizes:
         rests = plan.recipe.rests
         for part in _pieces(load, shards_state(plan.stage)):
-            yield replace(part, rests=rests, encloses=rests and buckets.in_units and load.unit == ROOT)
+            yield replace(part, rests=rests, encloses=rests and plan.buckets.in_units and load.unit == ROOT)
 
 
-def _pieces(load: Load, is_sharded: bool) -> Iterator[Lump]:
+def _pieces(load: BucketSize, is_sharded: bool) -> Iterator[Lump]:
     """A bucket, or as many as are counted together, or a large one in as many as there may be."""
     count = min(SPANS, max(load.count, 1))
     for number in range(count):

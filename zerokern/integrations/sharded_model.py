@@ -1,4 +1,4 @@
-"""What can be said of a model that zk.shard has divided before a framework wraps it, moves it or steps it."""
+"""Checks of a model that `zk.shard` has divided, before a framework wraps it, moves it or steps it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALLOWED = ("NO", "MULTI_CPU", "MULTI_GPU")  # where Accelerate lets each rank ru
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether zk.shard has divided the model, or what it wraps.
+    """Returns whether `zk.shard` has divided the model, or what it wraps.
 
     >>> import zerokern as zk
     >>> is_sharded(nn.Linear(2, 1)), is_sharded(zk.shard(nn.Linear(2, 1)))
@@ -27,7 +27,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether the optimizer has parameters of this divided model.
+    """Returns whether the optimizer has parameters of this divided model.
 
     >>> import zerokern as zk
     >>> model, other = zk.shard(nn.Linear(2, 1)), zk.shard(nn.Linear(2, 1))
@@ -40,9 +40,10 @@ def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 
 
 def check_model(model: nn.Module, accelerator: Any) -> None:
-    """Raises what Accelerate would do otherwise: wrap the model once more, train apart, compute in another dtype."""
-    group = sharding_of(model).group
+    """Raises where Accelerate would wrap the model once more, train each rank apart, or compute in another dtype."""
+    group, device = sharding_of(model).group, accelerator.device
     kind, backend = accelerator.distributed_type.value, accelerator.state.dynamo_plugin.backend.value
+    precision, has_no_scaler = accelerator.mixed_precision, accelerator.scaler is None
     if kind not in ALLOWED:
         do = "zk.shard is what divides the model; leave FSDP, DeepSpeed and the like out of the configuration"
         raise ValueError(got("distributed_type", kind, " or ".join(ALLOWED), do))
@@ -50,20 +51,19 @@ def check_model(model: nn.Module, accelerator: Any) -> None:
         do = "Call zk.shard, without a mesh, after the Accelerator (or TrainingArguments) has started the process group"
         wanted = f"{accelerator.num_processes}, as Accelerate has"
         raise ValueError(got("the number of ranks of zk.shard", group.size, wanted, do))
-    if group.device.type != accelerator.device.type:
+    if group.device.type != device.type:
         do = "Move the model to accelerator.device before zk.shard"
-        raise ValueError(got("the device of the model", str(group.device), str(accelerator.device), do))
+        raise ValueError(got("the device of the model", str(group.device), str(device), do))
     if backend != "NO":
         do = "Compile the units in place before zk.shard: for block in model.blocks: block.compile()"
         raise ValueError(got("dynamo_plugin", backend, "none", do))
-    precision = accelerator.mixed_precision
-    if precision == "fp8" or (precision == "fp16" and accelerator.scaler is None):
+    if precision == "fp8" or (precision == "fp16" and has_no_scaler):
         do = "fp16 needs a GradScaler, and Accelerate makes none for a CPU: it would train in fp32"
-        raise ValueError(got("mixed_precision", precision, f"'no' or 'bf16' on {accelerator.device}", do))
+        raise ValueError(got("mixed_precision", precision, f"'no' or 'bf16' on {device}", do))
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, scaled: bool) -> None:
-    """Raises for one that would update, or judge by its own part alone, what is divided among ranks."""
+    """Raises for an optimizer that would update, or judge by its own part alone, what is divided among ranks."""
     pairs = [(one, home_of(one)) for group in optimizer.param_groups for one in group["params"]]
     divided = [(one, home) for one, home in pairs if home is not None and not home.sharding.replicated]
     strangers = [home for one, home in divided if scaled or one is not home.piece]
