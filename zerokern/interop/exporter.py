@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokern.checkpoint.files import PartsWriter
+from zerokern.checkpoint.files import PartsWriter, Slots, put
 from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
 from zerokern.checkpoint.ranks import Ranks, absolute, refuse_unusable
-from zerokern.checkpoint.staging import Staging, put
-from zerokern.checkpoint.subject import named_tensors
+from zerokern.checkpoint.training_state import named_tensors
 from zerokern.core.errors import got
 from zerokern.core.units import parse_nbytes
 from zerokern.interop.exported import BESIDE, Target, begun
@@ -185,15 +184,15 @@ def _share(
 @torch.no_grad()
 def _write(folder: Path, names: Sequence[str], share: Sequence[_Run], progress: Progress) -> None:
     with on_disk(folder, "cannot write"):
-        inside, staging = Folder(folder), Staging(folder)
-    with inside, staging:
+        inside, slots = Folder(folder), Slots(folder)
+    with inside, slots:
         for number, name in enumerate(names):
             path = folder / name
             with (
                 on_disk(path, "cannot write"),
                 begun(inside, name) as direct,
                 begun(inside, name) as cached,
-                PartsWriter(staging, path, direct, cached) as file,
+                PartsWriter(slots, path, direct, cached) as file,
             ):
                 for run in (run for run in share if run.file == number):
                     _write_run(file, run, progress)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.formats import overflowed
 from zerokern.checkpoint.partial import SharedWeights, model_of, names_elsewhere, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
-from zerokern.checkpoint.published import Held
 from zerokern.checkpoint.ranks import Ranks, open_alike, refuse_unusable
-from zerokern.checkpoint.subject import NamedSpan, aliases, named_tensors, spans, wrote
+from zerokern.checkpoint.training_state import NamedSpan, aliases, announce_writes, named_tensors, spans
 from zerokern.core.errors import IoError, StateError
 from zerokern.interop.exported import headers_of
 from zerokern.interop.tensorfile import TensorBytes
@@ -115,7 +115,7 @@ class Opened:
     """The tensors of the files, which stay open: an export that replaces them meanwhile changes nothing here."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.held = path, Held()
+        self.path, self.held = path, OpenFiles()
         self.entries: dict[str, TensorBytes] = {}
 
     def look(self, alike: bool) -> str:
@@ -244,7 +244,7 @@ def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return ""
 
 
-def _refuse_untied(name: str, entries: Sequence[TensorBytes], held: Held) -> None:
+def _refuse_untied(name: str, entries: Sequence[TensorBytes], held: OpenFiles) -> None:
     """Names that are tied in the model and differ in the files: one of the values would be lost."""
     for other in entries[1:]:
         if not _equal(entries[0], other, held):
@@ -254,7 +254,7 @@ def _refuse_untied(name: str, entries: Sequence[TensorBytes], held: Held) -> Non
             )
 
 
-def _equal(one: TensorBytes, other: TensorBytes, held: Held) -> bool:
+def _equal(one: TensorBytes, other: TensorBytes, held: OpenFiles) -> bool:
     if (one.code, one.shape) != (other.code, other.shape):
         return False
     with on_disk(one.path, "cannot read"), held.open(one.path) as first, held.open(other.path) as second:
@@ -266,7 +266,7 @@ def _equal(one: TensorBytes, other: TensorBytes, held: Held) -> bool:
     return True
 
 
-def _read(model: nn.Module, loads: Sequence[_Load], held: Held, progress: Progress) -> None:
+def _read(model: nn.Module, loads: Sequence[_Load], held: OpenFiles, progress: Progress) -> None:
     kept: list[tuple[Home, Tensor, Tensor]] = []
     try:
         with torch.no_grad():
@@ -279,7 +279,7 @@ def _read(model: nn.Module, loads: Sequence[_Load], held: Held, progress: Progre
                         if home is not None and lost is not None:
                             kept.append((home, load.span.tensor, lost))
     finally:
-        wrote(model)
+        announce_writes(model)
     for home, tensor, lost in kept:
         home.look(tensor)
         home.keep_initial(lost)  # the next optimizer begins with the exact values

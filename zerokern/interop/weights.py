@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zerokern.checkpoint.partial import PartialModel
 from zerokern.checkpoint.ranks import Ranks
-from zerokern.checkpoint.subject import NamedSpan, layout_of, named_tensors, spans
+from zerokern.checkpoint.training_state import NamedSpan, layout_of, named_tensors, spans
 from zerokern.core.errors import StateError
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
