@@ -14,7 +14,9 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,25 +33,15 @@ from zerokern.io.ticket import Ticket, Transfers
 from zerokern.memory import Arena, Lease
 
 __all__ = [
-    "BLOCK",
-    "SLOTS",
-    "FileReader",
-    "FileWriter",
-    "PartsWriter",
-    "SlotWriter",
-    "Slots",
-    "Span",
-    "copy_bytes",
-    "crc32c",
-    "put",
-]
+    "BLOCK", "SLOTS", "FileReader", "FileWriter", "PartsWriter", "SlotWriter", "Slots", "Span", "copy_bytes",
+    "crc32c", "put",
+]  # fmt: skip
 
 BLOCK = BLOCK_NBYTES  # bytes under one checksum, and of one request
 # In flight: 8 MiB keep a disk busy and stay in the processor's cache, where they are copied and summed: 32 MiB took 1.3
 # times as long. They are all the memory that saving and loading take.
 SLOTS = 8
 CACHED = 256 << 10  # bytes that are copied, then summed while they are in the processor's cache
-GROW, MOST_GROW = 16 << 20, 1 << 30  # bytes asked of the file system at a time, ahead of writing
 STEP = 64 * BLOCK  # bytes between two reports of progress
 MODE = 0o666  # less the umask: a checkpoint is the user's document, not private swap
 RESTORE = "Restore the file from a copy, or load another checkpoint"
@@ -58,7 +50,7 @@ Take = Callable[[Tensor, int], object]  # given bytes of a span, and where in th
 Span = tuple[int, int, Take]  # offset and nbytes in a file
 
 
-class Slots:
+class Slots(AbstractContextManager["Slots"]):
     """An engine for requests and the memory that they move. Depth and block are what a probe of this disk found."""
 
     def __init__(
@@ -128,14 +120,11 @@ class Slots:
             slot.release()
         self.arena.close()
 
-    def __enter__(self) -> Slots:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class SlotWriter:
+class SlotWriter(AbstractContextManager[Any]):
     """Writes into an open file: one slot is filled while those before it are being written."""
 
     def __init__(self, slots: Slots, fd: int, path: Path) -> None:
@@ -176,9 +165,9 @@ class SlotWriter:
 
 
 class FileWriter(SlotWriter):
-    """Writes a new data file, append by append. `expected`: its length, if known, is asked of the file system at once.
+    """Writes a new data file, append by append. `engine`: settings of `Slots`.
 
-    `engine`: settings of `Slots`.
+    `expected`: its length is asked of the file system at once. Beyond it the file grows write by write, one at a time.
     """
 
     def __init__(self, path: Path, *, expected: int = 0, **engine: object) -> None:
@@ -186,7 +175,7 @@ class FileWriter(SlotWriter):
         self.nbytes = 0  # appended so far
         self._sums = array("I")
         self._sum = 0  # of the block under way
-        self._allocated = self._written = 0
+        self._written = 0
         self._filled = 0  # bytes so far of the slot that is being filled
         self._own: Slots | None = None
         self._fd = -1
@@ -194,7 +183,7 @@ class FileWriter(SlotWriter):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(path, flags, MODE)
             if expected:
-                self._allocate(expected)
+                reserve(self._fd, expected)
             self._own = Slots(path.parent, **engine)  # type: ignore[arg-type]
             super().__init__(self._own, self._fd, path)
         except BaseException as error:
@@ -255,9 +244,6 @@ class FileWriter(SlotWriter):
             self._close()
             self.path.unlink(missing_ok=True)
 
-    def __enter__(self) -> FileWriter:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.abandon()
 
@@ -296,25 +282,8 @@ class FileWriter(SlotWriter):
         if not self._filled:
             return
         begin, self._written = self._written, self._written + self._filled
-        if self._written > self._allocated:
-            self._grow(self._written)
         self.send(begin, self._filled)
         self._filled = 0
-
-    def _grow(self, nbytes: int) -> None:
-        """Asks for more at once, the longer the file is: a file that grows write by write is written one at a time."""
-        ahead = max(nbytes, self._allocated + min(max(GROW, self._allocated), MOST_GROW))
-        try:
-            try:
-                self._allocate(ahead)
-            except OSError:
-                self._allocate(nbytes)
-        except OSError as error:
-            raise failed("Writing", self.path, error, self._allocated, nbytes - self._allocated) from error
-
-    def _allocate(self, nbytes: int) -> None:
-        reserve(self._fd, nbytes)
-        self._allocated = nbytes
 
     def _close(self) -> None:
         if self._own is not None:
@@ -358,9 +327,6 @@ class PartsWriter(SlotWriter):
         self.wait()
         os.fsync(self._fd)
 
-    def __enter__(self) -> PartsWriter:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.slots.leave(self._number)
 
@@ -380,7 +346,7 @@ class PartsWriter(SlotWriter):
             data, begin = data[done:], begin + done
 
 
-class FileReader:
+class FileReader(AbstractContextManager["FileReader"]):
     """Reads the file that a row of the index describes, through slots that other readers may share."""
 
     def __init__(self, folder: Path, row: FileRow, slots: Slots, files: OpenFiles | None = None) -> None:
@@ -441,9 +407,6 @@ class FileReader:
         fd, self._fd = self._fd, -1
         if fd >= 0 and not self._lent:
             os.close(fd)
-
-    def __enter__(self) -> FileReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -32,19 +32,9 @@ from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
 __all__ = [
-    "DATA",
-    "LOCK",
-    "METADATA",
-    "Draft",
-    "OpenFiles",
-    "Published",
-    "latest",
-    "leftovers",
-    "likeness",
-    "listed",
-    "saved_at",
-    "started",
-]
+    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "Published", "latest", "leftovers", "likeness", "listed",
+    "saved_at", "started",
+]  # fmt: skip
 
 METADATA = ".metadata"  # torch's name for its own index
 LOCK = "zerokern.lock"

@@ -25,19 +25,9 @@ from zerokern.io.ticket import again
 from zerokern.memory.here import Cuboid, boxes
 
 __all__ = [
-    "BoxRead",
-    "Items",
-    "Parts",
-    "Report",
-    "Saved",
-    "Source",
-    "box_reads",
-    "boxes_of",
-    "dtype_name",
-    "no_report",
-    "open_checkpoint",
-    "sound",
-]
+    "BoxRead", "Items", "Parts", "Report", "Saved", "Source", "box_reads", "boxes_of", "dtype_name", "no_report",
+    "open_checkpoint", "sound",
+]  # fmt: skip
 
 ROW = 8 * BLOCK  # bytes: what lies between two rows that are shorter is read as well
 Report = Callable[[int], object]  # called with how many bytes have been moved since the last time

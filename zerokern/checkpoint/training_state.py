@@ -23,18 +23,9 @@ from zerokern.zero.homes import here_of_state, home_of
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
 
 __all__ = [
-    "WRAPPERS",
-    "NamedSpan",
-    "TrainingState",
-    "aliases",
-    "announce_writes",
-    "extra_states",
-    "finish_updates",
-    "layout_of",
-    "named_tensors",
-    "refuse_meta",
-    "spans",
-]
+    "WRAPPERS", "NamedSpan", "TrainingState", "aliases", "announce_writes", "extra_states", "finish_updates",
+    "layout_of", "named_tensors", "refuse_meta", "spans",
+]  # fmt: skip
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # around modules, as torch calls them
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
