@@ -101,6 +101,7 @@ class _ExpertGroups(ModuleGroups):
             ]
             if places:
                 _Watch(places, sharding.nodes, sharding.reduction).begin(module)
+        self._apart = {}  # modules lead back to their sharding, which keeps this: a circle would outlive the model
 
 
 class _Watch:
