@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerokern.checkpoint.folder import Draft
+from zerokern.checkpoint.folder import Draft, Published, latest, leftovers, saved_at
 from zerokern.checkpoint.index import Box, FileRow, Index, TensorRow
-from zerokern.checkpoint.published import Published, latest, leftovers, saved_at
-from zerokern.checkpoint.saved import open_checkpoint
+from zerokern.checkpoint.source import open_checkpoint
 from zerokern.core.errors import BudgetError, IoError
 
 STEPS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close", "ftruncate", "replace", "pwrite")

@@ -40,7 +40,7 @@ from weight_cases import (
 from worlds import World, alone, on_ranks, ranked, refusal, says
 
 import zerokern as zk
-from zerokern.checkpoint.staging import Outgoing
+from zerokern.checkpoint.files import SlotWriter
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.interop.tensorfile import DTYPES
 
@@ -81,13 +81,13 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
 def test_a_dtype_for_all_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerokern.checkpoint.files.BLOCK", 4096)  # large tensors in several slots, past the page cache
     sent: list[tuple[int, int]] = []
-    send = Outgoing.send
+    send = SlotWriter.send
 
-    def noted(self: Outgoing, offset: int, nbytes: int, inside: int = 0) -> None:
+    def noted(self: SlotWriter, offset: int, nbytes: int, inside: int = 0) -> None:
         sent.append((offset, nbytes))
         send(self, offset, nbytes, inside)
 
-    monkeypatch.setattr(Outgoing, "send", noted)
+    monkeypatch.setattr(SlotWriter, "send", noted)
     for source, dtype in itertools.product((torch.float32, BF16), (BF16, torch.float16, torch.float32, torch.float64)):
         model = mixed().to(source)
         model.large = nn.Sequential(nn.Linear(71, 123), nn.BatchNorm1d(3), nn.Linear(123, 77)).to(source)

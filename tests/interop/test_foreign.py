@@ -30,7 +30,7 @@ import zerokern as zk
 from zerokern.checkpoint import load
 from zerokern.checkpoint.extra import decoded
 from zerokern.checkpoint.ranks import Ranks
-from zerokern.checkpoint.saved import open_checkpoint
+from zerokern.checkpoint.source import open_checkpoint
 from zerokern.core.errors import IoError, StateError
 from zerokern.interop.naming import named
 

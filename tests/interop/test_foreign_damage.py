@@ -18,10 +18,10 @@ from raw_cases import flip, raw
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import zerokern as zk
-from zerokern.checkpoint import archive
-from zerokern.checkpoint.saved import open_checkpoint
+from zerokern.checkpoint.source import open_checkpoint
 from zerokern.cli.main import main
 from zerokern.core.errors import BudgetError, IoError, ZerokernError
+from zerokern.interop import torchfile
 
 NAMES = ["first.weight", "first.bias", "second.weight"]
 
@@ -67,7 +67,7 @@ def test_what_was_packed_again_is_read(tmp_path: Path) -> None:
 def test_what_does_not_fit_unpacked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.zeros(1 << 20)}, tmp_path / "c.pt")
     repacked(tmp_path / "c.pt")
-    monkeypatch.setattr(archive, "room", lambda: {"free memory": 1 << 20})
+    monkeypatch.setattr(torchfile, "room", lambda: {"free memory": 1 << 20})
     with pytest.raises(BudgetError, match=r"c\.pt has .*, is compressed and takes .* unpacked"):
         open_checkpoint(tmp_path / "c.pt")
 
@@ -175,7 +175,7 @@ def zip_of(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:
 
 def tensor(numel: int, size: int, stride: int = 1) -> bytes:
     """A pickle of {"w": a tensor} whose header says what it is told to."""
-    from zerokern.checkpoint.archive import PROTOCOL, _Pickler, _Storage
+    from zerokern.checkpoint.envelope import PROTOCOL, _Pickler, _Storage
 
     class Lying:
         def __reduce__(self) -> Any:

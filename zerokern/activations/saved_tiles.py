@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zerokern.activations.tiles import Cut
 from zerokern.checkpoint.index import Box, TensorRow
 from zerokern.checkpoint.layout import SavedLayout, Within
-from zerokern.checkpoint.source import Parts, Source, Told, boxes_of, untold
+from zerokern.checkpoint.source import Items, Parts, Report, Source, boxes_of, no_report
 from zerokern.core.errors import IoError, StateError
 from zerokern.kernels.formats import BLOCK, blocks
 
@@ -210,19 +210,20 @@ class Untiled(Source):
     def whole(self) -> Source:
         return self._whole
 
-    def read(self, items: Mapping[str, Any], told: Told = untold) -> None:
-        made: dict[str, Any] = {}
-        for key, item in items.items():
+    def read(self, items: Items, report: Report = no_report) -> None:
+        made: list[tuple[str, Any]] = []
+        for key, item in items.items() if isinstance(items, Mapping) else items:
             place = self._places.get(key)
             if place is None:
-                made[key] = item
+                made.append((key, item))
                 continue
-            room = made.setdefault(place.key, Parts(place.shape))
-            room.boxes += [(place.moved(offsets), target) for offsets, target in boxes_of(key, item)]
-        self._whole.read(made, told)
+            part = Parts(place.shape)
+            part.boxes += [(place.moved(offsets), target) for offsets, target in boxes_of(key, item)]
+            made.append((place.key, part))
+        self._whole.read(made, report)
 
-    def damage(self, rank: int = 0, world: int = 1, told: Told = untold) -> Iterator[IoError]:
-        yield from self._whole.damage(rank, world, told)
+    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+        yield from self._whole.damage(rank, world, report)
 
     def likeness(self) -> str:
         return self._whole.likeness()

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(path: Path, as_json: bool) -> int:
-    from zerokern.checkpoint.published import started
-    from zerokern.checkpoint.saved import open_checkpoint
+    from zerokern.checkpoint.folder import started
+    from zerokern.checkpoint.source import open_checkpoint
 
     try:
         source = open_checkpoint(path)
@@ -55,13 +55,13 @@ def _show(path: Path, as_json: bool) -> int:
 
 def _verify(path: str) -> int:
     from zerokern.checkpoint.progress import Progress
-    from zerokern.checkpoint.saved import open_checkpoint
+    from zerokern.checkpoint.source import open_checkpoint
 
     source = open_checkpoint(path)
     broken = 0
     began = time.monotonic()
     with Progress("verifying", source.nbytes) as progress:
-        for error in source.damage(told=progress):
+        for error in source.damage(report=progress):
             broken += 1
             print(f"broken: {error}", file=sys.stderr)
     took = max(time.monotonic() - began, 1e-9)
@@ -85,7 +85,7 @@ def _facts(source: Source) -> dict[str, Any]:
     facts: dict[str, Any] = {"path": str(source.path), "kind": source.kind}
     index = getattr(getattr(source, "published", None), "index", None)
     if index is not None:
-        from zerokern.checkpoint.published import saved_at
+        from zerokern.checkpoint.folder import saved_at
 
         saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(index.save_id)))
         facts |= {"save_id": index.save_id, "saved": saved, "world": index.world}
@@ -150,8 +150,8 @@ def _page(facts: dict[str, Any]) -> str:
 
 def _children(parent: Path) -> list[dict[str, Any]]:
     """Returns the checkpoints within a folder, newest first, and what is there of saves that did not end."""
+    from zerokern.checkpoint.folder import Published, listed, started
     from zerokern.checkpoint.index import NAME
-    from zerokern.checkpoint.published import Published, listed, started
 
     found = []
     for child in filter(Path.is_dir, listed(parent)):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerokern.checkpoint.subject import WRAPPERS
+from zerokern.checkpoint.training_state import WRAPPERS
 from zerokern.optim.formats import CODES
 
 __all__ = ["Named", "bare", "groups", "named", "parameter"]

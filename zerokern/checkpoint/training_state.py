@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.checkpoint.layout import SavedLayout
-from zerokern.checkpoint.optimizers import Steps, plain, steps_of
+from zerokern.checkpoint.optimizers import AnyOptimizer, optimizer_of, plain
 from zerokern.checkpoint.partial import PartialModel
 from zerokern.checkpoint.storage import OnDiskPart
 from zerokern.core.errors import StateError, got
@@ -23,21 +23,13 @@ from zerokern.zero.homes import here_of_state, home_of
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
 
 __all__ = [
-    "WRAPPERS",
-    "NamedSpan",
-    "Subject",
-    "aliases",
-    "extra_states",
-    "layout_of",
-    "named_tensors",
-    "refuse_meta",
-    "settle",
-    "spans",
-    "wrote",
-]
+    "WRAPPERS", "NamedSpan", "TrainingState", "aliases", "announce_writes", "extra_states", "finish_updates",
+    "layout_of", "named_tensors", "refuse_meta", "spans",
+]  # fmt: skip
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # around modules, as torch calls them
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_UNSAVED = ("params", "param_names")  # of param_groups
 
 
 @dataclass
@@ -57,21 +49,16 @@ class NamedSpan:
     first: int
     before: int = 0
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return local_of(self.tensor).device
-
     @contextmanager
     def opened(self, *, written: bool = False) -> Iterator[Tensor]:
-        """A view of them, 1-D, to read, or to write."""
+        """Yields a view of them, 1-D, to read, or to write."""
         with present(self.tensor, written=written):
             yield local_of(self.tensor).detach().view(-1)[self.first : self.first + self.numel]
 
 
 def spans(model: nn.Module) -> list[NamedSpan]:
-    """Every parameter and persistent buffer as far as it is here, tied ones once. Waits for updates under way."""
-    settle(model)
+    """Lists every parameter and persistent buffer as far as it is here, tied ones once. Waits for running updates."""
+    finish_updates(model)
     layout = layout_of(model)
     return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor, layout)]
 
@@ -88,29 +75,35 @@ def _spans_of(name: str, tensor: Tensor, layout: SavedLayout) -> Iterator[NamedS
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:
-    """A tensor without memory can be neither read nor written."""
+    """Refuses a tensor without memory, which can be neither read nor written."""
     if tensor.is_meta:
         do = "give it memory first: zk.build(constructor) makes a model that is partitioned from the start"
         raise ValueError(got(f"the device of {name}", tensor.device, "a device that has memory", do))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, each once and under its first name, without what wrappers add to it.
+    """Returns parameters and persistent buffers, each once, by its first name without what wrappers add to it.
 
     >>> list(named_tensors(nn.BatchNorm1d(2)))
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
-    known: set[int] = set()
-    made: dict[str, Tensor] = {}
-    for name, tensor in _named(model):
-        if id(tensor) not in known:
-            known.add(id(tensor))
-            made[name] = tensor
-    return made
+    others = aliases(model)
+    return {name: tensor for name, tensor in _named(model) if name not in others}
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Returns the other names of tied parameters and buffers, and the first name of each.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)); model[1].weight = model[0].weight
+    >>> aliases(model)
+    {'1.weight': '0.weight'}
+    """
+    first: dict[int, str] = {}
+    return {name: known for name, tensor in _named(model) if (known := first.setdefault(id(tensor), name)) != name}
 
 
 def layout_of(model: nn.Module) -> SavedLayout:
-    """How the parameters of a model lie in the tensors of a checkpoint.
+    """Returns how the parameters of a model lie in the tensors of a checkpoint.
 
     >>> layout_of(nn.Linear(2, 2)).saved_names(["weight"])
     ['weight']
@@ -122,19 +115,8 @@ def layout_of(model: nn.Module) -> SavedLayout:
     return SavedLayout()
 
 
-def aliases(model: nn.Module) -> dict[str, str]:
-    """The other names of tied parameters and buffers, and the first name of each.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)); model[1].weight = model[0].weight
-    >>> aliases(model)
-    {'1.weight': '0.weight'}
-    """
-    first: dict[int, str] = {}
-    return {name: known for name, tensor in _named(model) if (known := first.setdefault(id(tensor), name)) != name}
-
-
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, under every name that they have."""
+    """Yields parameters, then buffers, under every name that they have."""
     modules = list(_modules(model))
     for prefix, module in modules:
         yield from ((prefix + name, param) for name, param in module._parameters.items() if param is not None)
@@ -144,7 +126,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module with the prefix of its members' names; wrappers add nothing to it."""
+    """Yields every module with the prefix of its members' names; wrappers add nothing to it."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
@@ -154,7 +136,7 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that keep more than tensors (`get_extra_state`), by the name that a state_dict has for it.
+    """Returns modules that keep more than tensors (`get_extra_state`), by the name that a state_dict has for it.
 
     >>> extra_states(nn.Linear(2, 2))
     {}
@@ -163,8 +145,8 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{at}_extra_state": one for at, one in _modules(model) if type(one).get_extra_state is not own}
 
 
-def settle(model: nn.Module, *, replaced: bool = False) -> None:
-    """Returns once the parameters are those of the last step; to be called before they are read or written.
+def finish_updates(model: nn.Module, *, replaced: bool = False) -> None:
+    """Waits until the parameters are those of the last step; to be called before they are read or written.
 
     `replaced`: they are about to be, so that an update which failed does not matter.
     """
@@ -175,21 +157,19 @@ def settle(model: nn.Module, *, replaced: bool = False) -> None:
 
 
 @torch.no_grad()
-def wrote(model: nn.Module) -> None:
-    """Account for writes into the spans of a model: what optimizers keep of parameters begins anew, graphs end.
+def announce_writes(model: nn.Module) -> None:
+    """Accounts for writes into the spans of a model: what optimizers keep of parameters begins anew, graphs end.
 
     >>> model = nn.Linear(2, 2)
     >>> with spans(model)[0].opened(written=True) as flat:
     ...     _ = flat.zero_()
-    >>> wrote(model); model.weight.sum().item()
+    >>> announce_writes(model); model.weight.sum().item()
     0.0
     """
     named = named_tensors(model)
     written: list[Tensor] = []
     for tensor in named.values():
-        written.append(tensor)
-        if is_divided(tensor):
-            written.append(local_of(tensor))
+        written += [tensor, local_of(tensor)] if is_divided(tensor) else [tensor]
     torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
     for sharding in shardings_of(map(home_of, named.values())):
         if sharding.gatherer is not None:
@@ -197,24 +177,18 @@ def wrote(model: nn.Module) -> None:
         sharding.publisher.announce()
 
 
-_NOT_OURS = (
-    "the optimizer steps {count} parameters that are not in the model ({places}); pass the model that they are of: "
-    "they have no name otherwise that another run could find them by"
-)
-
-
-class Subject:
+class TrainingState:
     """A model and the optimizers that step it."""
 
     def __init__(self, model: nn.Module, opts: Any = None, elsewhere: frozenset[str] = frozenset()) -> None:
         """`elsewhere`: names that other ranks have, of the stages of a pipeline."""
         if not isinstance(model, nn.Module):
             raise TypeError(got("model", model, "a torch.nn.Module"))
-        some = [] if opts is None else list(opts) if isinstance(opts, Sequence) else [opts]
         if isinstance(model, PartialModel):
             model.check()
         self.model, self.elsewhere = model, elsewhere
-        self.steps: list[Steps] = [steps_of(opt) for opt in some]
+        some = [] if opts is None else list(opts) if isinstance(opts, Sequence) else [opts]
+        self.optimizers: list[AnyOptimizer] = [optimizer_of(opt) for opt in some]
         self.tensors = named_tensors(model)
         self.layout = layout_of(model)
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}
@@ -222,18 +196,17 @@ class Subject:
             home = home_of(tensor)
             if home is not None:
                 self._names.setdefault(id(home.piece), name)
-        self.params = [self._named(steps) for steps in self.steps]
+        self.params = [self._named(one) for one in self.optimizers]  # names, in the order of the groups
         every = Counter(name for names in self.params for name in names)
-        twice = sorted(name for name, count in every.items() if count > 1) if len(self.steps) > 1 else []
-        if twice:
+        twice = sorted(name for name, count in every.items() if count > 1)
+        if twice and len(self.optimizers) > 1:
             found = f"two optimizers that step {twice[0]}"
             raise ValueError(got("opt", found, "optimizers of different parameters"))
 
-    def _named(self, steps: Steps) -> list[str]:
-        """The names of an optimizer's parameters, in the order of its groups."""
+    def _named(self, optimizer: AnyOptimizer) -> list[str]:
         names: list[str] = []
         unknown: list[str] = []
-        for number, group in enumerate(steps.opt.param_groups):
+        for number, group in enumerate(optimizer.opt.param_groups):
             for place, param in enumerate(group["params"]):
                 name = self._names.get(id(param))
                 if name is None:
@@ -242,90 +215,90 @@ class Subject:
                     names.append(name)
         if unknown:
             places = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
-            raise ValueError(_NOT_OURS.format(count=len(unknown), places=places))
+            raise ValueError(
+                f"the optimizer steps {len(unknown)} parameters that are not in the model ({places}); pass the model "
+                "that they are of: they have no name otherwise that another run could find them by"
+            )
         return names
 
-    def numbered(self) -> list[list[str]]:
-        """The names of each optimizer's parameters, as an untiled model has them, in the order of its groups."""
+    def names_by_group(self) -> list[list[list[str]]]:
+        """Returns the names of the parameters of each optimizer and group."""
         made = []
-        for steps, names in zip(self.steps, self.params, strict=True):
+        for one, names in zip(self.optimizers, self.params, strict=True):
             left = iter(names)
-            groups = ([next(left) for _ in group["params"]] for group in steps.opt.param_groups)
-            made.append([name for some in groups for name in self.layout.saved_order(some)])
+            made.append([[next(left) for _ in group["params"]] for group in one.opt.param_groups])
         return made
 
+    def numbered(self) -> list[list[str]]:
+        """Returns the names of each optimizer's parameters in the order of its groups, as an untiled model has them."""
+        return [[name for some in groups for name in self.layout.saved_order(some)] for groups in self.names_by_group()]
+
     def described(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is saved: by key tensors, whole or of this rank, and parts that are read from disk when their turn is;
-        and all else, as JSON has it.
+        """Returns what is saved: tensors by key, whole or of this rank or still on disk, and all else as JSON has it.
 
         Waits for updates under way. An optimizer that a step or a load left torn is refused, and what has no memory.
         """
         for name, tensor in self.tensors.items():
             refuse_meta(name, tensor)
-        settle(self.model)
-        for steps in self.steps:
-            steps.settle()
-        made: dict[str, Any] = {}
+        finish_updates(self.model)
+        for one in self.optimizers:
+            one.settle()
+        items: dict[str, Any] = {}
         for name, tensor in self.tensors.items():
-            made[f"model.{name}"] = tensor.detach()
+            items[f"model.{name}"] = tensor.detach()
             home = home_of(tensor)
             initial = None if home is None else home.initial(tensor)
             if home is not None and initial is not None:
-                made[f"initial.{name}"] = home.here.show(initial, name=home.name)
+                items[f"initial.{name}"] = home.here.show(initial, name=home.name)
         groups, optimizers = [], []
-        for steps, names in zip(self.steps, self.params, strict=True):
-            beside: dict[str, dict[str, Any]] = {}
-            for name, param, entry in zip(names, steps.params, steps.entries(), strict=True):
-                for key, value in (entry or {}).items():
-                    if isinstance(value, Column):
-                        value = OnDiskPart(here_of_state(param), key, value).or_empty()
-                    if isinstance(value, (Tensor, OnDiskPart)):
-                        made[f"optim.state.{name}.{key}"] = value
-                    else:
-                        said = plain(value, f"the optimizer's state {key!r} of {name}")
-                        known = beside.setdefault(self.layout.saved_names([name])[0], {})
-                        if known.setdefault(key, said) != said:
-                            raise StateError(
-                                f"the optimizer's state {key!r} of {name} is {said}, of other tiles {known[key]}; step "
-                                "the tiles of a weight alike"
-                            )
-            groups.append(_groups(steps, names, self.layout))
-            optimizers.append({**steps.values(), "beside": beside})
+        for one, names, by_group in zip(self.optimizers, self.params, self.names_by_group(), strict=True):
+            optimizers.append({**one.values(), "beside": self._describe_state(one, names, items)})
+            groups.append(self._describe_groups(one, by_group))
         extra_state = {}
         for name, module in extra_states(self.model).items():
             kept = module.get_extra_state()
             extra_state[name] = _extra(name, module, kept)
             if isinstance(kept, Tensor):
-                made[f"model.{name}"] = kept.detach()
-        return made, {
-            "groups": groups,
-            "optimizers": optimizers,
-            "aliases": aliases(self.model),
-            "extra_state": extra_state,
-        }
+                items[f"model.{name}"] = kept.detach()
+        values = {"groups": groups, "optimizers": optimizers}
+        return items, {**values, "aliases": aliases(self.model), "extra_state": extra_state}
 
+    def _describe_state(self, one: AnyOptimizer, names: Sequence[str], items: dict[str, Any]) -> dict[str, Any]:
+        """Puts the tensors of an optimizer's state among the items; returns, by parameter, what is none."""
+        beside: dict[str, dict[str, Any]] = {}
+        for name, param, entry in zip(names, one.params, one.entries(), strict=True):
+            for key, value in (entry or {}).items():
+                if isinstance(value, Column):
+                    value = OnDiskPart(here_of_state(param), key, value).or_empty()
+                if isinstance(value, (Tensor, OnDiskPart)):
+                    items[f"optim.state.{name}.{key}"] = value
+                    continue
+                said = plain(value, f"the optimizer's state {key!r} of {name}")
+                known = beside.setdefault(self.layout.saved_names([name])[0], {})
+                if known.setdefault(key, said) != said:
+                    raise StateError(
+                        f"the optimizer's state {key!r} of {name} is {said}, of other tiles {known[key]}; step the "
+                        "tiles of a weight alike"
+                    )
+        return beside
 
-_OUTSIDE = ("params", "param_names")
-
-
-def _groups(steps: Steps, names: Sequence[str], layout: SavedLayout) -> list[dict[str, Any]]:
-    left = iter(names)
-    made = []
-    for number, group in enumerate(steps.opt.param_groups):
-        where = f"param_groups[{number}]"
-        own = {key: plain(one, f"{where}[{key!r}]") for key, one in group.items() if key not in _OUTSIDE}
-        made.append({**own, "params": layout.saved_names([next(left) for _ in group["params"]])})
-    every = Counter(name for group in made for name in group["params"])
-    twice = [name for name, count in every.items() if count > 1]
-    if twice:
-        raise StateError(
-            f"the tiles of {twice[0]} are in several param_groups; a weight is saved as one: put them into one"
-        )
-    return made
+    def _describe_groups(self, one: AnyOptimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+        made = []
+        for number, (group, mine) in enumerate(zip(one.opt.param_groups, names, strict=True)):
+            where = f"param_groups[{number}]"
+            own = {key: plain(value, f"{where}[{key!r}]") for key, value in group.items() if key not in _UNSAVED}
+            made.append({**own, "params": self.layout.saved_names(mine)})
+        every = Counter(name for group in made for name in group["params"])
+        twice = [name for name, count in every.items() if count > 1]
+        if twice:
+            raise StateError(
+                f"the tiles of {twice[0]} are in several param_groups; a weight is saved as one: put them into one"
+            )
+        return made
 
 
 def _extra(name: str, module: nn.Module, kept: Any) -> Any:
-    """What a module keeps beside tensors."""
+    """Returns what a module keeps beside tensors, as JSON has it."""
     if isinstance(kept, Tensor):
         return None
     if isinstance(kept, (bytes, bytearray)):
