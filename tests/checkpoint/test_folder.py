@@ -15,8 +15,8 @@ import pytest
 from zerokern.checkpoint.folder import Draft
 from zerokern.checkpoint.index import Box, FileRow, Index, TensorRow
 from zerokern.checkpoint.published import Published, latest, leftovers, saved_at
+from zerokern.checkpoint.saved import open_checkpoint
 from zerokern.core.errors import BudgetError, IoError
-from zerokern.interop.foreign import open_checkpoint
 
 STEPS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close", "ftruncate", "replace", "pwrite")
 NBYTES = 4096

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import zerokern as zk
-from zerokern.checkpoint import pretrained
 from zerokern.checkpoint.published import Held, Published, likeness
 from zerokern.checkpoint.ranks import Ranks, open_alike
 from zerokern.checkpoint.saved import Saved
 from zerokern.core.errors import StateError
+from zerokern.interop import pretrained
 
 Load: Any = __import__("importlib").import_module("zerokern.checkpoint.loader")
 

@@ -112,7 +112,7 @@ MUTANTS = (
         "if entry.offset < end:",
         "if entry.offset < end and not entry.nbytes:",
         "A safetensors file whose tensors overlap is read.",
-        ("tests/checkpoint/test_tensorfile.py",),
+        ("tests/interop/test_tensorfile.py",),
     ),
     Mutant(
         "last_int8_block_around_a_box_missed",

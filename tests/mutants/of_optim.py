@@ -29,7 +29,7 @@ MUTANTS = (
         "found[1 + team] = found[1 + team] + (own if copies == 1 else own / copies)",
         "found[1 + team] = found[1 + team] + own",
         "The norm counts what several ranks have alike once for each of them.",
-        ("tests/optim/test_dtensors.py", "tests/zero/test_tied_stages.py"),
+        ("tests/optim/test_dtensors.py", "tests/parallel/test_tied_stages.py"),
     ),
     Mutant(
         "clip_grad_norm_counts_replicas",
@@ -37,7 +37,11 @@ MUTANTS = (
         "own * factor**2 / copies if kind == 2.0 else own * factor)",
         "own * factor**2 if kind == 2.0 else own * factor)",
         "zk.clip_grad_norm_ counts what several ranks have alike once for each of them.",
-        ("tests/zero/test_tensor_parallel.py", "tests/zero/test_experts.py", "tests/zero/test_tied_stages.py"),
+        (
+            "tests/parallel/test_tensor_parallel.py",
+            "tests/parallel/test_experts.py",
+            "tests/parallel/test_tied_stages.py",
+        ),
     ),
     Mutant(
         "pending_factor_left_out_of_the_norm",

@@ -23,8 +23,8 @@ from zerokern.checkpoint.background import Lane, Saving
 from zerokern.checkpoint.files import FileWriter
 from zerokern.checkpoint.filling import Around
 from zerokern.comm import Group, group_on
-from zerokern.comm.fake import FakeWorld
 from zerokern.core.errors import IoError
+from zerokern.debug.fake import FakeWorld
 from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
 from zerokern.memory.here import Here

@@ -113,7 +113,6 @@ def writes_from_outside_are_followed_and_our_own_are_not(rank: int) -> None:
         lambda: param.copy_(cut(plain.detach(), pair.mesh)),
         lambda: param.to_local().mul_(1.0),
         lambda: param.detach().mul_(1.0),
-        lambda: param.data.mul_(1.0),
     ]
     for seed, write in enumerate(ways, 3):
         with torch.no_grad():

@@ -58,7 +58,7 @@ delayed
   5 device Backward a    4e+09 flops              after 2
   6 down   Fetch    a    2.0 kB                   after 5, -1:13
   7 device Publish  a    2.0 kB                   after 5, -1:12, -1:14
-  8 device Publish  b    6.0 kB                   after 5, -1:12, -1:14
+  8 device Publish  b    6.0 kB                   after 7
   9 net    Gather   b    6.0 kB                   after 7, 8
  10 cpu    Norm     all  8.0 kB, 4,000 elements   after 4, 6
  11 cpu    Step     b    78.0 kB, 3,000 elements  after 10, -1:12
@@ -160,6 +160,20 @@ class TestOrder:
             assert {op.verb for op in program.ops} == {"Forward", "Backward", "Norm", "Step", "Publish"}
             assert reaches(program, ("Norm", "all"), ("Backward", "a"), back=0)
             assert {op.lane for op in program.ops} == {"device", "cpu"}
+
+
+@pytest.mark.parametrize("options", [{}, {"shadow": False}, {"on_disk": True}, {"at_once": True}], ids=str)
+@pytest.mark.parametrize("schedule", ["sync", "overlap", Delayed()], ids=str)
+@pytest.mark.parametrize("rests", [(), ("read", "up")], ids=["there", "resting"])
+def test_edges_grow_with_the_spans_and_not_with_their_square(schedule: object, options: dict, rests: tuple) -> None:
+    def edges(count: int) -> int:
+        sizes = {"grad_nbytes": 8, "param_nbytes": 8, "reduce_nbytes": 8, "gather_nbytes": 8, "record_nbytes": 8}
+        one = {**sizes, "fetch_lanes": rests, "fetch_nbytes": 8 * len(rests), "spill_nbytes": 4 * len(rests)}
+        program = program_of(schedule, [Span(f"{number}", 1, **one) for number in range(count)], **options)
+        return sum(len(op.after) for op in program.ops)
+
+    few, more, most = edges(100), edges(200), edges(400)
+    assert most - more == pytest.approx(2 * (more - few), rel=0.01)
 
 
 class TestRefused:

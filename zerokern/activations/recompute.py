@@ -22,10 +22,11 @@ from zerokern.activations.module_state import ModuleState
 from zerokern.activations.slices import KEPT_OUTSIDE, in_slices, refuse_statistics
 from zerokern.activations.tiles import Tile
 from zerokern.comm import Group
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import ShardError, StateError, got
 from zerokern.io import Nvme
 from zerokern.zero import hooks
 from zerokern.zero.containers import fill_slots, take_tensors
+from zerokern.zero.kinds import is_placed
 from zerokern.zero.reads import Reads
 from zerokern.zero.units import Unit
 
@@ -127,7 +128,14 @@ class Repeated:
         self.keep = None if keep is None else check_keep(keep)
 
     def check(self, units: Sequence[Unit]) -> str:
-        """Describes the settings, for a comparison with other ranks; raises if there is no unit to recompute."""
+        """Describes the settings, for a comparison with other ranks; raises where units cannot be recomputed."""
+        if self.micro > 1:
+            found = next((name for unit in units for name, param in unit.params if is_placed(param)), None)
+            if found is not None:
+                raise ShardError(
+                    f"{found!r} is a DTensor, and micro above 1 computes in slices of plain tensors; allowed: micro=1, "
+                    "and micro-batches in a loop"
+                )
         if self.keep is not None and not _recomputable(units):
             raise ValueError(
                 f"keep={self.keep!r}, micro={self.micro} are for units, and this model is one with its root: name some "

@@ -16,14 +16,13 @@ from zerokern.checkpoint.extra import decoded, targets_of, wanted
 from zerokern.checkpoint.filling import Batch, Straight, converted, on_disk, refuse_without_room, waiting
 from zerokern.checkpoint.matching import Matching
 from zerokern.checkpoint.optimizers import Steps
+from zerokern.checkpoint.partial import PartialModel, model_of, names_elsewhere
 from zerokern.checkpoint.progress import Progress
 from zerokern.checkpoint.ranks import Ranks, absolute, open_alike, refuse_unusable
+from zerokern.checkpoint.saved import open_checkpoint
 from zerokern.checkpoint.source import Source, Told, sound, untold
-from zerokern.checkpoint.stages import Stages, names_elsewhere, whole_of
 from zerokern.checkpoint.subject import Subject, extra_states, named_tensors, refuse_meta, settle, wrote
-from zerokern.checkpoint.tiles import Untiled
 from zerokern.core.errors import StateError, got
-from zerokern.interop.foreign import open_checkpoint
 from zerokern.io import Nvme
 from zerokern.optim.local import PENDING
 from zerokern.zero.homes import Home, home_of
@@ -74,13 +73,13 @@ def load(
     ...
     zerokern.core.errors.StateError: ...
     """
-    ranks, model = Ranks.of(group, "zk.load"), whole_of(model)
+    ranks, model = Ranks.of(group, "zk.load"), model_of(model)
 
     def given() -> dict[str, Any]:
         refuse_unusable(model, lossy=lossy, rng=rng)
         if verify not in VERIFY:
             raise ValueError(got("verify", verify, "'first' or 'reading'"))
-        stages = {"stages": isinstance(model, Stages)}
+        stages = {"stages": isinstance(model, PartialModel)}
         return {"path": str(absolute(path)), "verify": verify, "lossy": lossy, "rng": rng, **stages}
 
     ranks.same("zk.load", given)
@@ -155,8 +154,7 @@ class Loading:
         with sound(self.path, TypeError):
             if subject.params:
                 self.source.name_parameters(subject.numbered())
-            source = Untiled(self.source, subject.parts) if subject.parts else self.source
-            self.intake = Intake(subject, source, lossy)
+            self.intake = Intake(subject, subject.layout.source(self.source), lossy)
         with sound(self.path):
             self.targets = targets_of(extra, self.source.values.get("extra") or {}, self.ranks)
 

@@ -15,17 +15,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.index import FileRow, unfit
+from zerokern.checkpoint.index import NAME, FileRow, unfit
 from zerokern.checkpoint.published import Held, Published
-from zerokern.checkpoint.source import Landing, Source, Told, landings, untold
+from zerokern.checkpoint.source import Landing, Source, Told, landings, sound, untold
 from zerokern.checkpoint.staging import BLOCK, READ, Span, Staging, address_of, crc32c
 from zerokern.core.errors import IoError, got
-from zerokern.io.advice import failed
+from zerokern.core.ports import plugs
+from zerokern.io.advice import failed, refused
 from zerokern.io.ticket import Ticket, again
 
-__all__ = ["FileReader", "Saved"]
+__all__ = ["FileReader", "Saved", "open_checkpoint"]
 
 RESTORE = "Restore the file from a copy, or load another checkpoint"
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Source:
+    """What can be loaded from a folder or a file; nothing of the tensors is read yet, and nothing in it is run.
+
+    Plugs of the port "checkpoint source" open what zk.save has not written.
+
+    >>> open_checkpoint("no such folder")
+    Traceback (most recent call last):
+    ...
+    zerokern.core.errors.IoError: no such folder does not exist. No other checkpoint was ever published in it ...
+    """
+    place = Path(path)
+    try:
+        with sound(place, TypeError, ValueError):
+            for open_foreign in plugs("checkpoint source") if not (place / NAME).exists() else ():
+                source: Source | None = open_foreign(place)
+                if source is not None:
+                    return source
+            return Saved(Published.open(place, hold=True))
+    except OSError as error:
+        raise refused(error, place, "Loading") from error
 
 
 @dataclass(frozen=True)

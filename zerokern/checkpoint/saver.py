@@ -14,12 +14,12 @@ from zerokern.checkpoint import rng as random_state
 from zerokern.checkpoint.background import Lane, Saving, StagedPlanner, arrived
 from zerokern.checkpoint.extra import described
 from zerokern.checkpoint.folder import Draft
+from zerokern.checkpoint.layout import Within
+from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
 from zerokern.checkpoint.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable, shown
-from zerokern.checkpoint.stages import Stages, merged, said, shared, whole_of
 from zerokern.checkpoint.storage import SavePlanner, Writer
 from zerokern.checkpoint.subject import Subject, named_tensors
-from zerokern.checkpoint.tiles import TilePlace, joined
 from zerokern.core.errors import ShardError, got
 from zerokern.zero.kinds import here_of, is_divided
 from zerokern.zero.sharded import Sharded
@@ -72,11 +72,11 @@ def save(
     ...     load(f"{folder}/step3", model)
     {'step': 3}
     """
-    ranks, model = Ranks.of(group, "zk.save"), whole_of(model)
+    ranks, model = Ranks.of(group, "zk.save"), model_of(model)
 
     def given() -> dict[str, Any]:
         _refuse_unusable(model, wait, rng, staging_budget, progress)
-        return {"path": str(absolute(path)), "wait": wait, "rng": rng, "stages": isinstance(model, Stages)}
+        return {"path": str(absolute(path)), "wait": wait, "rng": rng, "stages": isinstance(model, PartialModel)}
 
     ranks.same("zk.save", given)
     folder = absolute(path)  # os.chdir while it is written changes nothing
@@ -90,11 +90,10 @@ def save(
 
     each = ranks.each("describe", describe)
     items = found["items"]
-    shared(ranks, model, lambda: named_tensors(model)).leave_out(items, found["values"])
+    shared_weights(ranks, model, lambda: named_tensors(model)).leave_out(items, found["values"])
     nbytes = _nbytes(items)
-    if isinstance(model, Stages):
-        told = ranks.each("stages", lambda: said(model, each[ranks.rank], found, nbytes))
-        found.update(ranks.each("one model", lambda: merged(told))[0])
+    if isinstance(model, PartialModel):
+        found.update(model.merge_saved(ranks, each[ranks.rank], found, nbytes))
         nbytes = found["nbytes"]
     else:
         refuse_differences(ranks, each, lambda: shown(items, found["values"]))
@@ -128,7 +127,7 @@ def _refuse_unusable(model: Any, wait: Any, rng: Any, staging_budget: Any, progr
 def _described(model: nn.Module, opt: Any, ranks: Ranks) -> Items:
     subject = Subject(model, opt)
     items, values = subject.described()
-    items, places = joined(items, subject.parts)
+    items, places = subject.layout.joined(items)
     for name, one in items.items():
         group = here_of(one).group if is_divided(one) else None
         if group is not None and group.size > ranks.size:
@@ -174,7 +173,7 @@ class Writing:
     """What is to be written, and where; done now or beside training."""
 
     def __init__(
-        self, items: Items, values: dict[str, Any], draft: Draft, total: int, how: Any, places: Mapping[str, TilePlace]
+        self, items: Items, values: dict[str, Any], draft: Draft, total: int, how: Any, places: Mapping[str, Within]
     ) -> None:
         self.items, self.values, self.draft, self._places = items, values, draft, places
         self.total, self.how = total, how

@@ -24,10 +24,10 @@ from zerokern.checkpoint.archive import ALIGN, envelope
 from zerokern.checkpoint.files import FileWriter, pieces
 from zerokern.checkpoint.folder import Draft
 from zerokern.checkpoint.index import Box, FileRow, Index, TensorRow
+from zerokern.checkpoint.layout import Within, folded, index_of
 from zerokern.checkpoint.ranks import Ranks
 from zerokern.checkpoint.source import Told, dtype_name, untold
 from zerokern.checkpoint.staging import BLOCK
-from zerokern.checkpoint.tiles import TilePlace, folded, index_of
 from zerokern.core.errors import IoError, StateError
 from zerokern.io.ticket import again
 from zerokern.memory.here import Here, write_items
@@ -163,7 +163,7 @@ class Writer:
     """
 
     def __init__(
-        self, draft: Draft, values: dict[str, Any], told: Told = untold, places: Mapping[str, TilePlace] | None = None
+        self, draft: Draft, values: dict[str, Any], told: Told = untold, places: Mapping[str, Within] | None = None
     ) -> None:
         self.draft, self.values, self._told = draft, values, told
         self._places = places or {}  # of items that are parts of others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,30 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokern.activations.tiles import Cut
+from zerokern.checkpoint.layout import SavedLayout
 from zerokern.checkpoint.optimizers import Steps, plain, steps_of
-from zerokern.checkpoint.stages import Stages
+from zerokern.checkpoint.partial import PartialModel
 from zerokern.checkpoint.storage import OnDiskPart
-from zerokern.checkpoint.tiles import TilePart, in_order, told_once
 from zerokern.core.errors import StateError, got
-from zerokern.interop.naming import WRAPPERS
+from zerokern.core.ports import plugs
 from zerokern.optim.exchange import Column
 from zerokern.zero.homes import here_of_state, home_of
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
 
 __all__ = [
+    "WRAPPERS",
     "NamedSpan",
     "Subject",
     "aliases",
     "extra_states",
+    "layout_of",
     "named_tensors",
-    "parts_of",
     "refuse_meta",
     "settle",
     "spans",
     "wrote",
 ]
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # around modules, as torch calls them
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
@@ -71,13 +72,13 @@ class NamedSpan:
 def spans(model: nn.Module) -> list[NamedSpan]:
     """Every parameter and persistent buffer as far as it is here, tied ones once. Waits for updates under way."""
     settle(model)
-    parts = parts_of(model)
-    return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor, parts.get(name))]
+    layout = layout_of(model)
+    return [span for name, tensor in named_tensors(model).items() for span in _spans_of(name, tensor, layout)]
 
 
-def _spans_of(name: str, tensor: Tensor, part: TilePart | None) -> Iterator[NamedSpan]:
+def _spans_of(name: str, tensor: Tensor, layout: SavedLayout) -> Iterator[NamedSpan]:
     refuse_meta(name, tensor)
-    whole, shape, before = (name, tensor.shape, 0) if part is None else (part.whole, part.shape, part.begin)
+    whole, shape, before = layout.place(name, tensor.shape)
     dtype, here, local = tensor.dtype, here_of(tensor), local_of(tensor).detach()
     if not local.is_contiguous():
         do = "make it contiguous before: tensor.data = tensor.data.contiguous()"
@@ -108,20 +109,17 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return made
 
 
-def parts_of(model: nn.Module) -> dict[str, TilePart]:
-    """The parameters that are rows of a tiled weight, by name; others know the weight.
+def layout_of(model: nn.Module) -> SavedLayout:
+    """How the parameters of a model lie in the tensors of a checkpoint.
 
-    >>> parts_of(nn.Linear(2, 2))
-    {}
+    >>> layout_of(nn.Linear(2, 2)).saved_names(["weight"])
+    ['weight']
     """
-    made: dict[str, TilePart] = {}
-    for prefix, module in _modules(model):
-        if isinstance(module, Cut):
-            first, shape = 0, torch.Size((module.out_features, module.in_features))
-            for number, piece in enumerate(module.pieces):
-                made[f"{prefix}tiles.{number}.weight"] = TilePart(f"{prefix}weight", first, shape, piece.shape)
-                first += len(piece)
-    return made
+    for plug in plugs("checkpoint layout"):
+        layout: SavedLayout | None = plug(_modules(model))
+        if layout is not None:
+            return layout
+    return SavedLayout()
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
@@ -151,7 +149,7 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
     for name, child in module._modules.items():
         if child is not None:
             transparent = name in WRAPPERS or (name == "module" and isinstance(module, _PARALLEL))
-            transparent = transparent or isinstance(module, Stages)
+            transparent = transparent or isinstance(module, PartialModel)
             yield from _modules(child, prefix if transparent else f"{prefix}{name}.")
 
 
@@ -213,12 +211,12 @@ class Subject:
         if not isinstance(model, nn.Module):
             raise TypeError(got("model", model, "a torch.nn.Module"))
         some = [] if opts is None else list(opts) if isinstance(opts, Sequence) else [opts]
-        if isinstance(model, Stages):
+        if isinstance(model, PartialModel):
             model.check()
         self.model, self.elsewhere = model, elsewhere
         self.steps: list[Steps] = [steps_of(opt) for opt in some]
         self.tensors = named_tensors(model)
-        self.parts = parts_of(model)
+        self.layout = layout_of(model)
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}
         for name, tensor in self.tensors.items():
             home = home_of(tensor)
@@ -253,7 +251,7 @@ class Subject:
         for steps, names in zip(self.steps, self.params, strict=True):
             left = iter(names)
             groups = ([next(left) for _ in group["params"]] for group in steps.opt.param_groups)
-            made.append([name for some in groups for name in in_order(some, self.parts)])
+            made.append([name for some in groups for name in self.layout.saved_order(some)])
         return made
 
     def described(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -285,13 +283,13 @@ class Subject:
                         made[f"optim.state.{name}.{key}"] = value
                     else:
                         said = plain(value, f"the optimizer's state {key!r} of {name}")
-                        known = beside.setdefault(self.parts[name].whole if name in self.parts else name, {})
+                        known = beside.setdefault(self.layout.saved_names([name])[0], {})
                         if known.setdefault(key, said) != said:
                             raise StateError(
                                 f"the optimizer's state {key!r} of {name} is {said}, of other tiles {known[key]}; step "
                                 "the tiles of a weight alike"
                             )
-            groups.append(_groups(steps, names, self.parts))
+            groups.append(_groups(steps, names, self.layout))
             optimizers.append({**steps.values(), "beside": beside})
         extra_state = {}
         for name, module in extra_states(self.model).items():
@@ -310,13 +308,13 @@ class Subject:
 _OUTSIDE = ("params", "param_names")
 
 
-def _groups(steps: Steps, names: Sequence[str], parts: Mapping[str, TilePart]) -> list[dict[str, Any]]:
+def _groups(steps: Steps, names: Sequence[str], layout: SavedLayout) -> list[dict[str, Any]]:
     left = iter(names)
     made = []
     for number, group in enumerate(steps.opt.param_groups):
         where = f"param_groups[{number}]"
         own = {key: plain(one, f"{where}[{key!r}]") for key, one in group.items() if key not in _OUTSIDE}
-        made.append({**own, "params": told_once([next(left) for _ in group["params"]], parts)})
+        made.append({**own, "params": layout.saved_names([next(left) for _ in group["params"]])})
     every = Counter(name for group in made for name in group["params"])
     twice = [name for name, count in every.items() if count > 1]
     if twice:

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(path: Path, as_json: bool) -> int:
     from zerokern.checkpoint.published import started
-    from zerokern.interop.foreign import open_checkpoint
+    from zerokern.checkpoint.saved import open_checkpoint
 
     try:
         source = open_checkpoint(path)
@@ -49,7 +49,7 @@ def _show(path: Path, as_json: bool) -> int:
 
 def _verify(path: str) -> int:
     from zerokern.checkpoint.progress import Progress
-    from zerokern.interop.foreign import open_checkpoint
+    from zerokern.checkpoint.saved import open_checkpoint
 
     source = open_checkpoint(path)
     broken = 0

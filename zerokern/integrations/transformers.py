@@ -20,7 +20,8 @@ except ImportError as error:
     raise without("accelerate", error) from error
 
 import zerokern as zk
-from zerokern import checkpoint, interop
+from zerokern import interop
+from zerokern.checkpoint import load, save
 from zerokern.core.errors import StateError, got, say_once
 from zerokern.integrations.accelerate import FOLDER, Accelerator, unwrapped
 from zerokern.integrations.divided import check_model, is_sharded
@@ -119,7 +120,7 @@ class TrainerMixin(_Any):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         extra = {"scheduler": self.lr_scheduler}
-        checkpoint.save(Path(output_dir) / FOLDER, self.model, unwrapped(self.optimizer), extra, rng=False)
+        save(Path(output_dir) / FOLDER, self.model, unwrapped(self.optimizer), extra, rng=False)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
@@ -143,14 +144,14 @@ class TrainerMixin(_Any):
         saved = None if checkpoint is None else Path(checkpoint) / FOLDER
         if saved is not None and saved.is_dir():
             extra = {"scheduler": self.lr_scheduler}
-            checkpoint.load(saved, self.model, unwrapped(self.optimizer), extra=extra, rng=False)
+            load(saved, self.model, unwrapped(self.optimizer), extra=extra, rng=False)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
         if (best / FOLDER).is_dir():
-            checkpoint.load(best / FOLDER, self.model, rng=False)
+            load(best / FOLDER, self.model, rng=False)
         elif is_sharded(self.model):
             self._load_weights(str(best))
         else:

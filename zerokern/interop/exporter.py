@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.checkpoint.files import PartsWriter
+from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
 from zerokern.checkpoint.ranks import Ranks, absolute, refuse_unusable
-from zerokern.checkpoint.stages import Stages, shared, whole_of
 from zerokern.checkpoint.staging import Staging, put
 from zerokern.checkpoint.subject import named_tensors
 from zerokern.core.errors import got
@@ -72,7 +72,7 @@ def export(
     ...     zk.load_pretrained(torch.nn.Linear(3, 2), folder)
     Unmatched(missing=[], unexpected=[])
     """
-    ranks, model = Ranks.of(group, "zk.export"), whole_of(model)
+    ranks, model = Ranks.of(group, "zk.export"), model_of(model)
     folder = absolute(path)
     mine: list[Weight] = []
     files: list[Beginning] = []
@@ -90,7 +90,7 @@ def export(
         return digest(held), [one.intervals for one in held]
 
     ranks.each("look at the model", look)
-    copies = shared(ranks, model, lambda: named_tensors(model)).copies
+    copies = shared_weights(ranks, model, lambda: named_tensors(model)).copies
     ranks.each("find the weights", find)
     held = of_all_stages(ranks, model, mine)
     everyone = ranks.each("lay out the files", lay_out)
@@ -212,7 +212,7 @@ def _write_run(file: PartsWriter, run: _Run, progress: Progress) -> None:
 
 def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
     """A transformers model knows its config; with it `from_pretrained` reads the folder."""
-    if isinstance(model, Stages):
+    if isinstance(model, PartialModel):
         model = next(model.children())
     while (inner := next((one for name in AROUND if (one := getattr(model, name, None)) is not None), None)) and (
         isinstance(inner, nn.Module)

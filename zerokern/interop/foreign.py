@@ -1,4 +1,4 @@
-"""Opens any checkpoint: ours, torch.distributed.checkpoint's, DeepSpeed's universal one, a file of torch.save."""
+"""Opens checkpoints of others: torch.distributed.checkpoint's, DeepSpeed's universal one, a file of torch.save."""
 
 from __future__ import annotations
 
@@ -16,47 +16,33 @@ from zerokern.checkpoint.archive import BROKEN
 from zerokern.checkpoint.index import NAME as INDEX_NAME
 from zerokern.checkpoint.index import Box, TensorRow, itemsize, refuse_uncovered, unfit
 from zerokern.checkpoint.pickled import Unmade, dcp_metadata
-from zerokern.checkpoint.published import DATA, METADATA, Published, likeness
-from zerokern.checkpoint.saved import Saved
-from zerokern.checkpoint.source import Foreign, Source, sound
+from zerokern.checkpoint.published import DATA, METADATA, likeness
+from zerokern.checkpoint.source import Foreign, Source
 from zerokern.core.errors import IoError
 from zerokern.interop.foreign_torch import TorchFile, Universal, loaded, sorted_in, universal_folder
-from zerokern.io.advice import refused
 
-__all__ = ["Dcp", "open_checkpoint"]
+__all__ = ["Dcp", "open_foreign"]
 
 MOST_PARTS = 256  # of a name: how deep a dictionary is nested
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Source:
-    """What can be loaded from a folder or a file; nothing of the tensors is read yet, and nothing in it is run.
+def open_foreign(place: Path) -> Source | None:
+    """What others have written at a place; None where that is nothing known. A folder of weights alone is refused.
 
-    >>> open_checkpoint("no such folder")
-    Traceback (most recent call last):
-    ...
-    zerokern.core.errors.IoError: no such folder does not exist. No other checkpoint was ever published in it ...
+    >>> open_foreign(Path("no such folder")) is None
+    True
     """
-    place = Path(path)
-    try:
-        with sound(place, TypeError, ValueError):
-            return _opened(place)
-    except OSError as error:
-        raise refused(error, place, "Loading") from error
-
-
-def _opened(place: Path) -> Source:
     if place.is_file():
         _refuse_safetensors(place, [place])
         return TorchFile(place)
-    if not (place / INDEX_NAME).exists():
-        if (place / METADATA).is_file():
-            return Dcp(place)
-        if (converted := universal_folder(place)) is not None:
-            return Universal(converted)
-        if place.is_dir():
-            _refuse_safetensors(place, sorted(place.glob("*.safetensors")))
-            _refuse_unconverted(place)
-    return Saved(Published.open(place, hold=True))
+    if (place / METADATA).is_file():
+        return Dcp(place)
+    if (converted := universal_folder(place)) is not None:
+        return Universal(converted)
+    if place.is_dir():
+        _refuse_safetensors(place, sorted(place.glob("*.safetensors")))
+        _refuse_unconverted(place)
+    return None
 
 
 class Dcp(Foreign):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.checkpoint.formats import overflowed
+from zerokern.checkpoint.partial import SharedWeights, model_of, names_elsewhere, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
 from zerokern.checkpoint.published import Held
 from zerokern.checkpoint.ranks import Ranks, open_alike, refuse_unusable
-from zerokern.checkpoint.stages import Shared, names_elsewhere, shared, whole_of
 from zerokern.checkpoint.subject import NamedSpan, aliases, named_tensors, spans, wrote
 from zerokern.core.errors import IoError, StateError
 from zerokern.interop.exported import headers_of
@@ -81,11 +81,11 @@ def load_pretrained(
       'bias' is (3,) in the file and (2,) in the model
     Nothing was changed...
     """
-    path, ranks, model = Path(folder_or_file), Ranks.of(group, "zk.load_pretrained"), whole_of(model)
+    path, ranks, model = Path(folder_or_file), Ranks.of(group, "zk.load_pretrained"), model_of(model)
     known = str if rename is None else rename
     found: list[tuple[list[_Load], Unmatched]] = []
     opened = Opened(path)
-    ties: list[Shared] = []
+    ties: list[SharedWeights] = []
 
     def look() -> str:
         refuse_unusable(model)
@@ -97,7 +97,7 @@ def load_pretrained(
 
     try:
         open_alike(ranks, path, look)
-        ties.append(shared(ranks, model, lambda: named_tensors(model)))
+        ties.append(shared_weights(ranks, model, lambda: named_tensors(model)))
         elsewhere = names_elsewhere(
             ranks, model, lambda: [known(one) for some in _names(model).values() for one in some]
         )
@@ -156,7 +156,7 @@ def _compared(
     rename: Callable[[str], str],
     strict: bool,
     elsewhere: frozenset[str],
-    ties: Shared,
+    ties: SharedWeights,
 ) -> tuple[list[_Load], Unmatched]:
     """What is read into what; raises with all that does not fit. `elsewhere`: what other stages of a pipeline read."""
     path, entries = opened.path, opened.entries

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerokern.checkpoint.partial import PartialModel
 from zerokern.checkpoint.ranks import Ranks
-from zerokern.checkpoint.stages import Stages, parts_of_one_model
-from zerokern.checkpoint.subject import NamedSpan, named_tensors, parts_of, spans
+from zerokern.checkpoint.subject import NamedSpan, layout_of, named_tensors, spans
 from zerokern.core.errors import StateError
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
@@ -164,17 +164,11 @@ def of_all_stages(ranks: Ranks, model: nn.Module, held: Sequence[Weight]) -> lis
     >>> of_all_stages(Ranks.of(None), nn.Linear(2, 2), [])
     []
     """
-    if not isinstance(model, Stages):
+    if not isinstance(model, PartialModel):
         return list(held)
-
-    def mine() -> dict[str, Any]:
-        rows = [(one.name, one.dtype, one.shape) for one in held]
-        said = {"digest": digest(held), "names": [one.name for one in held], "rows": rows}
-        return {"numbers": model.numbers, "count": model.count, **said}
-
     there = {one.name: one for one in held}
-    parts = parts_of_one_model(ranks.each("stages", mine))
-    return [there.get(row[0]) or Weight(*row) for part in parts for row in part["rows"]]
+    rows = model.merge_rows(ranks, digest(held), [(one.name, one.dtype, one.shape) for one in held])
+    return [there.get(row[0]) or Weight(*row) for row in rows]
 
 
 def portions(everyone: Sequence[Sequence[Interval]], rank: int, itemsize: int, turn: int) -> list[Interval]:
@@ -206,7 +200,7 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
     {}
     """
     found: dict[str, list[Elements]] = {}
-    parts = parts_of(model)
+    layout = layout_of(model)
     known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
     for name, param in named_tensors(model).items():
         home = home_of(param)
@@ -216,8 +210,7 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
             values = _of_state(piece, entry)
         elif home is not None:
             values, where = _initial(home, param), home
-        part = parts.get(name)
-        name, before = (name, 0) if part is None else (part.whole, part.begin)
+        name, _, before = layout.place(name, param.shape)
         if home is not None and not home.numel:
             found.setdefault(name, [])  # its owner has them: what is whole here is rounded
         elif values is not None:

@@ -27,7 +27,7 @@ class Adam(FusedOptimizer):
     master_format: how the fp32 value of a 16-bit parameter is kept. "split16": as a 16-bit remainder; together with the
         bf16 parameter it is the exact fp32 value. "split8": an 8-bit remainder, 24 bits in all. "fp32": a separate fp32
         copy. "none": not at all. Also per param_group. By default split16 for bf16 and fp32 for fp16; an fp32 parameter
-        needs none. Writes to parameters are noticed, those by `p.data` too. `refresh_masters()` lists the exceptions.
+        needs none. Writes to parameters are noticed; after one by way of `p.data` call `refresh_masters()`.
     max_grad_norm: clips the global gradient norm inside the update, and skips the step if the norm is not finite.
         `math.inf` measures the norm, as `opt.grad_norm`, and clips nothing.
     group: ranks that hold other parameters of the same model, such as the stages of a pipeline: `mesh["pp"]` or a
@@ -37,11 +37,11 @@ class Adam(FusedOptimizer):
         too; for parameters on a GPU, gradients are copied down and parameters are copied up in their own dtypes.
         `zk.Nvme(path)`: in a folder on disk that belongs to this optimizer. The state streams through host memory at
         each step, and the bits are the same.
-    schedule: when the update runs. "sync": inside `step()`. "overlap": gradients leave during backward, and parameters
-        come back one by one while the next forward waits only for those it needs. The bits are the same. Call `flush()`
-        before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each update runs beside
-        the following forward and backward, and the next `step()` publishes it: one step late, which is another
-        trajectory.
+    schedule: when the update runs. "sync": inside `step()`. "overlap": gradients of zk.shard leave during backward, and
+        parameters come back one by one while the next forward waits only for those it needs. The bits are the same.
+        Call `flush()` before you read parameters in any other way. `zk.Delayed(after=N)`: after N exact steps each
+        update runs beside the following forward and backward, and the next `step()` publishes it: one step late, which
+        is another trajectory.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))

@@ -149,7 +149,6 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
             )
             self._algorithm.checked({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        self.holdings.watch_data(self.param_groups[-1:])
 
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -228,8 +227,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         if local is not None:
             local.accord.makes_state = not intact
         self._ask(survey, pointers)
-        everyone = self.param_groups
-        bind = partial(here.bind, binding, survey, groups, formats, everyone, self.decision, intact=intact)
+        bind = partial(here.bind, binding, survey, groups, formats, self.decision, intact=intact)
         prepare = methodcaller("prepare", settings, pointers)
         if self.holdings.is_scheduled:
             self.course.submit(survey, bind, prepare, first=binding is None)
@@ -394,14 +392,13 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Begin masters and remainders anew from the parameters, after a write that nobody counts.
 
-        Such are torch.distributed's (`broadcast(p, 0)`), those through numpy or a pointer, and those by `.data` of a
-        view, or by what `p.data` gave before there was an optimizer. Others (`load_state_dict`, `copy_`,
-        `p.data.clamp_`) are followed without this call.
+        Such are writes by way of `p.data`, torch.distributed's (`broadcast(p, 0)`), and those through numpy or a
+        pointer. Others (`load_state_dict`, `copy_` within `torch.no_grad()`) are followed without this call.
 
         >>> from zerokern.optim import AdamW
         >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         >>> opt = AdamW([weight]); weight.grad = torch.ones_like(weight); opt.step()
-        >>> weight.detach().data.fill_(2.0); opt.refresh_masters(); opt.state[weight]["remainder"]
+        >>> weight.data.fill_(2.0); opt.refresh_masters(); opt.state[weight]["remainder"]
         tensor([2., 2., 2.], dtype=torch.bfloat16)
         tensor([0, 0, 0], dtype=torch.int16)
         """
@@ -463,7 +460,6 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         self._furnish(mine.pop("tier"), mine.pop("schedule"), decision, mine.pop("group"))
         super().__setstate__(mine)
         self.state = WatchedState(held)
-        self.holdings.watch_data(self.param_groups)
         self.holdings.renew(loaded=False)
         self.holdings.torn = torn
 

@@ -18,7 +18,6 @@ from zerokern.zero.partition import shards_parameters, shards_state
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
     from zerokern.optim.hosted import Host, Twin
-    from zerokern.optim.leaving import Departure
     from zerokern.optim.local import Local
     from zerokern.schedule.recorder import Recorder
 
@@ -112,22 +111,18 @@ class Conductor:
         binding: Binding,
         decision: Decision,
         tickets: Mapping[str, Any],
-        departures: Sequence[Departure],
         *,
         publishes: bool,
     ) -> UnderWay:
         """Begin an update that has been prepared. `tickets`: of parts whose gradients are on their way.
 
-        `departures`: of gradients that may have been edited since they left. `publishes`: forwards wait for parts one
-        by one (`Run.perform`).
+        `publishes`: forwards wait for parts one by one (`Run.perform`).
         """
         host = local.host
         rows = {number: row for row, number in enumerate(binding.survey.numbers)}
         parts = self._taken
         under_way = UnderWay(binding, decision, in_place=host is None)
-        actions: dict[tuple[str, str], Action] = {
-            ("Norm", "all"): partial(_decide, decision, departures, not isinstance(self.schedule, Delayed))
-        }
+        actions: dict[tuple[str, str], Action] = {("Norm", "all"): partial(_decide, decision)}
         ready = None if host is None else host.here()
         for part in parts:
             name, turn = part.name, self._turns[part.name]
@@ -176,6 +171,9 @@ class Conductor:
     ) -> Program:
         host = local.host
         crosses = host is not None and host.copies is not None
+        key = (binding, self.schedule, publishes, crosses, frozenset(tickets))
+        if self._program is not None and self._program[0] == key:
+            return self._program[1]
         survey, spans = binding.survey, []
         for part in parts:
             taken = [row for member in part.members if (row := rows.get(member)) is not None]
@@ -193,18 +191,12 @@ class Conductor:
                     **_sent(part),
                 )
             )
-        key = (self.schedule, publishes, binding.rests_on_disk, tuple(spans))
-        if self._program is None or self._program[0] != key:
-            made = program_of(
-                self.schedule, spans, shadow=crosses, at_once=not publishes, on_disk=binding.rests_on_disk
-            )
-            self._program = (key, made)
-        return self._program[1]
+        made = program_of(self.schedule, spans, shadow=crosses, at_once=not publishes, on_disk=binding.rests_on_disk)
+        self._program = (key, made)
+        return made
 
 
-def _decide(decision: Decision, departures: Sequence[Departure], may_fetch: bool) -> None:
-    for departure in departures:
-        departure.correct(may_fetch=may_fetch)
+def _decide(decision: Decision) -> None:
     decision.take()
 
 

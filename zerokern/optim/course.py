@@ -43,7 +43,6 @@ class Course:
         self._conductor: Conductor | None = None
         self._unseen: list[UnderWay] = []  # a delayed update that is done, and waits to be put in place
         self._tickets: dict[str, Any] = {}
-        self._departures: list[Departure] = []
         self._gates: list[Any] = []
         self._on_their_way: list[Any] = []
         self._behind: UnderWay | None = None  # an update that failed here, and that other ranks publish
@@ -114,15 +113,12 @@ class Course:
         self._tickets = {}
         for departure in early.values() if unscaled else ():
             departure.forget()
-        by_id = {id(local.near[place]): grad for place, grad in grads.items()}
         for departure in early.values():
-            departure.compare(by_id)
+            departure.compare()
         self._gates = []
         for part in reversed(parts):  # as the program has it, and as gradients came
             pairs = [(local.twin(place), grads[place]) for place in part.members if place in grads]
             left = early.get(part.name)
-            if left is not None:
-                left.look_again()
             again = host.fetch(pairs)
             ticket = again if again is not None or left is None else left.ticket  # of one stream: the last ends last
             if ticket is None:
@@ -135,7 +131,6 @@ class Course:
             kept = [twin.keeps(grad) for (twin, _), grad in zip(pairs, shown, strict=True) if grad is not None]
             if any(kept):
                 self._gates.append(ticket)
-        self._departures = list(early.values())
 
     def _put_in_place(self, local: Local) -> None:
         self._holdings.torn = True
@@ -167,9 +162,6 @@ class Course:
         if lazily or first or local.accord.meets or not survey.params:
             for ticket in self._tickets.values():
                 ticket.wait()
-            for departure in self._departures:
-                departure.correct(may_fetch=True)
-            self._departures = []
             if self._decision.take() is None:
                 if local.host is not None:
                     local.host.consumed(list(local.host.twins.values()), updated=False)
@@ -196,14 +188,14 @@ class Course:
 
     def _begin(self, local: Local, bound: Any, lazily: bool) -> UnderWay:
         conductor = self._conduct()
-        under_way = conductor.submit(local, bound, self._decision, self._tickets, self._departures, publishes=lazily)
+        under_way = conductor.submit(local, bound, self._decision, self._tickets, publishes=lazily)
         self.under_way = under_way
         under_way.owed = not lazily and not self._late()
         self._count_call()
         for ticket in self._gates:
             ticket.gate()  # what the program does to gradients from here on, it does behind their copies
         self._on_their_way = list(self._tickets.values())
-        self._tickets, self._departures, self._gates = {}, [], []
+        self._tickets, self._gates = {}, []
         if lazily:
             if bound.rests_on_disk and not local.accord.in_company:  # others go on, whatever fails here
                 self._take_first(under_way)
@@ -275,7 +267,6 @@ class Course:
     def finish(self, groups: Groups) -> None:
         """What an earlier call left under way is done and accounted for; raises what went wrong with it."""
         self._groups = groups
-        self._holdings.data_writes.count()
         under_way = self.under_way
         if under_way is None:
             return
@@ -314,7 +305,7 @@ class Course:
             self.finish(groups)
         if self.leaving is not None:
             self.leaving.remove()
-        self._unseen, self._tickets, self._departures, self._gates, self._on_their_way = [], {}, [], [], []
+        self._unseen, self._tickets, self._gates, self._on_their_way = [], {}, [], []
         self.under_way = self.leaving = self._behind = self._conductor = None
 
     def _reported(self, changed: Callable[[], bool]) -> AbstractContextManager[None]:

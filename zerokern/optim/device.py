@@ -22,7 +22,6 @@ __all__ = [
     "holds",
     "is_apart",
     "kernels",
-    "on_device",
     "put_in_place",
     "refuse_capture",
     "require",
@@ -95,20 +94,18 @@ def is_apart(param: Tensor) -> bool:
     return serves(param.device) or (len(OTHERS) > 0 and param in OTHERS)
 
 
-def on_device(driver: Any, work: Callable[[], object]) -> None:
-    """What `work` launches comes behind all that the device's compute stream has been given; nobody waits."""
-    launch = getattr(driver, "launch", None)
-    if launch is None:
-        work()
-    else:
-        launch(work)
-
-
 def put_in_place(driver: Driver, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copies (dst, src) on the device. The tensors' versions are the caller's to count, now."""
+    """Copies (dst, src) on the device, behind all that its compute stream has been given; nobody waits.
+
+    The tensors' versions are the caller's to count, now.
+    """
 
     def copy() -> None:
         with torch.no_grad():
             torch._foreach_copy_([dst for dst, _ in pairs], [src for _, src in pairs])
 
-    on_device(driver, copy)
+    getattr(driver, "launch", _at_once)(copy)
+
+
+def _at_once(work: Callable[[], object]) -> None:
+    work()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zerokern.core.errors import StateError, got
@@ -29,7 +28,6 @@ from zerokern.optim.resting_binding import RestingBinding
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
-from zerokern.zero.data_writes import DataWrites
 from zerokern.zero.kinds import rest_of
 from zerokern.zero.resting import folder_below
 
@@ -96,7 +94,6 @@ class Holdings:
         self.closed = ""  # why nothing can be done with it any more
         self.torn = False
         self.untold = ""  # why this is torn here, where other ranks have yet to hear of it
-        self.data_writes = DataWrites()
         self._left_behind: Any = None
         let_go_in_child(self)
 
@@ -189,13 +186,6 @@ class Holdings:
             return self.host, lambda place, dtype: ()
         return self.host, lambda place, dtype: self.algorithm.layout(owners[place], dtype).columns
 
-    def watch_data(self, groups: Groups) -> None:
-        """Writes by way of `.data` are to be noticed where the state has another value for what is written."""
-        for group in groups:
-            apart = self.room is not None  # twins, and updates that are pending
-            rounded = set() if group["master_format"] == "none" else {torch.bfloat16, torch.float16}
-            self.data_writes.watch(param for param in group["params"] if apart or param.dtype in rounded)
-
     def catch_up(self) -> None:
         """Follow writes that no step has seen yet, so that what is saved is consistent."""
         if self.local is not None:
@@ -233,12 +223,11 @@ class Holdings:
         survey: Survey,
         groups: Groups,
         formats: list[FormatKey],
-        everyone: Groups,
         decision: Decision,
         *,
         intact: bool,
     ) -> Binding:
-        """The binding, or a new one where there is none that fits. `everyone`: the groups as users have them."""
+        """The binding, or a new one where there is none that fits."""
         last, witness = self.bound.binding, self.bound.witness
         if last is None and self.schedule == "overlap" and not self.is_scheduled:
             warnings.warn(_NOTHING_TO_OVERLAP, stacklevel=2)
@@ -248,8 +237,6 @@ class Holdings:
         previous = last if binding is None and last and last.intact(self.held) else None
         self.state = watched(self.state)
         self.bound.binding = None
-        self.watch_data(everyone)
-        self.data_writes.keep(param for group in everyone for param in group["params"])
         local, subject = self.local, (self.algorithm, survey, groups, self.held)
         begins: dict[str, Any] = {  # what new state and its witness begin with
             "initial": [self.algorithm.first_moment(group) for group in groups],

@@ -103,7 +103,6 @@ class Host:
     copies: Copies | None = None
     freed: Callable[[], None] = lambda: None  # is called when gradients have been read
     _put: list[Twin] = field(default_factory=list)  # in place, and not yet accounted for
-    _prints: Tensor | None = None
     _cells: list[Tensor] = field(default_factory=list)
     _poisons: bool = field(default_factory=lambda: env.switched_on("ZEROKERN_POISON"))
 
@@ -155,11 +154,7 @@ class Host:
         slots = [(one, slot) for one, some in zip(near, columns, strict=True) for slot in some]
         slots.sort(key=lambda pair: pair[1].key)
         wanted += [slot.wanted(one) for one, slot in slots]
-        if self.driver is not None:
-            wanted.append(Wanted("fingerprints", torch.Size([2 * len(near)]), torch.int64))
         tensors = self.room.lay_out(wanted)
-        if self.driver is not None:
-            self._prints = tensors.pop()
         there, count = iter(tensors), len(loose) + len(near)
         made: list[Twin] = []
         for one, place, grad in zip(near, places, tensors[len(loose) : count], strict=True):
@@ -187,15 +182,6 @@ class Host:
             if base is not None and base not in found:
                 found[base] = NextRest(base, "pending")
         return [None if base is None else found[base] for base in bases]
-
-    def prints(self, count: int) -> Tensor:
-        """Two numbers for each of `count` gradients, which a copy may write."""
-        free = 0 if self._prints is None else self._prints.numel()
-        if free < 2 * count:
-            return self.room.lay_out([Wanted("fingerprints", torch.Size([2, count]), torch.int64)])[0]
-        assert self._prints is not None
-        found, self._prints = self._prints[: 2 * count].view(2, count), self._prints[2 * count :]
-        return found
 
     def of(self, near: Iterable[Tensor]) -> list[Twin]:
         """The twins of these; those that are not trained have none."""

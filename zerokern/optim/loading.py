@@ -63,7 +63,6 @@ def take_over(
     has made room for them."""
     here.refuse_elsewhere()
     course.abandon(groups)
-    here.data_writes.count()  # what was written before the load is no write after it
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
     merged = merged_groups(here.algorithm, groups, state_dict["param_groups"])
     said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.kernels.addresses import Cells, reader_of
 from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
-from zerokern.optim.gradients import Cells, reader_of
 from zerokern.zero.kinds import rest_of
 from zerokern.zero.squares import Seen, sumsq_of_each
 

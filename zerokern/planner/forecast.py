@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerokern.core.errors import got
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.hiding import Hiding, efficiency, hiding
+from zerokern.planner.planned import PlannedRun
 from zerokern.planner.steps import SPANS, StepShape
 from zerokern.schedule import Delayed, Machine, Program, flow_bound, program_of, resident, simulate
-
-if TYPE_CHECKING:
-    from zerokern.planner.planning import Plan
 
 __all__ = ["NO_OFFLOAD", "PLAIN", "SCHEDULES", "Forecast", "Prediction", "forecast", "step_program"]
 
@@ -176,7 +174,7 @@ def _a_day(row: Prediction) -> str:
     return f"{row.written_a_day / 1e12:,.3g} TB" if row.written else "-"
 
 
-def forecast(plan: Plan, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
+def forecast(plan: PlannedRun, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
     """Every schedule at every number of tokens, whatever schedule and tier the plan itself has."""
     for one in tokens:
         if isinstance(one, bool) or not isinstance(one, int) or one < 1:
@@ -194,7 +192,7 @@ def forecast(plan: Plan, machine: Machine, tokens: Sequence[int] = USUAL) -> For
     return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left)
 
 
-def step_program(plan: Plan, schedule: str, tokens: int, spans: int | None = None) -> Program:
+def step_program(plan: PlannedRun, schedule: str, tokens: int, spans: int | None = None) -> Program:
     """The step that is simulated, of one rank: with its machine's share (`Machine.shared_by`) it gives the same times.
 
     `spans`: in about so many parts, instead of as many as a prediction has.
@@ -206,7 +204,7 @@ def step_program(plan: Plan, schedule: str, tokens: int, spans: int | None = Non
     return _program(StepShape(plan, spans or _spans_of(plan)), schedule, tokens)
 
 
-def _spans_of(plan: Plan) -> int:
+def _spans_of(plan: PlannedRun) -> int:
     return _RESTING_SPANS if plan.recipe.rests else SPANS
 
 

@@ -13,7 +13,7 @@ from zerokern.core.errors import got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import on_disk_of
 from zerokern.planner import table
-from zerokern.planner.planning import Plan
+from zerokern.planner.planned import PlannedRun
 from zerokern.planner.recipe import short
 from zerokern.planner.share import STATES, WORKING, Holding, Sums
 from zerokern.zero.homes import home_of
@@ -43,7 +43,7 @@ class Measured(Sums):
     pinned: int = 0
     """Bytes that the optimizer has locked in host memory, in whole pages: what `Plan.pinned` says"""
 
-    def beside(self, plan: Plan) -> str:
+    def beside(self, plan: PlannedRun) -> str:
         """The plan's table at its stage with a column of what is held, and by how much it differs.
 
         >>> import zerokern as zk

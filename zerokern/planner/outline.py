@@ -160,10 +160,11 @@ def _of_transformer(shape: Transformer, dtype: str, tp: int, pp: int) -> Outline
 def _of_module(module: Any, recipe: Recipe, units: Any) -> Outline:
     import torch
 
+    from zerokern.activations.tiles import units_with_tiles
     from zerokern.parallel.tensor_parallel import mesh_of
-    from zerokern.zero.units import in_tiles, members, units_of
+    from zerokern.zero.units import members, units_of
 
-    found, pieces = in_tiles(units_of(module, units))
+    found, pieces = units_with_tiles(units_of(module, units))
     param_dtype = None if recipe.param_dtype is None else getattr(torch, recipe.param_dtype)
     made = tuple(members(found, 3, param_dtype))
     if not made:

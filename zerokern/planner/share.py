@@ -16,7 +16,6 @@ __all__ = ["STATES", "TWINS", "WORKING", "Holding", "Share", "Sums", "pinned_nby
 STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
 TWINS = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
 WORKING = ("gathered", "buffers", "scratch", "ring", *TWINS, "checkpoints", "activations", "logits")
-FINGERPRINTS_NBYTES = 16  # of each gradient, as it left and as it was in `step()`: see zerokern/optim/leaving.py
 
 
 class Sums:
@@ -187,9 +186,6 @@ def pinned_nbytes(subject: Outline, recipe: Recipe, stage: int, settings: Arrang
 
     pieces = subject.pieces(stage, settings.world, settings.bucket_bytes)
     nbytes = list(_with_twins(pieces, recipe) if twins else _beside(pieces, recipe))
-    if twins and settings.device != "cpu":
-        everyone = subject.pieces(0, 1, settings.bucket_bytes)  # those that this rank has nothing of have one too
-        nbytes.append(FINGERPRINTS_NBYTES * len(everyone))
     return nbytes_of([((one,), 1) for one in nbytes])
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerokern.planner.outline import Load
+from zerokern.planner.planned import PlannedRun
 from zerokern.planner.recipe import itemsize
 from zerokern.planner.rest import fetched_of, lanes_to
 from zerokern.schedule import Span
 from zerokern.schedule.passes import ROOT
 from zerokern.zero.partition import shards_parameters, shards_state
-
-if TYPE_CHECKING:
-    from zerokern.planner.planning import Plan
 
 __all__ = ["SPANS", "StepShape"]
 
@@ -37,7 +35,7 @@ class Lump:
 class StepShape:
     """A plan's buckets as spans that are as long as is useful, for steps of any number of tokens."""
 
-    def __init__(self, plan: Plan, count: int) -> None:
+    def __init__(self, plan: PlannedRun, count: int) -> None:
         self.plan = plan
         self.accumulate = plan.settings.accumulate
         rests = plan.recipe.rests
@@ -124,7 +122,7 @@ class StepShape:
         return found
 
 
-def _parts(plan: Plan) -> Iterator[Lump]:
+def _parts(plan: PlannedRun) -> Iterator[Lump]:
     buckets = plan.subject.buckets(plan.stage, plan.world, plan.settings.bucket_bytes)
     for load in buckets.loads:
         rests = plan.recipe.rests

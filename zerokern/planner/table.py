@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.dimensions import told, uncounted
+from zerokern.planner.planned import PlannedRun
 from zerokern.planner.recipe import OPTIMIZERS, short
-from zerokern.planner.share import STATES, WORKING, Holding, Share
+from zerokern.planner.share import STATES, WORKING, Holding, Share, Sums
 from zerokern.schedule import Delayed
 from zerokern.zero.partition import STAGES
-
-if TYPE_CHECKING:
-    from zerokern.planner.measuring import Measured
-    from zerokern.planner.planning import Plan
 
 __all__ = ["NAMES", "TIERS", "as_dict", "fit", "formats_of", "of_held", "of_measured", "of_plan", "of_worlds"]
 
@@ -36,7 +33,7 @@ NOTHING, UNKNOWN = "-", "?"
 BARE = "unknown for a bare number; give --model"
 
 
-def of_plan(plan: Plan, *, formats: bool = True) -> str:
+def of_plan(plan: PlannedRun, *, formats: bool = True) -> str:
     """All stages side by side, then the other formats."""
     parts = [
         f"### {title(plan)}",
@@ -51,13 +48,13 @@ def of_plan(plan: Plan, *, formats: bool = True) -> str:
     return "\n\n".join(parts)
 
 
-def title(plan: Plan) -> str:
+def title(plan: PlannedRun) -> str:
     """What is planned, and on how many ranks."""
     several = f" ({told(plan.settings)})" if plan.ranks != plan.world else ""
     return f"{plan.subject.title}, on {plan.ranks:,} rank{'' if plan.ranks == 1 else 's'}{several}"
 
 
-def settings(plan: Plan) -> str:
+def settings(plan: PlannedRun) -> str:
     """The formats in one phrase."""
     recipe, dtype = plan.recipe, plan.subject.main_dtype
     words = [recipe.face, f"{short(dtype)} parameters", f"gradients reduced in {short(recipe.wire_dtype(dtype))}"]
@@ -79,7 +76,7 @@ def settings(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def notes(plan: Plan) -> list[str]:
+def notes(plan: PlannedRun) -> list[str]:
     """What the table means, and what it leaves out."""
     share, subject, world = plan.share, plan.subject, plan.world
     said = []
@@ -127,7 +124,7 @@ def notes(plan: Plan) -> list[str]:
     return said
 
 
-def _stages(plan: Plan) -> str:
+def _stages(plan: PlannedRun) -> str:
     shares = [plan.at(stage).share for stage in STAGES]
     several = len({one.tier for share in shares for one in share.held}) > 1
     rows = _held(shares, STATES, several)
@@ -187,7 +184,7 @@ def fit(nbytes: int, most: int) -> str:
     return f"yes, {percent} %" if nbytes <= most else f"no, {max(101, percent)} %"
 
 
-def _formats(plan: Plan) -> str:
+def _formats(plan: PlannedRun) -> str:
     rows = []
     for other in plan.in_other_formats():
         totals = [other.at(stage).total for stage in STAGES]
@@ -198,7 +195,7 @@ def _formats(plan: Plan) -> str:
     return table_of(header + [f"fits {name}" for name in plan.device_memory], rows, left=2) if len(rows) > 1 else ""
 
 
-def formats_of(plan: Plan) -> tuple[str, str, str]:
+def formats_of(plan: PlannedRun) -> tuple[str, str, str]:
     """State and master format, marked where they are lossy, and the bytes of state for a parameter."""
     recipe, dtype = plan.recipe, plan.subject.main_dtype
     master = recipe.master_of(dtype)
@@ -219,7 +216,7 @@ def fitting(totals: Sequence[int], most: int, stages: Sequence[int] = STAGES) ->
     return "none" if not fit else f"stage{'s' if len(fit) > 1 else ''} {', '.join(fit)}"
 
 
-def of_worlds(plans: Sequence[Plan]) -> str:
+def of_worlds(plans: Sequence[PlannedRun]) -> str:
     """Model states at each number of ranks, as the ZeRO paper has them, and at which stages everything fits."""
     first = plans[0]
     rows = []
@@ -248,7 +245,7 @@ def of_held(heading: str, held: Sequence[Holding]) -> str:
     return f"### {heading}\n\n" + table_of(["held, GB (10^9 bytes)", "format", "now"], rows, left=2)
 
 
-def of_measured(plan: Plan, measured: Measured) -> str:
+def of_measured(plan: PlannedRun, measured: Sums) -> str:
     """Planned and measured side by side, by role."""
     planned, found = plan.roles, measured.roles
     order = [*STATES, *WORKING]
@@ -275,7 +272,7 @@ def _difference(expected: int, actual: int) -> str:
     return f"{100 * (actual - expected) / expected:+.2f} %"
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: PlannedRun) -> dict[str, Any]:
     """Numbers alone."""
     recipe, dtype = plan.recipe, plan.subject.main_dtype
     formats = {
@@ -311,7 +308,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _stage_dict(plan: Plan) -> dict[str, Any]:
+def _stage_dict(plan: PlannedRun) -> dict[str, Any]:
     share, traffic = plan.share, plan.traffic
     return {
         "stage": share.stage,

@@ -4,16 +4,13 @@ what moves between them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from zerokern.planner import table
 from zerokern.planner.amounts import gigabytes, table_of
+from zerokern.planner.planned import PlannedRun
 from zerokern.planner.rest import LANES, lanes_to
 from zerokern.planner.share import STATES, WORKING
 from zerokern.zero.partition import shards_parameters
-
-if TYPE_CHECKING:
-    from zerokern.planner.planning import Plan
 
 __all__ = ["of_resting", "of_stage", "placement"]
 
@@ -23,7 +20,7 @@ _NOTES = ("Not counted", "Activations: ", "Logits", "Assumed")  # of those of ot
 _AT_MOST = 4  # placements that are named where this one does not fit
 
 
-def of_stage(plan: Plan) -> str:
+def of_stage(plan: PlannedRun) -> str:
     """One stage: tiers by role, lanes by role, and what they mean."""
     parts = [
         f"### {table.title(plan)}, stage {plan.stage}",
@@ -37,7 +34,7 @@ def of_stage(plan: Plan) -> str:
     return "\n\n".join([*parts, "\n".join(f"* {note}" for note in notes)])
 
 
-def of_resting(plan: Plan, *, formats: bool = True) -> str:
+def of_resting(plan: PlannedRun, *, formats: bool = True) -> str:
     """The one stage that there is, and other formats or what would fit."""
     parts = [of_stage(plan)]
     if plan.missing:
@@ -48,7 +45,7 @@ def of_resting(plan: Plan, *, formats: bool = True) -> str:
     return "\n\n".join(parts)
 
 
-def _held(plan: Plan) -> str:
+def _held(plan: PlannedRun) -> str:
     here = [tier for tier in _TIERS if tier == "device" or tier in plan.tiers or tier in plan.budget]
     keys = sorted({(one.role, one.format) for one in plan.share.held}, key=lambda key: (_ORDER.index(key[0]), key))
     rows = []
@@ -66,12 +63,12 @@ def _held(plan: Plan) -> str:
     return table_of(["on each rank", "format", *(table.TIERS[tier] for tier in here)], rows, left=2)
 
 
-def _fits(plan: Plan, tier: str) -> str:
+def _fits(plan: PlannedRun, tier: str) -> str:
     most = plan.budget.get(tier)
     return "" if most is None else f"{table.fit(plan.tiers.get(tier, 0), most)} of {gigabytes(most)}"
 
 
-def _moved(plan: Plan) -> str:
+def _moved(plan: PlannedRun) -> str:
     """Each cell once for a step; the last row for each parameter of the model."""
     cells = {(one.role, one.lane): one.nbytes for one in plan.moves}
     if plan.settings.has_others:
@@ -93,7 +90,7 @@ def _moved(plan: Plan) -> str:
     return table_of(["moved", *(LANES[lane] for lane in lanes)], rows)
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: PlannedRun) -> Iterator[str]:
     recipe, settings = plan.recipe, plan.settings
     each = " of each micro-batch" if settings.accumulate > 1 else ""
     yield f"A unit comes for forward and again for backward{each}; the one that is last in forward is still there."
@@ -122,7 +119,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     yield from [note for note in table.notes(plan) if note.startswith(_NOTES)]
 
 
-def placement(plan: Plan) -> str:
+def placement(plan: PlannedRun) -> str:
     """The arguments that say what rests where.
 
     >>> from zerokern.planner import plan
@@ -137,7 +134,7 @@ def placement(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _refusal(plan: Plan) -> list[str]:
+def _refusal(plan: PlannedRun) -> list[str]:
     lacks = " and ".join(f"{gigabytes(nbytes)} GB of {name}" for name, nbytes in plan.missing.items())
     fitting = [one for one in plan.would_fit() if one.recipe != plan.recipe][:_AT_MOST]
     if not fitting:
@@ -150,8 +147,8 @@ def _refusal(plan: Plan) -> list[str]:
     return [*lines, table_of(["arguments", *(table.TIERS[tier] for tier in _TIERS)], rows)]
 
 
-def _formats(plan: Plan) -> str:
-    others: Sequence[Plan] = plan.in_other_formats()
+def _formats(plan: PlannedRun) -> str:
+    others: Sequence[PlannedRun] = plan.in_other_formats()
     here = [tier for tier in _TIERS if any(tier in other.tiers for other in others)]
     rows = []
     for other in others:

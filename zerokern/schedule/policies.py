@@ -164,14 +164,15 @@ def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> Program:
     stored = [OpKey(_stored(span), span.name, 1) for span in spans]
     sketch = Sketch("delayed", on_disk)
     sketch.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
+    # All of it is stored before the first is published. The others follow that one, so that edges stay linear.
+    ready: list[OpKey] = [OpKey("Backward", spans[0].name), *stored]
     published: list[OpKey] = []
     for span in spans:
-        published += sketch.publish(
-            span, [OpKey("Backward", spans[0].name), *stored], span.param_nbytes if shadow else 0
-        )
+        published += sketch.publish(span, published[:1] or ready, span.param_nbytes if shadow else 0)
+    after = published
     for span in spans:
         if shown[span.name]:
-            sketch.gather(span, published)
+            after = sketch.gather(span, after)
     norm = sketch.norm(spans, map(fetched, spans))
     for span in reversed(spans):  # as the next gradients come: what they are fetched into is free sooner
         free: OpKey = OpKey("Publish", span.name)

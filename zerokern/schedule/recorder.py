@@ -27,15 +27,16 @@ class Event(NamedTuple):
     begin_ns: int
     end_ns: int
     nbytes: int
+    turn: int = 0
 
 
 class Launched:
     """An op that was launched; it becomes an event when its end is known."""
 
-    __slots__ = ("begin_ns", "end_ns", "lane", "nbytes", "step", "verb", "what")
+    __slots__ = ("begin_ns", "end_ns", "lane", "nbytes", "step", "turn", "verb", "what")
 
-    def __init__(self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int) -> None:
-        self.step, self.lane, self.verb, self.what = step, lane, verb, what
+    def __init__(self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int, turn: int) -> None:
+        self.step, self.lane, self.verb, self.what, self.turn = step, lane, verb, what, turn
         self.begin_ns, self.end_ns, self.nbytes = begin_ns, -1, nbytes
 
 
@@ -48,7 +49,7 @@ class Recorder:
     >>> recorder = Recorder()
     >>> recorder.note(1, "cpu", "Step", "head", 1000, 5000)
     >>> recorder.events
-    [Event(step=1, lane='cpu', verb='Step', what='head', begin_ns=1000, end_ns=5000, nbytes=0)]
+    [Event(step=1, lane='cpu', verb='Step', what='head', begin_ns=1000, end_ns=5000, nbytes=0, turn=0)]
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -56,13 +57,17 @@ class Recorder:
             raise ValueError(got("limit", limit, "a whole number of events from 1 on"))
         self._kept: deque[Event | Launched] = deque(maxlen=limit)
 
-    def note(self, step: int, lane: str, verb: str, what: str, begin_ns: int, end_ns: int, nbytes: int = 0) -> None:
-        """An op that has ended."""
-        self._kept.append(Event(step, lane, verb, what, begin_ns, end_ns, nbytes))
+    def note(
+        self, step: int, lane: str, verb: str, what: str, begin_ns: int, end_ns: int, nbytes: int = 0, turn: int = 0
+    ) -> None:
+        """Notes an op that has ended."""
+        self._kept.append(Event(step, lane, verb, what, begin_ns, end_ns, nbytes, turn))
 
-    def launched(self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int = 0) -> Launched:
+    def launched(
+        self, step: int, lane: str, verb: str, what: str, begin_ns: int, nbytes: int = 0, turn: int = 0
+    ) -> Launched:
         """An op that was launched then; `ended` takes what this returns."""
-        entry = Launched(step, lane, verb, what, begin_ns, nbytes)
+        entry = Launched(step, lane, verb, what, begin_ns, nbytes, turn)
         self._kept.append(entry)
         return entry
 
@@ -88,4 +93,4 @@ class Recorder:
 def _event(one: Event | Launched) -> Event:
     if isinstance(one, Event):
         return one
-    return Event(one.step, one.lane, one.verb, one.what, one.begin_ns, one.end_ns, one.nbytes)
+    return Event(one.step, one.lane, one.verb, one.what, one.begin_ns, one.end_ns, one.nbytes, one.turn)

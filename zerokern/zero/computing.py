@@ -5,7 +5,7 @@ While it has none, such a leaf stands for the parameter that the user knows. Of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,18 +16,15 @@ from zerokern.zero.kinds import Distributed, is_placed
 
 __all__ = ["Gathered", "be_gathered", "be_resting", "leaf_over", "stands_for"]
 
-_DATA: Any = Tensor.data
-
 
 class Gathered(nn.Parameter):
-    """What `Tenant.full` is: a write by way of `.data` raises no version, so that what was handed out is noted."""
+    """A parameter over gathered memory. Writes by way of `.data` count here, and assigning it writes in place."""
 
-    lent: Sequence[tuple[Tensor, int]] = ()  # and the version of each, as of the last look
     resting_for: nn.Parameter  # what the user knows
 
     @property
     def data(self) -> Tensor:
-        return self.lend(_DATA.__get__(self))
+        return self.detach()  # torch's own has a version of its own: what is written to it would be lost
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -39,16 +36,6 @@ class Gathered(nn.Parameter):
             )
         with torch.no_grad():
             self.copy_(value)
-
-    def lend(self, shown: Tensor) -> Tensor:
-        """Shares the memory, and not the version: what is written to it is looked for until `lent` is forgotten."""
-        self.lent = [*self.lent, (shown, shown._version)]
-        return shown
-
-    def take_writes(self) -> bool:
-        """Whether anybody has written to what was lent since this was last asked."""
-        before, self.lent = self.lent, [(shown, shown._version) for shown, _ in self.lent]
-        return any(shown._version != version for shown, version in before)
 
 
 class _Absent:
@@ -82,7 +69,7 @@ def leaf_over(view: Tensor, param: nn.Parameter) -> Any:
     kind = nn.Parameter if is_placed(view) else Gathered
     leaf: Any = kind(view, requires_grad=param.requires_grad)
     leaf.__dict__.update(param.__dict__)
-    leaf.lent, leaf.resting_for = (), param
+    leaf.resting_for = param
     return leaf
 
 

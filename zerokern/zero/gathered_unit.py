@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +17,27 @@ from zerokern.core.errors import IoError
 from zerokern.zero import guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import be_gathered, be_resting
-from zerokern.zero.data_writes import DataWrites
 from zerokern.zero.homes import home_of
 from zerokern.zero.hooks import in_backward
-from zerokern.zero.kinds import is_placed
 from zerokern.zero.params import BucketMemory, Tenant
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.units import Owner, Unit
+from zerokern.zero.units import Unit
 
-__all__ = ["GatheredUnit"]
+__all__ = ["GatheredUnit", "Place"]
+
+Place = tuple[dict[str, Any], str]
+"""The parameters of a module by name, and one of these names."""
 
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
 _is_gathered = operator.attrgetter("gathered")
-_lent = operator.attrgetter("lent")
 
 
 class GatheredUnit:
     """The buckets of a unit, and the places in modules where its parameters are registered."""
 
     def __init__(
-        self, number: int, unit: Unit, memories: Sequence[BucketMemory], owners: dict[int, list[Owner]]
+        self, number: int, unit: Unit, memories: Sequence[BucketMemory], owners: dict[int, list[Place]]
     ) -> None:
         self.number, self.name, self.memories = number, unit.name, memories
         self.called = f"unit {self.name!r}" if self.name else "the root"
@@ -44,7 +46,7 @@ class GatheredUnit:
         self._params = [tenant.param for tenant in self.tenants]
         self._fulls = [tenant.full for tenant in self.tenants if tenant.full is not None]
         pairs = zip(self._fulls, self._params, strict=True)
-        self._places = [(one.module, one.attribute, param, full) for full, param in pairs for one in owners[id(param)]]
+        self._places = [(*place, param, full) for full, param in pairs for place in owners[id(param)]]
         self._comes_and_goes = [memory for memory in memories if memory.sharded]
         self.computing = 0  # forwards of this unit that are running
         self.pending = 0  # forwards whose backward has not begun
@@ -54,15 +56,14 @@ class GatheredUnit:
         self.apart = 0  # forwards that are running with nothing else
         self.held: set[int] = set()  # units that something has been done with since they were last released
         self._is_in = False
-        modules = {id(module): module for module, *_ in self._places}
-        self._rnns = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
+        tables = {id(table) for table, *_ in self._places}
+        rnns = [one for one in unit.module.modules() if isinstance(one, nn.RNNBase) and id(one._parameters) in tables]
+        self._rnns = list(map(weakref.ref, rnns))
         self._pieces = [home.piece for tenant in self.tenants if (home := home_of(tenant.param)) is not None]
         self._versions = list(map(_version_of, self._pieces))
         self._handles: list[Handle] = []
         self._coming: list[BucketMemory] = []  # from where they rest, and computed with as they are
         self._unwritten: list[int] | None = None  # versions of what is whole, while somebody may write to it
-        self._data_writes = DataWrites()  # to DTensors; others look for them themselves
-        self._data_writes.watch(full for full in self._fulls if is_placed(full))
         if not self.whole:
             be_resting(self._fulls)
         self.prepare: Callable[[], None] = _nothing  # returns once the shards are those of the last step
@@ -133,30 +134,23 @@ class GatheredUnit:
     def watch(self) -> None:
         """From here on somebody has the whole parameters and may write to them."""
         if self._unwritten is None:
-            self._data_writes.count()
-            self._unwritten = self._whole_versions()
+            self._unwritten = list(map(_version_of, self._fulls))
 
     def keep_writes(self) -> None:
         """What was written to whole parameters since `watch` is to last: each rank keeps its span of what it wrote."""
         before, self._unwritten = self._unwritten, None
         if before is None:
             return
-        self._data_writes.count()
-        now = self._whole_versions()
-        lent = list(map(bool, map(_lent, self._fulls)))
-        if now != before or any(lent):
+        now = list(map(_version_of, self._fulls))
+        if now != before:
             with torch.no_grad():
-                for number, (full, piece) in enumerate(zip(self._fulls, self._pieces, strict=True)):
-                    written = (lent[number] and full.take_writes()) or now[number] != before[number]
-                    if written or lent[number]:
-                        self._keep(self.tenants[number], piece, raised=written)
+                for tenant, piece, was, found in zip(self.tenants, self._pieces, before, now, strict=True):
+                    if was != found:
+                        self._keep(tenant, piece)
             self._versions = list(map(_version_of, self._pieces))
 
-    def _whole_versions(self) -> list[int]:
-        return list(map(_version_of, self._fulls))
-
     @staticmethod
-    def _keep(tenant: Tenant, piece: Tensor, *, raised: bool) -> None:
+    def _keep(tenant: Tenant, piece: Tensor) -> None:
         home, full = home_of(tenant.param), tenant.full
         assert home is not None and full is not None
         written = home.here.cut(full).to(piece.device)
@@ -164,8 +158,7 @@ class GatheredUnit:
             if home.rest is not None:
                 home.rest.change()
             if written.data_ptr() == piece.data_ptr():  # one rank: it is there already
-                if raised:
-                    torch.autograd.graph.increment_version(piece)
+                torch.autograd.graph.increment_version(piece)
             elif not torch.equal(written, piece):
                 piece.copy_(written)
 
@@ -210,9 +203,6 @@ class GatheredUnit:
         self.wait()
         self.take_out()
         self._unwritten = None
-        for full in self._fulls:
-            if full.lent:
-                full.lent = ()
         for memory in self._comes_and_goes:
             memory.release()
         if self._comes_and_goes:
@@ -226,15 +216,15 @@ class GatheredUnit:
         with without_waiting():
             frozen_alike = list(map(_is_trained, self._params)) == list(map(_is_trained, self._fulls))
         usual = frozen_alike and not self.lent
-        for module, attribute, param, full in self._places:
-            there = module._parameters
+        for there, attribute, param, full in self._places:
             found = there.get(attribute)
             if found is not param and found is not full:  # by functional_call, say: that is what is to compute
                 self._refuse_stranger(found, param)
             elif usual:
                 there[attribute] = full
             elif isinstance(param, Sharded):
-                full.requires_grad_(param.requires_grad)
+                if not in_backward():  # there what arrives of a frozen one is dropped, and that is noted
+                    full.requires_grad_(param.requires_grad)
                 there[attribute] = full
         self._refresh_rnns()
 
@@ -245,8 +235,7 @@ class GatheredUnit:
 
     def take_out(self) -> None:
         if self._is_in:
-            for module, attribute, param, full in self._places:
-                there = module._parameters
+            for there, attribute, param, full in self._places:
                 if there.get(attribute) is full:
                     there[attribute] = param
             self._refresh_rnns()
@@ -254,7 +243,7 @@ class GatheredUnit:
 
     def _refresh_rnns(self) -> None:
         """Recurrent modules keep a list of their parameters besides."""
-        for module in self._rnns:
+        for module in filter(None, [reference() for reference in self._rnns]):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 

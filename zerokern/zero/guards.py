@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import ShardError, StateError
-from zerokern.parallel.halves import Halves
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import stands_for
@@ -107,7 +106,7 @@ class Guard:
         tenants = [tenant for memory in sharding.memories for tenant in memory.tenants]
         frozen = [tenant for memory in sharding.memories if not memory.bucket.trainable for tenant in memory.tenants]
         self._frozen = [tenant.param for tenant in frozen]
-        self._halves = Halves(sharding)
+        self.before_forward: list[Callable[[], None]] = []  # other checks of a forward with gradients
         # at stage 3 bodies are exchanged all the time, and gradients come through the gathered ones
         self._plain = [] if shards_parameters(sharding.stage) else tenants
         self._params = [tenant.param for tenant in self._plain]
@@ -127,7 +126,8 @@ class Guard:
 
     def look(self) -> None:
         """Parameters that were added, exchanged, moved or unfrozen are refused; what only left our hands comes back."""
-        self._halves.look()
+        for check in self.before_forward:
+            check()
         found = list(chain.from_iterable(map(dict.values, self._tables)))
         if not self._tables or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
             self._walk()
@@ -196,15 +196,16 @@ class Guard:
         self._versions = versions
 
     def _take_back(self, param: nn.Parameter, home: Home) -> None:
-        give_home(param, home)
-        node = self.sharding.nodes.get(home.name)
-        if node is None or (param.requires_grad and hooks.accumulates(node, param)):
+        if home_of(param) is home:
+            return
+        give_home(param, home)  # with it went what hears of its gradients
+        if home.gradients is None:
             return
         dtype, trained = home.piece.grad_dtype, param.requires_grad
         param.requires_grad_()
         if param.grad_dtype != dtype:
             param.grad_dtype = dtype
-        self.sharding.nodes[home.name] = home.intercept(param)
+        home.land(param)
         param.requires_grad_(trained)
 
     @contextmanager
@@ -215,16 +216,6 @@ class Guard:
         after = map(_version_of, self._params)
         pairs = zip(self._versions, before, after, strict=True)
         self._versions = [now if known == was else known for known, was, now in pairs]
-
-    def refuse_lost(self, home: Home, param: Tensor) -> None:
-        """A plain gradient was set by hand, and counts as reduced, unless autograd left it there behind our back."""
-        node = self.sharding.nodes.get(home.name)
-        if node is not None and param.requires_grad and param is not home.piece and not hooks.accumulates(node, param):
-            raise StateError(
-                f"the gradient of {home.name!r} is this rank's alone: the parameter was exchanged (by set_, a "
-                "parametrization or a load that swaps) and no forward of the whole model ran since. Call zero_grad(), "
-                "and run the forward through the module that was given to zk.shard"
-            )
 
 
 def _attend(watch: weakref.ref[Guard]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from zerokern.core.errors import ShardError, StateError
 from zerokern.memory.here import Here
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Placed, Residence, here_of, is_placed, version_of
+from zerokern.zero.kinds import Placed, Residence, here_of, is_placed, residence_of, version_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded, Spanned
 
@@ -26,18 +27,36 @@ if TYPE_CHECKING:
 __all__ = ["Home", "alias", "give_home", "here_of_state", "home_of"]
 
 
+class _Reference(weakref.ref):
+    """A parameter's reference to its home, which the sharding keeps: homes refer to parameters and gradient buckets,
+    and the other way round it would be a cycle. A copy of the parameter, or what is pickled of it, is nobody's."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _landed(sharding: weakref.ref[Sharding], number: int, place: int) -> None:
+    there = sharding()
+    if there is None:  # a graph outlived it
+        raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
+    there.reduction.landed(there.gradient_buckets[number], place)
+
+
 def give_home(param: Tensor, home: Home) -> None:
-    """From now on `home_of` finds it."""
-    param._zk_home = home  # type: ignore[attr-defined]
+    """From now on `home_of` finds it, as long as its sharding lives."""
+    param._zk_home = _Reference(home)  # type: ignore[attr-defined]
 
 
 def home_of(param: Tensor) -> Home | None:
-    """What zk.shard knows of a parameter; None for one that it has never seen.
+    """What zk.shard knows of a parameter; None for one that it has never seen, or whose sharded model is gone.
 
     >>> home_of(torch.nn.Parameter(torch.ones(2))) is None
     True
     """
-    return getattr(param, "_zk_home", None)
+    found: Any = residence_of(param)
+    return found
 
 
 def alias(memory: Tensor, offset: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -85,10 +104,10 @@ class Home(Residence):
         piece: Tensor,
         sharding: Sharding,
         initial: Tensor | None,
-        beside: Any = None,
+        ranks: Any = None,
     ) -> None:
-        """`beside`: the ranks that share it, where they are not those of all of the model."""
-        ranks = sharding if beside is None else beside
+        """`ranks`: those that share it, where they are not those of all of the model."""
+        ranks = sharding if ranks is None else ranks
         there = here_of(param)
         self.placed = there if isinstance(there, Placed) else None  # of a DTensor, whose local tensor is divided
         here = replace(there, group=ranks.team)
@@ -103,20 +122,22 @@ class Home(Residence):
         # reference from here would keep the model for ever. The module's hooks keep the sharding
         self._sharding = weakref.ref(sharding)
         self.seen_version = 0
-        self.gradients: GradientBucket | None = None  # None: the parameter was frozen when it was sharded
+        self._gradients: weakref.ref[GradientBucket] | None = None
         self.place = 0  # among the parameters of its gradient bucket
         self.loan: Loan | None = None  # while it is whole in the user's object (stage 3)
         self.leaf: Tensor | None = None  # stage 3: what modules compute with, which autograd meets
-        self.after_reduction: list[dict[int, Callable[[Tensor], None]]] = []  # hooks by handle, as torch keeps them
-        self.adopt_hooks(param)
+        # users' hooks on the accumulation of a gradient, by handle: they are called when it has been reduced
+        self.after_reduction: dict[int, Callable[[Tensor], None]] = OrderedDict()
+        found = hooks.hooks_after_accumulation(param)
+        self._before: dict[int, Callable[[Tensor], None]] = (
+            getattr(found, "kept", found) or {}
+        )  # their handles know this
+        hooks.keep_user_hooks(param, self.after_reduction)
         self._initial: Tensor | None = None
         self._initial_version = 0
         self.keep_initial(initial)
         give_home(self.piece, self)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of a parameter, or what is pickled of it, is nobody's."""
-        return type(None), ()
+        hooks.keep_user_hooks(self.piece, self.after_reduction)
 
     @property
     def sharding(self) -> Sharding:
@@ -129,6 +150,15 @@ class Home(Residence):
         return sharding
 
     @property
+    def gradients(self) -> GradientBucket | None:
+        """The bucket that its gradient is reduced in; None: the parameter was frozen when it was sharded."""
+        return None if self._gradients is None else self._gradients()
+
+    @gradients.setter
+    def gradients(self, bucket: GradientBucket | None) -> None:
+        self._gradients = None if bucket is None else weakref.ref(bucket)  # the sharding keeps it
+
+    @property
     def team(self) -> Any:
         return self._team
 
@@ -136,16 +166,17 @@ class Home(Residence):
     def copies(self) -> int:  # type: ignore[override]
         return self._copies * self.stages
 
-    def intercept(self, leaf: Tensor, *, beside: bool = False) -> object:
-        """The sharding's reduction is handed the gradients of a leaf while the result, or a graph, is held.
+    def land(self, leaf: Tensor) -> None:
+        """Gradients of the leaf that modules compute with go from its `.grad` to the sharding's reduction."""
+        assert self.gradients is not None
+        receive = partial(_landed, self._sharding, self.gradients.number, self.place)
+        hooks.keep_user_hooks(leaf, self.after_reduction, hooks.landing(self.gradients.inbox, self.place, receive))
 
-        Of the leaf that modules compute with, or of one `beside` that: then two of them may arrive in one pass.
-        """
+    def hand_over(self, leaf: Tensor) -> object:
+        """Gradients of another leaf go to the sharding's reduction while the result, or a graph, is held."""
         if self.gradients is None:
             return hooks.before_accumulation(leaf, self._refuse_gradient)
-        return hooks.before_accumulation(
-            leaf, partial(self.sharding.reduction.arrived, self.gradients, self.place, beside)
-        )
+        return hooks.before_accumulation(leaf, partial(self.sharding.reduction.handed, self.gradients, self.place))
 
     def _refuse_gradient(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
         if grads[0] is not None:
@@ -155,19 +186,23 @@ class Home(Residence):
             )
         return (None,)
 
-    def adopt_hooks(self, param: Tensor) -> None:
-        """Hooks on the accumulation of a gradient are called when it has been reduced."""
-        found = hooks.take_hooks(param)
-        if found is not None:
-            self.after_reduction.append(found)
-
     def call_after_reduction(self, call: Callable[[Tensor], None]) -> Any:
         """What to call when the gradient has been reduced; the result's `remove()` ends that."""
         return hooks.keep_hook(self.after_reduction, call)
 
+    @property
+    def hooks(self) -> tuple[dict[int, Callable[[Tensor], None]], ...]:
+        """By handle, those that wait for the reduced gradient."""
+        return self._before, self.after_reduction
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether there are any."""
+        return any(self.hooks)
+
     def call_hooks(self, param: Tensor) -> None:
         """Those that wait for the gradient: it has been reduced, and is `param`'s."""
-        for call in [call for found in self.after_reduction for call in found.values()]:
+        for call in [*self._before.values(), *self.after_reduction.values()]:
             call(param)
 
     @property
@@ -184,8 +219,13 @@ class Home(Residence):
             torch.autograd.graph.increment_version(self.piece)
             self.seen_version = version
 
+    def is_frozen_or_thawed(self) -> None:
+        """Within a pass, what arrives from here on is asked whether it counts."""
+        if self.gradients is not None:
+            self.gradients.inbox.task = hooks.NO_PASS
+
     def stays(self, param: Tensor) -> bool:
-        return getattr(param, "_zk_home", None) is self
+        return home_of(param) is self
 
     def local_gradient(self, param: Tensor) -> Tensor | None:
         """As everywhere; a plain gradient of the whole shape, set by hand, counts as reduced already."""
@@ -195,12 +235,12 @@ class Home(Residence):
         bucket = self.gradients
         if bucket is not None and bucket.local:
             bucket.refuse_unreduced()
-        if param is self.piece:
-            return grad
+        return grad if param is self.piece else self.part_of(grad)
+
+    def part_of(self, grad: Tensor) -> Tensor:
+        """This rank's elements of a gradient that is shown, or was set by hand."""
         if isinstance(grad, Sharded):
             return grad.span
-        if bucket is not None and not bucket.shows(self.place, grad):
-            self.sharding.watch.refuse_lost(self, param)
         if grad.shape != self.shape or is_placed(grad) is not (self.placed is not None):
             allowed = "" if self.placed is None else ", as a DTensor"
             raise StateError(

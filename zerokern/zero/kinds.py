@@ -38,6 +38,7 @@ __all__ = [
     "local_of",
     "over",
     "present",
+    "residence_of",
     "rest_of",
     "rests_of_gradients",
     "shardings_of",
@@ -51,6 +52,16 @@ Distributed: Any = DTensor  # the base of what takes the place of one
 SLOTS = tuple(DTensor.__slots__)  # where its object keeps what it consists of
 
 
+def residence_of(tensor: Tensor | None) -> Residence | None:
+    """What zk.shard knows of a parameter or of a piece of one, as long as the sharded model lives.
+
+    >>> residence_of(torch.ones(2)) is None
+    True
+    """
+    reference = getattr(tensor, "_zk_home", None)
+    return None if reference is None else reference()
+
+
 def here_of(tensor: Tensor) -> Here:
     """Which elements of a tensor are on this rank: of a piece, those of its parameter.
 
@@ -61,7 +72,7 @@ def here_of(tensor: Tensor) -> Here:
         return Placed.by(tensor)
     if isinstance(tensor, Sharded):
         return tensor.here
-    home: Residence | None = getattr(tensor, "_zk_home", None)
+    home = residence_of(tensor)
     if home is not None and tensor is home.piece:
         return home.here
     return Here.span(tensor.shape, 0, tensor.numel())
@@ -100,7 +111,7 @@ def rest_of(tensor: Tensor) -> Rest | None:
     own: Rest | None = getattr(tensor, "zk_rest", None)
     if own is not None:
         return own
-    home: Residence | None = getattr(tensor, "_zk_home", None)
+    home = residence_of(tensor)
     return None if home is None else home.rest
 
 

@@ -20,13 +20,13 @@ from zerokern.memory import HostPlace, Rest
 from zerokern.memory.copies import Copy
 from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.place import DevicePool
-from zerokern.parallel.tensor_parallel import ShardedDTensor
 from zerokern.zero import hooks
 from zerokern.zero.computing import leaf_over
 from zerokern.zero.homes import Home, alias, give_home
 from zerokern.zero.kinds import Placed, here_of, local_of, version_of
 from zerokern.zero.lifting import Lift, Lifting
 from zerokern.zero.partition import Bucket, Piece
+from zerokern.zero.placed import ShardedDTensor
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Owner
 
@@ -301,8 +301,8 @@ def place(
         else:
             piece = mine.get(number)
             start, span = (0, memory.piece(None)) if piece is None else (piece.start, memory.piece(piece))
-        beside = sharding.parts.each[memory.bucket.ranks]
-        home = Home(tenant.name, param, start, span, sharding, lost.get(number), beside)
+        ranks = sharding.groups.each[memory.bucket.ranks]
+        home = Home(tenant.name, param, start, span, sharding, lost.get(number), ranks)
         if sharding.stage >= 3:
             _forget_weak_references(owners[id(param)])
             _forget_graphs(owners[id(param)])
@@ -311,10 +311,6 @@ def place(
             _lay(tenant, memory)
             give_home(param, home)
             home.seen_version = version_of(param)
-        if param.requires_grad:  # before the bucket is released: autograd looks at the memory once
-            sharding.nodes[home.name] = hooks.accumulator(param if tenant.full is None else tenant.full)
-            if tenant.full is not None:  # a Function can be given the parameter itself
-                sharding.more_nodes.append(hooks.accumulator(param))
         homes.append(home)
     memory.release()
     return homes

@@ -15,7 +15,6 @@ from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
 from zerokern.zero.awaited import arrived, awaited, without_waiting
-from zerokern.zero.data_writes import written
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.homes import home_of
@@ -77,9 +76,8 @@ class Publication:
             arrived(params)
 
     def _refuse_writes(self, memory: BucketMemory) -> None:
-        by_data = set(map(id, written(tenant.param for tenant in memory.tenants)))
         for tenant, version in zip(memory.tenants, self._versions[self._next], strict=True):
-            if tenant.param._version != version or id(tenant.param) in by_data:
+            if tenant.param._version != version:
                 for number in range(self._next, len(self._memories)):
                     self._ready(number)  # nothing is written any more when this is heard of
                 raise StateError(_WRITTEN.format(name=tenant.name))
@@ -92,7 +90,7 @@ class Publisher:
     """
 
     def __init__(self, units: Sequence[Unit], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
-        self._units = units
+        self._modules = [weakref.ref(unit.module) for unit in units]
         self._memories = [memory for memory in memories if memory.bucket.trainable]
         self.gathers = gathers and any(not memory.group.alone for memory in memories)
         self.gatherer: Gatherer | None = None
@@ -165,12 +163,14 @@ class Publisher:
         for bucket in self.gradient_buckets:
             bucket.settles(settle)
         if self.gatherer is None:
-            for number, unit in enumerate(self._units[1:], 1):
-                hooks.wrap_forward(unit.module, partial(self._before_forward, number), _unchanged)
+            for number, reference in enumerate(self._modules[1:], 1):
+                module = reference()
+                if module is not None:
+                    hooks.wrap_forward(module, partial(hooks.weakly(self._before_forward), number), _unchanged)
             return
-        self.gatherer.publishing = self._unfinished
+        self.gatherer.publishing = hooks.weakly(self._unfinished)
         for number, gathered in enumerate(self.gatherer.units):
-            gathered.prepare = partial(self._before_forward, number)
+            gathered.prepare = partial(hooks.weakly(self._before_forward), number)
 
     def _before_forward(self, number: int, *_: Any) -> None:
         self._wait(lambda publication: publication.upto(self._last_of[number]), may_go_on=True)
@@ -200,9 +200,9 @@ class Publisher:
         if self.gatherer is not None:
             self.gatherer.keep_writes()
         self._wait(Publication.finish, may_go_on=may_go_on)
-        self._retire()
+        self.retire()
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Nothing of this step is left, nor of the optimizer that made it."""
         if self._publication is not None:
             self._publication.end()
@@ -217,7 +217,7 @@ class Publisher:
                 self._wait_within(publication, wait)
             except Exception as error:
                 if not (self._failed(error) and may_go_on):
-                    self._retire()  # told once; what can still be done is to load a checkpoint
+                    self.retire()  # told once; what can still be done is to load a checkpoint
                     raise
                 self._unraised = error
                 publication.pass_by()
@@ -237,7 +237,7 @@ class Publisher:
         """Who reads parameters, to keep them perhaps, hears of an update that failed and that forwards passed by."""
         error, self._unraised = self._unraised, None
         if error is not None:
-            self._retire()
+            self.retire()
             raise error
 
     def forget(self) -> None:

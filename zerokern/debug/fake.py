@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, exchanging through memory: the slow twin of the collectives, and their spec.
+"""Ranks that are threads of one process and exchange through memory: the slow reference of the collectives.
 
 Sums are plain loops in the order of the ranks. What must not be touched is looked at again, and what holds nothing to
 rely on is filled with NaN, so that a caller who breaks a rule of `Group` hears of it here first.
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokern.comm.agreement import Board, Disagreement, Interrupted
 from zerokern.comm.group import Group, Handle, own
-from zerokern.comm.whereabouts import Presence, Waiting
+from zerokern.comm.operations import Ledger, Operation
 from zerokern.core.errors import CommError, got
+from zerokern.debug.agreement import Agreement, Disagreement, Interrupted
+from zerokern.debug.processes import ProcessState
 from zerokern.kernels.casts import Squares, add_up
 
-__all__ = ["FakeWorld", "lonely"]
+__all__ = ["FakeWorld"]
 
 LOOK_S = 0.5
 
@@ -87,13 +88,13 @@ class FakeGroup(Group):
     def __init__(self, world: FakeWorld, rank: int) -> None:
         super().__init__(rank, world.size, torch.device("cpu"), f"fake of {world.size}")
         self._world = world
-        self._presence = Presence(f"rank {rank}")
-        self._presence.known.update({other: f"rank {other}" for other in range(world.size)})
-        self._board = Board(world.store, rank, world.size, world.timeout, self._presence)
-        self._presence.join(self._board.ledger, world.store, rank, "fake", list(range(world.size)))
+        self._process = ProcessState(f"rank {rank}")
+        self._process.known.update({other: f"rank {other}" for other in range(world.size)})
+        self._agreement = Agreement(world.store, Ledger(rank, world.size), world.timeout, self._process)
+        self._process.join(self._agreement.group, world.store, rank, "fake", list(range(world.size)))
 
     def follow(self, key: str) -> None:
-        self._board.follow(key)
+        self._agreement.follow(key)
 
     def tie(self, other: Group) -> None:
         if isinstance(other, FakeGroup):
@@ -106,38 +107,38 @@ class FakeGroup(Group):
     def agree(self, key: str) -> None:
         if not self.alone:
             try:
-                self._board.agree(key, lambda: self._world.failure)
+                self._agreement.agree(key, lambda: self._world.failure)
             except (Disagreement, Interrupted) as reason:
                 self._world.fail(str(reason))
                 raise CommError(str(reason), operation="agree", ranks=tuple(range(self.size))) from None
 
-    def _give(self, kind: str, detail: str, tensor: Tensor) -> Waiting:
+    def _give(self, kind: str, detail: str, tensor: Tensor) -> Operation:
         """Puts a copy of the tensor where the other ranks find it."""
-        waiting = self._board.ledger.begin(kind, detail)
+        operation = self._agreement.ledger.begin(kind, detail)
         with self._world.changed:
-            self._world.given.setdefault((kind, waiting.count), {})[self.rank] = (waiting.detail, tensor.clone())
+            self._world.given.setdefault((kind, operation.count), {})[self.rank] = (operation.detail, tensor.clone())
             self._world.changed.notify_all()
-        return waiting
+        return operation
 
-    def _take(self, waiting: Waiting) -> list[Tensor]:
+    def _take(self, operation: Operation) -> list[Tensor]:
         """What all ranks gave, by rank."""
-        with self._presence.awaiting(waiting, self._board.ledger):
-            return self._taken(waiting)
+        with self._process.waiting(operation, self._agreement.group):
+            return self._taken(operation)
 
-    def _taken(self, waiting: Waiting) -> list[Tensor]:
+    def _taken(self, operation: Operation) -> list[Tensor]:
         world, begun = self._world, time.monotonic()
         with world.changed:
-            there = world.given[waiting.kind, waiting.count]
+            there = world.given[operation.kind, operation.count]
         while True:
             with world.changed:
                 if len(there) == self.size:
                     break
                 if world.failure:
-                    self._raise(waiting, world.failure)
+                    self._raise(operation, world.failure)
                 world.changed.wait(LOOK_S)
                 if len(there) == self.size:
                     break
-            failure = self._board.look(waiting) if time.monotonic() - begun > LOOK_S else None
+            failure = self._agreement.look(operation) if time.monotonic() - begun > LOOK_S else None
             reason = failure.reason if failure else ""
             if not reason and time.monotonic() - begun > world.timeout:
                 absent = sorted(set(range(self.size)) - set(there))
@@ -147,35 +148,35 @@ class FakeGroup(Group):
         unlike = {detail for detail, _ in there.values()}
         if len(unlike) > 1:
             says = ", ".join(f"rank {rank}: {detail!r}" for rank, (detail, _) in sorted(there.items()))
-            world.fail(f"ranks differ in {waiting.kind} number {waiting.count}: {says}")
-            self._raise(waiting, world.failure or "")
+            world.fail(f"ranks differ in {operation.kind} number {operation.count}: {says}")
+            self._raise(operation, world.failure or "")
         with world.changed:
-            self._world.taken[waiting.kind, waiting.count] = taken = (
-                world.taken.get((waiting.kind, waiting.count), 0) + 1
+            self._world.taken[operation.kind, operation.count] = taken = (
+                world.taken.get((operation.kind, operation.count), 0) + 1
             )
             if taken == self.size:
-                del world.given[waiting.kind, waiting.count], world.taken[waiting.kind, waiting.count]
+                del world.given[operation.kind, operation.count], world.taken[operation.kind, operation.count]
         return [there[rank][1] for rank in range(self.size)]
 
-    def _raise(self, waiting: Waiting, reason: str) -> None:
-        raise CommError(f"{waiting}: {reason}", operation=waiting.kind, ranks=tuple(range(self.size)))
+    def _raise(self, operation: Operation, reason: str) -> None:
+        raise CommError(f"{operation}: {reason}", operation=operation.kind, ranks=tuple(range(self.size)))
 
-    def _untouched(self, waiting: Waiting, tensor: Tensor, before: Tensor) -> None:
+    def _untouched(self, operation: Operation, tensor: Tensor, before: Tensor) -> None:
         if not torch.equal(tensor.view(torch.uint8), before.view(torch.uint8)):
             reason = f"rank {self.rank} changed what it sends before wait()"
             self._world.fail(reason)
-            self._raise(waiting, reason)
+            self._raise(operation, reason)
 
     def _reduce_scatter(
         self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
     ) -> Handle:
-        waiting = self._give("reduce_scatter", _detail(bucket), bucket)
+        operation = self._give("reduce_scatter", _detail(bucket), bucket)
         if scratch is not None:
             scratch.fill_(float("nan"))
 
         def complete() -> None:
-            given = self._take(waiting)
-            self._untouched(waiting, bucket, given[self.rank])
+            given = self._take(operation)
+            self._untouched(operation, bucket, given[self.rank])
             total = out.float() if add else None
             for one in given:
                 part = own(one, self.rank, self.size).float() * scale
@@ -186,7 +187,7 @@ class FakeGroup(Group):
             if squares is not None and out.numel():
                 add_up(out, [out], add=False, squares=squares)
 
-        return Handle(complete, lambda: self._all_gave(waiting))
+        return Handle(complete, lambda: self._all_gave(operation))
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
         if shard is not None:
@@ -198,95 +199,43 @@ class FakeGroup(Group):
 
     def _spread(self, kind: str, full: Tensor) -> Handle:
         mine = own(full, self.rank, self.size)
-        waiting = self._give(kind, _detail(full), mine)
+        operation = self._give(kind, _detail(full), mine)
         if full.is_floating_point():
             for rank in set(range(self.size)) - {self.rank}:
                 own(full, rank, self.size).fill_(float("nan"))
 
         def complete() -> None:
-            given = self._take(waiting)
-            self._untouched(waiting, mine, given[self.rank])
+            given = self._take(operation)
+            self._untouched(operation, mine, given[self.rank])
             for rank, one in enumerate(given):
                 own(full, rank, self.size).copy_(one)
 
-        return Handle(complete, lambda: self._all_gave(waiting))
+        return Handle(complete, lambda: self._all_gave(operation))
 
     def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
         if scratch is not None and scratch.is_floating_point():
             scratch.fill_(float("nan"))
-        waiting = self._give("all_reduce", f"{op} of {_detail(tensor)}", tensor)
+        operation = self._give("all_reduce", f"{op} of {_detail(tensor)}", tensor)
 
         def complete() -> None:
-            given = self._take(waiting)
-            self._untouched(waiting, tensor, given[self.rank])
+            given = self._take(operation)
+            self._untouched(operation, tensor, given[self.rank])
             wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
             total = given[0].to(wide)
             for one in given[1:]:
                 total = total + one.to(wide) if op == "sum" else torch.maximum(total, one.to(wide))
             tensor.copy_(total)
 
-        return Handle(complete, lambda: self._all_gave(waiting))
+        return Handle(complete, lambda: self._all_gave(operation))
 
     def _broadcast(self, tensor: Tensor, src: int) -> Handle:
-        waiting = self._give("broadcast", f"{_detail(tensor)} from rank {src}", tensor)
-        return Handle(lambda: _fill(tensor, self._take(waiting)[src]), lambda: self._all_gave(waiting))
+        operation = self._give("broadcast", f"{_detail(tensor)} from rank {src}", tensor)
+        return Handle(lambda: _fill(tensor, self._take(operation)[src]), lambda: self._all_gave(operation))
 
-    def _all_gave(self, waiting: Waiting) -> bool:
+    def _all_gave(self, operation: Operation) -> bool:
         with self._world.changed:
-            given = self._world.given.get((waiting.kind, waiting.count))  # nothing: everybody has taken it
+            given = self._world.given.get((operation.kind, operation.count))  # nothing: everybody has taken it
             return given is None or len(given) == self.size
-
-
-class Lonely(Group):
-    """A rank of a world that is not there."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, torch.device("cpu"), f"rank {rank} of {size}, alone")
-
-    def _refuse(self, operation: str) -> Any:
-        raise CommError(
-            f"{operation} was asked of a group that only knows its rank and size, {self.rank} of {self.size}: it "
-            "serves plans; pass a DeviceMesh, or nothing, for one that communicates",
-            operation=operation,
-        )
-
-    def _reduce_scatter(
-        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
-    ) -> Handle:
-        return self._refuse("reduce_scatter")
-
-    def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
-        return self._refuse("all_gather")
-
-    def _publish(self, full: Tensor) -> Handle:
-        return self._refuse("publish")
-
-    def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
-        return self._refuse("all_reduce")
-
-    def _broadcast(self, tensor: Tensor, src: int) -> Handle:
-        return self._refuse("broadcast")
-
-    def agree(self, key: str) -> None:
-        self._refuse("agree")
-
-
-def lonely(rank: int, size: int) -> Group:
-    """A group that knows its rank and size and refuses to communicate: for plans of worlds that are not here.
-
-    >>> lonely(7, 1024)
-    Lonely('rank 7 of 1024, alone', rank 7 of 1024, cpu)
-    >>> lonely(7, 1024).barrier()  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    zerokern.core.errors.CommError: all_gather was asked of a group that only knows its rank and size, 7 of 1024...
-    """
-    for name, value, least in (("size", size, 1), ("rank", rank, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(got(name, value, f"a whole number from {least} on"))
-    if rank >= size:
-        raise ValueError(got("rank", rank, f"0 to {size - 1}"))
-    return Lonely(rank, size)
 
 
 def _detail(tensor: Tensor) -> str:

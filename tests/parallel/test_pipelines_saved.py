@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
-
 from layout_cases import Laid, mesh_of
 from pipeline_cases import Alone, batch, gradients, parameters, part, pipeline, whole
 from safetensors.torch import load_file

@@ -38,7 +38,8 @@ from zero_cases import make_sgd
 import zerokern as zk
 from zerokern.activations.comparing import fingerprint
 from zerokern.activations.dividing import Dividing, Whole, keeper_for
-from zerokern.comm import FakeWorld, Group
+from zerokern.comm import Group
+from zerokern.debug.fake import FakeWorld
 
 NBYTES = ROWS * WIDTH * 4
 

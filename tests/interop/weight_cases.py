@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from pages import MIB, large_things_apart, peak, restart_peak
+from raw_cases import raw
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
-
-from pages import MIB, large_things_apart, peak, restart_peak
-from raw_cases import raw
 from worlds import World, built
 
-from zerokern.checkpoint import export, load_pretrained
+from zerokern.interop import export, load_pretrained
 
 __all__ = ["MIB", "export", "large_things_apart", "load_pretrained", "peak", "raw", "restart_peak"]
 

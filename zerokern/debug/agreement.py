@@ -1,5 +1,7 @@
-"""What ranks tell each other when something is wrong, through the group's store: the next step that each of them wants,
-what it waits for, whether it failed. Nothing here takes part in a collective, so it works while one hangs."""
+"""What ranks of a group tell each other through a store: the step that each wants, what it waits for, that it failed.
+
+Nothing here takes part in a collective, so it works while one hangs.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from zerokern.comm.whereabouts import Ledger, Presence, Waiting, phase
+from zerokern.comm.operations import Ledger, Operation, phase
+from zerokern.debug.processes import GroupRecord, ProcessState
 
-__all__ = ["Board", "Disagreement", "Failure", "Interrupted", "ranks_in_words"]
+__all__ = ["Agreement", "Disagreement", "Failure", "Interrupted", "ranks_in_words"]
 
 REMEMBERED = 4096  # steps; whoever deviates is at most a few steps behind
 LOOK_S = 0.25  # a rank that waits this long for an agreement reads what the others said
@@ -22,7 +25,7 @@ WARN_S = 30.0  # somebody waits, and may wait on: it is said once, in the log
 
 
 class Failure(NamedTuple):
-    """Why a group is at its end, in words that hold on every rank, and who is gone."""
+    """Why a group has failed, in words that hold on every rank, and which ranks are gone."""
 
     reason: str
     gone: tuple[int, ...] = ()
@@ -30,7 +33,7 @@ class Failure(NamedTuple):
 
 
 class Disagreement(RuntimeError):
-    """Ranks that want different things, or one that has failed."""
+    """Ranks want different things, or one has failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
@@ -38,24 +41,24 @@ class Disagreement(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """An agreement that somebody else ended."""
+    """An agreement was ended from outside."""
 
 
-class Board:
-    """One group's page in its store. Each rank writes its own statement and reads those of the others.
+class Agreement:
+    """One rank's side of what a group tells each other: it writes its own statement and reads those of the others.
 
     >>> import torch.distributed as dist
-    >>> board = Board(dist.HashStore(), rank=0, size=1)
-    >>> board.agree("block 1")
-    >>> board.position
+    >>> agreement = Agreement(dist.HashStore(), Ledger(0, 1))
+    >>> agreement.agree("block 1")
+    >>> agreement.position
     1
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, patience_s: float = 60.0, presence: Presence | None = None
+        self, store: Any, ledger: Ledger, patience_s: float = 60.0, process: ProcessState | None = None
     ) -> None:
-        self.rank, self.size, self.patience_s = rank, size, patience_s
-        self.ledger, self.presence = Ledger(rank, size), presence or Presence()
+        self.rank, self.size, self.patience_s = ledger.rank, ledger.size, patience_s
+        self.ledger, self.process, self.group = ledger, process or ProcessState(), GroupRecord(ledger)
         self.lost = False
         self._store = store
         self._said: dict[str, Any] = {}
@@ -81,14 +84,14 @@ class Board:
 
         `interrupt` is asked now and then; what it returns ends the wait.
         """
-        waiting = Waiting("agree", self.ledger.step(), repr(key))
-        with self.presence.awaiting(waiting, self.ledger):
-            self._agree(waiting, key, interrupt)
+        operation = Operation("agree", self.ledger.step(), repr(key))
+        with self.process.waiting(operation, self.group):
+            self._agree(operation, key, interrupt)
 
-    def _agree(self, waiting: Waiting, key: str, interrupt: Callable[[], str | None]) -> None:
-        position = waiting.count
+    def _agree(self, operation: Operation, key: str, interrupt: Callable[[], str | None]) -> None:
+        position = operation.count
         self._steps.append((position, key, False))
-        self._say(agree=[position, key], within=waiting.phase)
+        self._say(agree=[position, key], within=operation.phase)
         self._count(position, key)
         begun, pause, again = time.monotonic(), 50e-6, LOOK_S
         look = begun + LOOK_S
@@ -97,13 +100,13 @@ class Board:
             if now >= look:
                 look, again = now + again, min(2 * again, LONGEST_S)
                 self._trouble(True)
-                failure = self._deviation(self._said_by_others(), position, key) or self.look(waiting)
+                failure = self._deviation(self._said_by_others(), position, key) or self.look(operation)
                 if failure:
                     raise Disagreement(failure)
                 reason = interrupt()
                 if reason:
                     raise Interrupted(reason)
-                self.warn(waiting, now - begun)
+                self.warn(operation, now - begun)
             if now >= begun + self.patience_s:
                 raise Disagreement(Failure(self._absent(position, key)))
             time.sleep(pause)
@@ -111,12 +114,12 @@ class Board:
         self._trouble(False)
         self._clear(position, key)
 
-    def warn(self, waiting: Waiting, waited_s: float) -> None:
+    def warn(self, operation: Operation, waited_s: float) -> None:
         """Says once, in the log, whom this rank waits for, and where they last were."""
-        if waiting.warned or waited_s < min(WARN_S, self.patience_s / 2):
+        if operation.warned or waited_s < min(WARN_S, self.patience_s / 2):
             return
-        waiting.warned = True
-        others = self.late(waiting)
+        operation.warned = True
+        others = self.late(operation)
         last = "; ".join(f"rank {rank} was last in {where}" for rank, where in others.items() if where)
         logging.getLogger("zerokern").warning(
             "rank %d has waited %.0f s for %s, in %s%s. It waits on, until the group's timeout of %g s: whoever is "
@@ -124,7 +127,7 @@ class Board:
             self.rank,
             waited_s,
             ranks_in_words(others) if others else "the other ranks",
-            waiting.place,
+            operation.place,
             f"; {last}" if last else "",
             self.patience_s,
         )
@@ -133,15 +136,15 @@ class Board:
         """Whether some rank waits long for an agreement; one question to the store."""
         return self._store.check(["trouble"])
 
-    def look(self, waiting: Waiting) -> Failure | None:
+    def look(self, operation: Operation) -> Failure | None:
         """Says what this rank is stuck in, and looks for the reason. None: nothing is wrong yet."""
-        self._say(stuck=[waiting.kind, waiting.count, waiting.detail], within=waiting.phase)
+        self._say(stuck=[operation.kind, operation.count, operation.detail], within=operation.phase)
         others = self._said_by_others()
         for said in others.values():
             kind, count, detail = said.get("stuck") or (None, None, None)
             for mine in list(self.ledger.record):
                 if (kind, count) == (mine.kind, mine.count) and detail != mine.detail:
-                    return Failure(self._unlike(mine, waiting.phase, others))
+                    return Failure(self._unlike(mine, operation.phase, others))
         for position, key, followed in list(self._steps):
             if followed and any((said.get("agree") or [None])[0] == position for said in others.values()):
                 failure = self._deviation(others, position, key)
@@ -151,7 +154,7 @@ class Board:
                 self._join(position, key)
         failure = _failure(others)
         if failure is None:
-            found = self.presence.deadlock(self.ledger, waiting)
+            found = self.process.deadlock(self.group, operation)
             failure = Failure(found[0], told=found[1]) if found else None
         return failure
 
@@ -169,9 +172,9 @@ class Board:
         """Which other ranks have said why."""
         return _failures(self._said_by_others())
 
-    def late(self, waiting: Waiting) -> dict[int, str]:
+    def late(self, operation: Operation) -> dict[int, str]:
         """Which other ranks have not begun this, as far as is known, and where they last were."""
-        return self.presence.others(self.ledger, waiting)
+        return self.process.others(self.group, operation)
 
     def _say(self, **what: Any) -> None:
         if any(self._said.get(name) != value for name, value in what.items()):
@@ -231,7 +234,7 @@ class Board:
             f"to that step within {self.patience_s:g} s. Every rank must run the same modules in the same order"
         )
 
-    def _unlike(self, mine: Waiting, its_phase: str, others: dict[int, dict[str, Any]]) -> str:
+    def _unlike(self, mine: Operation, its_phase: str, others: dict[int, dict[str, Any]]) -> str:
         details, within = {self.rank: mine.detail}, {self.rank: its_phase}
         for rank, said in others.items():
             if said.get("stuck", [])[:2] == [mine.kind, mine.count]:

@@ -30,8 +30,8 @@ import zerokern as zk
 from zerokern.checkpoint import load
 from zerokern.checkpoint.extra import decoded
 from zerokern.checkpoint.ranks import Ranks
+from zerokern.checkpoint.saved import open_checkpoint
 from zerokern.core.errors import IoError, StateError
-from zerokern.interop.foreign import open_checkpoint
 from zerokern.interop.naming import named
 
 GROUP = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.01}

@@ -76,7 +76,7 @@ def _works(calls: Calls) -> bool:
 
 def reader_of(
     params: Sequence[Tensor],
-    addresses: Sequence[int],
+    addresses: Sequence[int] | None,
     numels: Sequence[int],
     dtypes: Sequence[torch.dtype],
     grad_dtypes: Sequence[torch.dtype],
@@ -99,21 +99,23 @@ class GradientReader:
         self,
         calls: Calls,
         params: Sequence[Tensor],
-        addresses: Sequence[int],
+        addresses: Sequence[int] | None,
         numels: Sequence[int],
         dtypes: Sequence[torch.dtype],
         grad_dtypes: Sequence[torch.dtype],
     ) -> None:
+        """`addresses`: None where the parameters themselves may be anywhere."""
         self._calls, numbers, strided = calls
         self.cells = Cells(params)
         self._columns = (
             self.cells.bodies,
-            array("Q", addresses),
+            array("Q", addresses or ()),
             array("q", numels),
             array("i", [numbers[dtype] for dtype in dtypes]),
             array("i", [numbers[dtype] for dtype in grad_dtypes]),
         )
-        self._list = native.TensorList(*(column.buffer_info()[0] for column in self._columns), len(params), strided)
+        columns = [column.buffer_info()[0] if len(column) else None for column in self._columns]
+        self._list = native.TensorList(*columns, len(params), strided)
         self._read = native.library().zk_gradients
 
     def read(self) -> array[int] | None:

@@ -85,7 +85,7 @@ def fsdp_loads(rank: int, folder: str) -> dict[str, Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from zerokern.interop.foreign import open_checkpoint
+    from zerokern.checkpoint.saved import open_checkpoint
 
     source = open_checkpoint(folder)
     source.verify(rank, 3)

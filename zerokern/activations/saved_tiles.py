@@ -1,4 +1,4 @@
-"""Tiled weights in checkpoints: what is in pieces here is saved, and found, as the one tensor that it is to others."""
+"""Tiled weights in a checkpoint: saved and loaded as the one tensor that each is to models without tiles."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch import Tensor, nn
 
+from zerokern.activations.tiles import Cut
 from zerokern.checkpoint.index import Box, TensorRow
+from zerokern.checkpoint.layout import SavedLayout, Within
 from zerokern.checkpoint.source import Parts, Source, Told, boxes_of, untold
 from zerokern.core.errors import IoError, StateError
 from zerokern.kernels.formats import BLOCK, blocks
 
-__all__ = ["TilePart", "TilePlace", "Untiled", "folded", "in_order", "index_of", "joined", "told_once"]
+__all__ = ["TilePart", "TiledLayout", "Untiled", "tiled_layout"]
 
 STATE = "optim.state."
 
@@ -58,19 +59,6 @@ class TilePart:
         )
 
 
-@dataclass(frozen=True)
-class TilePlace:
-    """Where a saved tensor lies in another: from `first` on in its first dimension."""
-
-    key: str
-    first: int
-    shape: torch.Size
-
-    def moved(self, offsets: Sequence[int]) -> torch.Size:
-        """Offsets of the one, in the other."""
-        return torch.Size((offsets[0] + self.first, *offsets[1:])) if offsets else torch.Size()
-
-
 def split(key: str) -> tuple[str, str, str]:
     """What a key begins with, the parameter's name, and what follows it.
 
@@ -84,80 +72,84 @@ def split(key: str) -> tuple[str, str, str]:
     return f"{kind}.", name, ""
 
 
-def told_once(names: Iterable[str], parts: Mapping[str, TilePart]) -> list[str]:
-    """The names that others know.
+def tiled_layout(modules: Iterable[tuple[str, nn.Module]]) -> TiledLayout | None:
+    """The layout of a model with tiled weights at stage 3, of its modules by prefix; None where it has none.
+
+    >>> tiled_layout([("", nn.Linear(2, 2))]) is None
+    True
+    """
+    parts: dict[str, TilePart] = {}
+    for prefix, module in modules:
+        if isinstance(module, Cut):
+            first, shape = 0, torch.Size((module.out_features, module.in_features))
+            for number, piece in enumerate(module.pieces):
+                parts[f"{prefix}tiles.{number}.weight"] = TilePart(f"{prefix}weight", first, shape, piece.shape)
+                first += len(piece)
+    return TiledLayout(parts) if parts else None
+
+
+class TiledLayout(SavedLayout):
+    """Tiles are rows of the weight of their Linear.
 
     >>> part = TilePart("weight", 0, torch.Size([4, 2]), torch.Size([2, 2]))
-    >>> told_once(["bias", "tiles.0.weight", "tiles.1.weight"], {"tiles.0.weight": part, "tiles.1.weight": part})
+    >>> layout = TiledLayout({"tiles.0.weight": part, "tiles.1.weight": part})
+    >>> layout.saved_names(["bias", "tiles.0.weight", "tiles.1.weight"])
     ['bias', 'weight']
-    """
-    return list(dict.fromkeys(parts[name].whole if name in parts else name for name in names))
-
-
-def in_order(names: Iterable[str], parts: Mapping[str, TilePart]) -> list[str]:
-    """The same as an untiled model has them: a Linear's weight before its bias.
-
-    >>> part = TilePart("weight", 0, torch.Size([4, 2]), torch.Size([4, 2]))
-    >>> in_order(["bias", "tiles.0.weight"], {"tiles.0.weight": part})
+    >>> layout.saved_order(["bias", "tiles.0.weight", "tiles.1.weight"])
     ['weight', 'bias']
     """
-    made = told_once(names, parts)
-    whole = {part.whole for part in parts.values()}
-    for at, (bias, weight) in enumerate(pairwise(made)):
-        if weight in whole and bias == f"{weight.removesuffix('weight')}bias":
-            made[at : at + 2] = weight, bias
-    return made
 
+    def __init__(self, parts: Mapping[str, TilePart]) -> None:
+        self._parts = parts
+        self._count: dict[str, int] = {}
+        for part in parts.values():
+            self._count[part.whole] = self._count.get(part.whole, 0) + 1
 
-def joined(items: dict[str, Any], parts: Mapping[str, TilePart]) -> tuple[dict[str, Any], dict[str, TilePlace]]:
-    """Of what is to be saved by key: the items, and where those lie that are a part; what all parts have, once."""
-    if not parts:
-        return items, {}
-    count: dict[str, int] = {}
-    for part in parts.values():
-        count[part.whole] = count.get(part.whole, 0) + 1
-    made: dict[str, Any] = {}
-    places: dict[str, TilePlace] = {}
-    found: dict[str, list[str]] = {}
-    for key, item in items.items():
-        kind, name, last = split(key)
-        if name not in parts:
-            made[key] = item
-            continue
-        part, shape = parts[name], item.size() if not isinstance(item, Tensor) else item.shape
-        whole = f"{kind}{part.whole}{last}"
-        found.setdefault(whole, []).append(name)
-        there = part.of(last, shape, key)
-        if there is not None:
-            made[key], places[key] = item, TilePlace(whole, *there)
-        elif whole not in made:
-            made[whole] = item
-        elif not torch.equal(made[whole], item):
-            raise StateError(f"{key} is {item}, and that of other tiles of {part.whole!r} is {made[whole]}; {_AS_ONE}")
-    for whole, names in found.items():
-        part = parts[names[0]]
-        if len(names) < count[part.whole]:
-            missing = sorted(name for name in parts if parts[name].whole == part.whole and name not in names)
-            raise StateError(f"{whole} is there of {names[0]!r}, and not of {missing[0]!r}; {_AS_ONE}")
-    return made, places
+    def place(self, name: str, shape: torch.Size) -> tuple[str, torch.Size, int]:
+        part = self._parts.get(name)
+        return (name, shape, 0) if part is None else (part.whole, part.shape, part.begin)
+
+    def saved_order(self, names: Iterable[str]) -> list[str]:
+        """As an untiled model registers them: a Linear's weight before its bias."""
+        made = self.saved_names(names)
+        for at, (bias, weight) in enumerate(pairwise(made)):
+            if weight in self._count and bias == f"{weight.removesuffix('weight')}bias":
+                made[at : at + 2] = weight, bias
+        return made
+
+    def joined(self, items: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Within]]:
+        parts = self._parts
+        made: dict[str, Any] = {}
+        places: dict[str, Within] = {}
+        found: dict[str, list[str]] = {}
+        for key, item in items.items():
+            kind, name, last = split(key)
+            if name not in parts:
+                made[key] = item
+                continue
+            part, shape = parts[name], item.size() if not isinstance(item, Tensor) else item.shape
+            whole = f"{kind}{part.whole}{last}"
+            found.setdefault(whole, []).append(name)
+            there = part.of(last, shape, key)
+            if there is not None:
+                made[key], places[key] = item, Within(whole, *there)
+            elif whole not in made:
+                made[whole] = item
+            elif not torch.equal(made[whole], item):
+                other = f"that of other tiles of {part.whole!r} is {made[whole]}"
+                raise StateError(f"{key} is {item}, and {other}; {_AS_ONE}")
+        for whole, names in found.items():
+            of = parts[names[0]].whole
+            if len(names) < self._count[of]:
+                missing = sorted(name for name in parts if parts[name].whole == of and name not in names)
+                raise StateError(f"{whole} is there of {names[0]!r}, and not of {missing[0]!r}; {_AS_ONE}")
+        return made, places
+
+    def source(self, source: Source) -> Source:
+        return Untiled(source, self._parts)
 
 
 _AS_ONE = "the tiles of a weight are saved as one: train, freeze and step them alike"
-
-
-def folded(
-    metadata: Mapping[str, TensorStorageMetadata], places: Mapping[str, TilePlace]
-) -> dict[str, TensorStorageMetadata]:
-    """What torch says of the saved tensors, with parts where they belong."""
-    made: dict[str, TensorStorageMetadata] = {}
-    for key, found in metadata.items():
-        place = places.get(key)
-        if place is None:
-            made[key] = found
-            continue
-        there = made.setdefault(place.key, replace(found, size=place.shape, chunks=[]))
-        there.chunks += [ChunkStorageMetadata(place.moved(one.offsets), one.sizes) for one in found.chunks]
-    return made
 
 
 class Untiled(Source):
@@ -170,18 +162,18 @@ class Untiled(Source):
         for name, part in parts.items():
             by_whole.setdefault(part.whole, {})[name] = part
         self.tensors = {}
-        self._places: dict[str, TilePlace] = {}
+        self._places: dict[str, Within] = {}
         for key, row in source.tensors.items():
             kind, name, last = split(key)
             if name not in by_whole:
                 self.tensors[key] = row
             for mine, part in by_whole.get(name, {}).items():
                 own = f"{kind}{mine}{last}"
-                self.tensors[own] = self._row(own, TilePlace(key, 0, torch.Size(row.shape)), row, part, last)
+                self.tensors[own] = self._row(own, Within(key, 0, torch.Size(row.shape)), row, part, last)
         self.values = dict(source.values)
         self._rename({whole: list(some) for whole, some in by_whole.items()})
 
-    def _row(self, own: str, place: TilePlace, row: TensorRow, part: TilePart, last: str) -> TensorRow:
+    def _row(self, own: str, place: Within, row: TensorRow, part: TilePart, last: str) -> TensorRow:
         there = part.of(last, row.shape, f"{place.key} of {self.path}")
         if there is None:
             self._places[own] = place
@@ -189,7 +181,7 @@ class Untiled(Source):
         first, shape = there
         if shape != torch.Size(row.shape):  # it has the shape of one tile
             raise StateError(f"{place.key}: shape {row.shape}; the model has {tuple(shape)}, in tiles")
-        self._places[own] = place = TilePlace(place.key, first, shape)
+        self._places[own] = place = Within(place.key, first, shape)
         sizes = part.sizes if shape == part.shape else torch.Size([blocks(part.sizes.numel())])
         return TensorRow(row.dtype, tuple(sizes), list(_shifted(row.boxes, first, sizes[0])))
 
@@ -245,11 +237,3 @@ def _shifted(boxes: Iterable[Box], first: int, count: int) -> Iterator[Box]:
     for box in boxes:
         if box.offsets[0] < first + count and box.offsets[0] + box.sizes[0] > first:
             yield replace(box, offsets=(box.offsets[0] - first, *box.offsets[1:]))
-
-
-def index_of(index: MetadataIndex, places: Mapping[str, TilePlace]) -> MetadataIndex:
-    """Of the tensor that it is saved as."""
-    place = places.get(index.fqn)
-    if place is None:
-        return index
-    return MetadataIndex(place.key, place.moved(index.offset or (0,) * len(place.shape)))

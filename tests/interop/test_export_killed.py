@@ -20,7 +20,7 @@ from weight_cases import INDEX, LARGE, SINGLE, SMALL, export, filled, names, who
 from worlds import World, on_ranks, ranked
 
 import zerokern as zk
-from zerokern.checkpoint import exported
+from zerokern.interop import exported
 
 CALLS = (
     (os, "rename"), (os, "fsync"), (os, "pwrite"), (Path, "unlink"), (os, "open"), (os, "ftruncate"),

@@ -171,18 +171,18 @@ def working_memory(world: World, hidden: int, tiles: int, folder: Path | None) -
     for _ in range(2):
         model(x).sum().backward()
     rest, most, reduction = pages(), [0], type(sharding_of(model).reduction)
-    launch = reduction._launch
+    landed = reduction.landed
 
     def looked(*args: Any) -> Any:
         most[0] = max(most[0], pages(collected=False) - rest)
-        return launch(*args)
+        return landed(*args)
 
-    reduction._launch = looked  # a bucket's gradients are complete, units are whole
+    reduction.landed = looked  # a bucket's gradients are complete, units are whole
     for module in model.modules():
         if not list(module.children()):
             module.register_forward_hook(lambda *_: most.__setitem__(0, max(most[0], pages(collected=False) - rest)))
     model(x).sum().backward()
-    reduction._launch = launch
+    reduction.landed = landed
     return most[0]
 
 

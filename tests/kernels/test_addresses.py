@@ -10,8 +10,8 @@ import torch
 from tables import each
 
 import zerokern as zk
-from zerokern.optim import gradients
-from zerokern.optim.gradients import Cells, GradientReader, reader_of
+from zerokern.kernels import addresses
+from zerokern.kernels.addresses import Cells, GradientReader, reader_of
 
 Params = list[torch.nn.Parameter]
 
@@ -112,11 +112,11 @@ def test_parameters_that_never_had_a_gradient_give_none() -> None:
 def test_a_torch_that_lacks_a_function_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gradients.torch_calls.cache_clear()
-    monkeypatch.setitem(gradients._IMPORTS, "grad", ("libc10.so", "no_such_symbol"))
+    addresses.torch_calls.cache_clear()
+    monkeypatch.setitem(addresses._IMPORTS, "grad", ("libc10.so", "no_such_symbol"))
     with caplog.at_level(logging.WARNING, "zerokern"):
         assert [reader_of(make(), [], [], [], []), reader_of(make(), [], [], [], [])] == [None, None]
-    gradients.torch_calls.cache_clear()
+    addresses.torch_calls.cache_clear()
     assert len(caplog.records) == 1
     assert "no_such_symbol" in caplog.text
 
@@ -143,7 +143,7 @@ def test_writes_are_counted_where_the_objects_have_their_bodies_now() -> None:
 
 
 def test_another_torch_counts_writes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "_cell", lambda: None)
+    monkeypatch.setattr(addresses, "_cell", lambda: None)
     weight = torch.nn.Parameter(torch.ones(2))
     cells = Cells([weight])
     cells.raise_versions()

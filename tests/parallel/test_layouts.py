@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zero"))
-
 from layout_cases import Alone, Laid, adamw
 from raw_cases import raw
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from worlds import on_ranks
 
 import zerokern as zk

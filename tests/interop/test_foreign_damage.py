@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import zerokern as zk
 from zerokern.checkpoint import archive
+from zerokern.checkpoint.saved import open_checkpoint
 from zerokern.cli.main import main
 from zerokern.core.errors import BudgetError, IoError, ZerokernError
-from zerokern.interop.foreign import open_checkpoint
 
 NAMES = ["first.weight", "first.bias", "second.weight"]
 
