@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tables import each
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 from worlds import World, anywhere, built, full, ranked, refusal, says, step_and_zero
 from zero_cases import make_sgd
 
@@ -198,6 +199,29 @@ def test_compiled_units(before: bool) -> None:
         one(rows(0, 0)).square().sum().backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.local.view_as(theirs), theirs.grad, rtol=1e-4, atol=1e-3)
+
+
+@ranked
+def checkpointed(world: World, stage: int) -> None:
+    """Adapted: what is frozen is not read in backward until a slice is recomputed."""
+    plain = built(Stack)
+    for name, param in plain.named_parameters():
+        param.requires_grad_("down" in name)
+    ours = copy.deepcopy(plain)
+    world.shard(ours, stage=stage, micro=2)
+    for model in (ours, plain):
+        optimizer = make_sgd([param for param in model.parameters() if param.requires_grad])
+        checkpoint(lambda x, model=model: loss_of(model(x)), rows(0, world.rank), use_reentrant=False).backward()
+        if model is plain:
+            world.average_gradients(param for param in plain.parameters() if param.requires_grad)
+        optimizer.step()
+    for mine, theirs in zip(full(ours).values(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+@each("size, stage", [(2, 3), (2, 0), (1, 3)])
+def test_a_checkpoint_around_units_in_slices(size: int, stage: int) -> None:
+    anywhere(size, checkpointed, stage)
 
 
 class Noted(Piece):

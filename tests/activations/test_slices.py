@@ -216,6 +216,22 @@ def test_with_other_things(how: str) -> None:
         assert close(mine, theirs) in (None, True)
 
 
+def test_a_checkpoint_around_several_is_computed_again_once() -> None:
+    layers, rows = [nn.Linear(WIDTH, WIDTH) for _ in range(3)], []
+
+    def noted(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+        return lambda x: (rows.append(len(x)), layer(x).exp().exp())[1]
+
+    def fn(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = zk.recompute(noted(layer), x, micro=2)
+        return x.sin()
+
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    checkpoint(fn, x, use_reentrant=False).sum().backward()
+    assert rows == [2] * 3 * 6  # each slice of each layer in forward, in the checkpoint's second one, and by itself
+
+
 def test_nothing_to_train_and_no_gradients() -> None:
     block, x, place = built()
     torch.manual_seed(9)

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -287,8 +286,16 @@ def refuse_statistics(what: str) -> NoReturn:
     )
 
 
-def _one_recomputation() -> contextlib.AbstractContextManager[Any]:
-    """Within another checkpoint: that one is computed again once for all slices."""
-    group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
-    is_one = getattr(torch._C, "_get_graph_exec_group", None)
-    return contextlib.nullcontext() if group is None or is_one is None or is_one() is not None else group()
+@contextlib.contextmanager
+def _one_recomputation() -> Iterator[None]:
+    """Has the passes within count as the one that is running: a checkpoint around is computed again once for all."""
+    group = getattr(torch._C, "_get_graph_exec_group", None)
+    if group is None or group() is not None:
+        yield
+        return
+    # torch's checkpoint looks up what it has recomputed by this, where it is set, or else by the number of the pass
+    torch._C._set_graph_exec_group(torch._C._current_graph_task_id())  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        torch._C._set_graph_exec_group(None)
