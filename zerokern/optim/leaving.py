@@ -26,6 +26,7 @@ from zerokern.optim.hosted import Host, Twin
 from zerokern.optim.local import Local
 from zerokern.optim.parts import Part
 from zerokern.zero import hooks
+from zerokern.zero.squares import GradReady
 
 __all__ = ["Departure", "Leaving"]
 
@@ -190,18 +191,17 @@ class Leaving:
             everyone = [one for one in everyone if self._expected.get(id(one))]
             self._leave(part, everyone, [one.grad for one in everyone if one.grad is not None])
 
-    def reduced(self, part: Part) -> None:
+    def reduced(self, part: Part, ready: GradReady) -> None:
         """zk.shard has reduced a bucket: what there is on this rank is final, if no other pass comes."""
         key = id(part)
         self._arrived[key] = self._arrived.get(key, 0) + 1
         if self._arrived[key] != self._expected.get(key):
             self._recall(part)
             return
-        bucket = part.sharding.gradient_buckets[part.bucket]
         places = [place for place in part.members if self.local.near[place].requires_grad]
         homes: list[Any] = [self.local.homes[place] for place in places]
-        grads = [bucket.reduced_span(home.place) for home in homes]
-        self._leave(part, [self.local.near[place] for place in places], grads, bucket.handed_out)
+        grads = [ready.pieces[home.place] for home in homes]
+        self._leave(part, [self.local.near[place] for place in places], grads, ready.handed_out)
 
     def _recall(self, part: Part) -> None:
         """Another pass adds to what has left: it is fetched in `step()`."""
@@ -261,10 +261,10 @@ def _told(leaving: weakref.ref[Leaving], param: Tensor) -> None:
         there.arrived(param)
 
 
-def _reduced(leaving: weakref.ref[Leaving], part: Part) -> None:
+def _reduced(leaving: weakref.ref[Leaving], part: Part, ready: GradReady) -> None:
     there = leaving()
     if there is not None:
-        there.reduced(part)
+        there.reduced(part, ready)
 
 
 def _freed(leaving: weakref.ref[Leaving]) -> None:

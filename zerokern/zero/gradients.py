@@ -26,7 +26,7 @@ from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.references import References, shares
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
-from zerokern.zero.squares import BucketSquares
+from zerokern.zero.squares import BucketSquares, GradReady
 from zerokern.zero.summing import Summing
 
 __all__ = ["GradientBucket"]
@@ -34,11 +34,13 @@ __all__ = ["GradientBucket"]
 SMALL = 64 << 10  # bytes of a gradient on a CPU up to which a call costs more than copying it at once saves
 
 _grad_of = attrgetter("grad")
-_layout_of, _is_trained = attrgetter("layout"), attrgetter("requires_grad")
+_is_trained, _version_of = attrgetter("requires_grad"), attrgetter("_version")
 
 
 class GradientBucket:
     """What arrived of a bucket's gradients, where they are gathered up (`buffer`) and where they end (`reduced`)."""
+
+    leaves_memory = False  # whether what is reduced goes elsewhere until it is used
 
     def __init__(
         self, number: int, memory: BucketMemory, homes: list[Home], stage: int, dtype: torch.dtype, losses: int | None
@@ -94,7 +96,8 @@ class GradientBucket:
         self._places = frozenset(range(len(self.tenants)))
         self.receive: Callable[[int, Tensor], None] | None = None  # what is added to one that is shown
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
-        self.listeners: list[Callable[[], None]] = []  # are told whenever a pass has reduced this bucket
+        self.ready: GradReady | None = None  # what the last pass has reduced, until the next one opens the bucket
+        self.listeners: list[Callable[[GradReady], None]] = []
         self._guards: list[Callable[[], None]] = []
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
         places = [tenant.place for tenant in self.tenants]
@@ -290,6 +293,7 @@ class GradientBucket:
 
     def spare_what_is_kept(self) -> None:
         """A gradient that `.grad` shows no more, but somebody has kept, stays as it is: the next goes elsewhere."""
+        self.ready = None  # it refers to them
         if self.reduced is None or self._references is None:
             return
         live = {at for at, grad in self.kept_gradients().items() if self.exposed or grad is self.shown[at]}
@@ -318,7 +322,7 @@ class GradientBucket:
         """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
         self._guard()
         self._guards.clear()
-        self.squares.forget(self._reduced_spans())
+        self.ready = None
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
             lives = self._lives()
@@ -401,8 +405,7 @@ class GradientBucket:
         late = self._zeros() if self.late is None else self.late
         self._guard()
         assert self.reduced is not None
-        self.squares.forget(self._reduced_spans())
-        squares = self.squares.wanted()
+        self.ready, squares = None, self.squares.wanted()
         (self.summing.begin(late, self.reduced, add=True, scratch=scratch, squares=squares) or Handle()).wait()
         if self.stays:
             self.reduced.add_(late)
@@ -447,10 +450,21 @@ class GradientBucket:
 
     def tell(self) -> None:
         """What is reduced is there: for the caller, or, on a device, for its current stream."""
-        if not self.exposed:
-            self.squares.note(self._reduced_spans())
+        assert self.reduced is not None
+        pieces, begin = self._reduced_spans(), 0 if self.stays else self.group.rank * self.bucket.shard_numel
+        sums = [None] * len(pieces) if self.exposed else self.squares.found(pieces, everything=self.leaves_memory)
+        self.ready = GradReady(
+            self.number,
+            (begin, begin + self.reduced.numel()),
+            self.reduced,
+            pieces,
+            list(map(_version_of, pieces)),
+            sums,
+            self.squares.nonfinite(sums),
+            self.handed_out,
+        )
         for listener in self.listeners:
-            listener()
+            listener(self.ready)
 
     def reads_until(self, wait: Callable[[], None]) -> None:
         """Something reads what is reduced: whoever writes it calls `wait` first."""
