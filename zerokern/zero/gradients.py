@@ -72,10 +72,8 @@ class GradientBucket:
         self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.tenants]
         self._aside: dict[int, Tensor] = {}
         self._waiting_places = [place for place, waits in enumerate(self.waits) if waits]
-        self._waiting, self._waiting_leaves = (
-            set(self._waiting_places),
-            [self.leaves[at] for at in self._waiting_places],
-        )
+        self._waiting_leaves = [self.leaves[place] for place in self._waiting_places]
+        self._waiting = set(self._waiting_places)
         self._params: list[Tensor] = [one.param for one in memory.tenants]
         self.lands_in_params = stage < 3
         self._user_hooks = [hooks for home in homes for hooks in home.hooks]
