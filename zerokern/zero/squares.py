@@ -67,7 +67,7 @@ class BucketSquares:
         places = {param: place for place, param in enumerate(params)}
         pieces = list(here)
         self._here = [places.pop(piece.param) for piece in pieces]
-        self._nothing = dict.fromkeys(places.values(), 0.0)
+        self._elsewhere = list(places.values())
         self._squares = Squares((piece.offset, piece.numel) for piece in pieces)
 
     def wanted(self) -> Squares | None:
@@ -77,14 +77,19 @@ class BucketSquares:
 
     def found(self, reduced: Sequence[Tensor], *, everything: bool) -> list[float | None]:
         """What has been measured of these, by place; `everything`: the rest is measured now."""
+        found: list[float | None] = [None] * len(reduced)
         sums = self._squares.sums
-        known = {} if sums is None else dict(zip(self._here, sums, strict=True)) | self._nothing
-        some = [place for place in range(len(reduced)) if place not in known] if everything else []
+        for place, one in zip(self._here, sums, strict=True) if sums is not None else ():
+            found[place] = one
+        for place in self._elsewhere if sums is not None else ():
+            found[place] = 0.0
+        some = [place for place, one in enumerate(found) if one is None] if everything else []
         if some:
             pointers = array("Q", [reduced[place].data_ptr() for place in some])
             numels = array("q", [reduced[place].numel() for place in some])
-            known.update(zip(some, sumsq_pointers(pointers, numels, reduced[0].dtype), strict=True))
-        return [known.get(place) for place in range(len(reduced))]
+            for place, one in zip(some, sumsq_pointers(pointers, numels, reduced[0].dtype), strict=True):
+                found[place] = one
+        return found
 
     @staticmethod
     def nonfinite(sums: Iterable[float | None]) -> bool:
@@ -99,25 +104,27 @@ class KnownSquares:
     """
 
     def __init__(self, homes: Sequence[Any]) -> None:
-        self._rows: dict[int, tuple[Any, list[int], list[int]]] = {}
+        found: dict[int, tuple[Any, list[int], list[int]]] = {}
         for row, home in enumerate(homes):
             bucket = None if home is None else home.gradients
             if bucket is not None:
-                _, rows, places = self._rows.setdefault(id(bucket), (bucket, [], []))
+                _, rows, places = found.setdefault(id(bucket), (bucket, [], []))
                 rows.append(row)
                 places.append(home.place)
+        self._buckets = list(found.values())
 
     def of(self, grads: Sequence[Tensor]) -> list[float | None]:
         """By row, of these gradients."""
         found: list[float | None] = [None] * len(grads)
-        for bucket, rows, places in self._rows.values():
+        for bucket, rows, places in self._buckets:
             ready: GradReady | None = bucket.ready
             if ready is None:
                 continue
             untouched = list(map(_version_of, ready.pieces)) == ready.versions and not ready.handed_out()
+            pieces, sums = ready.pieces, ready.sumsq
             for row, place in zip(rows, places, strict=True):
-                if grads[row] is ready.pieces[place]:
-                    found[row] = ready.sumsq[place] if untouched else ready.knows(place, grads[row])
+                if grads[row] is pieces[place]:
+                    found[row] = sums[place] if untouched else ready.knows(place, grads[row])
         return found
 
 
