@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.references import References, shares
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
-from zerokern.zero.squares import BucketSquares
+from zerokern.zero.squares import BucketSquares, GradReady
 from zerokern.zero.summing import Summing
 
 __all__ = ["GradientBucket"]
@@ -34,11 +35,14 @@ __all__ = ["GradientBucket"]
 SMALL = 64 << 10  # bytes of a gradient on a CPU up to which a call costs more than copying it at once saves
 
 _grad_of = attrgetter("grad")
-_layout_of, _is_trained = attrgetter("layout"), attrgetter("requires_grad")
+_is_trained, _version_of = attrgetter("requires_grad"), attrgetter("_version")
+_handed_out = attrgetter("zk_handed_out")
 
 
 class GradientBucket:
     """What arrived of a bucket's gradients, where they are gathered up (`buffer`) and where they end (`reduced`)."""
+
+    leaves_memory = False  # whether what is reduced goes elsewhere until it is used
 
     def __init__(
         self, number: int, memory: BucketMemory, homes: list[Home], stage: int, dtype: torch.dtype, losses: int | None
@@ -70,10 +74,8 @@ class GradientBucket:
         self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.tenants]
         self._aside: dict[int, Tensor] = {}
         self._waiting_places = [place for place, waits in enumerate(self.waits) if waits]
-        self._waiting, self._waiting_leaves = (
-            set(self._waiting_places),
-            [self.leaves[at] for at in self._waiting_places],
-        )
+        self._waiting_leaves = [self.leaves[place] for place in self._waiting_places]
+        self._waiting = set(self._waiting_places)
         self._params: list[Tensor] = [one.param for one in memory.tenants]
         self.lands_in_params = stage < 3
         self._user_hooks = [hooks for home in homes for hooks in home.hooks]
@@ -87,6 +89,7 @@ class GradientBucket:
         self.buffer: Tensor | None = None
         self.reduced: Tensor | None = None
         self.shown: list[Tensor] = []
+        self._pieces: list[Tensor] = []  # this rank's parts of what is shown
         self._references: References | None = None
         # where each lies in a buffer, which begins its storage
         self._spots = [(tenant.shape, strides(tenant.shape), tenant.place.offset) for tenant in self.tenants]
@@ -94,7 +97,8 @@ class GradientBucket:
         self._places = frozenset(range(len(self.tenants)))
         self.receive: Callable[[int, Tensor], None] | None = None  # what is added to one that is shown
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
-        self.listeners: list[Callable[[], None]] = []  # are told whenever a pass has reduced this bucket
+        self.ready: GradReady | None = None  # what the last pass has reduced, until the next one opens the bucket
+        self.listeners: list[Callable[[GradReady], None]] = []
         self._guards: list[Callable[[], None]] = []
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
         places = [tenant.place for tenant in self.tenants]
@@ -130,17 +134,14 @@ class GradientBucket:
 
     def land(self, place: int, *, at_once: bool) -> None:
         """A gradient of this pass lies in its leaf's `.grad`, or was added to what is shown there."""
-        tenant = self.tenants[place]
-        if not tenant.param.requires_grad:
-            self._drop(place)
+        if not self._counts(place):
             return
-        if place in self._dropped:
-            checks.thawed(tenant.name)
         if self.closed or at_once:
             grad = self._take_out(place)
             if grad is not None:
-                grad = checks.gradient(tenant.name, grad, tenant.placed)
-                self._take_late(place, grad) if self.closed else self.store(place, grad)
+                self.receive_one(place, grad)
+            if place in self._aside:
+                self.leaves[place].grad = self._aside[place]
         elif self._landed(place) is None:
             self._stored.add(place)  # added to what lies in the buffer and is shown
         if not self.closed:
@@ -151,30 +152,20 @@ class GradientBucket:
 
         It must not be what completes the bucket: it may have come on this rank alone, and all launch at one time.
         """
-        tenant = self.tenants[place]
-        if not tenant.param.requires_grad:
-            self._drop(place)
-            return
-        grad = checks.gradient(tenant.name, grad, tenant.placed)
-        if place in self._dropped:
-            checks.thawed(tenant.name)
-        if self.closed:
-            self._take_late(place, grad)
-        else:
-            self.beside.append((place, grad.detach()))
+        if self._counts(place):
+            grad = self._checked(place, grad)
+            self._take_late(place, grad) if self.closed else self.beside.append((place, grad.detach()))
 
     def add(self, place: int, grad: Tensor) -> None:
         """A part of one that arrives later: it lies there as what an earlier pass has left, to be added to."""
-        tenant = self.tenants[place]
-        if not tenant.param.requires_grad:
-            self._drop(place)
+        if not self._counts(place):
             return
-        grad = checks.gradient(tenant.name, grad, tenant.placed)
+        grad = self._checked(place, grad)
         if self.closed:
             self._take_late(place, grad)
-            return
-        self._write(place, grad)
-        self._kept.add(place)
+        else:
+            self._write(place, grad)
+            self._kept.add(place)
 
     def store(self, place: int, grad: Tensor) -> None:
         """A whole gradient goes into the buffer before the others."""
@@ -182,10 +173,23 @@ class GradientBucket:
         self._stored.add(place)
 
     def receive_one(self, place: int, grad: Tensor) -> None:
-        """As `store`, of one that autograd adds to what is shown."""
-        tenant = self.tenants[place]
-        grad = checks.gradient(tenant.name, grad, tenant.placed)
+        """A whole gradient, which nobody has looked at, goes into the buffer, or to those that are late."""
+        grad = self._checked(place, grad)
         self._take_late(place, grad) if self.closed else self.store(place, grad)
+
+    def _counts(self, place: int) -> bool:
+        """Whether what arrives there is a gradient: it is dropped if the parameter was frozen since the forward."""
+        with without_waiting():
+            trained = self._params[place].requires_grad
+        if not trained:
+            self._drop(place)
+        elif place in self._dropped:
+            checks.thawed(self.tenants[place].name)
+        return trained
+
+    def _checked(self, place: int, grad: Tensor) -> Tensor:
+        tenant = self.tenants[place]
+        return checks.gradient(tenant.name, grad, tenant.placed)
 
     def refuse_mixed(self, place: int, *, scaled: bool) -> None:
         """The first gradient of a pass that nobody saw begin went to what is shown, before that could be scaled."""
@@ -281,15 +285,13 @@ class GradientBucket:
         shown = self.shown[place]
         return shown.span if isinstance(shown, Sharded) else local_of(shown).view(-1)
 
-    def _reduced_spans(self) -> list[Tensor]:
-        return [self.reduced_span(place) for place in range(len(self.shown))]
-
     def handed_out(self) -> bool:
         """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
-        return self.exposed or any(not isinstance(one, Sharded) or one.handed_out for one in self.shown)
+        return self.exposed or self.replicated or any(map(_handed_out, self._pieces))
 
     def spare_what_is_kept(self) -> None:
         """A gradient that `.grad` shows no more, but somebody has kept, stays as it is: the next goes elsewhere."""
+        self.ready = None
         if self.reduced is None or self._references is None:
             return
         live = {at for at, grad in self.kept_gradients().items() if self.exposed or grad is self.shown[at]}
@@ -318,7 +320,7 @@ class GradientBucket:
         """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
         self._guard()
         self._guards.clear()
-        self.squares.forget(self._reduced_spans())
+        self.ready = None
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
             lives = self._lives()
@@ -376,7 +378,7 @@ class GradientBucket:
             for place in grads:
                 self.leaves[place].grad = None
         for place, grad in grads.items():
-            grads[place] = checks.gradient(self.tenants[place].name, grad, self.tenants[place].placed)
+            grads[place] = self._checked(place, grad)
         self._stored |= grads.keys()
         self.arrived &= self._stored
         more = {place: grads.pop(place) for place in list(grads) if place in self._kept}
@@ -401,8 +403,7 @@ class GradientBucket:
         late = self._zeros() if self.late is None else self.late
         self._guard()
         assert self.reduced is not None
-        self.squares.forget(self._reduced_spans())
-        squares = self.squares.wanted()
+        self.ready, squares = None, self.squares.wanted()
         (self.summing.begin(late, self.reduced, add=True, scratch=scratch, squares=squares) or Handle()).wait()
         if self.stays:
             self.reduced.add_(late)
@@ -436,21 +437,35 @@ class GradientBucket:
                 self.shown.append(tenant.show(alias(self.reduced, tenant.place.offset, tenant.shape)))
                 continue
             piece = spans.get(tenant.place.param)
-            local = alias(self.reduced, 0 if piece is None else piece.offset, (home.numel,))
+            local: Any = alias(self.reduced, 0 if piece is None else piece.offset, (home.numel,))
+            local.zk_handed_out = False
             named = Sharded.of(local, home.here, name=home.name, kind="gradient")
             named.settle = self.settle
             named.receive = None if self.receive is None else partial(self.receive, number)
             named.whole = partial(whole_like, self.group, self.bucket.shard_numel, tenant.place, tenant.placed)
             self.shown.append(named)
             del named, local
+        self._pieces = [] if self.replicated else [one.span for one in self.shown if isinstance(one, Sharded)]
         self._references = References(self.reduced, self.shown)
 
     def tell(self) -> None:
         """What is reduced is there: for the caller, or, on a device, for its current stream."""
-        if not self.exposed:
-            self.squares.note(self._reduced_spans())
+        assert self.reduced is not None
+        pieces = list(map(self.reduced_span, range(len(self.shown)))) if self.replicated else self._pieces
+        begin = 0 if self.stays else self.group.rank * self.bucket.shard_numel
+        sums = [None] * len(pieces) if self.exposed else self.squares.found(pieces, everything=self.leaves_memory)
+        self.ready = GradReady(
+            self.number,
+            (begin, begin + self.reduced.numel()),
+            self.reduced,
+            pieces,
+            list(map(_version_of, pieces)),
+            sums,
+            self.squares.nonfinite(sums),
+            self.handed_out,
+        )
         for listener in self.listeners:
-            listener()
+            listener(self.ready)
 
     def reads_until(self, wait: Callable[[], None]) -> None:
         """Something reads what is reduced: whoever writes it calls `wait` first."""

@@ -33,6 +33,7 @@ MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 _pointer_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
+_home_of = operator.attrgetter("_zk_home")
 
 
 @functools.cache
@@ -187,9 +188,13 @@ class Guard:
                 "zerokern.integrations.transformers.Trainer or TrainerMixin: plain Trainer moves its model"
             )
         versions = list(map(_version_of, self._params))
-        whose = list(map(home_of, self._params))
-        if versions == self._versions and whose == self._homes:
+        try:
+            known = all(map(operator.is_, map(_home_of, self._params), self._homes))
+        except AttributeError:  # one of them lost it
+            known = False
+        if known and versions == self._versions:
             return
+        whose = list(map(home_of, self._params))
         for place, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
             if versions[place] != self._versions[place] or whose[place] is not home:
                 self._take_back(param, home)

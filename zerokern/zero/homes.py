@@ -168,9 +168,11 @@ class Home(Residence):
 
     def land(self, leaf: Tensor) -> None:
         """Gradients of the leaf that modules compute with go from its `.grad` to the sharding's reduction."""
-        assert self.gradients is not None
-        receive = partial(_landed, self._sharding, self.gradients.number, self.place)
-        hooks.keep_user_hooks(leaf, self.after_reduction, hooks.landing(self.gradients.inbox, self.place, receive))
+        bucket = self.gradients
+        assert bucket is not None
+        receive = partial(_landed, self._sharding, bucket.number, self.place)
+        note = hooks.landing(bucket.inbox, self.place, receive, waits=bucket.waits[self.place])
+        hooks.keep_user_hooks(leaf, self.after_reduction, note)
 
     def hand_over(self, leaf: Tensor) -> object:
         """Gradients of another leaf go to the sharding's reduction while the result, or a graph, is held."""

@@ -131,13 +131,15 @@ def keep_user_hooks(
         leaf._post_accumulate_grad_hooks = found
 
 
-def landing(inbox: Inbox, place: int, receive: Callable[[], None]) -> Callable[[Tensor], None]:
+def landing(inbox: Inbox, place: int, receive: Callable[[], None], *, waits: bool) -> Callable[[Tensor], None]:
     """A hook that notes in the inbox that autograd has put a gradient into a leaf's `.grad`.
 
-    It calls `receive` for a gradient that no running pass expects, that completes the inbox, or came before.
-    This runs once for each parameter in each pass. It must not refer to the leaf: no collector sees that.
+    It calls `receive` for a gradient that no running pass expects, that completes the inbox, came before, or is not to
+    wait. This runs once for each parameter in each pass. It must not refer to the leaf: no collector sees that.
     """
     landed, receive_, task_of = inbox.landed, _Own(receive), torch._C._current_graph_task_id
+    if not waits:
+        return lambda _: receive_()
 
     def note(_: Tensor) -> None:
         if inbox.task == task_of() and place not in landed and len(landed) + 1 < inbox.expected:

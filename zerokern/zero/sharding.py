@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from zerokern.zero.units import Unit, Units, UnitWrapper, members, owners_of, un
 
 __all__ = ["Sharding"]
 
+_seen_version, _version_of = attrgetter("seen_version"), attrgetter("_version")
 KEPT_UNITS = 8  # what a step frees and asks for again: two whole, their gradients, as much of activations
 
 
@@ -259,7 +261,7 @@ class Sharding:
             self.publisher.finish(may_go_on=True)
         if self.gatherer is None and torch.is_grad_enabled() and self.gradient_buckets:
             for output in hooks.graph_tensors(result):
-                hooks.when_gradient_is_there(output, hooks.weakly(self._backward_begins, _refuse_gradients))
+                hooks.when_gradient_is_there(output, partial(_backward_begins, weakref.ref(self)))
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
         if self.gatherer is not None:
@@ -267,11 +269,6 @@ class Sharding:
         if result is not None and not torch.is_grad_enabled():  # no backward follows, which other ranks would wait in
             self.publisher.raise_what_failed()
         return result
-
-    def _backward_begins(self) -> None:
-        """The gradient of an output is there. Other passes than those that reach parameters are none of ours."""
-        if any(map(hooks.is_accumulated, self.nodes())):
-            self.reduction.joins_backward()
 
     def _before_unit(self, unit: GatheredUnit, args: tuple, kwargs: dict[str, Any]) -> None:
         assert self.gatherer is not None
@@ -333,13 +330,15 @@ class Sharding:
         if shards_parameters(self.stage):  # pieces are written, and what is shown of them has no version of its own
             self.publisher.announce()
             return
-        pairs = list(zip(self.homes, self.zero_order, strict=True))
         with without_waiting():
-            ours = [pair for pair in pairs if pair[0].seen_version == version_of(pair[1])]
+            version = version_of if any(home.placed is not None for home in self.homes) else _version_of
+            seen, versions = list(map(_seen_version, self.homes)), list(map(version, self.zero_order))
             with self.watch.following():
                 self.publisher.announce()
-            for home, param in ours:  # the optimizer that owns what was written by others has yet to notice
-                home.seen_version = version_of(param)
+            now = map(version, self.zero_order)
+            for home, known, before, after in zip(self.homes, seen, versions, now, strict=True):
+                if known == before:  # the optimizer that owns what was written by others has yet to notice
+                    home.seen_version = after
 
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""
@@ -387,6 +386,15 @@ class Sharding:
             "buffers": [*self.reduction.buffers, *lent],
             "scratch": self.reduction.scratch,
         }
+
+
+def _backward_begins(sharding: weakref.ref[Sharding]) -> None:
+    """The gradient of an output is there. Passes that reach no parameter are none of ours."""
+    there = sharding()
+    if there is None:
+        _refuse_gradients()
+    elif any(map(hooks.is_accumulated, there.nodes())):
+        there.reduction.joins_backward()
 
 
 def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

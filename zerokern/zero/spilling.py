@@ -44,6 +44,8 @@ def kind_of_bucket(rests: Rests | None, group: Group, nbytes: int) -> Callable[.
 class SpilledBucket(GradientBucket):
     """As `GradientBucket`; what is reduced, and what no_sync leaves unreduced, rests on a disk between passes."""
 
+    leaves_memory = True
+
     def __init__(self, *of: Any, rests: Rests) -> None:
         """`of`: as a `GradientBucket`'s."""
         super().__init__(*of)
@@ -142,7 +144,6 @@ class SpilledBucket(GradientBucket):
 
     def tell(self) -> None:
         super().tell()
-        self.squares.measure(self._reduced_spans())
         if self._unreduced is not None:
             self._unreduced.forget()
         self._leave()
