@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     Mutant(
         "delay_begins_one_call_late",
-        "zerokern/optim/course.py",
+        "zerokern/optim/step.py",
         "and self._calls() >= schedule.after",
         "and self._calls() > schedule.after",
         "zk.Delayed(after=N) makes N + 1 exact steps.",
@@ -65,9 +65,9 @@ MUTANTS = (
     ),
     Mutant(
         "pending_update_overwrites_what_was_written",
-        "zerokern/optim/course.py",
-        "local.look()\n        if host.late:\n            self._put_in_place(local)\n        parts",
-        "if host.late:\n            self._put_in_place(local)\n        local.look()\n        parts",
+        "zerokern/optim/step.py",
+        "local.look()\n        if host.late:\n            self._publish_pending(local)\n        parts",
+        "if host.late:\n            self._publish_pending(local)\n        local.look()\n        parts",
         "A pending update is put in place before anybody looks whether its parameters were written meanwhile.",
         ("tests/optim/test_offload_outside.py",),
     ),
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradient_leaves_before_the_last_one_was_read",
-        "zerokern/optim/conductor.py",
+        "zerokern/optim/step.py",
         "for twin in twins:\n                    twin.free = False",
         "for twin in twins:\n                    twin.free = True",
         "A gradient leaves for host memory in which a delayed update still reads the one before.",

@@ -118,7 +118,7 @@ def trained(
             device.synchronize()
         model(torch.randn(4, 24)).square().mean().backward()
         if device is not None:
-            assert step < 2 or optimizer.course.leaving._left, "nothing has left"
+            assert step < 2 or optimizer.runner.leaving._left, "nothing has left"
             device.synchronize()  # gradients are on the host
         edit(params, optimizer)
         optimizer.step()

@@ -101,21 +101,25 @@ def program_of(
     return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
 
 
-def resident(spans: Sequence[Span]) -> Program:
-    """The same step with everything on the device: what offload is compared with.
+def resident(spans: Sequence[Span], lane: str = "device") -> Program:
+    """The step of an update that is made at once, where parameters and state are: what "sync" is without offload.
+
+    `lane`: "cpu" where the device that computes is the host.
 
     >>> print(resident([Span("a", 10, step_nbytes=280)]))
     resident
-     0 device Forward  a                      after -1:2
-     1 device Backward a                      after 0
-     2 device Step     a  280 B, 10 elements  after 1
+     0 device Forward  a                        after -1:2
+     1 device Backward a                        after 0
+     2 device Step     all  280 B, 10 elements  after 1
     """
     sketch = Sketch("resident")
+    updated = OpKey("Step", "all", 1)
     sketch.compute(
-        spans, lambda place: [OpKey("Gather" if spans[place].gather_nbytes else "Step", spans[place].name, 1)]
+        spans, lambda place: [OpKey("Gather", spans[place].name, 1) if spans[place].gather_nbytes else updated]
     )
+    nbytes, numel = sum(span.step_nbytes for span in spans), sum(span.numel for span in spans)
+    last = sketch.add("Step", "all", lane, map(reduced, spans), nbytes, numel)
     for span in spans:
-        last = sketch.add("Step", span.name, "device", map(reduced, spans), span.step_nbytes, span.numel)
         sketch.gather(span, last)
     return sketch.program()
 

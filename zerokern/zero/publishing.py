@@ -121,10 +121,16 @@ class Publisher:
 
     def gather_all(self) -> None:
         if self.gathers:
-            for handle in [self._spread(number) for number in range(len(self._memories))]:
+            for handle in [self.launch_gather(number) for number in range(self.count)]:
                 handle.wait()
 
-    def _spread(self, number: int) -> Handle:
+    @property
+    def count(self) -> int:
+        """How many buckets are trained."""
+        return len(self._memories)
+
+    def launch_gather(self, number: int) -> Handle:
+        """Send this rank's span of a bucket to all, between the other collectives of this thread."""
         memory = self._memories[number]
         with during("", of=f"updated parameters from {memory.called} on"):
             return memory.group.all_gather(memory.full)
