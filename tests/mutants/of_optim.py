@@ -124,9 +124,9 @@ MUTANTS = (
     ),
     Mutant(
         "gradient_leaves_before_the_last_one_was_read",
-        "zerokern/optim/step.py",
-        "for twin in twins:\n                    twin.free = False",
-        "for twin in twins:\n                    twin.free = True",
+        "zerokern/optim/update.py",
+        "for twin in twins:\n                twin.free = False",
+        "for twin in twins:\n                twin.free = True",
         "A gradient leaves for host memory in which a delayed update still reads the one before.",
         ("tests/optim/test_offload_played.py",),
     ),

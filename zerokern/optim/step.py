@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from zerokern.comm import during
-from zerokern.core.errors import CommError, StateError
+from zerokern.core.errors import CommError
 from zerokern.optim import device
 from zerokern.optim.accord import say_outcome
 from zerokern.optim.interrupts import whole
@@ -26,104 +26,19 @@ from zerokern.optim.local import LATE, PENDING, Local, localised
 from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part, parts_of
 from zerokern.optim.survey import Groups, Survey
-from zerokern.schedule import Delayed, Program, Span, program_of, resident
+from zerokern.optim.update import Update, buckets_of
+from zerokern.schedule import Delayed, Program
 from zerokern.schedule.executor import Executor
-from zerokern.zero.partition import shards_parameters, shards_state
+from zerokern.schedule.recorder import SpanRecorder
 
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
     from zerokern.optim.decide import Decision
     from zerokern.optim.holdings import Holdings
-    from zerokern.optim.hosted import Host, Twin
 
 __all__ = ["StepRunner"]
 
 CALLS = "delayed_calls"  # in param_groups: how often `step()` was called, which says when the delay begins
-_EDITED = (
-    "a gradient was changed in place after step() and before the update had read it; keep gradients until the next "
-    "backward, or call opt.zero_grad(), which waits"
-)
-Actions = dict[tuple[str, str], Callable[[], Any]]
-
-
-class Update:
-    """One update that has been prepared, and how far it came. `by_parts`: it is made part by part, else at once."""
-
-    def __init__(self, binding: Binding, decision: Decision, *, by_parts: bool) -> None:
-        self.binding, self.decision, self.by_parts = binding, decision, by_parts
-        self.in_place = False  # gradients are read where the program has them
-        self.publish_when_done = False
-        self.began = False  # to be made, at once; of one before it the binding says the same
-        self.counted: bool | None = False  # steps and versions count it; None: that was broken off
-        self.gathered: set[str] = set()  # parts that all ranks have, or are about to
-        self.run: Any = None
-
-    def count(self) -> None:
-        """Counts it as made, once."""
-        if not self.counted:
-            self.counted = None
-            self.binding.stepped()
-            self.counted = True
-
-    @property
-    def changed(self) -> bool:
-        """Whether anything may have been written, or counts as if it had been."""
-        if self.by_parts or self.counted is not False:
-            return self.counted is not False or self.binding.begun
-        return self.began and (self.binding.carried_out or self.binding.torn)
-
-    @property
-    def torn(self) -> bool:
-        """Whether it was broken off with something written."""
-        return self.counted is None or (self.changed if self.by_parts else self.began and self.binding.torn)
-
-    def make(self) -> None:
-        """Makes the update at once."""
-        self.began = True
-        self.binding.run(self.decision.scale)  # type: ignore[arg-type]
-
-    def make_part(self, turn: int) -> bool:
-        """Makes the update of one part. Returns whether there was anything to update with."""
-        scale = self.decision.scale
-        if scale is not None:
-            self.binding.take_turn(turn, scale)
-        return scale is not None
-
-    def make_part_in_place(self, turn: int, readings: Sequence[tuple[Tensor, int]]) -> None:
-        """Makes the update of one part, from gradients that lie where the program has them and could change them."""
-        self.make_part(turn)
-        if any(grad._version != version for grad, version in readings):
-            self.binding.begun = True
-            raise StateError(_EDITED)
-
-    def make_part_of_twins(self, turn: int, host: Host, twins: Sequence[Twin]) -> None:
-        """Makes the update of one part in host memory; its gradients may be fetched anew from then on."""
-        host.consumed(twins, updated=self.make_part(turn))
-
-    def store(self, host: Host, twins: Sequence[Twin], ready: Any) -> Any:
-        """Copies updated values to the device."""
-        return None if self.decision.scale is None else host.store(twins, ready)
-
-    def put_away(self) -> None:
-        """Returns once state that rests elsewhere is there again."""
-        if self.decision.scale is not None:
-            self.binding.put_away()
-
-    def gather(self, part: Part, driver: Any) -> Any:
-        """Sends this rank's span of an updated bucket to all. On a CPU the worker sees it through: nobody else has time
-        for it."""
-        self.gathered.add(part.name)
-        if driver is None:
-            part.sharding.publisher.gather(part.bucket).wait()
-            return None
-        with driver.aside():  # not behind all that the program has launched
-            return _DeviceCollective(part.sharding.publisher.gather(part.bucket), driver)
-
-    def publish(self) -> None:
-        """Puts what a delayed update has made in place, part by part."""
-        for op in self.run.program.ops:
-            if op.verb == "Publish":
-                self.run.perform(op.verb, op.what)
 
 
 class StepRunner:
@@ -181,8 +96,11 @@ class StepRunner:
         if last is not None and last.host is not None and last.host.late and not last.knows(groups):
             last.look()
             self._publish_pending(last)
-        here.local = localised(last, groups, here.state, stepped, here.hosting(groups), here.group)
-        return here.local
+        local = here.local = localised(last, groups, here.state, stepped, here.hosting(groups), here.group)
+        if here.recorder is not None and local is not last:
+            for _, memory, name in buckets_of(local, self._parts_of(local)):
+                memory.recorder = SpanRecorder(here.recorder, name)
+        return local
 
     def read_gradients(self, local: Local, *, unscaled: bool) -> None:
         """Fetches gradients to where the update reads them; what an earlier step made and kept back is published.
@@ -350,10 +268,16 @@ class StepRunner:
 
     def _begin(self, local: Local | None, update: Update, taken: Sequence[Part], lazily: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
-        actions = dict(self._actions(local, update, taken, lazily))
-        program = self._program_of(local, update, taken, lazily)
-        ahead = ("Publish",) if self._holdings.delays and not self._runs_inline else ()
-        update.run = self._executor().submit(program, actions, ahead=ahead)
+        here, inline, tickets = self._holdings, self._runs_inline, self._fetched
+        actions = dict(
+            update.actions(local, taken, tickets, self._departures, late=here.delays, lazily=lazily, inline=inline)
+        )
+        crosses = local is not None and local.host is not None and local.host.copies is not None
+        key = (update.binding, here.schedule, lazily, crosses, frozenset(tickets))
+        if self._program is None or self._program[0] != key:
+            self._program = (key, update.program(here.schedule, local, taken, tickets, lazily=lazily))
+        ahead = ("Publish",) if here.delays and not inline else ()
+        update.run = self._executor().submit(self._program[1], actions, ahead=ahead)
         self.pending = update
         update.publish_when_done = not lazily and not self._is_late()
         self._count_call()
@@ -361,79 +285,6 @@ class StepRunner:
             ticket.gate()  # what the program does to gradients from here on, it does behind their copies
         self._on_their_way = list(self._fetched.values())
         self._fetched, self._departures, self._gates = {}, [], []
-
-    def _actions(
-        self, local: Local | None, update: Update, taken: Sequence[Part], lazily: bool
-    ) -> Iterator[tuple[tuple[str, str], Callable[[], Any]]]:
-        if not update.by_parts:
-            yield ("Step", "all"), update.make
-        else:
-            assert local is not None
-            yield from self._actions_of_parts(local, update, taken, lazily)
-        for sharding, number, name in (
-            () if local is None or not self._runs_inline else _gathered_buckets(local, self._parts_of(local))
-        ):
-            yield ("Gather", name), partial(sharding.publisher.launch_gather, number)
-
-    def _actions_of_parts(
-        self, local: Local, update: Update, taken: Sequence[Part], lazily: bool
-    ) -> Iterator[tuple[tuple[str, str], Callable[[], Any]]]:
-        here, host, binding = self._holdings, local.host, update.binding
-        update.in_place = host is None
-        yield ("Norm", "all"), partial(_decide, self._decision, self._departures, not here.delays)
-        ready = None if host is None else host.here()
-        rows = {number: row for row, number in enumerate(binding.survey.numbers)}
-        count = len(taken)
-        for place, part in enumerate(taken):
-            name, turn = part.name, count - 1 - place if here.delays else place
-            members = [member for member in part.members if member in rows]
-            crosses = any(binding.survey.numels[rows[member]] for member in members)
-            if name in self._fetched and crosses:  # of nothing there is no op
-                yield ("Fetch", name), partial(_given, self._fetched[name])
-            if host is None:
-                readings = local.readings(part.members)
-                yield ("Step", name), partial(update.make_part_in_place, turn, readings)
-            else:
-                twins = host.of(local.near[member] for member in members)
-                for twin in twins:
-                    twin.free = False
-                yield ("Step", name), partial(update.make_part_of_twins, turn, host, twins)
-                if host.copies is not None and crosses:
-                    yield ("Store", name), partial(update.store, host, twins, ready)
-            if host is not None and host.delays:
-                yield ("Publish", name), partial(host.put, twins)
-            else:
-                yield ("Publish", name), _nothing
-            if lazily and part.sharding is not None and part.sharding.publisher.gathers:
-                yield ("Gather", name), partial(update.gather, part, None if host is None else host.driver)
-        if binding.rests_on_disk:
-            yield ("Store", "state"), update.put_away
-
-    def _program_of(self, local: Local | None, update: Update, taken: Sequence[Part], lazily: bool) -> Program:
-        """The program of this update, made once for a binding."""
-        here, binding, survey = self._holdings, update.binding, update.binding.survey
-        crosses = local is not None and local.host is not None and local.host.copies is not None
-        key = (binding, here.schedule, lazily, crosses, frozenset(self._fetched))
-        if self._program is not None and self._program[0] == key:
-            return self._program[1]
-        rows = {number: row for row, number in enumerate(survey.numbers)}
-        if local is None:
-            taken = [Part("all", tuple(survey.numbers))]
-        spans = [_span_of(part, rows, binding, part.name in self._fetched, crosses) for part in taken]
-        if self._runs_inline and local is not None:
-            there = {span.name for span in spans}
-            others = [
-                Span(name, 0, gather_nbytes=sharding.publisher.sent_nbytes(number))
-                for sharding, number, name in _gathered_buckets(local, self._parts_of(local))
-                if name not in there
-            ]
-            spans += others
-        if not update.by_parts:
-            made = resident(spans, lane="cpu" if survey.device is None else "device")
-        else:
-            made = program_of(here.schedule, spans, shadow=crosses, at_once=not lazily, on_disk=binding.rests_on_disk)
-        self._program = (key, made)
-        return made
 
     def _is_late(self) -> bool:
         """Whether this call's update is published by the next one."""
@@ -678,78 +529,3 @@ class StepRunner:
         self._fetched, self._departures, self._gates, self._on_their_way = {}, [], [], []
         self.pending = self.leaving = self._unpublished = self._program = None
         self._owes_publish, self._parts, self._executors = False, (None, []), {}
-
-
-class _DeviceCollective:
-    """A collective on a device as a ticket."""
-
-    def __init__(self, handle: Any, driver: Any) -> None:
-        self._handle, self._driver = handle, driver
-
-    def gate(self) -> None:
-        """The current stream waits."""
-        self._handle.wait()
-
-    def wait(self) -> None:
-        with self._driver.aside():
-            self._handle.wait()
-            self._driver.mark(None).wait()
-
-    def done(self) -> bool:
-        return bool(self._handle.done())
-
-
-def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, fetched: bool, stored: bool) -> Span:
-    survey = binding.survey
-    taken = [row for member in part.members if (row := rows.get(member)) is not None]
-    numels = [survey.numels[row] for row in taken]
-    return Span.of(
-        part.name,
-        sum(numels),
-        grad_nbytes=sum(n * survey.grad_dtypes[row].itemsize for n, row in zip(numels, taken, strict=True)),
-        param_nbytes=sum(survey.params[row].nbytes for row in taken),
-        state_nbytes=sum(binding.nbytes_of(survey.params[row]) for row in taken),
-        own_master=survey.layouts[taken[0]].master_format != "fp32",
-        fetched=fetched,
-        stored=stored,
-        **_sent(part),
-    )
-
-
-def _sent(part: Part) -> dict[str, Any]:
-    """What each rank sends of a part's gradients and parameters, as fields of its span."""
-    if part.sharding is None:
-        return {}
-    stage, bucket = part.sharding.stage, part.sharding.gradient_buckets[part.bucket]
-    if bucket.group.alone:
-        return {}
-    sent = max(1, bucket.nbytes // bucket.group.size * (bucket.group.size - 1))  # of nothing, too, it is an op
-    if not shards_state(stage):
-        return {"reduce_nbytes": 2 * sent}
-    again = shards_parameters(stage)
-    gathered = part.sharding.publisher.sent_nbytes(part.bucket)
-    return {"reduce_nbytes": sent, "gather_nbytes": gathered * (2 if again else 1), "gathered_again": again}
-
-
-def _gathered_buckets(local: Local, parts: Sequence[Part]) -> Iterator[tuple[Any, int, str]]:
-    """The buckets that all ranks gather after an update, of each model: by number, and by the name of their span."""
-    names = {(id(part.sharding), part.bucket): part.name for part in parts}
-    for index, sharding in enumerate(local.shardings):
-        if sharding.publisher is not None and sharding.publisher.gathers:
-            for number in range(sharding.publisher.count):
-                others = f"bucket {number} of model {index}, which others update"
-                yield sharding, number, names.get((id(sharding), number), others)
-
-
-def _decide(decision: Decision, departures: Sequence[Departure], may_fetch: bool) -> None:
-    for departure in departures:
-        departure.correct(may_fetch=may_fetch)
-    decision.take()
-
-
-def _given(ticket: Any) -> Any:
-    return ticket
-
-
-def _nothing() -> None:
-    pass

@@ -103,6 +103,7 @@ class StepShape:
             reduce_nbytes=round(reduced),
             gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),
             gathered_again=shards_parameters(stage),
+            unit=ROOT if part.encloses else None,
             **at_rest,
         )
 
@@ -129,7 +130,7 @@ def _parts(plan: Plan) -> Iterator[Lump]:
     for load in buckets.loads:
         rests = plan.recipe.rests
         for part in _pieces(load, shards_state(plan.stage)):
-            yield replace(part, rests=rests, encloses=rests and buckets.in_units and load.unit == ROOT)
+            yield replace(part, rests=rests, encloses=buckets.in_units and load.unit == ROOT)
 
 
 def _pieces(load: Load, is_sharded: bool) -> Iterator[Lump]:

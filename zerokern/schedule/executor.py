@@ -96,6 +96,8 @@ class Executor:
             worker.failure.throw()
         if worker.closing:
             raise StateError("this executor is closed; make another one")
+        if worker.recorder is not None:
+            worker.recorder.submitted(self._steps + 1)
         early = frozenset(ahead)
         reach = self._reach_of(program, actions, early)
         if self.inline:

@@ -121,17 +121,16 @@ class Publisher:
 
     def gather_all(self) -> None:
         if self.gathers:
-            for handle in [self.launch_gather(number) for number in range(self.count)]:
+            handles = []
+            for memory in self._memories:
+                handle, recorder = self.launch_gather(memory), memory.recorder
+                size = memory.group.size
+                handles.append(handle if recorder is None else recorder.sent("Gather", memory.nbytes, size, handle))
+            for handle in handles:
                 handle.wait()
 
-    @property
-    def count(self) -> int:
-        """How many buckets are trained."""
-        return len(self._memories)
-
-    def launch_gather(self, number: int) -> Handle:
+    def launch_gather(self, memory: BucketMemory) -> Handle:
         """Send this rank's span of a bucket to all, between the other collectives of this thread."""
-        memory = self._memories[number]
         with during("", of=f"updated parameters from {memory.called} on"):
             return memory.group.all_gather(memory.full)
 
