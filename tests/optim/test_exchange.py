@@ -74,7 +74,7 @@ def test_in_their_order_each_record_is_read_once(tier: Callable[..., Nvme], monk
     _, opt = begun(tier())
     columns = [c for e in Exchange(opt).entries() for c in (e or {}).values() if isinstance(c, Column)]
     reads: list[str] = []
-    store = opt.holdings.disk.swap
+    store = opt.holdings.disk.tier.swap
     get = store.get
     monkeypatch.setattr(store, "get", lambda key, *rest, **more: reads.append(key) or get(key, *rest, **more))
     parts = sorted(((c.order(p), c, p) for c in columns for p in c.places), key=lambda part: part[0])

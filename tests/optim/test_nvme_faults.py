@@ -164,7 +164,7 @@ def test_a_file_limit_in_the_middle_of_a_step(tier: Tier, engine: str) -> None:
 def test_a_file_changed_behind_its_back(tier: Tier, how: str) -> None:
     twins = Twins("adamw", tier(checksum=True), SIZES)
     twins.train(1)
-    file = f"/proc/self/fd/{twins.ours.holdings.disk.swap._files.all[0].fd}"  # it has no name
+    file = f"/proc/self/fd/{twins.ours.holdings.disk.tier.swap._files.all[0].fd}"  # it has no name
     if how == "truncated":
         os.truncate(file, 5 * RECORD)
     else:

@@ -20,13 +20,13 @@ from zerokern.activations.slices import sliced
 from zerokern.activations.tiles import Tile
 from zerokern.comm import Group
 from zerokern.core.errors import StateError, got
-from zerokern.io import Nvme
+from zerokern.memory.tier import AnyTier, check_tier, name_of
 from zerokern.zero import hooks
 from zerokern.zero.containers import mapped
 from zerokern.zero.reads import Reads
 from zerokern.zero.units import Unit
 
-__all__ = ["Call", "Repeated", "check_keep", "check_micro", "keeping", "recompute", "turn_of"]
+__all__ = ["Call", "Repeated", "check_micro", "keeping", "recompute", "turn_of"]
 
 TORCHS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keywords of torch's checkpoint, which it gets, as it does in torch"""
@@ -36,7 +36,7 @@ _here = threading.local()
 def recompute(
     fn: Callable[..., Any],
     *args: Any,
-    keep: str | Nvme = "device",
+    keep: AnyTier = "device",
     micro: int = 1,
     replicated: DeviceMesh | Group | None = None,
     **kwargs: Any,
@@ -73,24 +73,13 @@ def recompute(
     """
     if kwargs.pop("use_reentrant", False):
         raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
-    check_keep(keep)
+    check_tier("keep", keep)
     plain = check_micro(micro) == 1 and keep == "device" and replicated is None
     module = module_of(fn)
     if plain and (torch.compiler.is_compiling() or module is None or not norms_in_training(module)):
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     settings = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
     return keeping(_keeper(keep, replicated), micro, fn, args, kwargs, settings, module)
-
-
-def check_keep(keep: object) -> Any:
-    """The place, or an error.
-
-    >>> check_keep("cpu")
-    'cpu'
-    """
-    if not isinstance(keep, Nvme) and keep not in ("device", "cpu"):
-        raise ValueError(got("keep", keep, "'device', 'cpu' or zk.Nvme(path)"))
-    return keep
 
 
 def check_micro(micro: object) -> int:
@@ -115,11 +104,11 @@ class Repeated:
     True
     """
 
-    def __init__(self, keep: str | Nvme | None, micro: int, replicated: DeviceMesh | Group | None = None) -> None:
+    def __init__(self, keep: AnyTier | None, micro: int, replicated: DeviceMesh | Group | None = None) -> None:
         self.micro, self.replicated = check_micro(micro), replicated
         if keep is None and (micro > 1 or replicated is not None):
             keep = "device"
-        self.keep = None if keep is None else check_keep(keep)
+        self.keep = None if keep is None else check_tier("keep", keep)
 
     def check(self, units: Sequence[Unit]) -> str:
         """What all ranks are to have asked for, in words; or an error."""
@@ -129,7 +118,7 @@ class Repeated:
                 "by units="
             )
         parts = "" if self.replicated is None else ", in parts"
-        return f"{'a disk' if isinstance(self.keep, Nvme) else self.keep}, {self.micro}{parts}"
+        return f"{name_of(self.keep)}, {self.micro}{parts}"
 
     def begin(self, units: Sequence[Unit]) -> None:
         """From now on, whenever gradients are wanted."""
@@ -161,7 +150,7 @@ def _forward(
     return keeping(keeper, micro, forward, args, kwargs, {}, module())
 
 
-def _keeper(keep: str | Nvme, replicated: DeviceMesh | Group | None) -> Keeper | None:
+def _keeper(keep: AnyTier, replicated: DeviceMesh | Group | None) -> Keeper | None:
     """What keeps inputs in this place, for calls of this thread."""
     if keep == "device" and replicated is None:
         return None

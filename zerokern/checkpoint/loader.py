@@ -24,7 +24,6 @@ from zerokern.checkpoint.subject import Subject, extra_states, named_tensors, re
 from zerokern.checkpoint.tiles import Untiled
 from zerokern.core.errors import StateError, got
 from zerokern.interop.foreign import open_checkpoint
-from zerokern.io import Nvme
 from zerokern.optim.local import PENDING
 from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import rest_of
@@ -227,9 +226,7 @@ class Intake:
         by_steps = list(zip(self._subject.steps, matching.states, matching.groups, strict=True))
         entries: dict[int, list[dict[str, Any] | None]] = {}
         # Room on disk may be refused: first, while the others still have what they had.
-        for steps, plans, groups in sorted(
-            by_steps, key=lambda one: not isinstance(getattr(one[0].opt, "tier", 0), Nvme)
-        ):
+        for steps, plans, groups in sorted(by_steps, key=lambda one: one[0].disk is None):
             steps.lay_out(groups, [plans[i].wanted if i in plans else None for i in range(len(steps.params))])
             entries[id(steps)] = steps.entries()
             for number, plan in plans.items():

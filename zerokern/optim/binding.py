@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
-from zerokern.memory import HostPlace
+from zerokern.memory import HostTier
 from zerokern.optim.formats import Algorithm, Slot
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.outside import WatchedState, Witness
@@ -36,7 +36,7 @@ class Binding:
         previous: Binding | None,
         witness: Witness | None,
         exact: Exact | None = None,
-        room: HostPlace | None = None,
+        room: HostTier | None = None,
     ) -> None:
         """Check all state, then make what is missing (moments start at `initial[owner]`, or zero) and point at it.
 
