@@ -94,7 +94,7 @@ def test_a_disk_that_fails_on_one_rank_fails_a_sync_step_on_all(
 
     def broken(self: DiskBinding, i: int, slot: Any) -> None:
         steps = float(next(iter(self._state.values()))["step"])
-        if steps >= 2 and (i == moment if self._disk.tier is tiers[1] else moment == 0):
+        if steps >= 2 and (i == moment if self._disk.tier.config is tiers[1] else moment == 0):
             raise zk.IoError("the disk failed", path="swap", errno=5)
         compute(self, i, slot)
 

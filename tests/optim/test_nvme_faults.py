@@ -223,8 +223,8 @@ SCRIPT = """
 import os, signal, sys, torch
 import zerokern as zk
 from zerokern.io import Store
-from zerokern.io import place
-place.Store = lambda *a, **k: Store(*a, depth=8, block=1 << 16, **k)
+from zerokern.io import tier
+tier.Store = lambda *a, **k: Store(*a, depth=8, block=1 << 16, **k)
 weight = torch.nn.Parameter(torch.ones(300_001))
 optimizer = zk.AdamW([weight], tier=zk.Nvme({folder!r}, ring_nbytes=1 << 20))
 put, puts = Store.put, []
