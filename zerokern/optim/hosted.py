@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
-from zerokern.memory import HostPlace, NextRest, Wanted, placement
+from zerokern.memory import HostTier, NextRest, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
 from zerokern.optim.device import driver_of, put_in_place
@@ -95,7 +95,7 @@ class Twin:
 class Host:
     """The twins of one optimizer. `delays`: parameters change when they are published, not when twins are stored."""
 
-    room: HostPlace
+    room: HostTier
     delays: bool
     twins: dict[int, Twin] = field(default_factory=dict)
     late: bool = False  # an update waits to be published: on all ranks or none, whatever is pending on this one
