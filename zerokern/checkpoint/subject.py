@@ -171,8 +171,9 @@ def settle(model: nn.Module, *, replaced: bool = False) -> None:
     `replaced`: they are about to be, so that an update which failed does not matter.
     """
     for sharding in shardings_of(map(home_of, named_tensors(model).values())):
+        sharding.publisher.complete()
         if replaced:
-            sharding.publisher.forget()
+            sharding.publisher.failure = None
         sharding.publisher.finish()
 
 

@@ -37,6 +37,7 @@ class UnderWay:
         self.binding, self.decision, self.in_place = binding, decision, in_place
         self.owed = False  # it is published as soon as it is done
         self.stepped = False  # the binding has accounted for it
+        self.failed = False  # here, and other ranks have yet to hear of it
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
         self.run: Run
 

@@ -245,24 +245,23 @@ class Course:
             else:
                 sharding.publish()
 
-    def _tear(self, error: Exception) -> bool:
-        """An update cannot be published. Whether what all ranks do together goes on until the next step, in which the
-        others hear of it: they would wait for this rank."""
+    def _tear(self) -> None:
         self._holdings.torn = True
-        return bool(self._holdings.untold) and not isinstance(error, CommError)
 
     def _perform_bucket(self, under_way: UnderWay, names: dict[int, str], bucket: int) -> None:
         if bucket in names:
             self._perform(under_way, names[bucket])
 
     def _perform(self, under_way: UnderWay, name: str) -> None:
-        if not under_way.run.program.has("Publish", name):
+        if under_way.failed or not under_way.run.program.has("Publish", name):
             return
         try:
             under_way.run.perform("Publish", name)
         except Exception as error:
-            self._give_up(under_way, error)
-            raise
+            if not self._give_up(under_way, error):
+                raise
+            for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
+                publisher.failure = error  # the forward ends: other ranks wait in it
 
     def finish(self, groups: Groups) -> None:
         """What an earlier call left under way is done and accounted for; raises what went wrong with it."""
@@ -293,11 +292,9 @@ class Course:
         if self.under_way is not None:
             with contextlib.suppress(Exception):  # where it failed, the optimizer is torn now
                 self.finish(groups)
-            for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
-                with contextlib.suppress(Exception):
-                    publisher.finish()
         for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
-            publisher.forget()
+            with contextlib.suppress(Exception):
+                publisher.finish()
 
     def end(self, groups: Groups) -> None:
         """The worker's part of what is under way ends. Nothing is published, so that no other rank is waited for."""
@@ -313,20 +310,22 @@ class Course:
         local = self._holdings.local
         return contextlib.nullcontext() if local is None or not self.agrees else local.accord.reported(changed)
 
-    def _give_up(self, under_way: UnderWay, error: Exception) -> None:
+    def _give_up(self, under_way: UnderWay, error: Exception) -> bool:
+        """An update has failed here. Returns whether other ranks wait for this one, and have yet to hear of it."""
         if self.under_way is under_way:
             here, self.under_way = self._holdings, None
             under_way.binding.break_off()
             accord = None if here.local is None else here.local.accord
             told = accord is not None and self.agrees and accord.agreed
             if here.local is not None and accord is not None and accord.in_company and not told:
-                here.untold = str(error)
+                here.untold, under_way.failed = str(error), not isinstance(error, CommError)
                 if not under_way.stepped:
                     self._behind = under_way
-                elif not isinstance(error, CommError):  # others publish it part by part, and their forwards wait for it
+                elif under_way.failed:  # others publish it part by part, and their forwards wait for it
                     with contextlib.suppress(CommError):
                         self._conduct().gather_rest(here.local, under_way)
             here.torn = here.torn or under_way.begun or bool(here.untold)
+        return under_way.failed
 
     def keep_up(self, local: Local) -> None:
         """Publish what other ranks publish before they meet this one, also of an update that has failed here."""

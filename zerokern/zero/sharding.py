@@ -257,13 +257,13 @@ class Sharding:
 
     def _after_root(self, result: Any) -> Any:
         if result is not None and not hooks.in_backward():
-            self.publisher.finish(may_go_on=True)
+            self.publisher.complete()
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
         if self.gatherer is not None:
             self._after_unit(self.gatherer.root, result)
         if result is not None and not torch.is_grad_enabled():  # no backward follows, which other ranks would wait in
-            self.publisher.raise_what_failed()
+            self.publisher.finish()
         return result
 
     def _before_unit(self, unit: GatheredUnit, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -311,15 +311,15 @@ class Sharding:
         self._announce()
         self.publisher.gather_all()
 
-    def publish_later(self, ready: Callable[[int], None], failed: Callable[[Exception], bool]) -> None:
+    def publish_later(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
         """As `publish`, of an update that is under way: `ready(i)` returns once it has reached trained bucket i.
 
-        `publisher.prepare()` came before it began; `failed` is called where it turns out that it cannot be published.
+        `publisher.prepare()` came before it began; `tears` is called where it turns out that it cannot be published.
         The caller waits for the root's buckets (`publisher.upto(0)`), forwards for those that they need, and all are
         waited for at the latest when the root's forward ends.
         """
         self._announce()
-        self.publisher.begin(ready, failed)
+        self.publisher.begin(ready, tears)
 
     def _announce(self) -> None:
         if self.gatherer is not None:

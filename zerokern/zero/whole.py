@@ -94,7 +94,7 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
     """Sharded parameters among `params` have their full values within; `write` keeps this rank's span of them."""
     shardings = shardings_of(map(home_of, params))
     for sharding in shardings:
-        sharding.publisher.finish(may_go_on=sharding.gatherer is not None)
+        sharding.publisher.complete()
     asked = {id(param) for param in params if isinstance(param, Sharded)}
     loans = [
         loan
@@ -110,7 +110,7 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
             loan.begin()
             begun.append(loan)
         for sharding in shardings:  # now that other ranks have what they wait for
-            sharding.publisher.raise_what_failed()
+            sharding.publisher.finish()
         yield
         if write:
             _keep(params)
