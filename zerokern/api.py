@@ -19,7 +19,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.core.units import Reduce, Stage, Tier
 from zerokern.io import Nvme
 from zerokern.memory.heap import give_back, map_large
-from zerokern.zero import home_of
+from zerokern.zero import shard_of
 from zerokern.zero.partition import check_stage, shards_parameters
 from zerokern.zero.sharding import Sharding
 from zerokern.zero.units import Units
@@ -121,7 +121,7 @@ def shard(
 def sharding_of(module: nn.Module) -> Sharding:
     """What zk.shard keeps of a module that it has sharded."""
     for param in module.parameters():
-        home = home_of(param)
+        home = shard_of(param)
         if home is not None:
             return home.sharding
     raise StateError(f"{type(module).__name__} is not sharded; call zk.shard(model) first")
@@ -159,8 +159,8 @@ def shards(model: nn.Module) -> list[nn.Parameter]:
     >>> [(piece.zk_name, piece.numel()) for piece in zk.shards(model)]
     [('weight', 2), ('bias', 1)]
     """
-    pieces = {id(piece._zk_home): piece for piece in sharding_of(model).expose()}  # type: ignore[attr-defined]
-    homes = [home_of(param) for param in model.parameters()]
+    pieces = {id(piece._zk_shard): piece for piece in sharding_of(model).expose()}  # type: ignore[attr-defined]
+    homes = [shard_of(param) for param in model.parameters()]
     return [pieces[id(home)] for home in homes if home is not None and id(home) in pieces]
 
 

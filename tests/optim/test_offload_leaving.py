@@ -79,7 +79,7 @@ def test_listeners_go_with_their_optimizer(device: PlayedDevice) -> None:
     params = list(model.parameters())
 
     def hooked() -> int:
-        return sum(len(bucket.listeners) for bucket in params[0]._zk_home.sharding.gradient_buckets)
+        return sum(len(bucket.listeners) for bucket in params[0]._zk_shard.sharding.gradient_buckets)
 
     assert hooked()
     model(torch.randn(4, 24))  # publishes the last step

@@ -73,7 +73,7 @@ def tile(module: nn.Module, *, tiles: int) -> nn.Module:
 
 def _check(name: str, one: nn.Linear, tiles: int) -> None:
     called = f"{name!r}" if name else "the module"
-    if isinstance(one, Cut) or getattr(one._parameters.get("weight"), "_zk_home", None) is not None:
+    if isinstance(one, Cut) or getattr(one._parameters.get("weight"), "_zk_shard", None) is not None:
         raise StateError(f"{called} is sharded already; call zk.tile before zk.shard")
     if type(one) not in (nn.Linear, Tiled) or "forward" in one.__dict__:
         kind = type(one).__name__ if type(one) not in (nn.Linear, Tiled) else "Linear with a forward of its own"

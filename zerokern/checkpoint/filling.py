@@ -18,8 +18,8 @@ from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory.here import Cuboid, Here
-from zerokern.zero.homes import here_of_state
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
+from zerokern.zero.shard import here_of_state
 
 __all__ = ["Batch", "StatePlan", "Straight", "TensorPlan", "converted", "on_disk", "refuse_without_room", "waiting"]
 

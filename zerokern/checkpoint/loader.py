@@ -26,8 +26,8 @@ from zerokern.core.errors import StateError, got
 from zerokern.interop.foreign import open_checkpoint
 from zerokern.io import Nvme
 from zerokern.optim.local import PENDING
-from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import rest_of
+from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["Intake", "load"]
@@ -216,10 +216,10 @@ class Intake:
         }
         for name, kept in self._extra_tensors.items():
             straight.put(f"model.{name}", kept)
-        initials: list[tuple[Home, Tensor, Tensor]] = []
+        initials: list[tuple[Shard, Tensor, Tensor]] = []
         for name, (key, dtype) in matching.initials.items():
             tensor = self._subject.tensors[name]
-            home = home_of(tensor)
+            home = shard_of(tensor)
             assert home is not None
             lost = torch.empty(home.numel, dtype=dtype, device=home.piece.device)
             straight.put(key, home.here.show(lost, name=home.name))

@@ -15,8 +15,8 @@ from zerokern.checkpoint.source import Foreign, Source
 from zerokern.checkpoint.subject import Subject, aliases, extra_states
 from zerokern.core.errors import StateError
 from zerokern.optim.local import PENDING
-from zerokern.zero.homes import here_of_state, home_of
 from zerokern.zero.kinds import local_of
+from zerokern.zero.shard import here_of_state, shard_of
 
 __all__ = ["Matching"]
 
@@ -121,7 +121,7 @@ class Matching:
             lost = self._row(initial)[0]
             beside = {"master" if lost is torch.float32 else "remainder": (initial, lost)}
             if dtype is tensor.dtype:
-                if home_of(tensor) is not None:
+                if shard_of(tensor) is not None:
                     self.initials[name] = initial, lost
                 elif not self.lossy:
                     self.differences.append(f"{name}: it is kept more exactly than {dtype} has it; {_TO_SHARD}{_LOSSY}")

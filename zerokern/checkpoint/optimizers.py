@@ -21,7 +21,7 @@ from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk
 from zerokern.optim.exchange import Exchange, Inflow
 from zerokern.optim.local import LATE, NOT_DELAYED, PENDING
-from zerokern.zero.homes import here_of_state, home_of
+from zerokern.zero.shard import here_of_state, shard_of
 
 __all__ = ["Ours", "Steps", "Wanted", "steps_of"]
 
@@ -64,7 +64,7 @@ class Steps:
         """Its state by parameter."""
         found: list[dict[str, Any] | None] = []
         for param in self.params:
-            home = home_of(param)
+            home = shard_of(param)
             held = self.opt.state.get(param) or {}
             entry = {key: value for key, value in held.items() if value is not None}
             if home is not None and param is home.piece:
@@ -241,7 +241,7 @@ def back(value: Any, like: Any = None) -> Any:
 
 def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Zeros of the shape that an optimizer asks for, without the memory for them."""
-    home = home_of(param)
+    home = shard_of(param)
     if home is not None and param is home.piece and shape:
         per = 1 if shape == home.shape else -(-home.shape.numel() // shape.numel())
         shape = torch.Size([-(-home.numel // per)])

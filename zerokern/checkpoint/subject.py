@@ -20,8 +20,8 @@ from zerokern.checkpoint.tiles import TilePart, in_order, told_once
 from zerokern.core.errors import StateError, got
 from zerokern.interop.naming import WRAPPERS
 from zerokern.optim.exchange import Column
-from zerokern.zero.homes import here_of_state, home_of
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
+from zerokern.zero.shard import here_of_state, shard_of
 
 __all__ = [
     "NamedSpan",
@@ -170,7 +170,7 @@ def settle(model: nn.Module, *, replaced: bool = False) -> None:
 
     `replaced`: they are about to be, so that an update which failed does not matter.
     """
-    for sharding in shardings_of(map(home_of, named_tensors(model).values())):
+    for sharding in shardings_of(map(shard_of, named_tensors(model).values())):
         sharding.publisher.complete()
         if replaced:
             sharding.publisher.failure = None
@@ -194,7 +194,7 @@ def wrote(model: nn.Module) -> None:
         if is_divided(tensor):
             written.append(local_of(tensor))
     torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
-    for sharding in shardings_of(map(home_of, named.values())):
+    for sharding in shardings_of(map(shard_of, named.values())):
         if sharding.gatherer is not None:
             sharding.gatherer.settle()
         sharding.publisher.announce()
@@ -222,7 +222,7 @@ class Subject:
         self.parts = parts_of(model)
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}
         for name, tensor in self.tensors.items():
-            home = home_of(tensor)
+            home = shard_of(tensor)
             if home is not None:
                 self._names.setdefault(id(home.piece), name)
         self.params = [self._named(steps) for steps in self.steps]
@@ -271,7 +271,7 @@ class Subject:
         made: dict[str, Any] = {}
         for name, tensor in self.tensors.items():
             made[f"model.{name}"] = tensor.detach()
-            home = home_of(tensor)
+            home = shard_of(tensor)
             initial = None if home is None else home.initial(tensor)
             if home is not None and initial is not None:
                 made[f"initial.{name}"] = home.here.show(initial, name=home.name)

@@ -18,7 +18,7 @@ from torchtitan.tools.utils import device_type
 import zerokern as zk
 from zerokern.comm import Group
 from zerokern.core.errors import StateError, got
-from zerokern.zero import home_of
+from zerokern.zero import shard_of
 from zerokern.zero.kinds import is_placed
 from zerokern.zero.partition import shards_parameters
 
@@ -159,7 +159,7 @@ def _once(model: nn.Module, name: str) -> None:
 def clip(parameters: Any, max_norm: float, *args: Any, pp_mesh: Any = None, **kwargs: Any) -> Tensor:
     """torchtitan's clip_grad_norm_, which leaves parameters of zk.shard to zk.clip_grad_norm_."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not any(home_of(param) is not None for param in params):
+    if not any(shard_of(param) is not None for param in params):
         return clip_theirs(params, max_norm, *args, pp_mesh=pp_mesh, **kwargs)
     kwargs.pop("ep_enabled", None)
     return zk.clip_grad_norm_(params, max_norm, *args, **kwargs, group=pp_mesh)

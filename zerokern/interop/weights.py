@@ -21,8 +21,8 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.exchange import Column, Exchange
-from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import here_of, present
+from zerokern.zero.shard import Shard, shard_of
 
 __all__ = ["FLOATS", "Elements", "Weight", "digest", "of_all_stages", "portions", "same_on_all", "weights"]
 
@@ -209,7 +209,7 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
     parts = parts_of(model)
     known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
     for name, param in named_tensors(model).items():
-        home = home_of(param)
+        home = shard_of(param)
         piece, where, entry = known.get(id(param)) or known.get(id(getattr(home, "piece", None))) or (None, home, None)
         values = None
         if piece is not None and entry:
@@ -272,7 +272,7 @@ def _from_disk(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
     return take
 
 
-def _initial(home: Home, param: Tensor) -> Values | None:
+def _initial(home: Shard, param: Tensor) -> Values | None:
     """What zk.shard or zk.load_pretrained has kept for an optimizer that has not stepped yet."""
     kept = home.initial(param)
     if kept is None:

@@ -19,13 +19,13 @@ from zerokern.optim import loading
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk, OnDisk, Stretch, housed, on_disk_of, settle, stand_ins
-from zerokern.optim.dtensors import Alone
 from zerokern.optim.formats import ON_DISK, Layout
 from zerokern.optim.holdings import Bound, Holdings
 from zerokern.optim.local import LATE, PENDING
 from zerokern.optim.state import Checked, Entry, laid_out, make
 from zerokern.optim.survey import Groups
-from zerokern.zero.kinds import Residence, present
+from zerokern.zero.kinds import present
+from zerokern.zero.shard import Shard, plain_shard
 
 __all__ = ["Column", "Exchange", "Inflow", "Round"]
 
@@ -58,11 +58,11 @@ class Exchange:
         """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
         self._course.settle(self.opt.param_groups)
 
-    def held(self) -> list[tuple[Tensor, Tensor, Residence, Entry | None]]:
+    def held(self) -> list[tuple[Tensor, Tensor, Shard, Entry | None]]:
         """Each parameter, what is updated in its place, where that lies, and its state."""
         local, state = self._here.local, self._here.held
         if local is None:
-            return [(param, param, Alone("", param), state.get(param)) for param in self.params]
+            return [(param, param, plain_shard("", param), state.get(param)) for param in self.params]
         triples = zip(local.everyone, local.pieces, local.homes, strict=True)
         return [(param, piece, home, state.get(piece)) for param, piece, home in triples]
 

@@ -23,8 +23,8 @@ from zerokern.optim import device
 from zerokern.optim.device import driver_of, put_in_place
 from zerokern.optim.formats import Slot
 from zerokern.zero.fetching import fetched, in_turns
-from zerokern.zero.homes import alias
 from zerokern.zero.kinds import present, rest_of
+from zerokern.zero.shard import alias
 
 __all__ = ["Host", "Twin"]
 

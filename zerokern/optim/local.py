@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import Party, during
-from zerokern.core.errors import StateError
+from zerokern.core.errors import StateError, got
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
-from zerokern.optim.dtensors import Alone, homes_of, refuse_int8
 from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.hosted import ColumnsOf, Host, Twin
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.scaling import scale_gradients
 from zerokern.optim.survey import Groups, names_of, same_objects
 from zerokern.zero.awaited import without_waiting
-from zerokern.zero.homes import home_of
-from zerokern.zero.kinds import Residence, is_divided, present, shardings_of
+from zerokern.zero.kinds import is_divided, present, shardings_of
+from zerokern.zero.shard import Shard, plain_shard, shard_of, shards_of
 
 __all__ = ["LATE", "NOT_DELAYED", "PENDING", "Local", "localised", "sharded"]
 
@@ -48,7 +47,7 @@ _EXPOSED = (
 
 def sharded(groups: Groups) -> bool:
     """Whether any parameter is divided or replicated by zk.shard, or is a DTensor."""
-    return any(is_divided(param) or home_of(param) is not None for group in groups for param in group["params"])
+    return any(is_divided(param) or shard_of(param) is not None for group in groups for param in group["params"])
 
 
 def localised(
@@ -77,10 +76,10 @@ class Local:
         self, groups: Groups, host: tuple[Host, ColumnsOf] | None = None, last: Local | None = None, group: Any = None
     ) -> None:
         self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
-        self.homes: list[Residence] = homes_of(self.everyone, names_of(groups), () if last is None else last.homes)
+        self.homes: list[Shard] = shards_of(self.everyone, names_of(groups), () if last is None else last.homes)
         pairs = list(zip(self.everyone, self.homes, strict=True))
         # what a program steps itself, a plain parameter or a piece, is shown as it is
-        self._shown = [Alone(home.name, param) if param is home.piece else home for param, home in pairs]
+        self._shown = [plain_shard(home.name, param) if param is home.piece else home for param, home in pairs]
         self.near: list[Tensor] = [home.piece for home in self.homes]
         self.host = None if host is None else host[0]
         self._trained = [one.requires_grad for one in self.near]
@@ -98,8 +97,7 @@ class Local:
         self._home_of = {id(piece): home for piece, home in zip(self.pieces, self.homes, strict=True)}
         self._stand_ins = [(param, home) for param, home in pairs if param is not home.piece]
         # a program that steps what zk.shards returned may write to the model's parameters all the same
-        stepped = [(home.whole, home) for param, home in pairs if param is home.piece]
-        self._written_to = self._stand_ins + [(whole, home) for whole, home in stepped if whole is not None]
+        self._written_to = [(param, home) for param, home in pairs if home.sharding is not None]
         self._outer: Mapping[Any, Any] | None = None
         self._exported: dict[int, dict[str, Any]] = {}
         self._views = Whereabouts([])
@@ -112,7 +110,7 @@ class Local:
         """Whether these are the parameters, and they live where they did."""
         everyone = [param for group in groups for param in group["params"]]
         same = same_objects(everyone, self.everyone)
-        known = same and all(home.stays(param) for param, home in zip(everyone, self.homes, strict=True))
+        known = same and all(home.fits(param) for param, home in zip(everyone, self.homes, strict=True))
         known = known and self._copies == [home.copies for home in self.homes]  # stages tell each other of theirs
         return known and (self.host is None or self._trained == [one.requires_grad for one in self.near])
 
@@ -138,7 +136,7 @@ class Local:
             for team in self.accord.teams_of(self.shares[some]):
                 self.accord.groups_of[team].append(number)
             if group.get("state_format") == "int8":
-                refuse_int8(self.homes[some])
+                _refuse_int8(self.homes[some])
             names = [home.name for home in self.homes[some]]
             made.append({"param_names": names, **group, "params": self.pieces[some]})
         return made
@@ -339,8 +337,7 @@ class Local:
 
     def exact(self, piece: Tensor, *, kept: bool = False) -> Tensor | None:
         """The fp32 values that a piece began with, if its dtype rounded them, or what is `kept` of them: once."""
-        home = self._home_of[id(piece)]
-        initial = home.take_initial() if kept else home.take_exact()
+        initial = self._home_of[id(piece)].take_initial(kept=kept)
         return None if initial is None else initial.to(piece.device)
 
     def take_fold(self) -> float | Tensor:
@@ -397,6 +394,14 @@ class Local:
                 sharding.publish()
 
 
+def _refuse_int8(shards: Iterable[Shard]) -> None:
+    """Blocks are counted from a whole parameter's element 0, so no block may be on two ranks."""
+    for shard in shards:
+        if shard.here.misaligned:
+            do = f"{shard.here.misaligned}, so {shard.name} goes into a param_group with state_format='fp32'"
+            raise ValueError(got("state_format", "int8", "'fp32' or 'bf16'", do))
+
+
 def in_place(shown: Any, value: Any) -> bool:
     """Whether what is shown of a value still lies in its memory; what is not a plain view of it cannot leave that."""
     return shown is value or type(shown) is not Tensor or shown.data_ptr() == value.data_ptr()
@@ -404,5 +409,5 @@ def in_place(shown: Any, value: Any) -> bool:
 
 def with_gradients(sharding: Any) -> set[int]:
     """The ids of the homes of all parameters of a model that have gradients."""
-    homes = [(param, home) for param in sharding.zero_order if (home := home_of(param)) is not None]
+    homes = [(param, home) for param in sharding.zero_order if (home := shard_of(param)) is not None]
     return {id(home) for param, home in homes if param.grad is not None or home.piece.grad is not None}

@@ -58,7 +58,7 @@ _ARRIVED: dict[type, type] = {waits: there for there, waits in _WAITS.items()}
 
 
 def _wait(param: Any) -> None:
-    home = param._zk_home
+    home = param._zk_shard
     home.sharding.publisher.arrive(home.gradients.number)
     arrived([param])
 

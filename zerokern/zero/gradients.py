@@ -17,13 +17,13 @@ from zerokern.zero import checks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.fetching import fetched
 from zerokern.zero.flattening import Flattening
-from zerokern.zero.homes import Home, alias, strides
 from zerokern.zero.hooks import hooks_after_accumulation
 from zerokern.zero.kinds import local_of
 from zerokern.zero.landing import IntoHost
 from zerokern.zero.params import BucketMemory, Tenant, whole_like
 from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.references import References, shares
+from zerokern.zero.shard import Shard, alias, strides
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
 from zerokern.zero.squares import BucketSquares
@@ -38,7 +38,7 @@ class GradientBucket:
     """What arrived of a bucket's gradients, where they are gathered up (`buffer`) and where they end (`reduced`)."""
 
     def __init__(
-        self, number: int, memory: BucketMemory, homes: list[Home], stage: int, dtype: torch.dtype, losses: int | None
+        self, number: int, memory: BucketMemory, homes: list[Shard], stage: int, dtype: torch.dtype, losses: int | None
     ) -> None:
         self.number, self.memory, self.homes, self.dtype = number, memory, homes, dtype
         self.group, self.bucket = memory.group, memory.bucket

@@ -19,9 +19,9 @@ from zerokern.parallel.halves import Halves
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import stands_for
-from zerokern.zero.homes import Home, give_home, home_of
-from zerokern.zero.kinds import Residence, local_of, shardings_of
+from zerokern.zero.kinds import local_of, shardings_of
 from zerokern.zero.partition import shards_parameters
+from zerokern.zero.shard import Shard, give_shard, shard_of
 
 if TYPE_CHECKING:
     from zerokern.zero.sharding import Sharding
@@ -48,8 +48,8 @@ def _known_to_the_user(param: torch.Tensor) -> torch.Tensor | None:
     return stands_for(param)
 
 
-def _homes(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Home]]:
-    everyone = ((param, home_of(param)) for group in optimizer.param_groups for param in group["params"])
+def _homes(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Shard]]:
+    everyone = ((param, shard_of(param)) for group in optimizer.param_groups for param in group["params"])
     return [(param, home) for param, home in everyone if home is not None]
 
 
@@ -78,7 +78,7 @@ def _before(optimizer: torch.optim.Optimizer) -> None:
         sharding.settle()
 
 
-def refuse_lent(homes: Iterable[Residence | None]) -> None:
+def refuse_lent(homes: Iterable[Shard | None]) -> None:
     """A step within zk.gathered would not be seen there, and be overwritten at its end."""
     for home in homes:
         if home is not None and home.loan is not None:
@@ -187,7 +187,7 @@ class Guard:
                 "zerokern.integrations.transformers.Trainer or TrainerMixin: plain Trainer moves its model"
             )
         versions = list(map(_version_of, self._params))
-        whose = list(map(home_of, self._params))
+        whose = list(map(shard_of, self._params))
         if versions == self._versions and whose == self._homes:
             return
         for place, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
@@ -195,8 +195,8 @@ class Guard:
                 self._take_back(param, home)
         self._versions = versions
 
-    def _take_back(self, param: nn.Parameter, home: Home) -> None:
-        give_home(param, home)
+    def _take_back(self, param: nn.Parameter, home: Shard) -> None:
+        give_shard(param, home)
         node = self.sharding.nodes.get(home.name)
         if node is None or (param.requires_grad and hooks.accumulates(node, param)):
             return
@@ -216,7 +216,7 @@ class Guard:
         pairs = zip(self._versions, before, after, strict=True)
         self._versions = [now if known == was else known for known, was, now in pairs]
 
-    def refuse_lost(self, home: Home, param: Tensor) -> None:
+    def refuse_lost(self, home: Shard, param: Tensor) -> None:
         """A plain gradient was set by hand, and counts as reduced, unless autograd left it there behind our back."""
         node = self.sharding.nodes.get(home.name)
         if node is not None and param.requires_grad and param is not home.piece and not hooks.accumulates(node, param):

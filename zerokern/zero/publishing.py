@@ -16,8 +16,8 @@ from zerokern.zero import hooks
 from zerokern.zero.awaited import arrived, awaited, without_waiting
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.homes import home_of
 from zerokern.zero.params import BucketMemory
+from zerokern.zero.shard import shard_of
 from zerokern.zero.units import Unit
 
 __all__ = ["Publication", "Publisher"]
@@ -88,7 +88,7 @@ class Publisher:
         self._hooked = False
         tenants = [tenant for memory in self._memories for tenant in memory.tenants]
         self._read = [one.param if one.full is None else one.full for one in tenants]
-        homes = [home_of(one) for one in self._read]
+        homes = [shard_of(one) for one in self._read]
         self._pieces = [home.piece for home in homes if home is not None]
         self._announced = [piece._version for piece in self._pieces]
         self._tears: Callable[[], object] = _nothing

@@ -197,11 +197,11 @@ class Sharded(torch.Tensor):
         """As torch's, of a parameter: the hook is called with it when its reduced gradient is there."""
         if self._leaf is None:
             refuse("Tensor.register_post_accumulate_grad_hook", self, "hook")
-        return self._zk_home.call_after_reduction(hook)  # type: ignore[attr-defined]
+        return self._zk_shard.call_after_reduction(hook)  # type: ignore[attr-defined]
 
     @property
     def _leaf(self) -> torch.Tensor | None:
-        return getattr(getattr(self, "_zk_home", None), "leaf", None)
+        return getattr(getattr(self, "_zk_shard", None), "leaf", None)
 
     def __deepcopy__(self, memo: dict) -> Sharded:
         """Of what a state_dict holds; a module that is copied would be of no use with its parameters' parts."""

@@ -27,7 +27,6 @@ from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gathered_unit import GatheredUnit
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.homes import Home
 from zerokern.zero.kinds import local_of, version_of
 from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
 from zerokern.zero.params import BucketMemory, Tenant, place
@@ -35,6 +34,7 @@ from zerokern.zero.partition import partition, shards_parameters, shards_state
 from zerokern.zero.publishing import Publisher
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.resting import check_tier, driver_of, laid_out, lies_on, rests_on
+from zerokern.zero.shard import Shard
 from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
@@ -47,7 +47,7 @@ KEPT_UNITS = 8  # what a step frees and asks for again: two whole, their gradien
 
 
 class Sharding:
-    """What `zk.shard` makes of a module; found again through any of its parameters (`home_of`)."""
+    """What `zk.shard` makes of a module; found again through any of its parameters (`shard_of`)."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Sharding:
         itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
         buckets = partition(listed, self.parts.worlds, max(1, bucket_bytes // itemsize))
         self.memories: list[BucketMemory] = []
-        homes: dict[int, Home] = {}
+        homes: dict[int, Shard] = {}
         owners = owners_of(self.module)
         self._owners: dict[int, list] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
@@ -251,7 +251,7 @@ class Sharding:
                 self.nodes.pop(home.name, None)
                 self.nodes[home.name] = home.intercept(leaf)
 
-    def _trained(self) -> Iterator[tuple[Tenant, Home]]:
+    def _trained(self) -> Iterator[tuple[Tenant, Shard]]:
         for bucket in self.gradient_buckets:
             yield from zip(bucket.tenants, bucket.homes, strict=True)
 
@@ -384,7 +384,7 @@ class Sharding:
 
 
 def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a parameter is told of, which must not keep its model: see `Home`."""
+    """What a parameter is told of, which must not keep its model: see `Shard`."""
     there = sharding()
     if there is None or there.gatherer is None:
         return NotImplemented
