@@ -122,3 +122,31 @@ def test_a_checkpoint_replaces_what_is_pending_without_a_warning() -> None:
     assert torch.equal(model.weight, weight)
     optimizer.flush()
     assert torch.equal(model.weight, expected)
+
+
+def test_a_pending_update_of_a_parameter_that_is_frozen_is_refused_by_name() -> None:
+    model = nn.Linear(3, 2)
+    saved = pending(model).state_dict()
+    frozen = nn.Linear(3, 2)
+    frozen.load_state_dict(model.state_dict())
+    frozen.bias.requires_grad_(False)
+    optimizer = zk.SGD(frozen.named_parameters(), lr=0.5, momentum=0.9, schedule=zk.Delayed(after=0))
+    with pytest.raises(StateError, match=r"^bias is frozen, and this state has an update.*requires_grad=True"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
+    frozen.bias.requires_grad_(True)
+    optimizer.load_state_dict(saved)
+    optimizer.flush()
+    assert torch.equal(frozen.bias, saved["state"][1]["pending"])
+
+
+def test_a_frozen_parameter_may_be_loaded_with_the_values_that_it_has() -> None:
+    model = nn.Linear(3, 2)
+    saved = pending(model).state_dict()
+    frozen = nn.Linear(3, 2)
+    frozen.load_state_dict({"weight": model.weight, "bias": saved["state"][1]["pending"]})
+    frozen.bias.requires_grad_(False)
+    optimizer = zk.SGD(frozen.parameters(), lr=0.5, momentum=0.9, schedule=zk.Delayed(after=0))
+    optimizer.load_state_dict(saved)
+    optimizer.flush()
+    assert torch.equal(frozen.weight, saved["state"][0]["pending"])

@@ -25,7 +25,7 @@ from zerokern.checkpoint.tiles import Untiled
 from zerokern.core.errors import StateError, got
 from zerokern.interop.foreign import open_checkpoint
 from zerokern.io import Nvme
-from zerokern.optim.local import PENDING
+from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import rest_of
 from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.sharded import Sharded

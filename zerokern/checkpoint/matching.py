@@ -14,7 +14,7 @@ from zerokern.checkpoint.optimizers import Steps, Wanted, back
 from zerokern.checkpoint.source import Foreign, Source
 from zerokern.checkpoint.subject import Subject, aliases, extra_states
 from zerokern.core.errors import StateError
-from zerokern.optim.local import PENDING
+from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import local_of
 from zerokern.zero.shard import here_of_state, shard_of
 

@@ -20,7 +20,7 @@ from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk
 from zerokern.optim.exchange import Exchange, Inflow
-from zerokern.optim.local import LATE, NOT_DELAYED, PENDING
+from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
 from zerokern.zero.shard import here_of_state, shard_of
 
 __all__ = ["Ours", "Steps", "Wanted", "steps_of"]

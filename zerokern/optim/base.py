@@ -26,8 +26,8 @@ from zerokern.optim.disk import refuse_copy
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
-from zerokern.optim.local import LATE, Local, sharded
 from zerokern.optim.outside import WatchedState, plain
+from zerokern.optim.shards import LATE, Shards, sharded
 from zerokern.optim.spelling import Spelling
 from zerokern.optim.statistics import Reporting
 from zerokern.optim.survey import Groups, Survey
@@ -314,7 +314,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
                 with suppress(CommError):
                     local.publish()  # the others do, and wait for this rank's part
 
-    def _publish(self, local: Local, binding: Binding | None) -> None:
+    def _publish(self, local: Shards, binding: Binding | None) -> None:
         """Every rank's parameters to all: until then they are of different steps."""
         self.holdings.torn = local.accord.publishes = True
         local.publish()

@@ -18,7 +18,7 @@ from zerokern.zero.partition import shards_parameters, shards_state
 if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
     from zerokern.optim.hosted import Host, Twin
-    from zerokern.optim.local import Local
+    from zerokern.optim.shards import Shards
     from zerokern.schedule.recorder import Recorder
 
 __all__ = ["Conductor", "UnderWay"]
@@ -81,7 +81,7 @@ class Conductor:
     def __init__(self, schedule: str | Delayed, recorder: Recorder | None) -> None:
         self.schedule = schedule
         self._executor = Executor(recorder)
-        self._parts: tuple[Local | None, list[Part]] = (None, [])
+        self._parts: tuple[Shards | None, list[Part]] = (None, [])
         self._taken: list[Part] = []  # those that the update at hand is about
         self._turns: dict[str, int] = {}
         self._program: tuple[tuple[Any, ...], Program] | None = None
@@ -90,14 +90,14 @@ class Conductor:
     def waited_ns(self) -> Mapping[str, int]:
         return self._executor.waited_ns
 
-    def parts(self, local: Local) -> list[Part]:
+    def parts(self, local: Shards) -> list[Part]:
         known, parts = self._parts
         if known is not local:
             parts = parts_of(local.pieces, local.homes)
             self._parts = (local, parts)
         return parts
 
-    def arrange(self, local: Local, binding: Binding) -> None:
+    def arrange(self, local: Shards, binding: Binding) -> None:
         """An update is about to be prepared: its parts are updated in the order in which forwards need them, or, with
         a delay, in that of the next gradients."""
         there = set(binding.survey.numbers)
@@ -108,7 +108,7 @@ class Conductor:
 
     def submit(
         self,
-        local: Local,
+        local: Shards,
         binding: Binding,
         decision: Decision,
         tickets: Mapping[str, Any],
@@ -155,7 +155,7 @@ class Conductor:
         """Returns once the first part has been updated; raises what went wrong until then."""
         under_way.run.wait("Step", self._taken[0].name)
 
-    def gather_rest(self, local: Local, under_way: UnderWay) -> None:
+    def gather_rest(self, local: Shards, under_way: UnderWay) -> None:
         """What is left of an update that other ranks publish part by part, and that has failed on this one."""
         for part in self.parts(local):
             if part.sharding is not None and part.sharding.publisher.gathers and part.name not in under_way.gathered:
@@ -163,7 +163,7 @@ class Conductor:
 
     def _program_of(
         self,
-        local: Local,
+        local: Shards,
         binding: Binding,
         parts: Sequence[Part],
         rows: Mapping[int, int],

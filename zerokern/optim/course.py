@@ -18,9 +18,9 @@ from zerokern.optim.decide import Decision
 from zerokern.optim.holdings import Holdings
 from zerokern.optim.interrupts import whole
 from zerokern.optim.leaving import Departure, Leaving
-from zerokern.optim.local import LATE, PENDING, Local, localised
 from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part
+from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed
 
@@ -52,7 +52,7 @@ class Course:
         """For how long threads have waited for ops of updates, by lane."""
         return {} if self._conductor is None else self._conductor.waited_ns
 
-    def localise(self, groups: Groups) -> Local:
+    def localise(self, groups: Groups) -> Shards:
         """What stands for the parameters; where they are others than before, what was pending is published first."""
         here = self._holdings
         last, stepped = here.local, here.bound.binding is not None
@@ -62,7 +62,8 @@ class Course:
         if last is not None and last.host is not None and last.host.late and not last.knows(groups):
             last.look()
             self._put_in_place(last)
-        local = here.local = localised(last, groups, here.state, stepped, here.hosting(groups), here.group)
+        local = here.shards = here.shards_of(groups)
+        local.adopt(here.state, refuse_plain=stepped and last is None)
         return local
 
     @property
@@ -75,7 +76,7 @@ class Course:
             self._conductor = Conductor(self._holdings.schedule, self._holdings.recorder)
         return self._conductor
 
-    def enter(self, local: Local, *, unscaled: bool) -> None:
+    def enter(self, local: Shards, *, unscaled: bool) -> None:
         """Gradients to where the update reads them; what an earlier step made and kept back is published.
 
         `unscaled`: GradScaler has written into gradients, which it does not count as writing.
@@ -102,7 +103,7 @@ class Course:
 
     def _fetch(
         self,
-        local: Local,
+        local: Shards,
         parts: Sequence[Part],
         grads: dict[int, Tensor],
         early: dict[str, Departure],
@@ -132,7 +133,7 @@ class Course:
             if any(kept):
                 self._gates.append(ticket)
 
-    def _put_in_place(self, local: Local) -> None:
+    def _put_in_place(self, local: Shards) -> None:
         self._holdings.torn = True
         while self._unseen:
             self._unseen.pop().put()
@@ -186,7 +187,7 @@ class Course:
         elif under_way.owed:
             self.finish(self._groups)
 
-    def _begin(self, local: Local, bound: Any, lazily: bool) -> UnderWay:
+    def _begin(self, local: Shards, bound: Any, lazily: bool) -> UnderWay:
         conductor = self._conduct()
         under_way = conductor.submit(local, bound, self._decision, self._tickets, publishes=lazily)
         self.under_way = under_way
@@ -223,7 +224,7 @@ class Course:
         for group in self._groups if self._holdings.delays else ():
             group[CALLS] = calls
 
-    def _publish_later(self, local: Local, under_way: UnderWay) -> None:
+    def _publish_later(self, local: Shards, under_way: UnderWay) -> None:
         """Parameters count as those of this step from here on; forwards wait until they are."""
         under_way.stepped = True
         under_way.binding.stepped()
@@ -234,7 +235,7 @@ class Course:
             sharding.publish_later(partial(self._perform_bucket, under_way, names), self._tear)
         under_way.binding.witness.stepped()
 
-    def _wait_for_first(self, local: Local, under_way: UnderWay) -> None:
+    def _wait_for_first(self, local: Shards, under_way: UnderWay) -> None:
         """What is complete when `step()` returns: all that no forward of a unit waits for."""
         for part in self._conduct().parts(local):
             if part.sharding is None:
@@ -327,7 +328,7 @@ class Course:
             here.torn = here.torn or under_way.begun or bool(here.untold)
         return under_way.failed
 
-    def keep_up(self, local: Local) -> None:
+    def keep_up(self, local: Shards) -> None:
         """Publish what other ranks publish before they meet this one, also of an update that has failed here."""
         under_way, self._behind = self._behind, None
         if under_way is not None:
