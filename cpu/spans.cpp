@@ -110,6 +110,46 @@ int check_accumulate(const void *dst, uint32_t dst_dtype, const void *const *sou
     return numel > 0 && (!dst || !sources || any_null(sources, nsources)) ? ZK_E_NULL : ZK_OK;
 }
 
+struct CollectWork {
+    char *dst;
+    uint32_t dst_dtype, source_dtype;
+    const void *const *sources;
+    const int64_t *begins, *numels;
+    int64_t n;
+    bool add;
+    std::mutex lock;
+    int64_t source = 0, offset = 0;
+};
+
+// A thread takes many small sources, or a part of a large one, at a time.
+void collect_task(void *context) {
+    CollectWork &w = *static_cast<CollectWork *>(context);
+    for (;;) {
+        int64_t source, begin, stop, end;
+        {
+            std::lock_guard<std::mutex> guard(w.lock);
+            source = w.source, begin = w.offset;
+            for (int64_t taken = 0; taken < GRAIN && w.source < w.n;) {
+                const int64_t left = w.numels[w.source] - w.offset;
+                const int64_t some = left < GRAIN - taken ? left : GRAIN - taken;
+                taken += some;
+                w.offset += some;
+                if (some == left) ++w.source, w.offset = 0;
+            }
+            stop = w.source, end = w.offset;
+        }
+        if (source == stop && begin == end) return;
+        for (;; ++source, begin = 0) {
+            const int64_t last = source == stop ? end : w.numels[source];
+            if (begin < last)
+                zk::active().accumulate(w.dst + w.begins[source] * width_of(w.dst_dtype), w.dst_dtype,
+                                        w.sources + source, 1, w.source_dtype, begin, last, w.add, 1.0f, false,
+                                        nullptr);
+            if (source == stop) break;
+        }
+    }
+}
+
 // Spans and what lies between them, in order; of a span whole chunks at a time.
 struct SquaredWork {
     const AccumulateArguments &of;
@@ -217,6 +257,24 @@ int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int
                   },
                   numel, GRAIN, &arguments};
     zk::pool_run(span_task, &work, workers_for(numel));
+    return ZK_OK;
+}
+
+int zk_collect(void *dst, uint32_t dst_dtype, const void *const *sources, const int64_t *begins, const int64_t *numels,
+               int64_t nsources, uint32_t source_dtype, int add) {
+    if (!is_float(dst_dtype) || !is_float(source_dtype)) return ZK_E_FORMAT;
+    if (nsources < 0) return ZK_E_COUNT;
+    if (nsources == 0) return ZK_OK;
+    if (!dst || !sources || !begins || !numels) return ZK_E_NULL;
+    int64_t total = 0;
+    for (int64_t i = 0; i < nsources; ++i) {
+        if (begins[i] < 0 || numels[i] < 0) return ZK_E_COUNT;
+        if (numels[i] > 0 && !sources[i]) return ZK_E_NULL;
+        total += numels[i];
+    }
+    const zk::IeeeArithmetic ieee;
+    CollectWork work{static_cast<char *>(dst), dst_dtype, source_dtype, sources, begins, numels, nsources, add != 0, {}};
+    zk::pool_run(collect_task, &work, workers_for(total));
     return ZK_OK;
 }
 

@@ -132,6 +132,9 @@ ZK_API int zk_sumsq(const void *const *sources, const int64_t *numels, int64_t n
  * it. */
 ZK_API int zk_accumulate(void *dst, uint32_t dst_dtype, const void *const *sources, int64_t nsources,
                          uint32_t source_dtype, int64_t numel, int add, float scale);
+/* zk_accumulate of one source each for many spans of dst: numels[i] elements from begins[i] on, which do not overlap. */
+ZK_API int zk_collect(void *dst, uint32_t dst_dtype, const void *const *sources, const int64_t *begins,
+                      const int64_t *numels, int64_t nsources, uint32_t source_dtype, int add);
 /* zk_accumulate, and sums[i], as zk_sumsq gives it, of the numels[i] elements of the result from begins[i] on, without
  * reading them again. Spans come in order and do not overlap; what lies between them is accumulated too.
  * partials: scratch of zk_sumsq_partials(numels, nspans) doubles. */
@@ -166,8 +169,8 @@ typedef struct zk_tensor_calls {
     bool (*is_negated)(const void *const *cell); /* by a mark, not in memory */
 } zk_tensor_calls;
 
-/* Tensors and what is expected of them and of their gradients: addresses of the tensors, numels of both, dtypes of
- * each; contiguity of both, and one layout of all gradients. */
+/* Tensors and what is expected of them and of their gradients: addresses of the tensors, or null where they may be
+ * anywhere; numels of both, dtypes of each; contiguity of both, and one layout of all gradients. */
 typedef struct zk_tensor_list {
     const void *const *tensors;
     void *const *addresses;

@@ -14,6 +14,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from zerokern.core.ports import PLUGS
+
 OLDEST_TORCH = (2, 10)
 
 
@@ -40,6 +42,14 @@ def _check_torch() -> None:
 
 
 _check_torch()
+PLUGS.update(
+    {  # what the core reaches through its ports, without importing it
+        "checkpoint source": ("zerokern.interop.foreign:open_foreign",),
+        "checkpoint model": ("zerokern.parallel.saved_stages:stages_of",),
+        "group observer": ("zerokern.debug.watch:GroupWatch",),
+        "checkpoint layout": ("zerokern.activations.saved_tiles:tiled_layout",),
+    }
+)
 
 if TYPE_CHECKING:
     from zerokern import io, kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ from zerokern.core.errors import StateError, got
 from zerokern.core.units import Reduce, Stage, Tier
 from zerokern.io import Nvme
 from zerokern.memory.heap import give_back, map_large
+from zerokern.parallel.experts import groups_of
+from zerokern.parallel.halves import refuse_half_backwards
 from zerokern.zero import shard_of
 from zerokern.zero.partition import check_stage, shards_parameters
 from zerokern.zero.sharding import Sharding
@@ -80,6 +83,8 @@ def shard(
         keep: units keep only their inputs until backward, in this place ("device", "cpu", `zk.Nvme(path)`), and compute
             the rest again. See `zk.recompute`.
         micro: units compute in this many slices of the batch, so that the activations of one slice are alive at a time.
+            Forward hooks of modules in a unit run once for each slice; what they or an attribute keep of a slice is
+            refused in a loss. See `zk.recompute`.
         replicated: a mesh dimension whose ranks have the same inputs, as in tensor parallelism. Each rank keeps its
             part of the inputs. `micro` above 1, or `replicated` alone, implies `keep="device"`. Of nested units the
             outermost counts; the root never does.
@@ -103,18 +108,21 @@ def shard(
         cut(module)
     meshes = dict(mesh) if isinstance(mesh, Mapping) else {module: mesh}
     with during("zk.shard", of="zk.shard"):
-        Sharding(
+        group = group_of(meshes.pop(module, None), module)
+        apart = {part: group_of(one, part) for part, one in meshes.items()}
+        sharding = Sharding(
             module,
             stage=check_stage(stage),
-            group=group_of(meshes.pop(module, None), module),
-            apart={part: group_of(one, part) for part, one in meshes.items()},
+            group=group,
             mp_policy=mp_policy,
             tier=tier,
-            repeated=Repeated(keep, micro, replicated),
+            wrapper=Repeated(keep, micro, replicated),
             units=units,
             bucket_bytes=bucket_bytes,
             reduce=reduce,
+            groups=partial(groups_of, apart=apart),
         )
+        refuse_half_backwards(sharding)
     return module
 
 
@@ -159,7 +167,7 @@ def shards(model: nn.Module) -> list[nn.Parameter]:
     >>> [(piece.zk_name, piece.numel()) for piece in zk.shards(model)]
     [('weight', 2), ('bias', 1)]
     """
-    pieces = {id(piece._zk_shard): piece for piece in sharding_of(model).expose()}  # type: ignore[attr-defined]
+    pieces = {id(shard_of(piece)): piece for piece in sharding_of(model).expose()}
     homes = [shard_of(param) for param in model.parameters()]
     return [pieces[id(home)] for home in homes if home is not None and id(home) in pieces]
 
@@ -212,7 +220,9 @@ def build(fn: Callable[[], Module], *, device: torch.device | str | None = None,
     if shards_parameters(stage):
         cut(module)
     with during("zk.build", of="zk.shard"):
-        Sharding(module, stage=stage, group=group, repeated=repeated, materialize=construction.materialize, **settings)
+        build = construction.materialize
+        sharding = Sharding(module, stage=stage, group=group, wrapper=repeated, materialize=build, **settings)
+        refuse_half_backwards(sharding)
     give_back()
     return module
 

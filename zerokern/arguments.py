@@ -1,13 +1,17 @@
-"""What words on a command line mean: each function makes a `type` of argparse, which names what is allowed."""
+"""The parser of the command line, and types for its options: each function makes an argparse `type`, whose errors say
+what is allowed."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NoReturn
 
 from zerokern.core.errors import got
 from zerokern.core.units import in_units, parse_nbytes
@@ -16,10 +20,43 @@ PICTURES = (".png", ".svg", ".pdf")
 EXTRA = ("rich", "matplotlib")  # what `pip install 'zerokern[cli]'` brings
 
 
+class Parser(argparse.ArgumentParser):
+    """Parses as argparse does; its errors name the nearest option or choice, and show the usage of their own command.
+
+    >>> parser = Parser(prog="zerokern bench")
+    >>> _ = parser.add_argument("--pairs", type=int)
+    >>> parser.refuse_unknown(["--pears"])
+    Traceback (most recent call last):
+    ...
+    SystemExit: 2
+    """
+
+    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+        """Ends the program with words that nothing of this command asks for."""
+        options = [name for action in self._actions for name in action.option_strings]
+        near = _nearest(words[0], options) if words[0].startswith("-") else ""
+        self.error(f"{' '.join(words)} is not an option here.{near}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(one) for one in action.choices]
+            said = f"{value!r} is not one of {', '.join(names)}.{_nearest(str(value), names)}"
+            raise argparse.ArgumentError(action, said)
+
+
+def _nearest(word: str, names: Iterable[str]) -> str:
+    """
+    >>> _nearest("adm", ["adam", "lion"]), _nearest("xyz", ["adam"])
+    (' Did you mean adam?', '')
+    """
+    found = difflib.get_close_matches(word, list(names), n=1)
+    return f" Did you mean {found[0]}?" if found else ""
+
+
 def numbers(
     name: str, allowed: str, *, units: Mapping[str, int] | None = None, most: float = math.inf
 ) -> Callable[[str], tuple[int, ...]]:
-    """A list of whole numbers; with `units` each may have a fraction and a unit.
+    """Reads a list of whole numbers; with `units` each may have a fraction and a unit.
 
     >>> from zerokern.core.units import BINARY
     >>> numbers("tokens", "numbers", units=BINARY)("4k,16k,4k")
@@ -36,24 +73,23 @@ def numbers(
 
 
 def number(name: str, allowed: str, *, units: Mapping[str, int] | None = None) -> Callable[[str], int]:
-    """One whole number.
+    """Reads one whole number.
 
     >>> from zerokern.core.units import BINARY
     >>> number("numel", "elements", units=BINARY)("64m") >> 20
     64
     """
-    several = numbers(name, allowed, units=units)
 
     def parse(text: str) -> int:
         if "," in text:
             raise ArgumentTypeError(got(name, text, allowed))
-        return several(text)[0]
+        return numbers(name, allowed, units=units)(text)[0]
 
     return parse
 
 
 def _number(word: str, units: Mapping[str, int] | None) -> float:
-    """NaN, which is above and below nothing, where the word is no number or one that 64 bits do not hold."""
+    """NaN, which no comparison accepts, where the word is no number or one that 64 bits do not hold."""
     match = re.fullmatch(r"(\d+)()" if units is None else r"(\d*\.?\d+)\s*([A-Z]*)", word, re.ASCII)
     known = {"": 1} if units is None else units
     return in_units(match[1], known[match[2]]) or math.nan if match and match[2] in known else math.nan
@@ -63,7 +99,7 @@ count = number("count", "a whole number from 1 on")
 
 
 def nbytes(name: str) -> Callable[[str], int]:
-    """Bytes, with or without a unit.
+    """Reads bytes, with or without a unit.
 
     >>> nbytes("cap")("1.5 GB"), nbytes("cap")("1KiB")
     (1500000000, 1024)
@@ -79,7 +115,7 @@ def nbytes(name: str) -> Callable[[str], int]:
 
 
 def names(name: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A list of names.
+    """Reads a list of names.
 
     >>> names("schedule", ["sync", "overlap"])("overlap, sync")
     ('overlap', 'sync')
@@ -94,11 +130,11 @@ def names(name: str, allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]
     return parse
 
 
-def picture(name: str) -> Callable[[str], Path]:
-    """A file for a picture, which matplotlib draws."""
+def picture(name: str, *, needed: bool = True) -> Callable[[str], Path]:
+    """Reads the file name of a picture; refuses it without matplotlib, unless the command can do without (`needed`)."""
 
     def parse(text: str) -> Path:
-        if find_spec("matplotlib") is None:
+        if needed and find_spec("matplotlib") is None:
             raise ArgumentTypeError(f"{text}: {needs_extra('matplotlib')}")
         path = Path(text)
         if path.suffix.lower() not in PICTURES or not path.resolve().parent.is_dir():
@@ -109,7 +145,7 @@ def picture(name: str) -> Callable[[str], Path]:
 
 
 def needs_extra(package: str) -> str:
-    """What a command says that lacks a package of the extra ``cli``.
+    """Returns what a command says that lacks a package of the extra ``cli``.
 
     >>> needs_extra("matplotlib")
     "matplotlib is not installed; pip install 'zerokern[cli]' brings it"
@@ -118,6 +154,7 @@ def needs_extra(package: str) -> str:
 
 
 def new_file(text: str) -> Path:
+    """Reads the name of a file to write, which must not exist."""
     path = Path(text)
     if path.exists():
         raise ArgumentTypeError(f"{text} exists already, and a result is never overwritten; name another file")
@@ -127,6 +164,7 @@ def new_file(text: str) -> Path:
 
 
 def folder(text: str) -> Path:
+    """Reads the name of a folder that exists."""
     path = Path(text)
     if not path.is_dir():
         raise ArgumentTypeError(got("path", text, "a folder that exists, on the disk to measure"))

@@ -25,7 +25,7 @@ LOSSY = (
 
 
 class Info(dict[str, object]):
-    """Facts by name; printed as aligned lines.
+    """Holds facts by name, and prints them as aligned lines.
 
     >>> print(Info({"threads": 2, "env": {"ZEROKERN_THREADS": "2"}}))
     threads  2
@@ -39,41 +39,29 @@ class Info(dict[str, object]):
 
 def _text(value: object) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{', '.join(names)}: {text}" for text, names in _grouped(value).items()) or "none"
+        by_value: dict[str, list[str]] = {}  # names that share a value are told together
+        for name, one in value.items():
+            by_value.setdefault(_text(one), []).append(name)
+        return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_value.items()) or "none"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_text, value)) or "none"
     return str(value)
 
 
-def _grouped(facts: dict[str, object]) -> dict[str, list[str]]:
-    """Names that share a value, by that value."""
-    groups: dict[str, list[str]] = {}
-    for name, value in facts.items():
-        groups.setdefault(_text(value), []).append(name)
-    return groups
-
-
 def info() -> Info:
-    """Versions, instruction set, threads, implementation of each op, GPUs and what runs on them, huge pages, the limit
-    on locked memory, the disk engine and what was measured of disks, what is lossy, and the environment variables in
-    force. Nothing is measured here. Printable; a dict for programs.
+    """Reports what runs here: versions, instruction set, threads, implementation of each op, GPUs, huge pages, the
+    limit on locked memory, disks, lossy formats and the environment variables in force.
+
+    Nothing is measured. The result prints as lines, and is a dict for programs.
 
     >>> import zerokern as zk
     >>> zk.info()["instruction set"] in zk.info()["instruction sets here"]
     True
     """
-    return Info(
-        {
-            **_versions(),
-            **_native(),
-            **_gpus(),
-            "huge pages": _huge_pages(),
-            "locked memory": _locked_memory(),
-            **_disks(),
-            "lossy": LOSSY,
-            "environment": {name: value for name in env.ENV if (value := env.read(name)) is not None},
-        }
-    )
+    environment = {name: value for name in env.ENV if (value := env.read(name)) is not None}
+    memory = {"huge pages": _huge_pages(), "locked memory": _locked_memory()}
+    more = {"lossy": LOSSY, "environment": environment}
+    return Info({**_versions(), **_native(), **_gpus(), **memory, **_disks(), **more})
 
 
 def _versions() -> dict[str, object]:
@@ -88,10 +76,9 @@ def _versions() -> dict[str, object]:
 
 
 def _installed(package: str) -> str:
-    """The version of a package, whatever its distribution is called, without importing it."""
-    for distribution in importlib.metadata.packages_distributions().get(package, []):
-        return importlib.metadata.version(distribution)
-    return ""
+    """Returns the version of a package, whatever its distribution is called, without importing it."""
+    found = importlib.metadata.packages_distributions().get(package)
+    return importlib.metadata.version(found[0]) if found else ""
 
 
 def _native() -> dict[str, object]:
@@ -109,18 +96,16 @@ def _native() -> dict[str, object]:
 
 
 def _gpus() -> dict[str, object]:
-    """GPUs by name, and what runs on them; no context is made for it."""
-    import torch
+    """Returns GPUs by name, and what runs on them, without a CUDA context."""
+    from torch import cuda, device
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
+    gpus = range(cuda.device_count() if cuda.is_available() else 0)
+    if not gpus:
         return {"gpus": "none"}
-    names = [
-        "{} (sm_{}{})".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)) for i in range(count)
-    ]
+    names = ["{} (sm_{}{})".format(cuda.get_device_name(i), *cuda.get_device_capability(i)) for i in gpus]
     try:
-        for i in range(count):
-            backend.check_device(torch.device("cuda", i))
+        for i in gpus:
+            backend.check_device(device("cuda", i))
     except BackendError as error:
         return {"gpus": names, "gpu kernels": str(error)}
     return {"gpus": names, "gpu kernels": "triton"}
@@ -154,7 +139,7 @@ def _locked_memory() -> str:
 
 
 def get_include() -> str:
-    """The folder of the C headers: ``zerokern_cpu.h``, the kernels, and ``zerokern_io.h``, the disk engine.
+    """Returns the folder of the C headers: ``zerokern_cpu.h``, the kernels, and ``zerokern_io.h``, the disk engine.
 
     >>> import pathlib, zerokern as zk
     >>> sorted(header.name for header in pathlib.Path(zk.get_include()).glob("*.h"))
@@ -170,7 +155,7 @@ def get_include() -> str:
 
 
 def get_library() -> str:
-    """The native library that is in use: what a program in C links to. ``examples/step.c`` is such a program.
+    """Returns the native library in use, which a program in C links to. ``examples/step.c`` is such a program.
 
     >>> import zerokern as zk
     >>> zk.get_library().endswith(".so")

@@ -227,6 +227,7 @@ using Entry = Counts (*)(Random &random, uint64_t executions);
 Counts fuzz_update(Random &random, uint64_t executions);
 Counts fuzz_sumsq(Random &random, uint64_t executions);
 Counts fuzz_accumulate(Random &random, uint64_t executions);
+Counts fuzz_collect(Random &random, uint64_t executions);
 Counts fuzz_accumulate_sumsq(Random &random, uint64_t executions);
 Counts fuzz_convert(Random &random, uint64_t executions);
 Counts fuzz_stream(Random &random, uint64_t executions);

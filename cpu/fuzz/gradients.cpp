@@ -64,6 +64,7 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
         std::vector<int64_t> numels;
         std::vector<int32_t> dtypes;
         int64_t first_wrong = static_cast<int64_t>(count);
+        const bool anywhere = random.one_in(4);
         for (size_t t = 0; t < count; ++t) {
             char *place = reinterpret_cast<char *>(uintptr_t{64} * (1 + random.below(1000)));
             grads.push_back(std::make_unique<Tensor>(
@@ -75,8 +76,13 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
             numels.push_back(grads[t]->numel);
             dtypes.push_back(6);
             if (!random.one_in(60)) continue;
+            const uint64_t change = random.below(11);
+            if (anywhere && change == 1) {
+                params[t]->address = place + 1;
+                continue;
+            }
             if (first_wrong == static_cast<int64_t>(count)) first_wrong = static_cast<int64_t>(t);
-            switch (random.below(11)) {
+            switch (change) {
                 case 0:
                     params[t]->grad = nullptr;
                     break;
@@ -114,7 +120,7 @@ Counts fuzz_gradients(Random &random, uint64_t executions) {
         }
         std::vector<void *> found(count + 1);  // never null
         const zk_tensor_list list = {tensors.data(),
-                                     addresses.data(),
+                                     anywhere ? nullptr : addresses.data(),
                                      numels.data(),
                                      dtypes.data(),
                                      dtypes.data(),

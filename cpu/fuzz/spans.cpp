@@ -1,4 +1,4 @@
-// zk_sumsq, zk_accumulate, zk_convert and zk_stream, each with valid and with spoilt arguments.
+// zk_sumsq, zk_accumulate, zk_collect, zk_convert and zk_stream, each with valid and with spoilt arguments.
 #include <limits>
 #include <memory>
 
@@ -183,6 +183,71 @@ Counts fuzz_accumulate(Random &random, uint64_t executions) {
         }
         expect_refusal("zk_accumulate", execution, *dst,
                        [&] { return zk_accumulate(to, kinds[0], from, count, kinds[1], elements, add, scale); });
+        return false;
+    });
+}
+
+Counts fuzz_collect(Random &random, uint64_t executions) {
+    return repeat(random, executions, [&](uint64_t execution, Digest &digest) {
+        const uint32_t dst_dtype = random.pick(FLOATS), src_dtype = random.pick(FLOATS);
+        const int64_t n = 1 + static_cast<int64_t>(random.below(4));
+        const int add = random.one_in(2);
+        std::vector<std::unique_ptr<Buffer>> memory;
+        std::vector<const void *> sources;
+        std::vector<int64_t> begins, numels;
+        int64_t total = 0;
+        for (int64_t i = 0; i < n; ++i) {
+            const int64_t numel =
+                random.one_in(2000) ? 65535 + static_cast<int64_t>(random.below(3)) : some_numel(random);
+            memory.push_back(filled(random, kind_of(src_dtype), numel));
+            sources.push_back(memory.back()->data());
+            begins.push_back(total + static_cast<int64_t>(random.below(3)));
+            numels.push_back(numel);
+            total = begins.back() + numel;
+        }
+        const auto dst = filled(random, kind_of(dst_dtype), total);
+        void *to = dst->data();
+        int64_t count = n;
+        uint32_t kinds[] = {dst_dtype, src_dtype};
+        const void *const *from = sources.data();
+        const auto run = [&] {
+            return zk_collect(to, kinds[0], from, begins.data(), numels.data(), count, kinds[1], add);
+        };
+        if (!random.one_in(4)) {
+            const Buffer before(*dst);
+            expect_scalar_bits("zk_collect", execution, digest, {{*dst}}, run);
+            const Buffer found(*dst);
+            std::memcpy(dst->data(), before.data(), static_cast<size_t>(before.nbytes));
+            const int64_t width = dst_dtype == ZK_F32 ? 4 : 2;
+            for (int64_t i = 0; i < n; ++i)
+                zk_accumulate(static_cast<char *>(to) + begins[i] * width, dst_dtype, from + i, 1, src_dtype,
+                              numels[i], add, 1.0f);
+            const int64_t at = first_difference(found, *dst, nullptr);
+            if (at >= 0) fail("zk_collect", execution, "other bits than zk_accumulate's at element", at);
+            return true;
+        }
+        const size_t at = random.below(static_cast<uint64_t>(n));
+        switch (random.below(6)) {
+            case 0:
+                kinds[random.below(2)] = wrong_dtype(random);
+                break;
+            case 1:
+                count = -1 - static_cast<int64_t>(random.next() >> 2);
+                break;
+            case 2:
+                begins[at] = -1 - static_cast<int64_t>(random.next() >> 2);
+                break;
+            case 3:
+                numels[at] = -1 - static_cast<int64_t>(random.next() >> 2);
+                break;
+            case 4:
+                from = nullptr;
+                break;
+            default:
+                to = nullptr;
+                break;
+        }
+        expect_refusal("zk_collect", execution, *dst, run);
         return false;
     });
 }

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="1: under a memory cap; 2: in turn; 3: on 2 processes; 4: larger than memory",
     )
-    parser.add_argument("--out", type=arguments.picture("out"), default=Path("demo.png"), help="the picture (demo.png)")
+    out = arguments.picture("out", needed=False)
+    parser.add_argument("--out", type=out, default=Path("demo.png"), help="the picture (demo.png)")
     parser.add_argument("--full", action="store_true", help="larger models, all steps, all tables: about 5 minutes")
 
 
@@ -122,8 +123,12 @@ def pictured(path: Path, found: Results, seconds: float) -> str:
         from . import plot
 
         return str(path.resolve()) if plot.draw(path, found, seconds) else "none, there is nothing to draw"
+    except ModuleNotFoundError as error:
+        if error.name not in arguments.EXTRA:
+            raise
+        return f"none was drawn: {arguments.needs_extra(error.name)}"
     except Exception as error:
-        if not (isinstance(error, ImportError) or has_no_room(error)):
+        if not has_no_room(error):
             raise
         return f"none, {error}"
 

@@ -1,4 +1,4 @@
-"""What the saving tests share: modules beside this file, worlds of ranks, and the engines that move bytes."""
+"""What the checkpoint tests share: modules beside this file, worlds of ranks, and the engines that move bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent / "zero", HERE):
+for folder in (HERE.parent / "zero", HERE.parent / "interop", HERE):
     sys.path.insert(0, str(folder))
 
 

@@ -19,11 +19,12 @@ for folder in ("zero", "optim", "comm"):
 
 from worlds import built  # noqa: E402
 
+from zerokern.checkpoint.filling import Restore  # noqa: E402
 from zerokern.checkpoint.index import Box, TensorRow  # noqa: E402
-from zerokern.checkpoint.loader import Intake  # noqa: E402
-from zerokern.checkpoint.source import Foreign, dtype_name  # noqa: E402
+from zerokern.checkpoint.source import dtype_name  # noqa: E402
 from zerokern.checkpoint.storage import SavePlanner  # noqa: E402
-from zerokern.checkpoint.subject import Subject  # noqa: E402
+from zerokern.checkpoint.training_state import TrainingState  # noqa: E402
+from zerokern.interop.foreign import Foreign  # noqa: E402
 
 
 class Net(nn.Module):
@@ -90,7 +91,7 @@ class Source(Foreign):
 def put(path: Path, model: nn.Module, opts: Any = None) -> None:
     """Save, as zk.save does."""
     path.mkdir(parents=True, exist_ok=True)
-    subject = Subject(model, opts)
+    subject = TrainingState(model, opts)
     items, values = subject.described()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,16 +102,16 @@ def put(path: Path, model: nn.Module, opts: Any = None) -> None:
         dist.barrier()
 
 
-def take(path: Path, model: nn.Module, opts: Any = None, *, lossy: bool = False, stop: int = -1) -> Subject:
+def take(path: Path, model: nn.Module, opts: Any = None, *, lossy: bool = False, stop: int = -1) -> TrainingState:
     """Load, as zk.load does; `stop`: break off after that many batches."""
-    subject, source = Subject(model, opts), Source(path)
-    intake = Intake(subject, source, lossy)
-    for number, batch in enumerate(intake.batches()):
+    subject, source = TrainingState(model, opts), Source(path)
+    restore = Restore(subject, source, lossy)
+    for number, batch in enumerate(restore.batches()):
         if number == stop:
             raise InterruptedError
         source.read(batch.items)
         batch.after()
-    intake.finish()
+    restore.finish()
     return subject
 
 

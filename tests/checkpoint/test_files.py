@@ -18,10 +18,8 @@ from raw_cases import flip
 from torch import Tensor
 from worlds import World, ranked
 
-from zerokern.checkpoint.files import FileWriter, PartsWriter
+from zerokern.checkpoint.files import BLOCK, SLOTS, FileReader, FileWriter, PartsWriter, Slots, SlotWriter
 from zerokern.checkpoint.index import FileRow
-from zerokern.checkpoint.saved import FileReader
-from zerokern.checkpoint.staging import BLOCK, SLOTS, Outgoing, Staging
 from zerokern.core import native
 from zerokern.core.errors import IoError
 from zerokern.io import Faults
@@ -50,7 +48,7 @@ def write(path: Path, *data: bytes | Tensor, **settings: object) -> FileRow:
 
 @contextmanager
 def reading(folder: Path, row: FileRow, **settings: object) -> Iterator[FileReader]:
-    with Staging(folder, **settings) as staging, FileReader(folder, row, staging) as reader:
+    with Slots(folder, **settings) as slots, FileReader(folder, row, slots) as reader:
         yield reader
 
 
@@ -214,10 +212,10 @@ def test_spans_in_any_order_that_overlap(tmp_path: Path) -> None:
 
 def test_a_block_is_read_once_and_only_if_it_is_wanted(tmp_path: Path) -> None:
     row = write(tmp_path / "a", pattern(20 * BLOCK))
-    with Staging(tmp_path) as staging, FileReader(tmp_path, row, staging) as reader:
+    with Slots(tmp_path) as slots, FileReader(tmp_path, row, slots) as reader:
         spans = [(BLOCK + 5, 10), (2 * BLOCK - 1, 2), (BLOCK, 100), (9 * BLOCK, BLOCK), (15 * BLOCK + 1, 1)]
         reader.read([(begin, nbytes, lambda piece, at: None) for begin, nbytes in spans])
-        assert staging.engine.stats()["read_nbytes"] == 4 * BLOCK  # blocks 1, 2, 9 and 15
+        assert slots.engine.stats()["read_nbytes"] == 4 * BLOCK  # blocks 1, 2, 9 and 15
 
 
 def test_what_is_outside_is_refused_and_an_error_of_the_taker_passes(tmp_path: Path) -> None:
@@ -294,8 +292,8 @@ def test_a_device_that_cannot_read_is_told(tmp_path: Path) -> None:
     begin = 3 * BLOCK + BLOCK
     faults = Faults(fail_op=native.IO_READ, fail_begin=begin, fail_end=begin + 1)
     with (
-        Staging(tmp_path, faults=faults, block=BLOCK, depth=8) as staging,
-        FileReader(tmp_path, row, staging) as reader,
+        Slots(tmp_path, faults=faults, block=BLOCK, depth=8) as slots,
+        FileReader(tmp_path, row, slots) as reader,
     ):
         with pytest.raises(IoError, match=r"Reading .*EIO") as caught:
             reader.read([(0, row.table, lambda piece, at: None)])
@@ -332,16 +330,16 @@ def test_parts_go_past_the_page_cache_whatever_size_the_file_system_prefers(
     data = torch.randint(0, 256, (2 * BLOCK + 9000,), dtype=torch.uint8)
     begin, sent = 777, []
     (tmp_path / "a").write_bytes(bytes(begin + len(data) + 5))
-    fstat, send = os.fstat, Outgoing.send
+    fstat, send = os.fstat, SlotWriter.send
 
-    def noted(self: Outgoing, offset: int, nbytes: int, inside: int = 0) -> None:
+    def noted(self: SlotWriter, offset: int, nbytes: int, inside: int = 0) -> None:
         sent.append((offset, nbytes))
         send(self, offset, nbytes, inside)
 
     monkeypatch.setattr(os, "fstat", lambda fd: mock.Mock(wraps=fstat(fd), st_blksize=preferred))
-    monkeypatch.setattr(Outgoing, "send", noted)
+    monkeypatch.setattr(SlotWriter, "send", noted)
     fds = [os.open(tmp_path / "a", os.O_RDWR) for _ in range(2)]
-    with Staging(tmp_path) as staging, PartsWriter(staging, tmp_path / "a", *fds) as writer:
+    with Slots(tmp_path) as slots, PartsWriter(slots, tmp_path / "a", *fds) as writer:
         at = 0
         while at < len(data):
             room = writer.room(begin + at)[: len(data) - at]

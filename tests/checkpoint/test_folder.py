@@ -12,11 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerokern.checkpoint.folder import Draft
+from zerokern.checkpoint.folder import Draft, Published, latest, leftovers, saved_at
 from zerokern.checkpoint.index import Box, FileRow, Index, TensorRow
-from zerokern.checkpoint.published import Published, latest, leftovers, saved_at
+from zerokern.checkpoint.source import open_checkpoint
 from zerokern.core.errors import BudgetError, IoError
-from zerokern.interop.foreign import open_checkpoint
 
 STEPS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "close", "ftruncate", "replace", "pwrite")
 NBYTES = 4096

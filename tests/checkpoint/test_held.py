@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import zerokern as zk
-from zerokern.checkpoint import pretrained
-from zerokern.checkpoint.published import Held, Published, likeness
+from zerokern.checkpoint.folder import OpenFiles, Published, likeness
 from zerokern.checkpoint.ranks import Ranks, open_alike
-from zerokern.checkpoint.saved import Saved
+from zerokern.checkpoint.source import Saved
 from zerokern.core.errors import StateError
+from zerokern.interop import pretrained
 
 Load: Any = __import__("importlib").import_module("zerokern.checkpoint.loader")
 
@@ -85,7 +85,7 @@ def test_an_export_into_the_folder_does_not_change_what_is_loaded(
 
 
 def test_more_files_than_may_be_open_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Held, "fd", lambda self, path: None)
+    monkeypatch.setattr(OpenFiles, "fd", lambda self, path: None)
     one, into = model_of(1.0), model_of(2.0)
     zk.save(tmp_path / "c", *one)
     zk.load(tmp_path / "c", *into)
@@ -119,7 +119,7 @@ def test_likeness_tells_steps_apart_and_not_places(tmp_path: Path) -> None:
     assert likeness(paths[:1]) == likeness(paths[1:])
     torch.save({"w": torch.full((1 << 20,), 1e-3)}, paths[1])
     assert likeness(paths[:1]) != likeness(paths[1:])
-    held = Held()
+    held = OpenFiles()
     held.fd(paths[0])
     assert held.likeness() == likeness(paths[:1])
     held.close()

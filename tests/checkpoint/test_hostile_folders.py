@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import zerokern as zk
-from zerokern.checkpoint import exported, folder
+from zerokern.checkpoint import folder
 from zerokern.core.errors import IoError
+from zerokern.interop import exported
 from zerokern.io import Store
 from zerokern.io import files as io_files
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from worlds import World, on_ranks, ranked
 
 import zerokern as zk
-from zerokern.checkpoint.loader import Intake
+from zerokern.checkpoint.filling import Restore
 from zerokern.checkpoint.ranks import Ranks
-from zerokern.checkpoint.subject import Subject
+from zerokern.checkpoint.training_state import TrainingState
 from zerokern.core.errors import BudgetError, IoError, StateError
 from zerokern.optim import exchange
 
@@ -208,7 +208,7 @@ def test_room_on_disk_is_tried_before_anything_is_laid_out(tmp_path: Path) -> No
     before = large.state_dict()["state"][0]["exp_avg"].clone()
     for _ in range(2):
         with pytest.raises(BudgetError):
-            Intake(Subject(other, [large, small]), Source(tmp_path / "kept"))
+            Restore(TrainingState(other, [large, small]), Source(tmp_path / "kept"))
     assert torch.equal(large.state_dict()["state"][0]["exp_avg"], before)
     large.step()
     again = zk.AdamW(other[1].parameters(), tier=zk.Nvme(tmp_path / "more", budget="8M", ring_nbytes="1M"))

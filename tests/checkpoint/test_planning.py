@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from zerokern.checkpoint.index import BLOCK_NBYTES, Box, FileRow, Index, TensorRow
-from zerokern.checkpoint.source import landings
+from zerokern.checkpoint.source import box_reads
 from zerokern.zero.partition import Bucket, Member, partition
 from zerokern.zero.sharded import Sharded
 
@@ -70,12 +70,12 @@ def test_planning_for_1024_ranks_takes_seconds(tmp_path: Path) -> None:
     read = Index.load(index().dump(), tmp_path / "zerokern.json")
     buckets = partition([Member(math.prod(s), "bfloat16", unit) for _, unit, s in PARAMETERS], WORLD)
     once_s = time.process_time() - began
-    landings(wanted(buckets, 0), read.tensors)  # what Python does once
+    box_reads(wanted(buckets, 0), read.tensors)  # what Python does once
     taken = []
     for rank in (0, 1, 511, 1023):
         items = wanted(buckets, rank)
         began = time.process_time()
-        here = sum(one.target.numel() for one in landings(items, read.tensors))
+        here = sum(one.target.numel() for one in box_reads(items, read.tensors))
         taken.append(time.process_time() - began)
         assert here == sum(one.local.numel() for one in items.values())
     assert once_s + max(taken) < 10

@@ -23,11 +23,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from worlds import World, on_ranks, ranked
 
 from zerokern.checkpoint import storage
+from zerokern.checkpoint.files import BLOCK
 from zerokern.checkpoint.folder import Draft, Published
 from zerokern.checkpoint.ranks import Ranks
-from zerokern.checkpoint.saved import Saved
-from zerokern.checkpoint.source import untold
-from zerokern.checkpoint.staging import BLOCK
+from zerokern.checkpoint.source import Saved, no_report
 from zerokern.checkpoint.storage import Writer
 from zerokern.core import native
 from zerokern.core.errors import IoError, StateError
@@ -106,7 +105,7 @@ def without_a_group(nothing_left_open: None) -> Iterator[None]:
 def save(folder: Path, items: dict[str, Any], values: dict[str, Any] | None = None, **settings: Any) -> Published:
     draft = Draft.begin(folder, 0)
     try:
-        writer = Writer(draft, values or {}, settings.pop("told", untold))
+        writer = Writer(draft, values or {}, settings.pop("told", no_report))
         writer(items, settings.pop("planner", dcp.DefaultSavePlanner(flatten_state_dict=False)), Ranks.of(None))
     except BaseException:
         draft.abandon()
@@ -115,7 +114,7 @@ def save(folder: Path, items: dict[str, Any], values: dict[str, Any] | None = No
 
 
 def load(published: Published, items: dict[str, Any], told: Callable[[int], object] | None = None) -> None:
-    Saved(published).read(items, told or untold)
+    Saved(published).read(items, told or no_report)
 
 
 def refused(work: Callable[[], Any]) -> BaseException:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from raw_cases import raw, some
 
-from zerokern.checkpoint.archive import ALIGN, LARGE, envelope
+from zerokern.checkpoint.envelope import ALIGN, LARGE, envelope
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,

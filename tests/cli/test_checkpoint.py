@@ -11,8 +11,7 @@ import torch
 
 import zerokern as zk
 from zerokern.checkpoint import save
-from zerokern.checkpoint.folder import Draft
-from zerokern.checkpoint.published import Published
+from zerokern.checkpoint.folder import Draft, Published
 from zerokern.cli.main import main
 
 

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from zerokern.cli.main import main
-from zerokern.planner.shapes import PRESETS
+from zerokern.planner.transformer import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

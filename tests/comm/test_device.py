@@ -14,10 +14,12 @@ from comm_cases import REDUCTIONS, gather, refused, values
 from library_double import LibraryDouble
 from tables import each
 
-from zerokern.comm import FakeWorld, Group, collectives, common, device, group_on, joining, watch
-from zerokern.comm.agreement import Board, Failure
+from zerokern.comm import Group, collectives, common, device, group_on, joining
 from zerokern.comm.device import DeviceGroup
-from zerokern.comm.whereabouts import Waiting
+from zerokern.comm.operations import Ledger, Operation
+from zerokern.debug import watch
+from zerokern.debug.agreement import Agreement, Failure
+from zerokern.debug.fake import FakeWorld
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -247,7 +249,7 @@ def test_ranks_that_leave_the_order_raise_on_devices_too(run, monkeypatch: pytes
 
 def test_a_rank_that_has_failed_makes_those_look_who_wait_for_streams() -> None:
     store = torch.distributed.HashStore()
-    one, other = Board(store, 0, 2), Board(store, 1, 2)
+    one, other = Agreement(store, Ledger(0, 2)), Agreement(store, Ledger(1, 2))
     assert not other.troubled()
     one.fail(Failure("rank 0: it broke"))
-    assert other.troubled() and other.look(Waiting("all_reduce", 0, "a number")) == Failure("rank 0: it broke")
+    assert other.troubled() and other.look(Operation("all_reduce", 0, "a number")) == Failure("rank 0: it broke")

@@ -20,7 +20,8 @@ from ranks import RanksFailed, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from tries import Missed, best, in_time
 
-from zerokern.comm import Group, agreement, group_on, watch
+from zerokern.comm import Group, group_on
+from zerokern.debug import agreement, watch
 
 PATIENCE_S = 180.0  # the groups' timeout, which nobody waits for
 SOON_S = 6.0  # for what a closed connection or the store shows, in the best of some tries

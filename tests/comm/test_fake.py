@@ -12,7 +12,8 @@ import torch
 from tables import each
 from tries import Missed, best, in_time
 
-from zerokern.comm import CommError, FakeWorld, Group
+from zerokern.comm import CommError, Group
+from zerokern.debug.fake import FakeWorld
 
 
 def test_the_first_error_is_raised_and_the_others_are_released() -> None:

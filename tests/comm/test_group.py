@@ -16,7 +16,8 @@ from comm_cases import values
 from ranks import run_ranks
 from tables import each
 
-from zerokern.comm import CommError, FakeWorld, Group, Handle, group_on, lonely
+from zerokern.comm import CommError, Group, Handle, group_on, lonely
+from zerokern.debug.fake import FakeWorld
 
 
 def of_meshes(rank: int) -> dict:

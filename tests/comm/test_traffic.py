@@ -10,7 +10,8 @@ from comm_cases import values
 from ranks import run_ranks
 from tables import each
 
-from zerokern.comm import FakeWorld, Group, collectives, group_on
+from zerokern.comm import Group, collectives, group_on
+from zerokern.debug.fake import FakeWorld
 
 SPAN = 300_000
 

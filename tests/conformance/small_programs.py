@@ -22,7 +22,7 @@ from zero_cases import batch
 
 import zerokern as zk
 
-__all__ = ["MODES", "PROGRAMS", "RANKS_DIFFER", "Plain", "Run", "Trace", "Zero", "compare"]
+__all__ = ["KEEP", "MODES", "PROGRAMS", "RANKS_DIFFER", "Plain", "Run", "Trace", "Zero", "compare"]
 __all__ += ["loss_program", "model_program", "program", "trained"]
 
 MANY_BUCKETS = 512  # bytes; at least two of each model, most often one for each large parameter
@@ -48,6 +48,9 @@ MODES = {
         Mode("buckets", {"tier": "cpu", "schedule": "overlap"}, {"bucket_bytes": MANY_BUCKETS}),
     )
 }
+
+
+KEEP = Mode("keep", shard={"keep": "device"})
 
 
 @dataclass(frozen=True)

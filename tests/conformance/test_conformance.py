@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import of_blocks  # noqa: F401
 import of_cases  # noqa: F401
+import of_contract  # noqa: F401
 import of_evaluation  # noqa: F401
 import of_hooks  # noqa: F401
 import of_layers  # noqa: F401
@@ -19,10 +20,27 @@ import of_modules  # noqa: F401
 import of_optimizers  # noqa: F401
 import pytest
 import torch
-from small_programs import MODES, PROGRAMS, Plain, Trace, Zero, compare
+from small_programs import KEEP, MODES, PROGRAMS, Plain, Trace, Zero, compare
 from worlds import World, on_threads, says
 
 TIMEOUT_S = 120.0
+EVERY_MODE = {**MODES, KEEP.name: KEEP}
+CHANGE_THEIR_MODULES = (
+    "old_spectral_norm",
+    "first_order_meta_learning",
+    "some_values_exchanged_for_one_call",
+    "a_jacobian_of_the_input",
+    "a_vectorized_forward",
+    "norms_with_running_buffers",
+)
+NOT_RECOMPUTED = {
+    "stochastic_depth_of_each_rank_within_a_unit": "units=",
+    "odd_parameters": "units=",
+    "a_state_dict_of_the_whole": "units=",
+    "layers_in_a_sequential_and_a_dictionary": "units=",
+    "uncertainty_weights_beside_the_model": "units=",
+    "frozen_between_forward_and_backward": "different number of tensors",
+}
 
 
 def places_of(name: str) -> list[tuple[int, str]]:
@@ -61,7 +79,7 @@ def played(name: str, stage: int, mode: str) -> list[Trace]:
 
 
 def sharded(world: World, name: str, stage: int, mode: str) -> Trace:
-    run = Zero(world, stage, MODES[mode])
+    run = Zero(world, stage, EVERY_MODE[mode])
     PROGRAMS[name].run(run)
     return run.finish()
 
@@ -74,7 +92,7 @@ def follow(name: str, stage: int, mode: str) -> None:
             played(name, stage, mode)
         says(str(error.value), refused.words)
         return
-    reference = expected(name, MODES[mode].exact_calls)
+    reference = expected(name, EVERY_MODE[mode].exact_calls)
     for mine, theirs in zip(played(name, stage, mode), reference, strict=True):
         compare(mine, theirs, one.exact)
 
@@ -101,6 +119,24 @@ def test_the_same_as_in_plain_torch(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_same_at_every_other_place(name: str) -> None:
     at(name, places_of(name)[1:])
+
+
+@pytest.mark.parametrize("name", CHANGE_THEIR_MODULES)
+def test_a_module_is_recomputed_as_its_forward_found_it(name: str) -> None:
+    """Buffers that a forward writes to and parameters that are exchanged for it; transforms, which take no checkpoint,
+    compute without one."""
+    at(name, [(0, KEEP.name), (3, KEEP.name)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_same_where_units_are_recomputed(name: str) -> None:
+    place = [(2 + zlib.crc32(name.encode()) % 2, KEEP.name)]
+    if name not in NOT_RECOMPUTED:
+        at(name, place)
+        return
+    with pytest.raises((ValueError, RuntimeError), match=NOT_RECOMPUTED[name]):
+        at(name, place)
 
 
 def test_every_program_and_every_place_has_its_turn() -> None:

@@ -103,7 +103,7 @@ class Run:
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     """The whole parameters, copied."""
-    from zerokern.integrations.divided import is_sharded
+    from zerokern.integrations.sharded_model import is_sharded
 
     model = getattr(model, "module", model)
     with zk.gathered(model) if is_sharded(model) else contextlib.nullcontext():

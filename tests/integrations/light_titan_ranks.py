@@ -145,8 +145,7 @@ def refusals() -> list[tuple[str, str]]:
     from torchtitan.config import ConfigManager
 
     import zerokern.integrations.torchtitan
-    from zerokern.integrations.torchtitan import exchanged, train_spec
-    from zerokern.integrations.torchtitan_shard import check, parallelized, pipelined
+    from zerokern.integrations.torchtitan import check, exchanged, parallelized, pipelined, train_spec
 
     def asked(*more: str) -> Any:
         return check(ConfigManager().parse_args(list(more)), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,50 @@ def test_a_cache_of_keys_and_values_is_refused() -> None:
             model(**batch(0))
         with torch.no_grad():
             assert model(**batch(0)).past_key_values is not None
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(**shape, num_key_value_heads=2, vocab_size=WORDS, num_local_experts=4)
+    config.use_cache = False
+    return MixtralForCausalLM(config).train()
+
+
+def test_what_transformers_collects_of_slices_is_refused_by_name() -> None:
+    """Its hooks would collect it slice by slice; what they collect of units themselves is of the whole batch."""
+    model = zk.shard(mixtral(), stage=3, micro=2)
+    with pytest.raises(zk.StateError, match=r"output_router_logits of transformers.*micro > 1"):
+        model(**batch(0), output_router_logits=True)
+    del model
+    model = zk.shard(llama(), stage=3, micro=2)
+    model.set_attn_implementation("eager")
+    with pytest.raises(zk.StateError, match=r"output_attentions of transformers.*micro > 1"):
+        model(**batch(0), output_attentions=True)
+    found = model(**batch(0), output_hidden_states=True)
+    found.loss.backward()
+    assert [len(one) for one in found.hidden_states] == [ROWS] * 4
+    with torch.no_grad():
+        assert [len(one) for one in model(**batch(0), output_attentions=True).attentions] == [ROWS] * 3
+
+
+def test_keywords_in_a_partial_are_named(plain: list[float]) -> None:
+    """transformers hands over masks so; with micro=1 they are what they are."""
+    model = llama()
+    model.gradient_checkpointing_enable()
+
+    def with_micro(micro: int) -> float:
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = partial(zk.recompute, micro=micro)
+        return model(**batch(0)).loss.item()
+
+    assert with_micro(1) == plain[0]
+    for micro in (2, 4):
+        with pytest.raises(zk.StateError, match=r"micro > 1.*attention_mask= of functools.partial, of shape \(4, 1"):
+            with_micro(micro)
 
 
 def test_its_layers_by_hand(plain: list[float]) -> None:

@@ -46,7 +46,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.case, self.durable, self.failing, self.counts = case, durable, failing, counts
         self.folder = Path(tempfile.mkdtemp())
-        self.arena = Arena(4 << 20, poison=True)
+        self.arena, self.leases = Arena(4 << 20, poison=True), []
         self.held: dict[str, Put] = {}
         self.synced: dict[str, Put] = {}
         self.gots: list[Got] = []
@@ -63,7 +63,8 @@ class Machine(RuleBasedStateMachine):
         if place != "lease" or not nbytes:
             return at_offset(nbytes, 0 if place == "lease" else int(place))
         try:
-            return self.arena.lease(nbytes, "model").tensor()
+            self.leases.append(self.arena.lease(nbytes, "model"))
+            return self.leases[-1].tensor()
         except BudgetError:
             self.everything_ends()
             return self.memory(nbytes, place)
@@ -125,8 +126,8 @@ class Machine(RuleBasedStateMachine):
             self.check_get(got)
         self.puts.clear()
         self.gots.clear()
-        for lease in list(self.arena._leases.values()):
-            lease.release()
+        while self.leases:
+            self.leases.pop().release()
         assert self.store.keys() == list(self.held)
         assert self.store.nbytes == sum(put.value.numel() for put in self.held.values())
 

@@ -8,12 +8,7 @@ from pathlib import Path
 __all__ = ["ROOT", "Mutant", "mutated"]
 
 ROOT = Path(__file__).parents[2]
-TESTED_IN = {
-    "activations": "zero",
-    "parallel": "zero",
-    "building": "zero",
-    "interop": "checkpoint",
-}  # by folder
+TESTED_IN = {"debug": "comm"}  # by folder, where another folder has its tests
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ MUTANTS = (
     ),
     Mutant(
         "blocks_of_a_checkpoint_not_checked",
-        "zerokern/checkpoint/saved.py",
+        "zerokern/checkpoint/files.py",
         "if crc == expected:",
         "if crc == expected or nbytes < BLOCK:",
         "The last block of a data file is believed whatever its checksum says.",
@@ -44,8 +44,8 @@ MUTANTS = (
     ),
     Mutant(
         "table_of_checksums_not_checked",
-        "zerokern/checkpoint/saved.py",
-        "if crc32c(address_of(table), len(table)) != row.crc:",
+        "zerokern/checkpoint/files.py",
+        "if crc32c(_address_of(table), len(table)) != row.crc:",
         "if len(table) != row.nbytes - row.table:",
         "A damaged table of checksums is believed.",
         ("tests/checkpoint/test_files.py",),
@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "training_goes_on_before_the_copy_is_taken",
         "zerokern/checkpoint/saver.py",
-        "planner.wait_until_free(saving)\n        return saving",
+        "planner.wait_until_free(saving)\n    return saving",
         "return saving",
         "zk.save(wait=False) returns while what it saves may still change.",
         ("tests/checkpoint/test_async.py",),
@@ -112,7 +112,7 @@ MUTANTS = (
         "if entry.offset < end:",
         "if entry.offset < end and not entry.nbytes:",
         "A safetensors file whose tensors overlap is read.",
-        ("tests/checkpoint/test_tensorfile.py",),
+        ("tests/interop/test_tensorfile.py",),
     ),
     Mutant(
         "last_int8_block_around_a_box_missed",

@@ -29,7 +29,7 @@ MUTANTS = (
         "found[1 + team] = found[1 + team] + (own if copies == 1 else own / copies)",
         "found[1 + team] = found[1 + team] + own",
         "The norm counts what several ranks have alike once for each of them.",
-        ("tests/optim/test_dtensors.py", "tests/zero/test_tied_stages.py"),
+        ("tests/optim/test_dtensors.py", "tests/parallel/test_tied_stages.py"),
     ),
     Mutant(
         "clip_grad_norm_counts_replicas",
@@ -37,7 +37,11 @@ MUTANTS = (
         "own * factor**2 / copies if kind == 2.0 else own * factor)",
         "own * factor**2 if kind == 2.0 else own * factor)",
         "zk.clip_grad_norm_ counts what several ranks have alike once for each of them.",
-        ("tests/zero/test_tensor_parallel.py", "tests/zero/test_experts.py", "tests/zero/test_tied_stages.py"),
+        (
+            "tests/parallel/test_tensor_parallel.py",
+            "tests/parallel/test_experts.py",
+            "tests/parallel/test_tied_stages.py",
+        ),
     ),
     Mutant(
         "pending_factor_left_out_of_the_norm",
@@ -57,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "delay_begins_one_call_late",
-        "zerokern/optim/course.py",
+        "zerokern/optim/step.py",
         "and self._calls() >= schedule.after",
         "and self._calls() > schedule.after",
         "zk.Delayed(after=N) makes N + 1 exact steps.",
@@ -65,9 +69,9 @@ MUTANTS = (
     ),
     Mutant(
         "pending_update_overwrites_what_was_written",
-        "zerokern/optim/course.py",
-        "local.look()\n        if host.late:\n            self._put_in_place(local)\n        parts",
-        "if host.late:\n            self._put_in_place(local)\n        local.look()\n        parts",
+        "zerokern/optim/step.py",
+        "local.look()\n        if host.late:\n            self._publish_pending(local)\n        parts",
+        "if host.late:\n            self._publish_pending(local)\n        local.look()\n        parts",
         "A pending update is put in place before anybody looks whether its parameters were written meanwhile.",
         ("tests/optim/test_offload_outside.py",),
     ),
@@ -124,9 +128,9 @@ MUTANTS = (
     ),
     Mutant(
         "gradient_leaves_before_the_last_one_was_read",
-        "zerokern/optim/conductor.py",
-        "for twin in twins:\n                    twin.free = False",
-        "for twin in twins:\n                    twin.free = True",
+        "zerokern/optim/update.py",
+        "for twin in twins:\n                twin.free = False",
+        "for twin in twins:\n                twin.free = True",
         "A gradient leaves for host memory in which a delayed update still reads the one before.",
         ("tests/optim/test_offload_played.py",),
     ),

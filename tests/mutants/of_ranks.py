@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     Mutant(
         "agreement_on_nothing_in_particular",
-        "zerokern/comm/agreement.py",
+        "zerokern/debug/agreement.py",
         'return f"count/{position}/{zlib.crc32(key.encode()):08x}"',
         'return f"count/{position}"',
         "Ranks that want different steps at one position count as agreed.",

@@ -41,8 +41,8 @@ MUTANTS = (
     Mutant(
         "stale_gradient_of_an_unused_parameter",
         "zerokern/zero/gradients.py",
-        "for place in self._places - self.arrived.keys() - self._kept:",
-        "for place in self._places - self.arrived.keys() - self._kept - self.held:",
+        "for place in self._places - self._stored - self._kept:",
+        "for place in self._places - self._stored - self._kept - self.held:",
         "Where no gradient arrives, what an earlier pass has left in the buffer is added once more.",
         (
             "tests/mutants/test_found.py::test_a_parameter_that_a_second_pass_leaves_out_keeps_the_gradient_of_the_first",
@@ -63,8 +63,8 @@ MUTANTS = (
     Mutant(
         "gradient_of_a_second_leaf_lost",
         "zerokern/zero/gradients.py",
-        "for place, grad in self.beside:\n            self._put(place, grad)",
-        "for place, grad in self.beside[1:]:\n            self._put(place, grad)",
+        "for place, grad in self.beside:\n            self.store(place, grad)",
+        "for place, grad in self.beside[1:]:\n            self.store(place, grad)",
         "The gradient of a parameter that is used outside of its module as well is not added.",
         (
             "tests/zero/test_gathered.py",
@@ -190,7 +190,7 @@ MUTANTS = (
         "begin + nbytes <= self.begin + self.nbytes and not self.version.is_changed",
         "begin + nbytes <= self.begin + self.nbytes",
         "What was kept of an input before it was written stands for what it holds afterwards.",
-        ("tests/mutants/test_found.py::test_what_is_kept_after_a_write_is_kept_anew", "tests/zero/test_keep.py"),
+        ("tests/mutants/test_found.py::test_what_is_kept_after_a_write_is_kept_anew", "tests/activations/test_keep.py"),
     ),
     Mutant(
         "one_copy_of_a_tied_weight_keeps_its_own_sum",
@@ -198,7 +198,7 @@ MUTANTS = (
         "for other in vectors[1:]:\n            other.copy_(total)",
         "for other in vectors[2:]:\n            other.copy_(total)",
         "Of two copies of a weight on one rank the second keeps its own part of the gradient.",
-        ("tests/zero/test_tied_stages.py",),
+        ("tests/parallel/test_tied_stages.py",),
     ),
     Mutant(
         "spilled_gradient_not_stored",
@@ -219,8 +219,8 @@ MUTANTS = (
     Mutant(
         "measured_square_of_an_older_gradient",
         "zerokern/zero/squares.py",
-        "known = version is not None and version == _version_of(grad) and",
-        "known = version is not None and",
+        "untouched = list(map(_version_of, ready.pieces)) == ready.versions and not ready.handed_out()",
+        "untouched = not ready.handed_out()",
         "The norm counts a gradient as it was reduced, and not as the program has edited it since.",
         ("tests/zero/test_squares.py",),
     ),

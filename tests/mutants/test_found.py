@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import zerokern as zk
 from zerokern.activations.keeping import Keeper
-from zerokern.checkpoint.background import Lane, Saving
+from zerokern.checkpoint.background import Saves, Saving
 from zerokern.checkpoint.files import FileWriter
 from zerokern.checkpoint.filling import Around
 from zerokern.comm import Group, group_on
-from zerokern.comm.fake import FakeWorld
 from zerokern.core.errors import IoError
+from zerokern.debug.fake import FakeWorld
 from zerokern.io.pieces import Width, columns
 from zerokern.memory import Copies, HostPlace, Rests, Wanted
 from zerokern.memory.here import Here
@@ -311,11 +311,11 @@ def test_what_a_save_failed_with_is_raised_by_the_next_and_once(tmp_path: Path) 
     def fail() -> None:
         raise IoError("the disk has gone", path="x", errno=5)
 
-    lane = Lane()
-    lane.start(Saving(tmp_path / "x", fail), shared=False)
+    saves = Saves()
+    saves.start(Saving(tmp_path / "x", fail), shared=False)
     with pytest.raises(IoError, match="the disk has gone"):
-        lane.settle()
-    lane.settle()
+        saves.finish()
+    saves.finish()
 
 
 def test_a_remainder_begins_with_what_rounding_lost_of_the_value_that_is_there() -> None:

@@ -12,10 +12,10 @@ import torch
 from optim_cases import FP32, make_params
 from torch import Tensor
 
-from zerokern.comm.fake import FakeWorld
 from zerokern.core.units import BLOCK
+from zerokern.debug.fake import FakeWorld
 from zerokern.kernels import split
-from zerokern.zero.shard import Shard, alias
+from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded
 
 SIZES = (1, 127, 128, 129, 1000, 0)  # some ranks own nothing of most of them
@@ -65,7 +65,7 @@ class Divided:
             body = Sharded(home.piece.detach(), shape, start, name=home.name, group=self.group)
             torch.utils.swap_tensors(param, torch.nn.Parameter(body))
         param.grad_dtype = None
-        param._zk_shard = home
+        give_shard(param, home)
         home.seen_version = param._version
         self.zero_order.append(param)
         self.homes.append(home)

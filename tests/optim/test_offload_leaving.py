@@ -14,6 +14,7 @@ from torch import nn
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.examples.played_device import PlayedDevice
+from zerokern.zero.shard import shard_of
 
 
 def built(device: PlayedDevice, stage: int | None = None) -> nn.Sequential:
@@ -63,7 +64,7 @@ def test_two_optimizers_of_one_model_both_hear_of_its_buckets(device: PlayedDevi
     train(device, model, optimizers, 2)
     device.synchronize()
     model(torch.randn(4, 24)).square().mean().backward()
-    assert all(optimizer.course.leaving.departures() for optimizer in optimizers)
+    assert all(optimizer.runner.leaving.departures() for optimizer in optimizers)
 
     alone = built(device, stage=2)
     one = zk.AdamW([*alone[0].parameters(), *alone[2].parameters()], tier="cpu", schedule="overlap")
@@ -79,7 +80,7 @@ def test_listeners_go_with_their_optimizer(device: PlayedDevice) -> None:
     params = list(model.parameters())
 
     def hooked() -> int:
-        return sum(len(bucket.listeners) for bucket in params[0]._zk_shard.sharding.gradient_buckets)
+        return sum(len(bucket.listeners) for bucket in shard_of(params[0]).sharding.gradient_buckets)
 
     assert hooked()
     model(torch.randn(4, 24))  # publishes the last step

@@ -13,8 +13,7 @@ from live_memory import LiveMemory
 
 import zerokern as zk
 from zerokern.planner import from_config, preset
-from zerokern.planner.activations import Widths
-from zerokern.planner.shapes import Decoder
+from zerokern.planner.transformer import Transformer, Widths
 
 TOLERANCE = 0.02  # what is small beside the largest tensors is not planned: positions, statistics, routing
 BATCH, SEQ = 2, {"sdpa": 96, "eager": 384}  # scores that are stored take most
@@ -108,7 +107,7 @@ def test_dropout_on_a_gpu_keeps_a_byte_of_each_element() -> None:
 IN_A_STEP = ("activations", "logits", "checkpoints")
 
 
-def gib_of_fsdp(shape: Decoder, keep: str | None) -> float:
+def gib_of_fsdp(shape: Transformer, keep: str | None) -> float:
     """As torchtitan trains: parameters, gradients and averages are fp32, what is gathered and computed with is bf16."""
     states = zk.plan(shape.numel, stage=3, world=8, param_dtype="fp32").states
     computed = zk.plan(shape, stage=3, world=8, param_dtype="bf16", keep=keep).roles

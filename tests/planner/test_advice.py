@@ -15,7 +15,7 @@ from zerokern.cli.main import main
 from zerokern.cli.plan import plain
 from zerokern.planner import from_config, preset
 from zerokern.planner.amounts import gigabytes
-from zerokern.planner.shapes import PRESETS
+from zerokern.planner.transformer import PRESETS
 
 # as their publishers state them
 PUBLISHED = {

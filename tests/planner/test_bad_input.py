@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import zerokern as zk
 from zerokern.planner import Transformer, from_config, preset
 from zerokern.planner.forecast import step_program
-from zerokern.planner.shapes import PRESETS
+from zerokern.planner.transformer import PRESETS
 
 AT_REST = {"stage": 3, "param_tier": "cpu", "tier": "cpu"}
 ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (

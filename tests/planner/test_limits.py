@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 
 import zerokern as zk
-from zerokern.planner.forecast import step_program
-from zerokern.planner.hiding import hiding
+from zerokern.planner.forecast import hiding, step_program
 from zerokern.schedule import Machine, simulate
 
 SMALL = {"state_format": "int8", "master_format": "split8"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zerokern.planner import Plan, Transformer, plan
-from zerokern.planner.hiding import efficiency
+from zerokern.planner.forecast import efficiency
 
 ZERO_NUMELS = ("7.5B", "128B", "1T")
 ZERO_STATES_GB = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import zerokern as zk
@@ -61,3 +62,11 @@ class TestText:
         assert again.total - without.total == shape.checkpoints + shape.working_activations
         assert "activation checkpoints" in str(again) and "activation checkpoints" not in str(whole)
         assert "Not counted: activations" in str(without)
+
+    def test_a_row_counts_all_dtypes_and_what_is_frozen(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 4096).bfloat16())
+        model[0].weight.requires_grad_(False)
+        plan = zk.plan(model, stage=3, world=2, param_tier="nvme", tier="nvme", device="cpu")
+        rows = [line.split("|")[1:-1] for line in str(plan).split("In a step")[0].splitlines() if line.startswith("| ")]
+        held = [float(row[-1].strip(" *-") or 0) for row in rows[2:]]
+        assert sum(held[:-1]) == pytest.approx(held[-1], rel=0.01), "the rows make the total"

@@ -107,7 +107,10 @@ def test_every_environment_name_is_documented() -> None:
 
 
 def test_every_folder_of_sources_has_a_page() -> None:
-    wanted = {f"{folder}/README.md" for folder in ("cpu", "bench", "examples", "tests", "zerokern/kernels")}
+    layers = "kernels memory io comm schedule zero optim checkpoint activations parallel building interop debug".split()
+    wanted = {
+        f"{folder}/README.md" for folder in ("cpu", "bench", "examples", "tests", *map("zerokern/{}".format, layers))
+    }
     assert sorted(wanted - set(PAGES)) == []
 
 

@@ -23,6 +23,7 @@ LAYERS = {
     "parallel": 8,
     "building": 8,
     "interop": 8,
+    "debug": 8,
     "api": 9,
     "planner": 9,
     "arguments": 9,  # what words on a command line mean
@@ -34,7 +35,11 @@ LAYERS = {
 }
 EDGES = {"examples", "bench", "integrations", "cli"}
 SHOWN = {("cli", "bench"), ("cli", "examples"), ("bench", "examples")}  # edges that an edge above them may import
-CORE = {"__init__", "errors", "env", "units", "native"}
+# What trains needs the core alone. What stands beside it may be left out, exchanged and tested by itself, so the core
+# reaches it through ports only: arguments that api.py fills, and the table PLUGS of zerokern/__init__.py.
+CORE_LAYERS = ("core", "kernels", "memory", "io", "comm", "schedule", "zero", "optim", "checkpoint")
+BESIDE_CORE = ("activations", "parallel", "building", "planner", "interop", "integrations", "debug")
+CORE = {"__init__", "errors", "env", "units", "native", "ports"}
 PLANNERS = {  # pure plans: they run in milliseconds, without torch
     "zerokern/memory/layout.py", "zerokern/zero/partition.py", *(f"zerokern/schedule/{name}.py" for name in (
         "machine", "passes", "policies", "program", "resting", "simulator", "sketch",
@@ -91,12 +96,53 @@ def test_imports_go_downward() -> None:
     assert_clean([f for path in files(".py", under=("zerokern/", *BESIDE)) for f in climbs(read(path), path)])
 
 
+def reaches_beside(source: str, path: str) -> list[Finding]:
+    """Imports of what stands beside the core, in a source of the core."""
+    if layer_of(module_name(path)) not in CORE_LAYERS:
+        return []
+    return [
+        Finding(
+            path,
+            line,
+            f"imports {target}, which stands beside the core; let api.py hand over what is needed as an argument, or "
+            "let it plug into a port (zerokern/core/ports.py)",
+        )
+        for target, line in targets(source, path)
+        if layer_of(target) in BESIDE_CORE
+    ]
+
+
+def test_the_core_imports_nothing_that_stands_beside_it() -> None:
+    assert_clean([one for path in files(".py", under=("zerokern/",)) for one in reaches_beside(read(path), path)])
+    assert {*CORE_LAYERS, *BESIDE_CORE, "api", "arguments", "report"} | EDGES == set(LAYERS)
+
+
+def test_an_import_of_what_stands_beside_the_core_is_found() -> None:
+    for source in (
+        "from zerokern.activations.tiles import Tile",
+        "def f():\n    import zerokern.interop.foreign",
+        "if TYPE_CHECKING:\n    from zerokern import debug",
+    ):
+        (finding,) = reaches_beside(source, "zerokern/zero/units.py")
+        assert "stands beside the core" in str(finding)
+        assert reaches_beside(source, "zerokern/api.py") == []
+    assert reaches_beside("from zerokern.comm import Group", "zerokern/zero/units.py") == []
+
+
+def test_every_plug_is_there_and_stands_beside_the_core() -> None:
+    from zerokern.core.ports import PLUGS, plugs
+
+    for port, places in PLUGS.items():
+        assert all(layer_of(place.partition(":")[0]) in BESIDE_CORE for place in places), port
+        assert all(map(callable, plugs(port))), port
+
+
 def test_the_page_shows_the_table() -> None:
     shown = re.findall(r"^ *(-?\d+)  (\w+) ", read("docs/architecture.md"), flags=re.MULTILINE)
     assert {name: int(number) for number, name in shown} == LAYERS, "docs/architecture.md shows other layers"
 
 
-def test_core_stays_four_files() -> None:
+def test_core_stays_five_files() -> None:
     inside = {module_name(path).rpartition(".")[2] for path in files(".py", under=("zerokern/core/",))} - {"core"}
     assert inside <= CORE, f"zerokern/core holds {sorted(inside - CORE)}; it is no place for what has no other place"
 
@@ -107,7 +153,6 @@ FOR_TYPES = (  # two modules that name each other's types alone; the list may on
         "checks", "gather", "gathered_unit", "gradients", "guards", "params", "publishing", "reads",
         "reduction", "sharding", "spilling", "whole",
     )},
-    {"zerokern.planner." + name for name in ("forecast", "measuring", "planning", "steps", "table", "tiers")},
 )  # fmt: skip
 
 

@@ -4,7 +4,9 @@ hangs."""
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import sys
 import threading
 import time
 import weakref
@@ -16,7 +18,8 @@ from ticket_cases import GatedTicket, HeldTicket, acting, program, threads, unti
 
 from zerokern.core.errors import StateError
 from zerokern.schedule.executor import Executor, Run
-from zerokern.schedule.program import Op, Program, Ref
+from zerokern.schedule.policies import Delayed, program_of
+from zerokern.schedule.program import Op, Program, Ref, Span
 from zerokern.schedule.recorder import Recorder
 
 WORKER = "zerokern executor"
@@ -226,6 +229,76 @@ def test_random_programs_run_in_an_order_that_they_allow(executor: Executor, see
     for run in runs:
         run.finish()
     assert wrong == [] and len(ended) == 5 * (count - len(left_out))
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("schedule", ["sync", "overlap", Delayed()], ids=str)
+def test_work_grows_with_the_ops_and_not_with_their_square(schedule: object, inline: bool) -> None:
+    """Calls are counted, of Python and of C, on both threads."""
+
+    def calls(count: int) -> int:
+        spans = [Span(f"{number}", 1, 8, 8, gather_nbytes=8) for number in range(count)]
+        steps = program_of(schedule, spans)
+        mine = [op for op in steps.ops if op.verb not in ("Forward", "Backward")]
+        ahead = ["Publish"] if schedule == Delayed() and not inline else []
+        counted = itertools.count()
+
+        def count_call(frame: object, event: str, arg: object) -> None:
+            if event in ("call", "c_call"):
+                next(counted)
+
+        threading.setprofile(count_call)
+        with Executor(inline=inline) as executor:
+            for number in range(3):
+                actions = {(op.verb, op.what): over_at_once if op.lane == "down" else nothing for op in mine}
+                sys.setprofile(count_call if number else None)  # the first has nothing before it
+                run = executor.submit(steps, actions, ahead=ahead)
+                run.finish()
+                for op in mine if ahead else ():
+                    if op.verb == "Publish":
+                        run.perform("Publish", op.what)
+                sys.setprofile(None)
+        threading.setprofile(None)
+        return next(counted)
+
+    assert calls(400) < 1.5 * 4 * calls(100)
+
+
+def nothing() -> None:
+    pass
+
+
+def over_at_once() -> HeldTicket:
+    ticket = HeldTicket()
+    ticket.let_go()
+    return ticket
+
+
+def test_inline_ops_run_here_in_order_and_what_fails_ends_the_run() -> None:
+    here, seen = threading.current_thread(), []
+    steps = program("Fetch a down", "Step a cpu 0", "Publish a device 1", "Step b cpu 2")
+    fetched = HeldTicket()
+
+    def step() -> None:
+        assert fetched.waits == 1, "what it comes after has ended"
+        seen.append(threading.current_thread())
+
+    actions = {**acting(steps, seen, {"Fetch a": fetched}), ("Step", "a"): step}
+    with Executor(inline=True) as executor:
+        fetched.let_go()
+        run = executor.submit(steps, actions)
+        assert not seen
+        run.wait("Step", "a")
+        assert seen == ["Fetch a", here]
+        run.finish()
+        assert seen[2:] == ["Publish a", "Step b"] and run.done()
+        broken = executor.submit(steps, {**acting(steps, seen), ("Step", "a"): lambda: 1 // 0})
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                broken.finish()
+        assert seen[4:] == ["Fetch a"]
+        executor.submit(steps, acting(steps, seen)).finish()
+    assert not [thread for thread in threads(WORKER) if thread.is_alive() and thread is here]
 
 
 def test_an_idle_executor_keeps_nobody_alive() -> None:

@@ -131,7 +131,7 @@ def test_a_thread_that_dies_fails_its_runs(where: str, monkeypatch: pytest.Monke
     executor = Executor()
     if where == "between two":
         executor.submit(STEPS, {("Step", "a"): lambda: None}).finish()
-        monkeypatch.setattr("zerokern.schedule.worker.Worker._accept", dies)
+        monkeypatch.setattr("zerokern.schedule.worker.Worker._next", dies)
     else:
         monkeypatch.setattr("zerokern.schedule.worker.native.cpus", dies)
     with pytest.raises(OSError, match="the library is gone"):

@@ -19,7 +19,7 @@ import zerokern as zk
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text()
 PACKAGE = Path(zk.__file__).parent
-PLAYED = "comm/fake.py"  # threads that play ranks: not on the way of a real one
+PLAYED = "debug/fake.py"  # threads that play ranks: not on the way of a real one
 STEADY = 3  # by then whatever is made once has been made
 
 Function = tuple[str, str]

@@ -135,3 +135,37 @@ def held_too_long(world: World) -> bool:
 
 def test_the_witness_sees_units_that_nobody_released() -> None:
     assert on_ranks(2, held_too_long) == [True, True]
+
+
+class Kept(nn.Module):
+    """One unit of several large parameters, and a hook of the user's on the first, whose gradient comes last."""
+
+    def __init__(self, width: int, depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+@ranked
+def waiting(world: World, stage: int) -> float:
+    """Gradients that are there at once when the last one of a unit comes, in units of one of them."""
+    large_things_apart()
+    width = 1024
+    model = world.shard(Kept(width), stage=stage)
+    x, most = torch.full((1, width), 1.0), [0]
+    for _ in range(2):
+        model(x).sum().backward()
+    rest = pages()
+    last = model.layers[0][0].weight
+    last.register_hook(lambda _: most.__setitem__(0, pages(collected=False) - rest))
+    model(x).sum().backward()
+    return most[0] / (4 * width * width)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_large_gradients_do_not_wait_for_each_other(stage: int) -> None:
+    """Beside the last gradient, at stage 3 the unit itself and what is gathered ahead of it."""
+    for found in on_ranks(2, waiting, stage):
+        assert found < (2 if stage == 2 else 10), found

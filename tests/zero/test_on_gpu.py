@@ -64,7 +64,7 @@ class Place:
 
     def moved(self, kind: str) -> int:
         """How many collectives of a kind the library has run."""
-        return self.group._common.board.ledger.counts.get(kind, 0)  # type: ignore[attr-defined]
+        return self.group._common.ledger.counts.get(kind, 0)  # type: ignore[attr-defined]
 
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -271,7 +271,7 @@ def test_a_pass_that_cannot_read_what_it_adds_to_names_it(tmp_path: Path) -> Non
     drained(model)
     for key, entry in sharding_of(model).rests.place.swap._entries.items():
         entry.crc += key.startswith("gradients/")
-    with pytest.raises(zk.IoError, match=r"gradients from 'enter.weight' on cannot be fetched: .*CRC32C"):
+    with pytest.raises(zk.IoError, match=r"gradients from 'blocks.4.0.weight' on cannot be fetched: .*CRC32C"):
         loss_of(model, x).backward()
 
 

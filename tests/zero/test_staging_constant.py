@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from worlds import World, built, full, on_threads, ranked, step_and_zero
 
 import zerokern as zk
-from zerokern.checkpoint import staging
+from zerokern.checkpoint import files
 from zerokern.core.units import BUFFERS
 from zerokern.memory import Arena
 from zerokern.memory import arena as arenas
@@ -114,4 +114,4 @@ def test_saving_and_loading_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         gc.collect()
         found.append(sorted(nbytes for nbytes in taken.sizes if nbytes > 1 << 16))
     assert found[0] == found[1]
-    assert max(found[0]) <= max(RING, staging.SLOTS * staging.BLOCK)
+    assert max(found[0]) <= max(RING, files.SLOTS * files.BLOCK)

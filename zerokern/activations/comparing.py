@@ -1,4 +1,4 @@
-"""Whether the ranks of a group have the same, to the bit: by a number that they tell each other."""
+"""Checks that the ranks of a group kept the same inputs, to the bit, by comparing fingerprints of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Compared", "Comparing", "aside", "combined", "fingerprint", "refuse_
 ROW = 512  # numbers that are added at a time
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 LOW = (1 << 35) - 1
-NOBODY = -(1 << 63)
+NO_NUMBER = -(1 << 63)
 UNLIKE = (
     "inputs of a recomputed function were to be kept in parts by the {size} ranks of a group (replicated=), and are "
     "not the same on all of them: {what}. Allowed: inputs that these ranks have alike, to the bit. What each rank has "
@@ -30,7 +30,9 @@ UNLIKE = (
 
 
 class Comparing:
-    """Numbers of one group's ranks, compared one after the other; `copies_of`: from a device to host memory.
+    """Compares numbers of a group's ranks, one comparison at a time.
+
+    `copies_of` returns what copies a device's tensor to host memory, or None if it lies there.
 
     >>> group = Group(0, 1, torch.device("cpu"), "alone")
     >>> Comparing(group, lambda tensor: None).begin(torch.tensor(5)).differs()
@@ -44,71 +46,71 @@ class Comparing:
         self._latest: Compared | None = None
 
     def begin(self, number: Tensor | None) -> Compared:
-        """All ranks tell each other their number, if they have any; one such question is open at a time."""
+        """Starts to compare this rank's number, or None, with those of the others; ends the comparison before."""
         if self._latest is not None:
-            self._latest.settle()
+            self._latest.receive()
         self._latest = Compared(self, number)
         return self._latest
 
-    def take(self) -> Tensor:
-        """Two numbers in host memory that a device reaches."""
+    def take_row(self) -> Tensor:
+        """Returns pinned host memory for two numbers."""
         if self._rows:
             return self._rows.pop()
         (row,) = self._host.lay_out([Wanted("numbers compared", torch.Size([2]), torch.int64)])
         return row
 
-    def give(self, row: Tensor) -> None:
-        """It is of no more use to whoever took it."""
+    def return_row(self, row: Tensor) -> None:
+        """Takes the memory back."""
         self._rows.append(row)
 
 
 class Compared:
-    """A number of each rank, on its way to all of them: whether it is the same everywhere. None: this rank has none."""
+    """One comparison: an all-reduce of each rank's number and its complement, whose maxima fit if all are the same."""
 
     def __init__(self, owner: Comparing, number: Tensor | None) -> None:
         self._owner = owner
-        nobody = torch.tensor(NOBODY, device=owner.group.device)
-        self._both = torch.stack([nobody, nobody] if number is None else [number, ~number])
+        none = torch.tensor(NO_NUMBER, device=owner.group.device)
+        self._both = torch.stack([none, none] if number is None else [number, ~number])
         self._copies = owner.copies_of(self._both)
         self._handle: Handle | None = owner.group.all_reduce(self._both, "max")
         self._row: Tensor | None = None
-        self._there: Copy | None = None
+        self._copy: Copy | None = None
         self._differs: bool | None = None
         if self._copies is not None:
-            self.settle()
+            self.receive()
 
-    def settle(self) -> None:
-        """It has come; on a device nobody waits for that, nor in `differs`, later."""
+    def receive(self) -> None:
+        """Waits for the all-reduce; a device's result is copied to host memory, without a wait of the host."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
         with aside(self._copies):
             handle.wait()
             if self._copies is not None:
-                self._row = self._owner.take()
-                self._there = self._copies.to_host(self._both, self._row)
+                self._row = self._owner.take_row()
+                self._copy = self._copies.to_host(self._both, self._row)
 
     def differs(self) -> bool:
-        """Whether any two ranks have different ones."""
-        self.settle()
+        """Returns whether two ranks have different numbers; waits for the result."""
+        self.receive()
         if self._differs is None:
-            if self._there is not None:
-                self._there.wait()
+            if self._copy is not None:
+                self._copy.wait()
             most, least = (self._both if self._row is None else self._row).tolist()
-            self._differs = most != NOBODY and most != ~least
+            self._differs = most != NO_NUMBER and most != ~least
             if self._row is not None:
-                self._owner.give(self._row)
-                self._row = self._there = None
+                self._owner.return_row(self._row)
+                self._row = self._copy = None
         return self._differs
 
 
 def aside(copies: Copies | None) -> AbstractContextManager[None]:
-    """What is launched within does not come behind what the program launches."""
+    """Context manager whose launches go to a stream beside the program's, so that they do not queue behind it."""
     return nullcontext() if copies is None else copies.driver.aside()
 
 
 def fingerprint(span: Tensor) -> Tensor:
-    """A number that other bytes, or these in another order, do not have, but by an unlikely chance. Nobody waits.
+    """Returns a 64-bit number of these bytes and their order, as a tensor on their device; the host does not wait.
 
     >>> x = torch.arange(5000, dtype=torch.uint8)
     >>> one, other = fingerprint(x), fingerprint(x.roll(4096))
@@ -124,24 +126,26 @@ def fingerprint(span: Tensor) -> Tensor:
 
 
 def _weighted(numbers: Tensor) -> Tensor:
-    """A sum to which each adds by its place."""
+    """Returns a sum that depends on the order of the numbers."""
     weights = torch.arange(1, numbers.numel() + 1, dtype=torch.int64, device=numbers.device)
     return (numbers * (_mixed(weights) | 1)).sum()
 
 
 def _mixed(number: Tensor) -> Tensor:
-    """Another for each, with every bit in many."""
+    """Returns a number each bit of which depends on many bits of the argument, and no two arguments have the same."""
     once = number * ODD
     return (once ^ ((once >> 29) & LOW)) * ODD
 
 
 def combined(prints: Sequence[Tensor], shapes: Sequence[str], device: torch.device) -> Tensor:
+    """Returns one fingerprint of several, and of what they are of."""
     known = torch.tensor(zlib.crc32(repr(shapes).encode()), device=device)
-    return _mixed(_weighted(torch.stack([known, *prints]))) >> 1  # so that it is not NOBODY
+    return _mixed(_weighted(torch.stack([known, *prints]))) >> 1  # so that it is not NO_NUMBER
 
 
 def refuse_unlike(said: list[tuple[list[str], list[int] | None]]) -> NoReturn:
-    """`said`: of each rank, what it kept, and the numbers of that; None: it has these no more."""
+    """Raises, and names the first input that differs. `said` has for each rank the shapes of its inputs and their
+    fingerprints; None if its graph is gone."""
     there = {rank: list(zip(shapes, prints, strict=True)) for rank, (shapes, prints) in enumerate(said) if prints}
     there.update({rank: [] for rank, (_, prints) in enumerate(said) if prints == []})
     what = "what they kept"

@@ -1,8 +1,10 @@
-"""Activations that are computed again in backward: torch's own checkpoint, with inputs that rest in a place."""
+"""Recomputes activations in backward: torch's checkpoint, whose inputs rest in a tier, over slices of the batch."""
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,25 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from zerokern.activations.batches import keep_running_statistics, module_of, norms_in_training, refuse_batch_norm
+from zerokern.activations.batches import IN_SLICES
 from zerokern.activations.dividing import keeper_for
 from zerokern.activations.keeping import Keeper, Turn
-from zerokern.activations.slices import sliced
+from zerokern.activations.module_state import ModuleState
+from zerokern.activations.slices import KEPT_OUTSIDE, in_slices, refuse_statistics
 from zerokern.activations.tiles import Tile
 from zerokern.comm import Group
-from zerokern.core.errors import StateError, got
+from zerokern.core.errors import ShardError, StateError, got
 from zerokern.io import Nvme
 from zerokern.zero import hooks
-from zerokern.zero.containers import mapped
+from zerokern.zero.containers import fill_slots, take_tensors
+from zerokern.zero.kinds import is_placed
 from zerokern.zero.reads import Reads
 from zerokern.zero.units import Unit
 
-__all__ = ["Call", "Repeated", "check_keep", "check_micro", "keeping", "recompute", "turn_of"]
+__all__ = ["Repeated", "recompute"]
 
-TORCHS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
-"""Keywords of torch's checkpoint, which it gets, as it does in torch"""
+TORCH_KEYWORDS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _here = threading.local()
 
 
@@ -43,8 +47,8 @@ def recompute(
     """Runs `fn(*args, **kwargs)` and keeps only its inputs; the rest is computed again in backward.
 
     Like `torch.utils.checkpoint.checkpoint(fn, ..., use_reentrant=False)`, with the same keywords and three more.
-    If `fn` is a module or a method of one, BatchNorm counts a batch once in its running statistics, as without it; in
-    any other function it counts it twice, as with torch's.
+    If `fn` is a module or a method of one, buffers that its forward writes to, such as BatchNorm's running statistics,
+    count a batch once, as without it; in any other function they count it twice, as with torch's.
 
     Args:
         fn: a module or a function, which gets `args` and `kwargs`.
@@ -55,8 +59,11 @@ def recompute(
         micro: the number of slices that the batch is cut into. Each is computed, and later computed again, by itself,
             so the activations of one slice are alive at a time. The bits are those of a loop over as many
             micro-batches. The batch is dimension 0 of the first tensor argument. Tensors of that length are cut as by
-            `torch.chunk`; all others are shared. Results must have the batch in dimension 0 too. If each slice returns
-            a number, such as a loss, the result is a vector of them. What cannot be cut is refused by name.
+            `torch.chunk`; all others are shared, and so is what `fn` uses without getting it as an argument. Results
+            must have the batch in dimension 0 too. If each slice returns a number, such as a loss, the result is a
+            vector of them. Forward hooks within `fn` run once for each slice, with its rows, and again when it is
+            recomputed. What a hook or an attribute keeps of a slice is refused in a loss: return it instead. What
+            cannot be cut is refused by name.
         replicated: a mesh dimension (`mesh["tp"]`) whose ranks all have the same inputs, as in tensor parallelism. Each
             rank keeps a part of them, and they are gathered in backward, one call ahead. DTensors say by their
             placement whether they are replicated. Plain tensors of 1 MiB and more are taken to be the same on all
@@ -73,16 +80,16 @@ def recompute(
     if kwargs.pop("use_reentrant", False):
         raise ValueError(got("use_reentrant", True, "False", "The other form runs a backward within the backward"))
     check_keep(keep)
-    plain = check_micro(micro) == 1 and keep == "device" and replicated is None
     module = module_of(fn)
-    if plain and (torch.compiler.is_compiling() or module is None or not norms_in_training(module)):
+    plain = check_micro(micro) == 1 and keep == "device" and replicated is None
+    if plain and (torch.compiler.is_compiling() or module is None or not ModuleState(module)):
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
-    settings = {name: kwargs.pop(name) for name in TORCHS if name in kwargs}
-    return keeping(_keeper(keep, replicated), micro, fn, args, kwargs, settings, module)
+    settings = {name: kwargs.pop(name) for name in TORCH_KEYWORDS if name in kwargs}
+    return recompute_with(_keeper(keep, replicated), micro, fn, args, kwargs, settings, module)
 
 
 def check_keep(keep: object) -> Any:
-    """The place, or an error.
+    """Returns `keep`, or raises if it names no place.
 
     >>> check_keep("cpu")
     'cpu'
@@ -93,7 +100,7 @@ def check_keep(keep: object) -> Any:
 
 
 def check_micro(micro: object) -> int:
-    """The number of slices, or an error.
+    """Returns `micro`, or raises if it is no number of slices.
 
     >>> check_micro(4)
     4
@@ -104,7 +111,7 @@ def check_micro(micro: object) -> int:
 
 
 class Repeated:
-    """Units whose inputs alone are kept: all but the root, which comes first, those that lie in others, and tiles.
+    """Recomputes units in backward: the outermost ones, but not the root, which comes first, and no tiles.
 
     >>> layer = nn.Linear(2, 2)
     >>> units, repeated = [Unit("", nn.ModuleList([layer])), Unit("0", layer)], Repeated(None, 4)
@@ -121,8 +128,15 @@ class Repeated:
         self.keep = None if keep is None else check_keep(keep)
 
     def check(self, units: Sequence[Unit]) -> str:
-        """What all ranks are to have asked for, in words; or an error."""
-        if self.keep is not None and not _repeatable(units):
+        """Describes the settings, for a comparison with other ranks; raises where units cannot be recomputed."""
+        if self.micro > 1:
+            found = next((name for unit in units for name, param in unit.params if is_placed(param)), None)
+            if found is not None:
+                raise ShardError(
+                    f"{found!r} is a DTensor, and micro above 1 computes in slices of plain tensors; allowed: micro=1, "
+                    "and micro-batches in a loop"
+                )
+        if self.keep is not None and not _recomputable(units):
             raise ValueError(
                 f"keep={self.keep!r}, micro={self.micro} are for units, and this model is one with its root: name some "
                 "by units="
@@ -131,32 +145,37 @@ class Repeated:
         return f"{'a disk' if isinstance(self.keep, Nvme) else self.keep}, {self.micro}{parts}"
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """From now on, whenever gradients are wanted."""
+        """Wraps the forwards of the units, which recompute from now on whenever gradients are wanted."""
         if self.keep is None:
             return
         keeper = keeper_for(self.keep, self.replicated)
         within: set[int] = set()
-        for unit in _repeatable(units):
+        for unit in _recomputable(units):
             if id(unit.module) not in within:
                 within.update(map(id, unit.module.modules()))
-                hooks.around_forward(unit.module, partial(_forward, keeper, self.micro, unit.module))
+                hooks.around_forward(unit.module, partial(_forward, keeper, self.micro, weakref.ref(unit.module)))
 
 
-def _repeatable(units: Sequence[Unit]) -> list[Unit]:
+def _recomputable(units: Sequence[Unit]) -> list[Unit]:
     """Without the root, and without tiles: a Linear keeps its input and no more."""
     return [unit for unit in units[1:] if not isinstance(unit.module, Tile)]
 
 
 def _forward(
-    keeper: Keeper | None, micro: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    keeper: Keeper | None,
+    micro: int,
+    module: weakref.ref[nn.Module],
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return keeping(keeper, micro, forward, args, kwargs, {}, module)
+    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return forward(*args, **kwargs)  # within torch.func's transforms there is no checkpoint
+    return recompute_with(keeper, micro, forward, args, kwargs, {}, module())
 
 
 def _keeper(keep: str | Nvme, replicated: DeviceMesh | Group | None) -> Keeper | None:
-    """What keeps inputs in this place, for calls of this thread."""
+    """Returns what keeps inputs in a place, one for all calls of this thread; None: they stay where they are."""
     if keep == "device" and replicated is None:
         return None
     keepers: dict[Any, Keeper | None] = _here.__dict__.setdefault("keepers", {})
@@ -165,72 +184,8 @@ def _keeper(keep: str | Nvme, replicated: DeviceMesh | Group | None) -> Keeper |
     return keepers[keep, replicated]
 
 
-class Call:
-    """A function and its arguments, whose tensors are handed over apart: those that autograd is to keep.
-
-    >>> call = Call(lambda x, more: x + more[0], (torch.ones(2), [torch.ones(2)]), {})
-    >>> tensors = call.take()
-    >>> call(*tensors), call(torch.zeros(2), torch.zeros(2))
-    (tensor([2., 2.]), tensor([0., 0.]))
-    """
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        in_slices: bool = False,
-        module: nn.Module | None = None,
-    ) -> None:
-        """`module`: the one that `fn` runs, if it is known."""
-        self.fn, self._in_slices, self._module = fn, in_slices, module
-        self.is_new = True  # what is called now is no repetition
-        self._tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
-        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = None if in_slices else (args, kwargs)
-        self._given = mapped((args, kwargs), self._place)
-        self._places.clear()
-
-    def _place(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, nn.Parameter):
-            return tensor
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = len(self._tensors)
-            self._tensors.append(tensor)
-        return _Place(self._places[id(tensor)])
-
-    def take(self) -> list[Tensor]:
-        """The tensors, which are not kept here."""
-        found, self._tensors = self._tensors, []
-        return found
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        """The first time with the very arguments, or else with these tensors in the places of theirs."""
-        if self._in_slices and not self.is_new and not hooks.is_within_pass():
-            raise StateError(
-                "a tensor of one slice's graph was kept by a function that is computed in slices (micro > 1), as an "
-                "auxiliary loss in an attribute is, and used outside: the others are not in it. Return it as a result"
-            )
-        given, self._first = self._first, None
-        args, kwargs = given or mapped(self._given, lambda place: tensors[place.number], _Place)
-        if self.is_new or self._module is None:
-            return self.fn(*args, **kwargs)
-        with keep_running_statistics(self._module):
-            return self.fn(*args, **kwargs)
-
-
-class _Place:
-    """Of a tensor among arguments."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 @torch._disable_dynamo
-def keeping(
+def recompute_with(
     keeper: Keeper | None,
     micro: int,
     fn: Callable[..., Any],
@@ -239,31 +194,94 @@ def keeping(
     settings: dict[str, Any],
     module: nn.Module | None = None,
 ) -> Any:
-    """torch's checkpoint, of slices of the batch, with inputs that the keeper keeps. `module`: the one that `fn` runs,
-    if it is known."""
+    """Returns `fn(*args, **kwargs)`, in torch's checkpoint with these `settings`, slice by slice.
+
+    `keeper` keeps its inputs. `module` is the one that `fn` runs, if it is known.
+    """
     if micro > 1 and module is not None:
         refuse_batch_norm(module)
     if torch.is_grad_enabled():
         _refuse_caches([*args, *kwargs.values()])
-    call = Call(fn, args, kwargs, in_slices=micro > 1, module=module)
-    turn = turn_of(keeper)
+    arguments, tensors = take_tensors((args, kwargs), leave=nn.Parameter)
+    turn = _turn_of(keeper)
 
     def compute(tensors: Sequence[Tensor]) -> Any:
-        call.is_new = True
+        call = _Call(fn, arguments, (args, kwargs) if micro == 1 else None, ModuleState(module))
         if turn is not None:
             hooks.hear_saved(turn.pack, turn.unpack)
         try:
             return checkpoint(call, *tensors, use_reentrant=False, **settings)
         finally:
-            call.is_new = False
+            call.end_forward()
             if turn is not None:
                 hooks.hear_saved_no_more()
 
-    return compute(call.take()) if micro == 1 else sliced(compute, call.take(), micro)
+    return compute(tensors) if micro == 1 else in_slices(compute, tensors, micro, fn)
+
+
+class _Call:
+    """Calls a function with its arguments, of which autograd keeps the tensors: `arguments` has slots for them.
+
+    `given`: the very arguments of the first call, to which a function may write; None for a slice of the batch.
+
+    >>> arguments, tensors = take_tensors(((torch.ones(2), [torch.ones(2)]), {}))
+    >>> call = _Call(lambda x, more: x + more[0], arguments, None, ModuleState(None))
+    >>> call(torch.zeros(2), torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        arguments: tuple[Any, dict[str, Any]],
+        given: tuple[Any, dict[str, Any]] | None,
+        state: ModuleState,
+    ) -> None:
+        self._fn, self._arguments, self._given, self._state = fn, arguments, given, state
+        self._in_slices, self._is_over = given is None, False
+
+    def end_forward(self) -> None:
+        """Makes further calls recomputations."""
+        self._given, self._is_over = None, True
+        self._state.end_forward()
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        args, kwargs = self._given or fill_slots(self._arguments, tensors)
+        if self._is_over:
+            if self._in_slices and not hooks.is_within_pass():
+                raise StateError(KEPT_OUTSIDE)
+            with self._state.restored():
+                return self._fn(*args, **kwargs)
+        if not self._in_slices:
+            return self._fn(*args, **kwargs)
+        recorded = _recorded_by_transformers()
+        result = self._fn(*args, **kwargs)
+        if recorded != _recorded_by_transformers():
+            _refuse_recorded(recorded)
+        self._check_containers((args, kwargs), tensors)
+        return result
+
+    def _check_containers(self, given: tuple[Any, dict[str, Any]], tensors: Sequence[Tensor]) -> None:
+        """Refuses writes to containers of tensors: a slice has copies of them, which nobody looks at."""
+        _, found = take_tensors(given, leave=nn.Parameter)
+        if len(found) != len(tensors) or any(one is not other for one, other in zip(found, tensors, strict=True)):
+            raise StateError(
+                f"{IN_SLICES} wrote to a list, dict or dataclass among its arguments, which had tensors of one slice "
+                "of the batch. Return them as a result, or use micro=1"
+            )
+
+
+def _turn_of(keeper: Keeper | None) -> Turn | None:
+    """Returns the keeper's hooks for one call; None if autograd takes no hooks now, or those of others decide."""
+    if keeper is None or not torch.is_grad_enabled() or not hooks.hears_of_saved():
+        return None
+    top = hooks.hears_saved()
+    decides = top is None or isinstance(getattr(top[0], "__self__", None), Reads)
+    return keeper.begin() if decides else None
 
 
 def _refuse_caches(values: Sequence[Any]) -> None:
-    """What a function writes to would have been written to when it is called again: keys and values of attention."""
+    """Refuses Hugging Face's caches of keys and values: the second call would add to them once more."""
     found = [value for value in values if any(kind.__name__ == "Cache" for kind in type(value).__mro__)]
     if found:
         raise StateError(
@@ -272,10 +290,39 @@ def _refuse_caches(values: Sequence[Any]) -> None:
         )
 
 
-def turn_of(keeper: Keeper | None) -> Turn | None:
-    """A turn of this call, where autograd may be told of it, and nobody else keeps what it saves."""
-    if keeper is None or not torch.is_grad_enabled() or not hooks.hears_of_saved():
-        return None
-    top = hooks.hears_saved()
-    mine = top is None or isinstance(getattr(top[0], "__self__", None), Reads)
-    return keeper.begin() if mine else None
+def _recorded_by_transformers() -> dict[str, int]:
+    """Returns how many tensors of each kind the hooks of transformers 5 have collected of the forward that runs."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collected: Any = getattr(getattr(module, "_active_collector", None), "get", dict)()
+    return {name: len(found) for name, found in (collected or {}).items() if isinstance(found, list)}
+
+
+def _refuse_recorded(before: dict[str, int]) -> None:
+    names = [f"output_{name}" for name, count in _recorded_by_transformers().items() if count != before.get(name)]
+    raise StateError(
+        f"{' and '.join(names)} of transformers would collect tensors of single slices in {IN_SLICES}, and the model "
+        "takes them for those of the whole batch; leave it out, or use micro=1"
+    )
+
+
+def module_of(fn: Callable[..., Any]) -> nn.Module | None:
+    """Returns the module that `fn` is, or whose method it is; None for any other function.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> module_of(layer) is layer, module_of(partial(layer.forward)) is layer, module_of(len)
+    (True, True, None)
+    """
+    while isinstance(fn, partial):
+        fn = fn.func
+    module = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    return module if isinstance(module, nn.Module) else None
+
+
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Raises if a module normalizes over the batch, and would over each slice of it.
+
+    >>> refuse_batch_norm(nn.BatchNorm1d(2).eval())
+    """
+    for name, one in module.named_modules():
+        if isinstance(one, BatchNorm) and (one.training or not one.track_running_stats):
+            refuse_statistics(f"{name or 'the module'} ({type(one).__name__})")

@@ -18,10 +18,11 @@ from zerokern.activations.joined import Joined
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.core.units import BLOCK
 from zerokern.zero.hooks import hooks_after_accumulation
-from zerokern.zero.kinds import is_placed
+from zerokern.zero.kinds import is_placed, known_shard
 from zerokern.zero.sharded import Sharded
+from zerokern.zero.units import Unit, UnitModule
 
-__all__ = ["Cut", "Tile", "Tiled", "cut", "rows_of", "tile"]
+__all__ = ["Cut", "Tile", "Tiled", "cut", "rows_of", "tile", "units_with_tiles"]
 
 KERNEL = 16  # rows: of as many, BLAS computes each as it would among more
 
@@ -73,7 +74,7 @@ def tile(module: nn.Module, *, tiles: int) -> nn.Module:
 
 def _check(name: str, one: nn.Linear, tiles: int) -> None:
     called = f"{name!r}" if name else "the module"
-    if isinstance(one, Cut) or getattr(one._parameters.get("weight"), "_zk_shard", None) is not None:
+    if isinstance(one, Cut) or known_shard(one._parameters.get("weight")) is not None:
         raise StateError(f"{called} is sharded already; call zk.tile before zk.shard")
     if type(one) not in (nn.Linear, Tiled) or "forward" in one.__dict__:
         kind = type(one).__name__ if type(one) not in (nn.Linear, Tiled) else "Linear with a forward of its own"
@@ -131,7 +132,7 @@ def _joined(outputs: Iterator[Tensor]) -> Tensor:
     return torch.cat(list(outputs), dim=-1)
 
 
-class Tile(nn.Module):
+class Tile(UnitModule):
     """Some rows of a Linear: a unit. Its parameter is saved and loaded by the Linear, under the Linear's name."""
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -276,6 +277,29 @@ def cut(module: nn.Module) -> None:
         one.__class__ = Cut
         one.tiles = nn.ModuleList(Tile(piece) for piece in _pieces(weight, rows))
         weight.__class__ = Former
+
+
+def units_with_tiles(units: Sequence[Unit]) -> tuple[list[Unit], dict[int, list[nn.Parameter]]]:
+    """The units that there will be at stage 3, and by the id of each tiled weight stand-ins for its pieces (on meta).
+
+    >>> from zerokern.zero.units import units_of
+    >>> units, pieces = units_with_tiles(units_of(tile(nn.Linear(2, 4), tiles=2)))
+    >>> [unit.name for unit in units], len(pieces)
+    (['', 'tiles.0', 'tiles.1'], 1)
+    """
+    tiled = {id(one.weight): one for unit in units for one in unit.module.modules() if type(one) is Tiled}
+    made: list[Unit] = []
+    pieces: dict[int, list[nn.Parameter]] = {}
+    for unit in units:
+        made.append(Unit(unit.name, unit.module, [pair for pair in unit.params if id(pair[1]) not in tiled]))
+        for name, weight in unit.params:
+            for number, rows in enumerate(tiled[id(weight)].rows if id(weight) in tiled else ()):
+                blank = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device="meta")
+                piece = nn.Parameter(blank, weight.requires_grad)
+                pieces.setdefault(id(weight), []).append(piece)
+                at = f"{name.removesuffix('weight')}tiles.{number}"
+                made.append(Unit(at, unit.module, [(f"{at}.weight", piece)]))
+    return [made[0], *(unit for unit in made[1:] if unit.params)], pieces
 
 
 def _refuse_placed(name: str, weight: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The version of a tensor that autograd has saved, without its memory: whether somebody has written to it since."""
+"""Remembers the version of a saved tensor without keeping its memory, to notice in-place writes before backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHANGED = (
 
 
 class Version:
-    """Of a tensor as it is now.
+    """The version of a tensor at the time of construction.
 
     >>> x = torch.ones(2)
     >>> version = Version(x)
@@ -31,11 +31,11 @@ class Version:
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody has written to it."""
+        """Whether the tensor has been written to since."""
         return self._counter._version != self._version
 
     def check(self, shape: torch.Size) -> None:
-        """As torch does for what it saves: somebody has written to it, while it was on its way perhaps."""
-        found = self._counter._version
-        if found != self._version:
+        """Raises torch's error for saved tensors if the tensor has been written to since."""
+        if self.is_changed:
+            found = self._counter._version
             raise RuntimeError(CHANGED.format(shape=tuple(shape), found=found, expected=self._version))

@@ -25,7 +25,7 @@ from zerokern.memory.arena import Arena
 from zerokern.memory.layout import nbytes_of, offsets_of
 from zerokern.memory.room import amount, room
 
-__all__ = ["Lane", "Saving", "StagedPlanner"]
+__all__ = ["Saves", "Saving", "StagedPlanner", "wait_for_devices"]
 
 PATIENCE = timedelta(hours=4)  # ranks write at different speeds; one that is gone shows at once, by its connection
 MARGIN = 0.1  # of the free memory, which is left to who trains meanwhile
@@ -50,7 +50,7 @@ class Saving:
 
     def __init__(self, path: Path, work: Callable[[], None]) -> None:
         self.path = path
-        self._work = work
+        self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, name=f"zk.save {path.name}", daemon=False)
@@ -64,27 +64,28 @@ class Saving:
 
     def _run(self) -> None:
         try:
+            assert self._work is not None
             self._work()
         except BaseException as error:
             self._error = error
             log.error("zk.save(%r, wait=False) failed: %s: %s", str(self.path), type(error).__name__, error)
         finally:
-            self._work = _nothing  # lets go of the model and of the copy
+            self._work = None  # lets go of the model and of the copy
             _unguard(self)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns once the checkpoint is published; raises what went wrong, or TimeoutError after `timeout` seconds."""
+        """Waits until the checkpoint is published; raises what went wrong, or TimeoutError after `timeout` seconds."""
         self._ended(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the save to {self.path} still runs after {timeout:g} s; it goes on")
         self._tell()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Returns whether it has ended, well or not."""
         return not self._thread.is_alive()
 
     def exception(self) -> BaseException | None:
-        """What went wrong; None while it runs, and where nothing did."""
+        """Returns what went wrong; None while it runs, and where nothing did."""
         if not self.done():
             return None
         self._told = True
@@ -95,19 +96,15 @@ class Saving:
         if self._error is not None:
             raise self._error
 
-    def _settle(self) -> None:
-        """For who comes next: the end of it, and its error if nobody has heard of it."""
+    def _finish(self) -> None:
+        """Waits for the end, and raises its error if nobody has heard of it."""
         self._ended()
         if not self._told:
             self._tell()
 
-    def _join(self) -> None:
-        """The end of it, for who cannot raise its error: that is in the log."""
-        if self._thread is not threading.current_thread():
-            self._ended()
-
     def _ended(self, timeout: float | None = None) -> None:
-        if self._thread.ident is not None:  # else it was done at once
+        """Waits for the end, whatever it is; not in its own thread, nor where it was done at once."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def __repr__(self) -> str:
@@ -115,36 +112,32 @@ class Saving:
         return f"Saving({str(self.path)!r}, {state})"
 
 
-def _nothing() -> None:
-    pass
-
-
-class Lane:
-    """What saves of the same ranks share: the last one, and a group for threads, whose order is not the program's."""
+class Saves:
+    """The saves of the same ranks: the last one, and a group for threads, whose order is not the program's."""
 
     def __init__(self) -> None:
         self.last: Saving | None = None
         self._own: Any = None
 
     @classmethod
-    def of(cls, ranks: Ranks, model: torch.nn.Module) -> Lane:
-        """The lane of a process group; a process without one has a lane for each model."""
-        return _LANES.setdefault(model if ranks.pg is None else ranks.pg, cls())
+    def of(cls, ranks: Ranks, model: torch.nn.Module) -> Saves:
+        """Returns those of a process group; a process without one has some for each model."""
+        return _SAVES.setdefault(model if ranks.pg is None else ranks.pg, cls())
 
-    def settle(self) -> None:
-        """Returns once no save runs; raises what the last one failed with, if nobody has heard of it."""
+    def finish(self) -> None:
+        """Waits until no save runs; raises what the last one failed with, if nobody has heard of it."""
         last = self.last
         if last is not None:
             try:
-                last._settle()
+                last._finish()
             finally:
                 if last.done():  # not where Ctrl-C ended the waiting
                     self.last = None
 
-    def rest(self) -> None:
-        """Returns once no save runs. What the last one failed with is left to the next save to raise."""
+    def wait(self) -> None:
+        """Waits until no save runs. What the last one failed with is left to the next save to raise."""
         if self.last is not None:
-            self.last._join()
+            self.last._ended()
 
     def start(self, saving: Saving, *, shared: bool) -> None:
         """Starts a save, which is the last one from here on; `shared`: with other ranks, through a process group."""
@@ -160,7 +153,7 @@ class Lane:
             raise
 
     def apart(self, ranks: Ranks) -> Ranks:
-        """The same ranks, over connections of their own."""
+        """Returns the same ranks, over connections of their own."""
         if ranks.pg is None:
             return ranks
         if self._own is None:
@@ -177,7 +170,7 @@ class Lane:
 
 
 # Found by what the user passes, and gone with it: two saves of the same ranks must know of each other.
-_LANES: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+_SAVES: weakref.WeakKeyDictionary[Any, Saves] = weakref.WeakKeyDictionary()
 
 
 # Saves that run over a process group. While there are any, ProcessGroup.shutdown is ours: through it all
@@ -188,7 +181,7 @@ _CLOSING, _BEFORE = "shutdown", "_zerokern_before"
 
 
 def _guard(saving: Saving) -> None:
-    """From here to its end, no process group is closed before it."""
+    """Lets no process group be closed before this save ends."""
     with _CHANGING:
         if not _RUNNING:
             setattr(dist.ProcessGroup, _CLOSING, _after_saves(vars(dist.ProcessGroup)[_CLOSING]))
@@ -206,13 +199,13 @@ def _unguard(saving: Saving) -> None:
 
 
 def _after_saves(before: Any) -> Callable[..., None]:
-    """The method `before`, once the saves that run have ended: they talk over the groups that are about to go."""
+    """Wraps the method `before` so that it waits for running saves: they use the groups that are about to go."""
 
     def shutdown(self: Any, *given: Any, **settings: Any) -> None:
         with _CHANGING:
             running = list(_RUNNING)
         for saving in running:
-            saving._join()
+            saving._ended()
         before.__get__(self, type(self))(*given, **settings)
 
     setattr(shutdown, _BEFORE, before)  # as the class has it: what getattr gives would not bind
@@ -237,7 +230,7 @@ class StagedPlanner(SavePlanner):
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan, once a copy of what it names has been taken on every rank."""
+        """Returns the plan, once a copy of what it names has been taken on every rank."""
         plan = super().finish_plan(new_plan)
         self._ranks.each("the copy", lambda: self._copy(plan.items))
         self._staged = True
@@ -246,7 +239,7 @@ class StagedPlanner(SavePlanner):
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The copy; what has none is read now."""
+        """Returns the copy; what has none is read now."""
         copy = self._copies.get(write_item.index)
         if copy is None:
             self._streams.discard(write_item.index)
@@ -255,7 +248,7 @@ class StagedPlanner(SavePlanner):
             self._free.set()
         return copy
 
-    def during(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None]) -> None:
         """Runs `work` in this thread; the program may go on at its end, if not before."""
         try:
             if self._device is not None:
@@ -268,7 +261,7 @@ class StagedPlanner(SavePlanner):
             self._free.set()
 
     def wait_until_free(self, saving: Saving) -> None:
-        """Returns once nothing reads what the program may change; raises what went wrong before that, on every rank."""
+        """Waits until nothing reads what the program may change; raises what went wrong before that, on every rank."""
         interrupt: BaseException | None = None
         while not self._free.is_set():
             try:
@@ -284,22 +277,21 @@ class StagedPlanner(SavePlanner):
         self._streams = {one.index for one in items if isinstance(self.state_dict[one.index.fqn], OnDiskPart)}
         near = [one for one in items if one.index not in self._streams]
         live = [self.lookup_object(one.index).detach() for one in near]
-        wanted = [(tuple(one.shape), one.dtype) for one in live]
-        copies = self._room(wanted, pinned=any(one.is_cuda for one in live))
+        copies = self._room([(tuple(one.shape), one.dtype) for one in live], pinned=any(one.is_cuda for one in live))
         with torch.no_grad():
             for copy, one in zip(copies, live, strict=True):
                 copy.copy_(one, non_blocking=True)
-        arrived(live)
+        wait_for_devices(live)
         self._copies = {one.index: copy for one, copy in zip(near, copies, strict=True)}
 
     def _room(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], *, pinned: bool) -> list[Tensor]:
-        """Memory for these, side by side where it is pinned; refused before anything is taken where it does not fit.
+        """Makes memory for these, side by side where it is pinned; refused before any is taken if it does not fit.
 
         Where nothing comes from a device it is small pages, which nobody has to make room for: an arena's huge ones
         took ten times as long as the copy itself. A mapping, and not the heap, which would keep what is freed.
         """
         nbytes = nbytes_of(wanted)
-        _refuse(nbytes, self._budget)
+        self._refuse(nbytes)
         if not nbytes:
             return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
         offsets, _ = offsets_of(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)
@@ -313,24 +305,24 @@ class StagedPlanner(SavePlanner):
             for at, (shape, dtype) in zip(offsets, wanted, strict=True)
         ]
 
+    def _refuse(self, nbytes: int) -> None:
+        """Raises BudgetError where the copy does not fit."""
+        most, limit = nbytes, ""
+        if self._budget is not None:
+            most, limit = self._budget, f"staging_budget={self._budget:,}"
+        elif left := room():
+            name, least = min(left.items(), key=lambda one: one[1])
+            most = int(least * (1 - MARGIN))
+            limit = f"{name}: {amount(least)}, less {MARGIN:.0%} for what trains meanwhile"
+        if nbytes > most:
+            raise BudgetError(
+                f"the copy that zk.save(wait=False) takes has {nbytes:,} bytes ({amount(nbytes)}) on this rank and "
+                f"does not fit ({limit}). Nothing was saved. Save with wait=True, which needs no copy, raise "
+                "staging_budget, or divide the state among more ranks"
+            )
 
-def arrived(tensors: Iterable[Any]) -> None:
-    """Returns once all that the current streams of these tensors' devices had been given is done."""
+
+def wait_for_devices(tensors: Iterable[Any]) -> None:
+    """Waits until all that the current streams of these tensors' devices had been given is done."""
     for device in {one.device for one in tensors if isinstance(one, Tensor) and one.is_cuda}:
         torch.zeros(1, device=device).item()
-
-
-def _refuse(nbytes: int, budget: int | None) -> None:
-    """BudgetError, before anything is copied, where the copy does not fit."""
-    most, limit = nbytes, ""
-    if budget is not None:
-        most, limit = budget, f"staging_budget={budget:,}"
-    elif left := room():
-        name, least = min(left.items(), key=lambda one: one[1])
-        most, limit = int(least * (1 - MARGIN)), f"{name}: {amount(least)}, less {MARGIN:.0%} for what trains meanwhile"
-    if nbytes > most:
-        raise BudgetError(
-            f"the copy that zk.save(wait=False) takes has {nbytes:,} bytes ({amount(nbytes)}) on this rank and does "
-            f"not fit ({limit}). Nothing was saved. Save with wait=True, which needs no copy, raise staging_budget, or "
-            "divide the state among more ranks"
-        )

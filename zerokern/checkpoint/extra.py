@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.checkpoint.files import crc32c
 from zerokern.checkpoint.ranks import Ranks
-from zerokern.checkpoint.staging import crc32c
 from zerokern.core.errors import StateError, got
 from zerokern.memory.room import refuse_beyond
 from zerokern.zero.kinds import is_divided
 
-__all__ = ["EachRank", "decode", "described", "encode", "targets_of"]
+__all__ = ["EachRank", "decode", "decoded", "described", "encode", "targets_of", "wanted"]
 
 ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.Size, torch.dtype, "
@@ -31,14 +31,17 @@ ALLOWED = (
 )
 # An int of more digits than Python converts by default could not be read back.
 MOST_INT = 1 << 8192
-ARRAYS = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()) | {
-    "complex64",
-    "complex128",
-}
+ARRAYS = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
+)
+KEYS = (str, int, float, bool, bytes, complex, type(None), tuple, torch.dtype, torch.device, torch.Size)
+EACH = "each rank"
 
 
 def encode(value: Any, where: str = "extra") -> tuple[Any, dict[str, Tensor]]:
-    """`value` as JSON, and the tensors in it by the names that the JSON gives them. `where` is how errors call it.
+    """Returns `value` as JSON, and the tensors in it by the names that the JSON gives them.
+
+    `where` is how errors call it.
 
     >>> tree, tensors = encode({"step": 3, "best": float("inf"), "mean": torch.ones(2)})
     >>> tree, list(tensors)
@@ -50,92 +53,86 @@ def encode(value: Any, where: str = "extra") -> tuple[Any, dict[str, Tensor]]:
     ...
     TypeError: extra['names'][1] is a builtin_function_or_method, which cannot be saved; allowed: None, bool, ...
     """
-    coder = Encoder()
-    return coder.of(value, where), coder.tensors
+    tensors: dict[str, Tensor] = {}
+    return _encoded(value, where, tensors, ()), tensors
 
 
-class Encoder:
-    """Walks a value, and numbers the tensors that it meets."""
+def _encoded(value: Any, where: str, tensors: dict[str, Tensor], above: tuple[int, ...]) -> Any:
+    """Encodes a value; `above`: what the walk is within."""
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        if abs(value) >= MOST_INT:
+            raise TypeError(f"{where} is an int of {value.bit_length()} bits; at most 8192 can be saved")
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind in SCALARS:
+        form, to_json = SCALARS[kind]
+        return {form: to_json(value)}
+    if id(value) in above:
+        raise TypeError(f"{where} contains itself; what is saved must be a tree")
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._above: list[int] = []  # what the walk is within
+    def inside(one: Any, place: str) -> Any:
+        return _encoded(one, where + place, tensors, (*above, id(value)))
 
-    def of(self, value: Any, where: str) -> Any:
-        kind = type(value)
-        if value is None or kind in (bool, str):
-            return value
-        if kind is int:
-            if abs(value) >= MOST_INT:
-                raise TypeError(f"{where} is an int of {value.bit_length()} bits; at most 8192 can be saved")
-            return value
-        if kind is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
-        if kind in SCALARS:
-            return SCALARS[kind](value)
-        if id(value) in self._above:
-            raise TypeError(f"{where} contains itself; what is saved must be a tree")
-        self._above.append(id(value))
-        try:
-            return self._within(value, kind, where)
-        finally:
-            self._above.pop()
-
-    def _within(self, value: Any, kind: type, where: str) -> Any:
-        if kind is list:
-            return [self.of(one, f"{where}[{at}]") for at, one in enumerate(value)]
-        if kind is tuple:
-            return {"tuple": [self.of(one, f"{where}[{at}]") for at, one in enumerate(value)]}
-        if kind in DICTS:
-            return self._dict(value, kind, where)
-        if isinstance(value, Tensor):
-            return {"tensor": self._tensor(value, where)}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
-            return self._numpy(value, where)
-        if _stateful(value):
-            return {"state": self.of(value.state_dict(), f"{where}.state_dict()")}
-        raise _refused(value, where)
-
-    def _dict(self, value: Mapping[Any, Any], kind: type, where: str) -> Any:
-        if kind is dict and all(type(key) is str for key in value):
-            return {"map": {key: self.of(one, f"{where}[{key!r}]") for key, one in value.items()}}
+    if kind in (list, tuple):
+        made = [inside(one, f"[{at}]") for at, one in enumerate(value)]
+        return made if kind is list else {"tuple": made}
+    if kind is dict and all(type(key) is str for key in value):
+        return {"map": {key: inside(one, f"[{key!r}]") for key, one in value.items()}}
+    if kind in DICTS:
         for key in value:
             if type(key) not in KEYS:
                 raise _refused(key, f"a key of {where}, {key!r},")
-        pairs = [[self.of(key, where), self.of(one, f"{where}[{key!r}]")] for key, one in value.items()]
-        return {DICTS[kind]: pairs}
+        return {DICTS[kind]: [[inside(key, ""), inside(one, f"[{key!r}]")] for key, one in value.items()]}
+    if isinstance(value, Tensor):
+        return {"tensor": _named(value, where, tensors)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        _refuse_array(value, where, numpy)
+        form = "numpy scalar" if isinstance(value, numpy.generic) else "numpy"
+        return {form: _named(torch.from_numpy(numpy.array(value, order="C")), where, tensors)}
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    if not isinstance(value, type) and all(callable(method) for method in methods):
+        return {"state": inside(value.state_dict(), ".state_dict()")}
+    raise _refused(value, where)
 
-    def _tensor(self, value: Tensor, where: str) -> str:
-        whole = type(value) in (Tensor, torch.nn.Parameter) or is_divided(value)
-        if not whole or value.is_quantized or value.is_meta or value.layout != torch.strided:
-            said = f"{type(value).__name__} ({value.layout}, on {value.device})"
-            raise TypeError(
-                f"{where} is a {said}, which cannot be saved; allowed: plain dense tensors that have values"
-            )
-        name = f"extra.{len(self.tensors)}"
-        self.tensors[name] = value.detach()
-        return name
 
-    def _numpy(self, value: Any, where: str) -> Any:
-        import numpy
+def _named(value: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
+    whole = type(value) in (Tensor, torch.nn.Parameter) or is_divided(value)
+    if not whole or value.is_quantized or value.is_meta or value.layout != torch.strided:
+        said = f"{type(value).__name__} ({value.layout}, on {value.device})"
+        raise TypeError(f"{where} is a {said}, which cannot be saved; allowed: plain dense tensors that have values")
+    name = f"extra.{len(tensors)}"
+    tensors[name] = value.detach()
+    return name
 
-        if (
-            value.dtype.name not in ARRAYS
-            or not value.dtype.isnative
-            or type(value) not in (value.dtype.type, numpy.ndarray)
-        ):
-            raise TypeError(
-                f"{where} is a numpy {type(value).__name__} of {value.dtype}, which cannot be saved; allowed: arrays "
-                f"and scalars of {', '.join(sorted(ARRAYS))}, in this machine's byte order"
-            )
-        scalar = isinstance(value, numpy.generic)
-        name = self._tensor(torch.from_numpy(numpy.array(value, order="C")), where)
-        return {"numpy scalar" if scalar else "numpy": name}
+
+def _refuse_array(value: Any, where: str, numpy: Any) -> None:
+    known = value.dtype.name in ARRAYS and value.dtype.isnative
+    if not known or type(value) not in (value.dtype.type, numpy.ndarray):
+        raise TypeError(
+            f"{where} is a numpy {type(value).__name__} of {value.dtype}, which cannot be saved; allowed: arrays "
+            f"and scalars of {', '.join(sorted(ARRAYS))}, in this machine's byte order"
+        )
+
+
+def _refused(value: Any, where: str) -> TypeError:
+    name = type(value).__name__
+    hint = ""
+    if isinstance(value, Enum):
+        hint = ". Save its name or its value, and make the member of it after the load"
+    elif isinstance(value, dict | list | tuple | str | bytes | int | float):
+        base = next(kind for kind in type(value).__mro__ if kind in (dict, list, tuple, str, bytes, int, float))
+        hint = f". It would come back as a plain {base.__name__}: save {base.__name__}(...) of it"
+    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    return TypeError(f"{where} is {article} {name}, which cannot be saved; allowed: {ALLOWED}{hint}")
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `encode` was given. Objects with state come back as their state_dict.
+    """Returns the value that `encode` was given. Objects with state come back as their state_dict.
 
     >>> decode(*encode([1, (2.5, b"x"), {3: torch.float32}]))
     [1, (2.5, b'x'), {3: torch.float32}]
@@ -153,38 +150,6 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise StateError(f"a value names the tensor {error}, which the checkpoint does not have") from None
 
 
-def _stateful(value: Any) -> bool:
-    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return not isinstance(value, type) and all(callable(method) for method in methods)
-
-
-def _refused(value: Any, where: str) -> TypeError:
-    name = type(value).__name__
-    hint = ""
-    if isinstance(value, Enum):
-        hint = ". Save its name or its value, and make the member of it after the load"
-    elif isinstance(value, dict | list | tuple | str | bytes | int | float):
-        base = next(kind for kind in type(value).__mro__ if kind in (dict, list, tuple, str, bytes, int, float))
-        hint = f". It would come back as a plain {base.__name__}: save {base.__name__}(...) of it"
-    article = "an" if name[0] in "aeiouAEIOU" else "a"
-    return TypeError(f"{where} is {article} {name}, which cannot be saved; allowed: {ALLOWED}{hint}")
-
-
-def _floats(value: complex) -> list[str]:
-    return [value.real.hex(), value.imag.hex()]
-
-
-SCALARS: dict[type, Callable[[Any], Any]] = {
-    bytes: lambda value: {"bytes": base64.b64encode(value).decode()},
-    complex: lambda value: {"complex": _floats(value)},
-    torch.Size: lambda value: {"size": list(value)},
-    torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
-    torch.device: lambda value: {"device": str(value)},
-}
-DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-KEYS = (str, int, float, bool, bytes, complex, type(None), tuple, torch.dtype, torch.device, torch.Size)
-
-
 def _pairs(content: list[Any], tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
     return [(decode(key, tensors), decode(one, tensors)) for key, one in content]
 
@@ -196,6 +161,14 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
+    complex: ("complex", lambda value: [value.real.hex(), value.imag.hex()]),
+    torch.Size: ("size", list),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("device", str),
+}
+DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 FORMS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "float": lambda content, _: float(content),
     "bytes": lambda content, _: base64.b64decode(content, validate=True),
@@ -215,9 +188,6 @@ FORMS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
 }
 
 
-EACH = "each rank"
-
-
 class EachRank(list):
     """A value of ``extra`` that was not the same on all ranks, where it is loaded by another number of them.
 
@@ -226,7 +196,7 @@ class EachRank(list):
 
 
 def described(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`extra` of all ranks: what they agree on once, what they do not by rank. Every rank calls this.
+    """Encodes `extra` of all ranks: what they agree on once, what they do not by rank. Every rank calls this.
 
     As JSON, and the tensors that it names by their keys.
     """
@@ -260,11 +230,22 @@ def described(extra: Any, ranks: Ranks) -> tuple[dict[str, Any], dict[str, Tenso
     return kept, held
 
 
+def _digest(tree: Any, tensors: dict[str, Tensor]) -> str:
+    """Returns what tells one rank's value from another's; what is divided among ranks counts as the same on all."""
+    said: list[Any] = [tree]
+    for key, tensor in tensors.items():
+        said.append([key, str(tensor.dtype), list(tensor.shape)])
+        if not is_divided(tensor):
+            plain = tensor.detach().cpu().contiguous()
+            said.append(crc32c(plain.data_ptr(), plain.numel() * plain.element_size()))
+    return json.dumps(said)
+
+
 Part = tuple[Any, str]  # a value as JSON, and what the keys of its tensors in the checkpoint begin with
 
 
 def _parts(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, bool, list[Part]]]:
-    """By name what this rank needs: its value, or those of all ranks where another number of them saved."""
+    """Yields by name what this rank needs: its value, or those of all ranks where another number of them saved."""
     for number, (name, entry) in enumerate(tree.items()):
         each = entry.get(EACH)
         if each is None:
@@ -275,19 +256,8 @@ def _parts(tree: Mapping[str, Any], ranks: Ranks) -> Iterator[tuple[str, bool, l
         yield name, apart, [(each[rank], f"extra.{number}.rank{rank}.") for rank in some]
 
 
-def _digest(tree: Any, tensors: dict[str, Tensor]) -> str:
-    """What tells one rank's value from another's; what is divided among ranks counts as the same on all of them."""
-    said: list[Any] = [tree]
-    for key, tensor in tensors.items():
-        said.append([key, str(tensor.dtype), list(tensor.shape)])
-        if not is_divided(tensor):
-            plain = tensor.detach().cpu().contiguous()
-            said.append(crc32c(plain.data_ptr(), plain.numel() * plain.element_size()))
-    return json.dumps(said)
-
-
 def targets_of(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """What is to be restored in place, by name; refused where the checkpoint has nothing that could be."""
+    """Returns what is to be restored in place, by name; refuses what the checkpoint has nothing for."""
     if extra is None:
         return {}
     if not isinstance(extra, Mapping):
@@ -313,7 +283,7 @@ def targets_of(extra: Any, tree: Mapping[str, Any], ranks: Ranks) -> dict[str, A
 
 
 def wanted(tree: Mapping[str, Any], rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
-    """Room for the tensors of extra that this rank needs, by their keys in the checkpoint."""
+    """Makes room for the tensors of extra that this rank needs, by their keys in the checkpoint."""
     prefixes = tuple(prefix for _, _, parts in _parts(tree, ranks) for _, prefix in parts)
     keys = [key for key in rows if key.startswith(prefixes)]
     refuse_beyond(sum(rows[key].nbytes for key in keys), "extra of the checkpoint")
@@ -322,15 +292,12 @@ def wanted(tree: Mapping[str, Any], rows: Mapping[str, Any], ranks: Ranks) -> di
 
 
 def decoded(tree: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
-    """The values of extra, from what `wanted` asked for."""
+    """Returns the values of extra, from what `wanted` asked for."""
     found = {}
     for name, apart, parts in _parts(tree, ranks):
-        values = [_value(one, tensors, prefix) for one, prefix in parts]
+        values = []
+        for one, prefix in parts:
+            mine = [key for key in tensors if key.startswith(prefix)]
+            values.append(decode(one, {f"extra.{key.removeprefix(prefix)}": tensors[key] for key in mine}))
         found[name] = EachRank(values) if apart else values[0]
     return found
-
-
-def _value(tree: Any, tensors: Mapping[str, Tensor], prefix: str) -> Any:
-    return decode(
-        tree, {f"extra.{key.removeprefix(prefix)}": one for key, one in tensors.items() if key.startswith(prefix)}
-    )

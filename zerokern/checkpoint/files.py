@@ -1,85 +1,216 @@
-"""A data file of a checkpoint, written once from its beginning to its end.
+"""Data files of a checkpoint, written and read through slots of memory, with a checksum for each block.
 
-Behind the data stands a table: the CRC32C of each block of 1 MiB, a 32-bit little-endian number each. The index holds
-the table's own checksum, so that no byte of the file is believed unchecked.
+A file is written once from its beginning to its end. Behind the data stands a table: the CRC32C of each block of 1 MiB,
+a 32-bit little-endian number each. The index holds the table's own checksum, so that no byte is believed unchecked.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import sys
 from array import array
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.index import FileRow
-from zerokern.checkpoint.staging import BLOCK, Outgoing, Staging, address_of, copy, crc32c
+from zerokern.checkpoint.folder import OpenFiles
+from zerokern.checkpoint.index import BLOCK_NBYTES, FileRow, unfit
+from zerokern.core import native
+from zerokern.core.errors import IoError, say_once
 from zerokern.io.advice import failed
-from zerokern.io.engine import Faults
-from zerokern.io.files import reserve
+from zerokern.io.engine import Engine, Faults
+from zerokern.io.files import go_direct, reserve
+from zerokern.io.probing import START, cached
+from zerokern.io.ticket import Ticket, Transfers
+from zerokern.memory import Arena, Lease
 
-__all__ = ["FileWriter", "PartsWriter", "pieces"]
+__all__ = [
+    "BLOCK", "SLOTS", "FileReader", "FileWriter", "PartsWriter", "SlotWriter", "Slots", "Span", "copy_bytes",
+    "crc32c", "put",
+]  # fmt: skip
 
+BLOCK = BLOCK_NBYTES  # bytes under one checksum, and of one request
+# In flight: 8 MiB keep a disk busy and stay in the processor's cache, where they are copied and summed: 32 MiB took 1.3
+# times as long. They are all the memory that saving and loading take.
+SLOTS = 8
 CACHED = 256 << 10  # bytes that are copied, then summed while they are in the processor's cache
-GROW, MOST_GROW = 16 << 20, 1 << 30  # bytes asked of the file system at a time, ahead of writing
+STEP = 64 * BLOCK  # bytes between two reports of progress
 MODE = 0o666  # less the umask: a checkpoint is the user's document, not private swap
+RESTORE = "Restore the file from a copy, or load another checkpoint"
+
+Take = Callable[[Tensor, int], object]  # given bytes of a span, and where in the span they begin
+Span = tuple[int, int, Take]  # offset and nbytes in a file
 
 
-class FileWriter:
-    """Writes a new file, append by append. `expected`: its length, if known, is asked of the file system at once."""
+class Slots(AbstractContextManager["Slots"]):
+    """An engine for requests and the memory that they move. Depth and block are what a probe of this disk found."""
 
     def __init__(
         self,
-        path: Path,
+        folder: Path,
         *,
-        expected: int = 0,
+        slots: int = SLOTS,
         depth: int | None = None,
         block: int | None = None,
         engine: str = "auto",
         faults: Faults | None = None,
     ) -> None:
+        self.offset_align = 1  # what the files ask for
+        found = cached(folder) if depth is None or block is None else None
+        usual_depth, usual_block = (found.depth, found.block) if found is not None else START
+        self.engine = Engine(engine, depth=depth or usual_depth, block=block or usual_block, faults=faults)
+        try:
+            self.arena = Arena(slots * BLOCK)
+            self.slots: list[Lease] = [self.arena.lease(BLOCK, f"saving slot {i}") for i in range(slots)]
+            self.bytes: list[Tensor] = [slot.tensor() for slot in self.slots]
+            self.engine.register(self.arena)
+            self.transfers = Transfers(self.engine, {})
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def enter(self, fd: int, path: Path) -> int:
+        """Returns the engine's number of an open file, which bypasses the page cache where the file system lets it."""
+        memory_align, offset_align = go_direct(fd, path.parent)
+        if offset_align == 1:
+            says = f"{path.parent}: this file system has no O_DIRECT; checkpoints go through the page cache"
+            say_once("zerokern.io", says)
+        self.offset_align = max(self.offset_align, offset_align)
+        number = self.engine.file(fd, memory_align, offset_align)
+        self.transfers.paths[number] = str(path)
+        return number
+
+    def leave(self, number: int) -> None:
+        """Lets go of a file; waits for what is pending in the slots."""
+        self.drain()
+        self.engine.forget_file(number)
+        self.transfers.paths.pop(number, None)
+
+    def start(self, op: int, slot: int, number: int, offset: int, nbytes: int, inside: int = 0) -> Ticket:
+        """Moves bytes of a slot, from `inside` on, to or from the file. An odd end is padded within the slot."""
+        transfers = self.transfers
+        request = transfers.requests.take()
+        ticket = Ticket(transfers, request, op, transfers.paths[number], nbytes, number, offset)
+        with transfers.lock:
+            transfers.start(ticket, request, self.slots[slot].ptr + inside, native.IO_PADDED, 0)
+        return ticket
+
+    def drain(self) -> None:
+        """Waits until nothing moves in the slots, however it ended."""
+        with self.transfers.lock:
+            self.transfers.drain()
+            self.transfers.untold.clear()
+
+    def close(self) -> None:
+        """Ends the engine, then gives the memory back; the second time it does nothing."""
+        if self.engine.closed:
+            return
+        self.drain()
+        self.engine.close()
+        self.bytes.clear()
+        for slot in self.slots:
+            slot.release()
+        self.arena.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SlotWriter(AbstractContextManager[Any]):
+    """Writes into an open file: one slot is filled while those before it are being written."""
+
+    def __init__(self, slots: Slots, fd: int, path: Path) -> None:
+        self.slots, self.path = slots, path
+        self._number = slots.enter(fd, path)
+        self._tickets: list[Ticket | None] = [None] * len(slots.slots)
+        self._slot = 0
+
+    @property
+    def address(self) -> int:
+        """The address of the slot that is to be filled."""
+        return self.slots.slots[self._slot].ptr
+
+    @property
+    def bytes(self) -> Tensor:
+        """The memory of the slot that is to be filled."""
+        return self.slots.bytes[self._slot]
+
+    def send(self, offset: int, nbytes: int, inside: int = 0) -> None:
+        """Sends bytes of the slot, from `inside` on, to their place in the file; waits until the next slot is free."""
+        ticket = self.slots.start(native.IO_WRITE, self._slot, self._number, offset, nbytes, inside)
+        self._tickets[self._slot] = ticket
+        self._slot = (self._slot + 1) % len(self._tickets)
+        self._wait(self._slot)
+
+    def wait(self) -> None:
+        """Waits until all of it is written; raises what could not be."""
+        for slot in range(len(self._tickets)):
+            self._wait(slot)
+
+    def _wait(self, slot: int) -> None:
+        ticket, self._tickets[slot] = self._tickets[slot], None
+        if ticket is not None:
+            try:
+                ticket.wait()
+            except IoError as error:
+                raise failed("Writing", self.path, error) from error
+
+
+class FileWriter(SlotWriter):
+    """Writes a new data file, append by append. `engine`: settings of `Slots`.
+
+    `expected`: its length is asked of the file system at once. Beyond it the file grows write by write, one at a time.
+    """
+
+    def __init__(self, path: Path, *, expected: int = 0, **engine: object) -> None:
         self.path = path
         self.nbytes = 0  # appended so far
         self._sums = array("I")
         self._sum = 0  # of the block under way
-        self._allocated = self._written = 0
+        self._written = 0
         self._filled = 0  # bytes so far of the slot that is being filled
-        self._staging: Staging | None = None
-        self._outgoing: Outgoing | None = None
+        self._own: Slots | None = None
         self._fd = -1
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(path, flags, MODE)
             if expected:
-                self._allocate(expected)
-            self._staging = Staging(path.parent, depth=depth, block=block, engine=engine, faults=faults)
-            self._outgoing = Outgoing(self._staging, self._fd, path)
+                reserve(self._fd, expected)
+            self._own = Slots(path.parent, **engine)  # type: ignore[arg-type]
+            super().__init__(self._own, self._fd, path)
         except BaseException as error:
             self.abandon()
             if isinstance(error, OSError):
                 raise failed("Making", path, error, 0, expected) from error
             raise
 
-    def append(self, data: bytes | Tensor) -> int:
+    def append(self, data: bytes | Tensor, report: Callable[[int], object] = int) -> int:
         """Takes over the bytes of a tensor of any device and strides, in row-major order; returns where they begin.
 
-        The tensor may change as soon as this returns.
+        The tensor may change as soon as this returns. `report` is called with how many bytes were taken, now and then.
         """
+        if self._fd < 0:
+            raise ValueError(f"{self.path} is finished or abandoned: nothing can be added to it")
         begin = self.nbytes
         if isinstance(data, bytes):
-            self._copy(address_of(data), len(data))
+            self._copy(_address_of(data), len(data))
             self.nbytes += len(data)
             return begin
-        for piece in pieces(data, BLOCK):
-            if piece.device.type == "cpu":
-                self._copy(piece.data_ptr(), piece.numel())
+        for part in (part for piece in _pieces(data, BLOCK) for part in piece.split(STEP)):
+            if part.device.type == "cpu":
+                self._copy(part.data_ptr(), part.numel())
             else:
-                self._copy_from_device(piece)
-            self.nbytes += piece.numel()
+                self._copy_from_device(part)
+            self.nbytes += part.numel()
+            report(part.numel())
         return begin
 
     def align(self, nbytes: int) -> None:
@@ -94,11 +225,11 @@ class FileWriter:
         if sys.byteorder == "big":
             self._sums.byteswap()
         sums = self._sums.tobytes()
-        address = address_of(sums)
+        address = _address_of(sums)
         row = FileRow(self.path.name, table + len(sums), table, crc32c(address, len(sums)))
         self._copy(address, len(sums), checked=False)
         self._flush()
-        self._open.finish()
+        self.wait()
         try:
             os.ftruncate(self._fd, row.nbytes)
             os.fsync(self._fd)
@@ -113,41 +244,29 @@ class FileWriter:
             self._close()
             self.path.unlink(missing_ok=True)
 
-    def __enter__(self) -> FileWriter:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.abandon()
 
-    @property
-    def _open(self) -> Outgoing:
-        if self._outgoing is None:
-            raise ValueError(f"{self.path} is finished or abandoned: nothing can be added to it")
-        return self._outgoing
-
     def _copy(self, address: int, nbytes: int, checked: bool = True) -> None:
-        """Copies into the slots."""
-        outgoing = self._open
         while nbytes:
             part = min(nbytes, CACHED, BLOCK - self._filled)
-            copy(outgoing.address + self._filled, address, part)
+            copy_bytes(self.address + self._filled, address, part)
             self._advance(part, checked)
             address += part
             nbytes -= part
 
     def _copy_from_device(self, piece: Tensor) -> None:
-        """A slot at a time: each copy waits for the device."""
-        outgoing = self._open
+        """Copies a slot at a time: each copy waits for the device."""
         while piece.numel():
             part = min(piece.numel(), BLOCK - self._filled)
-            outgoing.bytes[self._filled : self._filled + part].copy_(piece[:part])
+            self.bytes[self._filled : self._filled + part].copy_(piece[:part])
             self._advance(part, True)
             piece = piece[part:]
 
     def _advance(self, nbytes: int, checked: bool) -> None:
-        """The slot, which is a block of the file, holds so many bytes more: sums them, and sends it when it is full."""
+        """Sums so many bytes more of the slot, which is a block of the file, and sends it when it is full."""
         if checked:
-            self._sum = crc32c(self._open.address + self._filled, nbytes, self._sum)
+            self._sum = crc32c(self.address + self._filled, nbytes, self._sum)
         self._filled += nbytes
         if self._filled == BLOCK:
             if checked:
@@ -163,59 +282,41 @@ class FileWriter:
         if not self._filled:
             return
         begin, self._written = self._written, self._written + self._filled
-        if self._written > self._allocated:
-            self._grow(self._written)
-        self._open.send(begin, self._filled)
+        self.send(begin, self._filled)
         self._filled = 0
 
-    def _grow(self, nbytes: int) -> None:
-        """Asks for more at once, the longer the file is: a file that grows write by write is written one at a time."""
-        ahead = max(nbytes, self._allocated + min(max(GROW, self._allocated), MOST_GROW))
-        try:
-            try:
-                self._allocate(ahead)
-            except OSError:
-                self._allocate(nbytes)
-        except OSError as error:
-            raise failed("Writing", self.path, error, self._allocated, nbytes - self._allocated) from error
-
-    def _allocate(self, nbytes: int) -> None:
-        reserve(self._fd, nbytes)
-        self._allocated = nbytes
-
     def _close(self) -> None:
-        """Waits for what is pending, and lets go of the file and of the memory."""
-        staging, self._staging, self._outgoing = self._staging, None, None
-        if staging is not None:
-            staging.close()
+        if self._own is not None:
+            self._own.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
-class PartsWriter:
+class PartsWriter(SlotWriter):
     """Writes parts of a file that is there, and that others write into as well: in the order of their places.
 
     Whole pages go past the page cache, through slots. What is beside them in a page may be another's: it goes through
     the page cache, which joins the two.
     """
 
-    def __init__(self, staging: Staging, path: Path, direct: int, cached: int) -> None:
+    def __init__(self, slots: Slots, path: Path, direct: int, cached: int) -> None:
         """`direct` and `cached`: the file, opened twice."""
-        self._outgoing, self._fd = Outgoing(staging, direct, path), cached
+        super().__init__(slots, direct, path)
+        self._fd = cached
         preferred = min(os.fstat(cached).st_blksize, BLOCK)  # beyond a slot nothing would go past the page cache
-        self._page = max(mmap.PAGESIZE, staging.offset_align, preferred)
+        self._page = max(mmap.PAGESIZE, slots.offset_align, preferred)
         self._begin = self._end = 0  # what the slot holds of the file
 
     def room(self, at: int) -> Tensor:
-        """Memory for the bytes from `at` on, as many as the slot has; then tell `took` how many there are."""
+        """Returns memory for the bytes from `at` on, as many as the slot has; then tell `took` how many there are."""
         if at != self._end:
             self._flush()
             self._begin = self._end = at
-        return self._outgoing.bytes[at % BLOCK : BLOCK]
+        return self.bytes[at % BLOCK : BLOCK]
 
     def took(self, nbytes: int) -> None:
-        """So many bytes are there."""
+        """Counts so many bytes as there."""
         self._end += nbytes
         if not self._end % BLOCK:
             self._flush()
@@ -223,14 +324,11 @@ class PartsWriter:
     def finish(self) -> None:
         """Returns when all of it lasts."""
         self._flush()
-        self._outgoing.finish()
+        self.wait()
         os.fsync(self._fd)
 
-    def __enter__(self) -> PartsWriter:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self._outgoing.close()
+        self.slots.leave(self._number)
 
     def _flush(self) -> None:
         begin, end, page = self._begin, self._end, self._page
@@ -238,18 +336,160 @@ class PartsWriter:
         self._write_beside(begin, first)
         self._write_beside(max(last, first), end)
         if first < last:
-            self._outgoing.send(first, last - first, first % BLOCK)
+            self.send(first, last - first, first % BLOCK)
         self._begin = end
 
     def _write_beside(self, begin: int, end: int) -> None:
-        data = self._outgoing.bytes.numpy().data[begin % BLOCK :][: end - begin]
+        data = self.bytes.numpy().data[begin % BLOCK :][: end - begin]
         while data:
             done = os.pwrite(self._fd, data, begin)
             data, begin = data[done:], begin + done
 
 
-def pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """The bytes of a tensor in row-major order: where they lie, if contiguous, else copies of at most `most` bytes."""
+class FileReader(AbstractContextManager["FileReader"]):
+    """Reads the file that a row of the index describes, through slots that other readers may share."""
+
+    def __init__(self, folder: Path, row: FileRow, slots: Slots, files: OpenFiles | None = None) -> None:
+        self.path, self.row = folder / row.name, row
+        self._slots, self._number = slots, -1
+        try:
+            lent = None if files is None else files.fd(self.path)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if lent is None else lent
+        except OSError as error:
+            raise failed("Opening", self.path, error, 0, row.nbytes) from error
+        self._lent = lent is not None
+        try:
+            sums = files.tables.get(self.path) if files is not None else None
+            self._sums = self._table() if sums is None else sums
+            if files is not None and self._lent:  # past the page cache a file cannot be read at any offset later
+                files.tables[self.path] = self._sums
+            self._number = slots.enter(self._fd, self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, spans: Iterable[Span]) -> None:
+        """Hands the bytes of each span to its `take`, piece by piece in the order of the file, once they are checked.
+
+        A block that several spans touch is read once. The bytes are lent for the time of the call.
+        """
+        ordered = sorted((span for span in spans if span[1]), key=lambda span: span[0])
+        for offset, nbytes, _ in ordered:
+            if offset < 0 or nbytes < 0 or offset + nbytes > self.row.table:
+                raise ValueError(
+                    f"{offset} to {offset + nbytes} is no span of the {self.row.table} bytes of {self.path}"
+                )
+        waiting = deque(ordered)
+        under_way: list[Span] = []
+        for begin, found, error in self._arrivals(_blocks(ordered)):
+            if error is not None:
+                raise error
+            end = begin + len(found)
+            while waiting and waiting[0][0] < end:
+                under_way.append(waiting.popleft())
+            for offset, nbytes, take in under_way:
+                low, high = max(offset, begin), min(offset + nbytes, end)
+                take(found[low - begin : high - begin], low - offset)
+            under_way = [span for span in under_way if span[0] + span[1] > end]
+
+    def damage(self, blocks: Iterable[int], report: Callable[[int], object] = int) -> Iterator[IoError]:
+        """Yields an error for each block that is not as written, or cannot be read; reports the bytes of each."""
+        for _, found, error in self._arrivals(blocks):
+            if error is not None:
+                yield error
+            report(len(found))
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        number, self._number = self._number, -1
+        if number >= 0:
+            self._slots.leave(number)
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and not self._lent:
+            os.close(fd)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _table(self) -> array[int]:
+        row = self.row
+        nbytes = os.fstat(self._fd).st_size
+        if nbytes != row.nbytes:
+            how = "truncated" if nbytes < row.nbytes else "written to"
+            says = f"has {nbytes} bytes, and {row.nbytes} were written: something has {how} it"
+            raise self._broken(says, min(nbytes, row.nbytes), abs(row.nbytes - nbytes), errno.ENODATA)
+        try:
+            table = _pread(self._fd, row.nbytes - row.table, row.table)
+        except OSError as error:
+            raise failed("Reading", self.path, error, row.table, row.nbytes - row.table) from error
+        if crc32c(_address_of(table), len(table)) != row.crc:
+            raise self._broken("is damaged: its table of checksums is not what was written", row.table, len(table))
+        sums = array("I", table)
+        if sys.byteorder == "big":
+            sums.byteswap()
+        return sums
+
+    def _arrivals(self, blocks: Iterable[int]) -> Iterator[tuple[int, Tensor, IoError | None]]:
+        """Yields blocks in their order while later ones are under way: offset, bytes, and why they are not good."""
+        if self._number < 0:
+            raise ValueError(f"{self.path} is closed: nothing can be read from it")
+        slots = self._slots
+        free = list(range(len(slots.slots)))
+        pending: deque[tuple[int, Tensor, int, Ticket]] = deque()
+        coming = iter(blocks)
+        try:
+            while True:
+                while free and (block := next(coming, None)) is not None:
+                    begin, slot = block * BLOCK, free.pop()
+                    nbytes = min(BLOCK, self.row.table - begin)
+                    ticket = slots.start(native.IO_READ, slot, self._number, begin, nbytes)
+                    pending.append((begin, slots.bytes[slot][:nbytes], slot, ticket))
+                if not pending:
+                    return
+                begin, found, slot, ticket = pending.popleft()
+                yield begin, found, self._error(begin, found, ticket)
+                free.append(slot)
+        finally:
+            slots.drain()  # nothing is written into a slot that somebody else may use next
+
+    def _error(self, begin: int, found: Tensor, ticket: Ticket) -> IoError | None:
+        """Waits for a request; returns why the bytes are not those that were written."""
+        try:
+            ticket.wait()
+        except IoError as error:
+            return failed("Reading", self.path, error)
+        nbytes, expected = len(found), self._sums[begin // BLOCK]
+        crc = crc32c(found.data_ptr(), nbytes)
+        if crc == expected:
+            return None
+        says = f"is damaged in its {nbytes} bytes from offset {begin} on: their CRC32C is {crc:08x}"
+        return self._broken(f"{says}, what was written had {expected:08x}", begin, nbytes)
+
+    def _broken(self, says: str, offset: int, nbytes: int, number: int = errno.EBADMSG) -> IoError:
+        return unfit(self.path, f"{says}. {RESTORE}", number, offset=offset, nbytes=nbytes)
+
+
+def _blocks(spans: list[Span]) -> Iterator[int]:
+    """Yields the blocks that the spans touch, each once."""
+    end = 0
+    for offset, nbytes, _ in spans:
+        behind = -(-(offset + nbytes) // BLOCK)
+        yield from range(max(offset // BLOCK, end), behind)
+        end = max(end, behind)
+
+
+def _pread(fd: int, nbytes: int, offset: int) -> bytes:
+    """Reads all of it, or what there is."""
+    parts = []
+    while nbytes and (part := os.pread(fd, nbytes, offset)):
+        parts.append(part)
+        offset += len(part)
+        nbytes -= len(part)
+    return b"".join(parts)
+
+
+def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Yields the bytes of a tensor in row-major order: where they lie, if contiguous, else copies of at most `most`."""
     tensor = tensor.detach()
     nbytes = tensor.numel() * tensor.itemsize
     if not nbytes:
@@ -261,4 +501,29 @@ def pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
         return
     step = most * len(tensor) // nbytes
     for row in range(0, len(tensor), max(step, 1)):
-        yield from pieces(tensor[row : row + step] if step else tensor[row], most)
+        yield from _pieces(tensor[row : row + step] if step else tensor[row], most)
+
+
+def _address_of(data: bytes) -> int:
+    """Returns where the bytes lie, for as long as the object lives."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+def crc32c(address: int, nbytes: int, before: int = 0) -> int:
+    """Sums bytes in memory by the processor's own instruction, where it has one; goes on from those before."""
+    return int(native.library().zk_crc32c(before, address, nbytes))
+
+
+def copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copies bytes between addresses, in this thread alone and without the interpreter's lock: training goes on."""
+    ctypes.memmove(target, source, nbytes)
+
+
+def put(target: Tensor, source: Tensor) -> None:
+    """Copies elements into as many in host memory, 1-D; by torch, whose threads would disturb training, if it must."""
+    plain = source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    alike = target.dtype is source.dtype and target.numel() == source.numel()
+    if plain and alike and source.device.type == "cpu":
+        copy_bytes(target.data_ptr(), source.data_ptr(), target.nbytes)
+    else:
+        target.copy_(source)

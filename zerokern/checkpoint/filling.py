@@ -1,9 +1,8 @@
-"""Batches of what is to be read from a checkpoint: what goes straight into place, and what is converted on its way."""
+"""Carries out a load: what is copied straight into place, and what is converted on its way, a part at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -12,82 +11,50 @@ import torch
 from torch import Tensor
 
 from zerokern.checkpoint.formats import MASTERS, exact_values, is_coded, master_kind, moment, published, refuse_infinite
-from zerokern.checkpoint.optimizers import Steps, Wanted
-from zerokern.checkpoint.source import Parts
+from zerokern.checkpoint.load_plan import LoadPlan, StatePlan, TensorPlan
+from zerokern.checkpoint.optimizers import AnyOptimizer
+from zerokern.checkpoint.source import Parts, Report, Source, no_report
+from zerokern.checkpoint.training_state import (
+    TrainingState,
+    announce_writes,
+    extra_states,
+    finish_updates,
+    refuse_meta,
+)
+from zerokern.io import Nvme
 from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory.here import Cuboid, Here
+from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
-from zerokern.zero.shard import here_of_state
+from zerokern.zero.shard import Shard, here_of_state, shard_of
 
-__all__ = ["Batch", "StatePlan", "Straight", "TensorPlan", "converted", "on_disk", "refuse_without_room", "waiting"]
+__all__ = ["Batch", "Restore"]
 
 MOST = 16 << 20  # bytes of a batch, beside what goes straight into place
 PIECE = 1 << 20  # elements that are converted at once: a multiple of 128
 
-
-@dataclass
-class TensorPlan:
-    """One parameter or buffer. `beside`: the source's masters of it, where its value is to be made anew from them."""
-
-    tensor: Tensor
-    source: str
-    dtype: torch.dtype
-    kind: str = "none"
-    beside: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
-
-    @property
-    def converts(self) -> bool:
-        return self.dtype is not self.tensor.dtype or bool(self.beside)
-
-
-@dataclass
-class StatePlan:
-    """The state of one parameter: `saved` and `wanted` by key, and which keys need more than copying."""
-
-    steps: Steps
-    number: int
-    param: Tensor
-    name: str
-    prefix: str
-    value: tuple[str, torch.dtype]  # the parameter itself, in the source
-    saved: Wanted
-    wanted: Wanted
-    moments: list[str] = field(default_factory=list)
-    scalars: list[str] = field(default_factory=list)
-    masters: bool = False
-
-    @property
-    def converts(self) -> bool:
-        return bool(self.moments) or self.masters
-
-    def makes(self, key: str) -> bool:
-        """Whether it is made of what is read."""
-        return key.removesuffix("_scale") in self.moments or (key in MASTERS and self.masters)
-
-    def straight(self, key: str) -> bool:
-        """Whether it is read as it is."""
-        if key in MASTERS and self.masters:
-            return False
-        return key in self.saved and key.removesuffix("_scale") not in self.moments
+Entry = Mapping[str, Any]  # the state of a parameter, which has room already
 
 
 class Batch:
     """Items to be read at once, and what to do then."""
 
     def __init__(self) -> None:
-        self.items: dict[str, Any] = {}
+        self.items: list[tuple[str, Any]] = []
         self.nbytes = 0
-        self._after: list[Callable[[], Any]] = []
+        self.calls: list[Callable[[], Any]] = []
 
     def part(self, source: str, here: Here, begin: int, flat: Tensor, key: str = "", numel: int = -1) -> None:
-        """Read this rank's elements from `begin` on of a tensor into `flat`."""
+        """Reads this rank's elements from `begin` on of a tensor into `flat`."""
         there = here.within(begin, flat.numel() if numel < 0 else numel).of(key)
-        self.items.setdefault(source, Parts(there.shape)).add(there.boxes(), flat)
+        parts = Parts(there.shape)
+        parts.add(there.boxes(), flat)
+        self.items.append((source, parts))
 
     def room(self, source: str, here: Here, begin: int, numel: int, dtype: torch.dtype, key: str = "") -> Tensor:
-        """The same, into memory for as long as the batch lasts."""
+        """Reads the same into memory that lasts as long as the batch."""
         count = -(-numel // BLOCK) if key.endswith("_scale") else numel
         flat = torch.empty(count, dtype=dtype, device="cpu")
         self.nbytes += flat.nbytes
@@ -95,51 +62,128 @@ class Batch:
         return flat
 
     def scalar(self, source: str, saved: tuple[torch.dtype, torch.Size], target: Tensor) -> None:
-        """A counter in another dtype or shape."""
-        kept = self.items[source] = torch.empty(saved[1], dtype=saved[0], device="cpu")
+        """Reads a counter of another dtype or shape."""
+        kept = torch.empty(saved[1], dtype=saved[0], device="cpu")
+        self.items.append((source, kept))
         self.then(lambda: target.copy_(kept.reshape(target.shape)))
 
     def then(self, call: Callable[[], Any]) -> None:
-        """Once all items have been read."""
-        self._after.append(call)
+        """Calls it once all items have been read."""
+        self.calls.append(call)
 
     @torch.no_grad()
     def after(self) -> None:
-        """What is to be done when all items have been read."""
-        for call in self._after:
+        """Does what is to be done when all items have been read."""
+        for call in self.calls:
             call()
-        self._after.clear()
+        self.calls.clear()
         self.items.clear()
 
 
-class Straight:
-    """What goes straight into place. Where two tensors come from one, which was tied, they are read one by one."""
+def _bounded(fills: Iterable[Callable[[Batch], Any]]) -> Iterator[Batch]:
+    """Yields batches of about `MOST` bytes, made by these in their order."""
+    batch = Batch()
+    for fill in fills:
+        fill(batch)
+        if batch.nbytes >= MOST:
+            yield batch
+            batch = Batch()
+    if batch.items or batch.calls:
+        yield batch
 
-    def __init__(self) -> None:
-        self._resting: dict[int, Batch] = {}
-        self._others = [Batch()]
 
-    @property
-    def batches(self) -> list[Batch]:
-        """What rests together is read together: no more of it need be in memory."""
-        return [*self._others, *self._resting.values()]
+class Restore:
+    """Loads a source into a model and its optimizers; refuses one that does not fit before anything is changed."""
 
-    def of(self, key: str) -> Batch:
-        """The batch to read this key in."""
-        free = next((one for one in self._others if key not in one.items), None)
-        if free is None:
-            self._others.append(free := Batch())
-        return free
+    def __init__(self, target: TrainingState, source: Source, lossy: bool = False) -> None:
+        self._target, self._source = target, source
+        for name, tensor in target.tensors.items():
+            refuse_meta(name, tensor)
+        self._plan = LoadPlan(target, source, lossy)
+        self._plan.refuse_differences()
+        for optimizer, plans in zip(target.optimizers, self._plan.states, strict=True):
+            _take_room_on_disk(optimizer, plans)
 
-    def put(self, key: str, target: Any) -> None:
-        """Read this key into that."""
-        rest = rest_of(target)
-        if rest is not None:
-            batch = self._resting.setdefault(id(rest), Batch())
-            if key not in batch.items:
-                batch.items[key] = target
-                return
-        self.of(key).items[key] = target
+    def fill(self, report: Report = no_report) -> None:
+        """Reads it all into place. Optimizers are torn from here to `finish`."""
+        for batch in self.batches():
+            self._source.read(batch.items, report)
+            batch.after()
+
+    def batches(self) -> Iterator[Batch]:
+        """Yields what is to be read together, and then done, before the next."""
+        plan, target = self._plan, self._target
+        finish_updates(target.model, replaced=True)
+        direct: dict[int, Batch] = {0: Batch()}  # what rests together is read together: no more of it need be in memory
+
+        def read(key: str, into: Tensor) -> None:
+            rest = rest_of(into)
+            direct.setdefault(0 if rest is None else id(rest), Batch()).items.append((key, into))
+
+        for one in plan.tensors:
+            if not one.converts:
+                read(one.source, one.tensor.detach() if rest_of(one.tensor) is None else one.tensor)
+        self._extra_tensors = {
+            name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in plan.extra_tensors.items()
+        }
+        for name, kept in self._extra_tensors.items():
+            read(f"model.{name}", kept)
+        initials: list[tuple[Shard, Tensor, Tensor]] = []
+        for name, (key, dtype) in plan.initials.items():
+            tensor = target.tensors[name]
+            home = shard_of(tensor)
+            assert home is not None
+            lost = torch.empty(home.numel, dtype=dtype, device=home.piece.device)
+            read(key, home.here.show(lost, name=home.name))
+            initials.append((home, tensor, lost))
+        planned = list(zip(target.optimizers, plan.states, plan.groups, strict=True))
+        entries: dict[int, list[dict[str, Any] | None]] = {}
+        # Room on disk may be refused: first, while the others still have what they had.
+        for optimizer, plans, groups in sorted(
+            planned, key=lambda one: not isinstance(getattr(one[0].opt, "tier", 0), Nvme)
+        ):
+            numbers = range(len(optimizer.params))
+            optimizer.lay_out(groups, [plans[i].wanted if i in plans else None for i in numbers])
+            entries[id(optimizer)] = optimizer.entries()
+            for number, state in plans.items():
+                for key, one in (entries[id(optimizer)][number] or {}).items():
+                    if key in state.scalars:
+                        direct[0].scalar(f"{state.prefix}{key}", state.saved[key], one)
+                    elif isinstance(one, Tensor) and state.copies(key) and key != PENDING:
+                        read(f"{state.prefix}{key}", one)
+        yield from direct.values()
+        on_disk = {id(optimizer) for optimizer, _, _ in planned if optimizer.inflow() is not None}
+        states = [state for _, plans, _ in planned for state in plans.values() if state.converts]
+        in_memory = [state for state in states if id(state.optimizer) not in on_disk]
+        yield from _bounded(fill for one in plan.tensors if one.converts for fill in _convert_tensor(one))
+        yield from _bounded(
+            fill
+            for state in in_memory
+            for fill in _convert_in_memory(state, entries[id(state.optimizer)][state.number] or {})
+        )
+        for optimizer, plans, _ in planned:
+            yield from _fill_disk(optimizer, plans)
+        announce_writes(target.model)
+        for home, tensor, lost in initials:
+            home.look(tensor)
+            home.keep_initial(lost)
+        for optimizer, plans, _ in planned:
+            optimizer.look()
+            late = {number: state for number, state in plans.items() if optimizer.late and PENDING in state.saved}
+            if late:
+                yield from _fill_pending(optimizer, late)
+
+    def finish(self) -> None:
+        """Lets optimizers go on, once all batches have been read."""
+        plan, target = self._plan, self._target
+        for optimizer, names, beside in zip(target.optimizers, target.params, plan.beside, strict=True):
+            for name, param in zip(names, optimizer.params, strict=True):
+                if name in beside:
+                    optimizer.opt.state[param].update(beside[name])
+            optimizer.complete()
+        modules = extra_states(target.model)
+        for name, kept in {**plan.extra_states, **self._extra_tensors}.items():
+            modules[name].set_extra_state(kept)
 
 
 class Around:
@@ -158,7 +202,7 @@ class Around:
         return sum(one * stride for one, stride in zip(at, self.strides, strict=True))
 
     def cut(self, found: Tensor) -> Tensor:
-        """The elements themselves, 1-D, from all that lies around them."""
+        """Returns the elements themselves, 1-D, from all that lies around them."""
         made = torch.empty(self.numel, dtype=found.dtype, device=found.device)
         for at, sizes, first in self.cuboids:
             part = found.as_strided(tuple(sizes), self.strides, self._flat(at) - self.begin)
@@ -167,12 +211,12 @@ class Around:
 
 
 def _in_blocks(here: Here) -> bool:
-    """Whether what is here begins with a block of the whole, and goes on as the whole does."""
+    """Returns whether what is here begins with a block of the whole, and goes on as the whole does."""
     return here.sizes == here.shape and here.start % BLOCK == 0
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
-    """Memory for this rank's elements of a tensor, 1-D, and what brings them into place where they do not lie so."""
+    """Returns memory for what is here of a tensor, 1-D, and what brings it into place where it does not lie so."""
     local = local_of(tensor).detach()
     if local.is_contiguous():
         return local.view(-1), None
@@ -180,50 +224,21 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
     return apart.view(-1), lambda: local.copy_(apart)
 
 
-def converted(tensors: Sequence[TensorPlan], states: Sequence[StatePlan], entries: Any) -> Iterator[Batch]:
-    """What is in memory here and in other formats in the source, a bounded part at a time.
-
-    `entries(plan)`: the state that has room already.
-    """
-    batch = Batch()
-    for tensor in tensors:
-        here = here_of(tensor.tensor)
-        flat, bring = _flat(tensor.tensor) if rest_of(tensor.tensor) is None else (None, None)
-        for begin in range(0, here.numel, PIECE):
-            _convert_tensor(batch, tensor, here, flat, begin, min(PIECE, here.numel - begin))
-            if bring is not None and begin + PIECE >= here.numel:
-                batch.then(bring)
-            if batch.nbytes >= MOST:
-                yield batch
-                batch = Batch()
-    for state in states:
-        here = here_of_state(state.param)
-        made = {key: _flat(one) for key, one in entries(state).items() if state.makes(key) and isinstance(one, Tensor)}
-        there = {key: flat for key, (flat, _) in made.items()}
-        more = 1 if _in_blocks(here) else -(-here.shape.numel() // max(here.numel, 1))
-        piece = max(PIECE // more // BLOCK * BLOCK, BLOCK)  # around it may lie as much as other ranks have
-        for begin in range(0, here.numel, piece):
-            numel = min(piece, here.numel - begin)
-            convert_state(batch, state, here, begin, numel, _cells(there, begin, numel))
-            for _, bring in made.values() if begin + piece >= here.numel else ():
-                if bring is not None:
-                    batch.then(bring)
-            if batch.nbytes >= MOST:
-                yield batch
-                batch = Batch()
-    if batch.items:
-        yield batch
+def _convert_tensor(plan: TensorPlan) -> Iterator[Callable[[Batch], Any]]:
+    """Yields what fills a batch with each piece of a parameter or buffer that is in another format in the source."""
+    here = here_of(plan.tensor)
+    flat, bring = _flat(plan.tensor) if rest_of(plan.tensor) is None else (None, None)
+    for begin in range(0, here.numel, PIECE):
+        yield partial(_convert_values, plan, here, flat, begin, min(PIECE, here.numel - begin))
+    if bring is not None and here.numel:
+        yield partial(_then, bring)
 
 
-def _cells(there: Mapping[str, Tensor], begin: int, numel: int) -> dict[str, Tensor]:
-    made = {}
-    for key, flat in there.items():
-        per = BLOCK if key.endswith("_scale") else 1
-        made[key] = flat[begin // per : -(-(begin + numel) // per)]
-    return made
+def _then(call: Callable[[], Any], batch: Batch) -> None:
+    batch.then(call)
 
 
-def _convert_tensor(batch: Batch, plan: TensorPlan, here: Here, flat: Tensor | None, begin: int, numel: int) -> None:
+def _convert_values(plan: TensorPlan, here: Here, flat: Tensor | None, begin: int, numel: int, batch: Batch) -> None:
     """`flat`: where it goes; None: where it is while it is fetched."""
     values = {"param": batch.room(plan.source, here, begin, numel, plan.dtype)}
     for key, (source, dtype) in plan.beside.items():
@@ -244,10 +259,27 @@ def _convert_tensor(batch: Batch, plan: TensorPlan, here: Here, flat: Tensor | N
     batch.then(put)
 
 
-def convert_state(
-    batch: Batch, plan: StatePlan, here: Here, begin: int, numel: int, cells: Mapping[str, Tensor]
+def _convert_in_memory(plan: StatePlan, entry: Entry) -> Iterator[Callable[[Batch], Any]]:
+    """Yields what fills a batch with each piece of state that is in another format in the source."""
+    here = here_of_state(plan.param)
+    made = {key: _flat(one) for key, one in entry.items() if plan.makes(key) and isinstance(one, Tensor)}
+    more = 1 if _in_blocks(here) else -(-here.shape.numel() // max(here.numel, 1))
+    piece = max(PIECE // more // BLOCK * BLOCK, BLOCK)  # around it may lie as much as other ranks have
+    for begin in range(0, here.numel, piece):
+        numel, cells = min(piece, here.numel - begin), {}
+        for key, (flat, _) in made.items():
+            per = BLOCK if key.endswith("_scale") else 1
+            cells[key] = flat[begin // per : -(-(begin + numel) // per)]
+        yield partial(_convert_state, plan, here, begin, numel, cells)
+    for _, bring in made.values():
+        if bring is not None and here.numel:
+            yield partial(_then, bring)
+
+
+def _convert_state(
+    plan: StatePlan, here: Here, begin: int, numel: int, cells: Mapping[str, Tensor], batch: Batch
 ) -> None:
-    """Read what a span's state is to be made of, and put it into `cells`, which begin with the span."""
+    """Reads what a span's state is to be made of, and puts it into `cells`, which begin with the span."""
     values: dict[str, Tensor] = {}
 
     def read(key: str) -> None:
@@ -255,21 +287,12 @@ def convert_state(
             values[key] = batch.room(f"{plan.prefix}{key}", here, begin, numel, plan.saved[key][0], key)
 
     around = None if _in_blocks(here) else Around(here, begin, numel)
-    coded: dict[str, tuple[Tensor, Tensor]] = {}
+    coded: dict[str, list[Tensor]] = {}
     for key in plan.moments:
         if around is not None and is_coded(key, plan.saved[key][0]):
-            codes, scale = (
-                batch.room(
-                    f"{plan.prefix}{one}",
-                    around.whole,
-                    around.begin,
-                    around.end - around.begin,
-                    plan.saved[one][0],
-                    one,
-                )
-                for one in (key, f"{key}_scale")
-            )
-            coded[key] = codes, scale
+            place = around.whole, around.begin, around.end - around.begin
+            some = (key, f"{key}_scale")
+            coded[key] = [batch.room(f"{plan.prefix}{one}", *place, plan.saved[one][0], one) for one in some]
             continue
         read(key)
         read(f"{key}_scale")
@@ -297,10 +320,10 @@ def convert_state(
     batch.then(put)
 
 
-def refuse_without_room(steps: Steps, plans: Mapping[int, StatePlan]) -> None:
-    """Room on disk for what an optimizer will keep there, until it is laid out: before anything is replaced."""
-    disk = steps.disk
-    if disk is None or steps.inflow() is not None:
+def _take_room_on_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> None:
+    """Takes room on disk for what an optimizer will keep there, until it is laid out: before anything is replaced."""
+    disk = optimizer.disk
+    if disk is None or optimizer.inflow() is not None:
         return
     spans: list[tuple[int, tuple[Width, ...]]] = []
     for plan in plans.values():
@@ -311,45 +334,45 @@ def refuse_without_room(steps: Steps, plans: Mapping[int, StatePlan]) -> None:
         disk.hold(spans)
 
 
-def on_disk(steps: Steps, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
-    """State that lies on disk here: records put together in the ring, a few at a time."""
-    inflow = steps.inflow()
+def _fill_disk(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
+    """Yields state that lies on disk here: records put together in the ring, a few at a time."""
+    inflow = optimizer.inflow()
     if inflow is None:
         return
-    held = {number: here_of_state(plan.param) for number, plan in plans.items()}
     for some in inflow.rounds():
-        batch = Batch()
-        for number, place, cells in some.parts:
-            if batch.nbytes >= MOST:
-                yield batch
-                batch = Batch()
-            plan, here = plans[number], held[number]
-            for key, cell in cells.items():
-                if plan.straight(key):
-                    batch.part(f"{plan.prefix}{key}", here, place.start, cell, key, place.numel)
-            if plan.converts:
-                convert_state(batch, plan, here, place.start, place.numel, cells)
-        yield batch
+        yield from _bounded(partial(_fill_record, plans[number], place, cells) for number, place, cells in some.parts)
         inflow.put(some)
     inflow.finish()
 
 
-def waiting(steps: Steps, plans: Mapping[int, StatePlan], key: str) -> Iterator[Batch]:
-    """The values of parameters that an update has made and nobody has published: into what stands for these here."""
-    batch, pieces = Batch(), steps.pieces()
-    for number, plan in plans.items():
-        source, here, piece = f"{plan.prefix}{key}", here_of_state(plan.param), pieces[number]
+def _fill_record(plan: StatePlan, place: Any, cells: Mapping[str, Tensor], batch: Batch) -> None:
+    here = here_of_state(plan.param)
+    for key, cell in cells.items():
+        if plan.copies(key):
+            batch.part(f"{plan.prefix}{key}", here, place.start, cell, key, place.numel)
+    if plan.converts:
+        _convert_state(plan, here, place.start, place.numel, cells, batch)
+
+
+def _fill_pending(optimizer: AnyOptimizer, plans: Mapping[int, StatePlan]) -> Iterator[Batch]:
+    """Yields values of parameters that an update has made and nobody has published: into what stands for these here."""
+
+    def fill(plan: StatePlan, piece: Tensor, begin: int, batch: Batch) -> None:
+        source, here = f"{plan.prefix}{PENDING}", here_of_state(plan.param)
         if rest_of(piece) is None:
             batch.part(source, here, 0, piece.detach().view(-1))
-            continue
-        for begin in range(0, here.numel, PIECE):
-            read = batch.room(source, here, begin, min(PIECE, here.numel - begin), plan.saved[key][0])
-            batch.then(partial(_bring, read, piece, begin))
-            if batch.nbytes >= MOST:
-                yield batch
-                batch = Batch()
-    batch.then(lambda: steps.pend(list(plans)))
-    yield batch
+            return
+        read = batch.room(source, here, begin, min(PIECE, here.numel - begin), plan.saved[PENDING][0])
+        batch.then(partial(_bring, read, piece, begin))
+
+    pieces, fills = optimizer.pieces(), []
+    for number, plan in plans.items():
+        piece, numel = pieces[number], here_of_state(plan.param).numel
+        for begin in (0,) if rest_of(piece) is None else range(0, numel, PIECE):
+            fills.append(partial(fill, plan, piece, begin))
+    yield from _bounded(fills)
+    with torch.no_grad():
+        optimizer.pend(list(plans))
 
 
 def _bring(read: Tensor, piece: Tensor, begin: int) -> None:

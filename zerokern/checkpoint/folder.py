@@ -1,33 +1,50 @@
-"""A checkpoint that is being written: published whole by one rename, or not at all.
+"""A checkpoint's folder: what it holds, what can be loaded instead, and how a new checkpoint takes the old one's place.
 
-The order is what a kill at any point is safe by. Data files and both indices are synced under names that nobody reads,
-the folder too; then ``zerokern.json`` is renamed into place, ``.metadata`` after it, the folder is synced, and only
-then do the data files of the save before go."""
+A new one is published whole by one rename, or not at all. The order is what a kill at any point is safe by. Data files
+and both indices are synced under names that nobody reads, the folder too; then ``zerokern.json`` is renamed into place,
+``.metadata`` after it, the folder is synced, and only then do the data files of the save before go.
+"""
 
 from __future__ import annotations
 
+import calendar
 import errno
+import hashlib
 import logging
 import os
+import re
+import resource
 import secrets
 import threading
 import time
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerokern.checkpoint.index import NAME, Index, unfit
-from zerokern.checkpoint.published import LOCK, METADATA, Published, data_name, latest, leftovers, why_broken
+from zerokern.checkpoint.index import NAME, FileRow, Index, unfit
 from zerokern.core.errors import BudgetError, IoError
 from zerokern.io.advice import refused
 from zerokern.io.files import make_folder, sync_folder
-from zerokern.io.lock import FolderLock, Use
+from zerokern.io.lock import FolderLock, Holder, Use
 from zerokern.io.renaming import Folder
 from zerokern.memory.room import amount
 
-__all__ = ["Draft", "Published", "latest"]
+__all__ = [
+    "DATA", "LOCK", "METADATA", "Draft", "OpenFiles", "Published", "latest", "leftovers", "likeness", "listed",
+    "saved_at", "started",
+]  # fmt: skip
 
-FREEING = "zerokern frees what a checkpoint took"
+METADATA = ".metadata"  # torch's name for its own index
+LOCK = "zerokern.lock"
+SAVE_ID = r"\d{8}T\d{6}-[0-9a-f]{6}"
+DATA = re.compile(rf"({SAVE_ID})_\d+\.distcp")  # a data file of ours
+NEW = re.compile(rf"{re.escape(NAME)}\.new|\.metadata\.({SAVE_ID})\.new")
+SAMPLES, SAMPLE = 64, 4096  # how many places of some files are compared, and how many bytes of each
 APPEARS_S = 10.0  # a network file system shows a new name to other hosts when its cache allows
 MARGIN_NBYTES = 1 << 20  # for the indices, whose length is not known before
+FREEING = "zerokern frees what a checkpoint took"
 USE = Use(
     "the checkpoint folder",
     "a save",
@@ -36,6 +53,231 @@ USE = Use(
 )
 
 _log = logging.getLogger("zerokern.checkpoint")
+
+
+class OpenFiles:
+    """Files that stay open, so that one which takes the name of another meanwhile changes nothing.
+
+    `tables`: checksums that were read from them.
+    """
+
+    def __init__(self) -> None:
+        self._fds: dict[Path, int] = {}
+        self.tables: dict[Path, array[int]] = {}
+        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # the other half is the program's
+
+    def fd(self, path: Path) -> int | None:
+        """Returns a descriptor that lasts as long as this; None if there are too many, so that it is opened anew."""
+        if path not in self._fds:
+            if len(self._fds) >= self._most:
+                return None
+            self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._fds[path]
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[int]:
+        """Yields a descriptor for the time of the block."""
+        kept = self.fd(path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if kept is None else kept
+        try:
+            yield fd
+        finally:
+            if kept is None:
+                os.close(fd)
+
+    def likeness(self) -> str:
+        """Returns `likeness` of the files that are open."""
+        return likeness(self._fds, self._fds.values())
+
+    def close(self) -> None:
+        """Closes all of them."""
+        fds, self._fds = self._fds, {}
+        for fd in fds.values():
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def likeness(files: Iterable[Path], fds: Iterable[int] | None = None) -> str:
+    """Returns a digest that two ranks have in common if their files of these names are the same.
+
+    It is one of lengths, and of samples: checkpoints of two steps have the same headers, and differ nearly everywhere
+    else. `fds`: where they are open.
+    """
+    paths = list(files)
+    opened: list[Path | int] = list(paths if fds is None else fds)
+    sizes = [os.stat(one).st_size for one in opened]
+    made, begin = hashlib.sha256(), 0
+    step = max(SAMPLE, sum(sizes) // SAMPLES)
+    for path, one, size in zip(paths, opened, sizes, strict=True):
+        made.update(f"{path.name} {size}\n".encode())
+        mine = range(-begin % step, size, step)
+        if mine:
+            with open(one, "rb", buffering=0, closefd=isinstance(one, Path)) as file:
+                for at in mine:
+                    made.update(os.pread(file.fileno(), SAMPLE, at))
+        begin += size
+    return made.hexdigest()[:16]
+
+
+def saved_at(save_id: str) -> float:
+    """Returns when a save began, in seconds since 1970.
+
+    >>> saved_at("20261122T070024-a1b2c3")
+    1795330824.0
+    """
+    return float(calendar.timegm(time.strptime(save_id.partition("-")[0], "%Y%m%dT%H%M%S")))
+
+
+def listed(folder: Path) -> list[Path]:
+    """Lists what a folder holds, by name; nothing if there is no folder."""
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint that was published: its folder and its index; each data file is there, as long as it must be."""
+
+    folder: Path
+    index: Index
+    files: OpenFiles | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, hold: bool = False) -> Published:
+        """Reads the index and looks at the data files; the error says what is there, and what can be loaded instead.
+
+        `hold`: the files stay open, whatever is saved into the folder meanwhile, until `close`.
+        """
+        folder = Path(path)
+        index = _read(folder)
+        while True:
+            files = OpenFiles() if hold else None
+            broken = _broken(folder, index, files)
+            if not broken:
+                return cls(folder, index, files)
+            if files is not None:
+                files.close()
+            # A save may have replaced the checkpoint between the two looks: then there is another index now.
+            newer = _read(folder)
+            if newer.save_id == index.save_id:
+                raise IoError(
+                    f"{folder} is not whole: {broken}. {_instead(folder)}",
+                    path=str(folder / index.files[0].name),
+                    errno=errno.ENODATA,
+                )
+            index = newer
+
+    def close(self) -> None:
+        """Closes files that were held open."""
+        if self.files is not None:
+            self.files.close()
+
+    def path(self, file: FileRow | int) -> Path:
+        """Returns where one of its data files is."""
+        return self.folder / (self.index.files[file] if isinstance(file, int) else file).name
+
+
+def latest(parent: Path) -> Path | None:
+    """Finds the newest published checkpoint among the children of a folder.
+
+    >>> latest(Path("no such folder")) is None
+    True
+    """
+    found = [(child.stat().st_mtime_ns, child.parent) for child in parent.glob(f"*/{NAME}")]
+    return next((folder for _, folder in sorted(found, reverse=True) if _is_whole(folder)), None)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return not _broken(folder, Index.load((folder / NAME).read_bytes(), folder / NAME))
+    except (OSError, IoError):
+        return False
+
+
+def leftovers(folder: Path, keep: Index | None) -> list[Path]:
+    """Lists files of saves that were not published, or are no longer: all of ours that the index does not name."""
+    kept = {file.name for file in keep.files} if keep else set()
+    names = (path for path in listed(folder) if path.name not in kept)
+    return [path for path in names if DATA.fullmatch(path.name) or NEW.fullmatch(path.name)]
+
+
+def started(folder: Path) -> str:
+    """Says what there is of a save into the folder that has not been published; "" if there is none."""
+    ids = sorted(found[1] for found in map(DATA.fullmatch, (path.name for path in listed(folder))) if found)
+    if not ids and not (folder / LOCK).exists():
+        return ""
+    since = time.strftime(" of %Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(ids[-1]))) if ids else ""
+    holder = _holder(folder)
+    return f"a save{since} {f'is being written by {holder}' if holder else 'was begun and never published'}"
+
+
+def _holder(folder: Path) -> Holder | None:
+    try:
+        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        holder = Holder.of(fd)
+    finally:
+        os.close(fd)
+    return holder if holder.pid.isdigit() and holder.lives() else None
+
+
+def _broken(folder: Path, index: Index, files: OpenFiles | None = None) -> str:
+    """Says what is wrong with data files as far as their lengths tell; `files` has them open from here on."""
+    return "; ".join(filter(None, (_why_broken(folder / file.name, file, files) for file in index.files)))
+
+
+def _why_broken(path: Path, file: FileRow, files: OpenFiles | None) -> str:
+    try:
+        fd = None if files is None else files.fd(path)
+        found = os.stat(path if fd is None else fd).st_size
+    except FileNotFoundError:
+        return f"{file.name}, {amount(file.nbytes)}, is missing"
+    if found == file.nbytes:
+        return ""
+    how = "truncated" if found < file.nbytes else "longer than it was"
+    return f"{file.name} is {how}: it has {found:,} bytes, {file.nbytes:,} were written"
+
+
+def _read(folder: Path) -> Index:
+    try:
+        data = (folder / NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise _no_checkpoint(folder) from None
+    except OSError as error:
+        raise refused(error, folder, "Loading") from error
+    return Index.load(data, folder / NAME)
+
+
+def _no_checkpoint(folder: Path) -> IoError:
+    """The error that says what is there instead, and what can be loaded."""
+    number = errno.ENOENT
+    if not folder.exists():
+        says = "does not exist"
+    elif not folder.is_dir():
+        says, number = "is a file, no folder of a checkpoint", errno.ENOTDIR
+    elif what := started(folder):
+        says = f"holds no published checkpoint: {what}, and is ignored"
+    else:
+        names = [path.name for path in listed(folder)]
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        says = f"is no checkpoint: there is no {NAME} in it, but {shown or 'nothing at all'}"
+    return unfit(folder, f"{says}. {_instead(folder)}", number)
+
+
+def _instead(folder: Path) -> str:
+    below = latest(folder) if folder.is_dir() else None
+    if below is not None:
+        return f"The newest checkpoint within it is {below}: load that"
+    beside = latest(folder.parent) if folder.parent.is_dir() else None
+    if beside is not None and beside != folder:
+        return f"The newest published checkpoint beside it is {beside}: load that"
+    return "No other checkpoint was ever published in it or beside it"
 
 
 class Draft:
@@ -61,7 +303,9 @@ class Draft:
                 sync_folder(folder)  # the rename that made them leftovers may be in memory only
                 for one in left:
                     os.unlink(one)
-            _await_freed()
+            for thread in threading.enumerate():  # what this process has removed counts as free
+                if thread.name == FREEING:
+                    thread.join()
             _refuse_beyond_free(folder, nbytes, before)
         except BaseException as error:
             if lock is not None:
@@ -75,7 +319,7 @@ class Draft:
 
     @classmethod
     def join(cls, path: str | os.PathLike[str], save_id: str, rank: int) -> Draft:
-        """The same draft on another rank, which must see the folder that rank 0 took."""
+        """Returns the same draft on another rank, which must see the folder that rank 0 took."""
         folder = Path(path)
         until = time.monotonic() + APPEARS_S
         while not _appeared(folder):
@@ -90,18 +334,15 @@ class Draft:
         return cls(folder, save_id, rank, None)
 
     def file(self, rank: int) -> Path:
-        """Where a rank's data go."""
-        return self.folder / data_name(self.save_id, rank)
+        """Returns where a rank's data go."""
+        return self.folder / f"{self.save_id}_{rank}.distcp"
 
     def publish(self, index: Index, metadata: bytes) -> None:
         """Makes this the checkpoint of the folder. Everything that `index` names must be written and synced already."""
         if self._lock is None:
             raise ValueError(f"rank {self.rank} joined this draft, or it has ended; only rank 0 publishes, and once")
-        broken = [says for says in (why_broken(self.folder, file) for file in index.files) if says]
-        if broken:
-            raise unfit(
-                self.folder, f"is not published: {'; '.join(broken)}. The one before it is untouched: save again"
-            )
+        if broken := _broken(self.folder, index):
+            raise unfit(self.folder, f"is not published: {broken}. The one before it is untouched: save again")
         new_index, new_metadata = f"{NAME}.new", f"{METADATA}.{self.save_id}.new"
         try:
             with Folder(self.folder) as folder:
@@ -128,7 +369,7 @@ class Draft:
             self._let_go()
 
     def _remove(self, paths: list[Path]) -> None:
-        """What stays is removed by the next save: no reason to fail this one."""
+        """Removes files. What stays is removed by the next save: no reason to fail this one."""
         for path in paths:
             try:
                 self._unnamed.append(_unlink(path))
@@ -157,8 +398,11 @@ def _appeared(folder: Path) -> bool:
 
 
 def _unlink(path: Path) -> int:
-    """The name is gone on return. What the file took is given back when the number returned is closed, which belongs
-    into the background: a quarter of a second per GB, as much as writing it again may take."""
+    """Removes the name of a file, and returns a descriptor of it.
+
+    Its blocks are given back when that is closed, which belongs into the background: a quarter of a second per GB, as
+    much as writing it again may take.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         os.unlink(path)
@@ -168,22 +412,13 @@ def _unlink(path: Path) -> int:
     return fd
 
 
-def _await_freed() -> None:
-    """What this process has removed counts as free."""
-    for thread in threading.enumerate():
-        if thread.name == FREEING:
-            thread.join()
-
-
 def _remove_empty(folder: Path) -> None:
-    try:
+    with suppress(OSError):  # somebody has put a file of his own into it
         os.rmdir(folder)
-    except OSError:
-        return  # somebody has put a file of his own into it
 
 
 def _before(folder: Path) -> Index | None:
-    """The checkpoint that a save will replace; refuses to touch what this library did not write, or cannot read."""
+    """Reads the checkpoint that a save will replace; refuses what this library did not write, or cannot read."""
     try:
         data = (folder / NAME).read_bytes()
     except FileNotFoundError:
@@ -198,11 +433,8 @@ def _before(folder: Path) -> Index | None:
     try:
         return Index.load(data, folder / NAME)
     except IoError as error:
-        raise IoError(
-            f"{error}. Nothing is saved over it: save into another folder, or remove that one",
-            path=error.path,
-            errno=error.errno,
-        ) from error
+        says = f"{error}. Nothing is saved over it: save into another folder, or remove that one"
+        raise IoError(says, path=error.path, errno=error.errno) from error
 
 
 def _finish_renames(folder: Path, index: Index | None) -> None:

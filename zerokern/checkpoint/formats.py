@@ -14,17 +14,9 @@ from zerokern.core.errors import StateError
 from zerokern.kernels import decode_int8, encode_int8, join, split
 
 __all__ = [
-    "MASTERS",
-    "exact_values",
-    "is_coded",
-    "master_kind",
-    "moment",
-    "overflowed",
-    "published",
-    "refuse_infinite",
-    "rounds_master",
-    "rounds_moment",
-]
+    "MASTERS", "exact_values", "is_coded", "master_kind", "moment", "overflowed", "published", "refuse_infinite",
+    "rounds_master", "rounds_moment",
+]  # fmt: skip
 
 Values = Mapping[str, Tensor]
 MASTERS = ("master", "remainder")

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zerokern.checkpoint import rng as random_state
-from zerokern.checkpoint.background import Lane
+from zerokern.checkpoint.background import Saves
 from zerokern.checkpoint.extra import decoded, targets_of, wanted
-from zerokern.checkpoint.filling import Batch, Straight, converted, on_disk, refuse_without_room, waiting
-from zerokern.checkpoint.matching import Matching
-from zerokern.checkpoint.optimizers import Steps
+from zerokern.checkpoint.filling import Restore
+from zerokern.checkpoint.optimizers import AnyOptimizer
+from zerokern.checkpoint.partial import PartialModel, model_of, names_elsewhere
 from zerokern.checkpoint.progress import Progress
 from zerokern.checkpoint.ranks import Ranks, absolute, open_alike, refuse_unusable
-from zerokern.checkpoint.source import Source, Told, sound, untold
-from zerokern.checkpoint.stages import Stages, names_elsewhere, whole_of
-from zerokern.checkpoint.subject import Subject, extra_states, named_tensors, refuse_meta, settle, wrote
-from zerokern.checkpoint.tiles import Untiled
-from zerokern.core.errors import StateError, got
-from zerokern.interop.foreign import open_checkpoint
-from zerokern.io import Nvme
-from zerokern.optim.shards import PENDING
-from zerokern.zero.kinds import rest_of
-from zerokern.zero.shard import Shard, shard_of
+from zerokern.checkpoint.source import Source, open_checkpoint, sound
+from zerokern.checkpoint.training_state import TrainingState, named_tensors
+from zerokern.core.errors import got
 from zerokern.zero.sharded import Sharded
 
-__all__ = ["Intake", "load"]
-
-VERIFY = ("first", "reading")
+__all__ = ["load"]
 
 
 def load(
@@ -74,42 +65,36 @@ def load(
     ...
     zerokern.core.errors.StateError: ...
     """
-    ranks, model = Ranks.of(group, "zk.load"), whole_of(model)
+    ranks, model = Ranks.of(group, "zk.load"), model_of(model)
 
     def given() -> dict[str, Any]:
         refuse_unusable(model, lossy=lossy, rng=rng)
-        if verify not in VERIFY:
+        if verify not in ("first", "reading"):
             raise ValueError(got("verify", verify, "'first' or 'reading'"))
-        stages = {"stages": isinstance(model, Stages)}
+        stages = {"stages": isinstance(model, PartialModel)}
         return {"path": str(absolute(path)), "verify": verify, "lossy": lossy, "rng": rng, **stages}
 
     ranks.same("zk.load", given)
-    ranks.each("the save before", Lane.of(ranks, model).rest)
+    ranks.each("the save before", Saves.of(ranks, model).wait)
     loading = Loading(absolute(path), ranks)
     try:
-        loading.open()
-        return _loaded(loading, ranks, model, opt, extra, lossy, verify, rng)
+        open_alike(ranks, loading.path, loading.open)
+        elsewhere = names_elsewhere(ranks, model, lambda: named_tensors(model))
+        ranks.each("check", lambda: loading.check(model, opt, extra, lossy, elsewhere))
+        if verify == "first":
+            with loading.progress("verifying") as progress:
+                ranks.each("verify", lambda: loading.source.verify(ranks.rank, ranks.size, progress))
+        with loading.progress("loading") as progress:
+            ranks.each("values", lambda: loading.beside(rng, progress))
+            ranks.each("reading", lambda: loading.restore.fill(progress))
+            ranks.each("finish", loading.restore.finish)
     except BaseException:
         loading.give_room_back()
         raise
     finally:
         loading.close()
-
-
-def _loaded(
-    loading: Loading, ranks: Ranks, model: nn.Module, opt: Any, extra: Any, lossy: bool, verify: str, rng: bool
-) -> dict[str, Any]:
-    elsewhere = names_elsewhere(ranks, model, lambda: named_tensors(model))
-    ranks.each("check", lambda: loading.check(model, opt, extra, lossy, elsewhere))
-    if verify == "first":
-        with loading.progress("verifying") as progress:
-            ranks.each("verify", lambda: loading.source.verify(ranks.rank, ranks.size, progress))
-    with loading.progress("loading") as progress:
-        ranks.each("values", lambda: loading.beside(rng, progress))
-        ranks.each("reading", lambda: loading.intake.fill(progress))
-        ranks.each("finish", loading.intake.finish)
-    if loading.state is not None:
-        random_state.put_back(loading.state)
+    if loading.random is not None:
+        random_state.put_back(loading.random)
     for name, target in loading.targets.items():
         target.load_state_dict(loading.values[name])
     return loading.values
@@ -119,53 +104,49 @@ class Loading:
     """One load on this rank: the checkpoint, and what it goes into."""
 
     source: Source  # after `open`
-    intake: Intake
+    restore: Restore  # after `check`
     targets: dict[str, Any]  # objects that take over what they were saved as, by name
     values: dict[str, Any]  # of extra
-    state: bytes | None = None  # random
-    steps: Sequence[Steps] = ()
+    random: bytes | None = None  # the state of the random generators
+    optimizers: Sequence[AnyOptimizer] = ()
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self.path, self.ranks = path, ranks
 
-    def open(self) -> None:
-        """The same checkpoint on every rank."""
-        open_alike(self.ranks, self.path, self._open)
-
-    def _open(self) -> str:
+    def open(self) -> str:
+        """Opens the checkpoint; says what other ranks must see too."""
         self.close()
         self.source = open_checkpoint(self.path)
         return self.source.likeness() if self.ranks.size > 1 else ""
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Closes the checkpoint."""
         if hasattr(self, "source"):
             self.source.close()
 
     def give_room_back(self) -> None:
-        """What disks hold for state that is not going to come."""
-        for steps in self.steps:
-            if steps.disk is not None and steps.disk.is_open:
-                steps.disk.hold([])
+        """Frees what disks hold for state that is not going to come."""
+        for one in self.optimizers:
+            if one.disk is not None and one.disk.is_open:
+                one.disk.hold([])
 
     def check(self, model: nn.Module, opt: Any, extra: Any, lossy: bool, elsewhere: frozenset[str]) -> None:
         """Raises where the checkpoint does not fit; changes nothing."""
-        subject = Subject(model, opt, elsewhere)
-        self.steps = subject.steps
+        target = TrainingState(model, opt, elsewhere)
+        self.optimizers = target.optimizers
         with sound(self.path, TypeError):
-            if subject.params:
-                self.source.name_parameters(subject.numbered())
-            source = Untiled(self.source, subject.parts) if subject.parts else self.source
-            self.intake = Intake(subject, source, lossy)
+            if target.params:
+                self.source.name_parameters(target.numbered())
+            self.restore = Restore(target, target.layout.source(self.source), lossy)
         with sound(self.path):
             self.targets = targets_of(extra, self.source.values.get("extra") or {}, self.ranks)
 
     def progress(self, what: str) -> Progress:
-        """Of the first rank's share."""
+        """Shows the progress of the first rank's share."""
         return Progress(what, self.source.nbytes // self.ranks.size, None if self.ranks.rank == 0 else False)
 
     def beside(self, rng: bool, progress: Progress) -> None:
-        """`extra`, and the random state that this rank is to go on with: read before anything is changed."""
+        """Reads `extra`, and the random state that this rank is to go on with, before anything is changed."""
         with sound(self.path):
             tree, shape = self.source.values.get("extra") or {}, self.source.values.get("rng")
             room: dict[str, Any] = {**wanted(tree, self.source.tensors, self.ranks)}
@@ -179,91 +160,5 @@ class Loading:
             self.values = decoded(tree, room, self.ranks)
             if rng and shape is not None:
                 mine = bytes(row.tolist())
-                self.state = mine if self.ranks.rank < world else random_state.unlike(mine, self.ranks.rank)
-                random_state.checked(self.state)
-
-
-class Intake:
-    """Refuses a source that does not fit, with everything that differs; nothing is changed before `fill`."""
-
-    def __init__(self, subject: Subject, source: Source, lossy: bool = False) -> None:
-        self._subject, self._source = subject, source
-        for name, tensor in subject.tensors.items():
-            refuse_meta(name, tensor)
-        self._matching = Matching(subject, source, lossy)
-        if self._matching.differences:
-            raise StateError(self._matching.report())
-        for steps, plans in zip(subject.steps, self._matching.states, strict=True):
-            refuse_without_room(steps, plans)
-
-    def fill(self, told: Told = untold) -> None:
-        """Reads it all into place. Optimizers are torn from here to `finish`."""
-        for batch in self.batches():
-            self._source.read(batch.items, told)
-            batch.after()
-
-    def batches(self) -> Iterator[Batch]:
-        """What is to be read together, and then done. The first is all that goes straight into place."""
-        matching = self._matching
-        settle(self._subject.model, replaced=True)
-        straight = Straight()
-        for one in matching.tensors:
-            if not one.converts:
-                straight.put(one.source, one.tensor.detach() if rest_of(one.tensor) is None else one.tensor)
-        self._extra_tensors = {
-            name: torch.empty(shape, dtype=dtype, device="cpu")
-            for name, (dtype, shape) in matching.extra_tensors.items()
-        }
-        for name, kept in self._extra_tensors.items():
-            straight.put(f"model.{name}", kept)
-        initials: list[tuple[Shard, Tensor, Tensor]] = []
-        for name, (key, dtype) in matching.initials.items():
-            tensor = self._subject.tensors[name]
-            home = shard_of(tensor)
-            assert home is not None
-            lost = torch.empty(home.numel, dtype=dtype, device=home.piece.device)
-            straight.put(key, home.here.show(lost, name=home.name))
-            initials.append((home, tensor, lost))
-        by_steps = list(zip(self._subject.steps, matching.states, matching.groups, strict=True))
-        entries: dict[int, list[dict[str, Any] | None]] = {}
-        # Room on disk may be refused: first, while the others still have what they had.
-        for steps, plans, groups in sorted(
-            by_steps, key=lambda one: not isinstance(getattr(one[0].opt, "tier", 0), Nvme)
-        ):
-            steps.lay_out(groups, [plans[i].wanted if i in plans else None for i in range(len(steps.params))])
-            entries[id(steps)] = steps.entries()
-            for number, plan in plans.items():
-                for key, one in (entries[id(steps)][number] or {}).items():
-                    if key in plan.scalars:
-                        straight.of(f"{plan.prefix}{key}").scalar(f"{plan.prefix}{key}", plan.saved[key], one)
-                    elif isinstance(one, Tensor) and plan.straight(key) and key != PENDING:
-                        straight.put(f"{plan.prefix}{key}", one)
-        yield from straight.batches
-        convert = [one for one in matching.tensors if one.converts]
-        far = {id(steps): steps.inflow() is not None for steps in self._subject.steps}
-        every = [plan for _, plans, _ in by_steps for plan in plans.values()]
-        near = [plan for plan in every if plan.converts and not far[id(plan.steps)]]
-        yield from converted(convert, near, lambda plan: entries[id(plan.steps)][plan.number] or {})
-        for steps, plans, _ in by_steps:
-            yield from on_disk(steps, plans)
-        wrote(self._subject.model)
-        for home, tensor, lost in initials:
-            home.look(tensor)
-            home.keep_initial(lost)
-        for steps, plans, _ in by_steps:
-            steps.look()
-            late = {number: plan for number, plan in plans.items() if steps.late and PENDING in plan.saved}
-            if late:
-                yield from waiting(steps, late, PENDING)
-
-    def finish(self) -> None:
-        """All batches have been read: optimizers go on from there."""
-        matching = self._matching
-        for steps, names, beside in zip(self._subject.steps, self._subject.params, matching.beside, strict=True):
-            for name, param in zip(names, steps.params, strict=True):
-                if name in beside:
-                    steps.opt.state[param].update(beside[name])
-            steps.complete()
-        modules = extra_states(self._subject.model)
-        for name, kept in {**matching.extra_states, **self._extra_tensors}.items():
-            modules[name].set_extra_state(kept)
+                self.random = mine if self.ranks.rank < world else random_state.unlike(mine, self.ranks.rank)
+                random_state.checked(self.random)

@@ -1,7 +1,7 @@
 """Optimizers as a checkpoint sees them: groups as plain values, state by parameter and key, room for what is loaded.
 
-`Steps` is any torch.optim.Optimizer, whose state is what it has in `.state`; `Ours` is one of ours, with what
-`zerokern.optim.exchange` tells of it. Both answer to the same names.
+`AnyOptimizer` is any torch.optim.Optimizer, whose state is what it has in `.state`; `OurOptimizer` is one of ours, with
+what `zerokern.optim.exchange` tells of it. Both answer to the same names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerokern.optim.exchange import Exchange, Inflow
 from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
 from zerokern.zero.shard import here_of_state, shard_of
 
-__all__ = ["Ours", "Steps", "Wanted", "steps_of"]
+__all__ = ["AnyOptimizer", "OurOptimizer", "Wanted", "from_plain", "optimizer_of", "plain"]
 
 Wanted = dict[str, tuple[torch.dtype, torch.Size]]  # state of one parameter by key: its dtype, and its whole shape
 
@@ -34,8 +34,8 @@ _COUNTED = {"skipped_steps": (int,), "grad_norm": (int, float, type(None))}
 _ALIKE = ({"Adam", "AdamW"},)
 
 
-class Steps:
-    """Any torch.optim.Optimizer."""
+class AnyOptimizer:
+    """Saves and loads any torch.optim.Optimizer."""
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt: Any = opt
@@ -52,21 +52,20 @@ class Steps:
 
     @property
     def params(self) -> list[Tensor]:
-        """In the order of the groups."""
+        """The parameters of all groups, in order."""
         return [param for group in self.opt.param_groups for param in group["params"]]
 
     def settle(self) -> None:
-        """Returns once its state is that of the last step."""
+        """Returns once the state is that of the last step; refuses one that a load has left torn."""
         if getattr(self.opt, "_zk_half_loaded", None) is not None:
             _refuse()
 
     def entries(self) -> list[dict[str, Any] | None]:
-        """Its state by parameter."""
+        """Returns the state of each parameter."""
         found: list[dict[str, Any] | None] = []
         for param in self.params:
             home = shard_of(param)
-            held = self.opt.state.get(param) or {}
-            entry = {key: value for key, value in held.items() if value is not None}
+            entry = {key: value for key, value in (self.opt.state.get(param) or {}).items() if value is not None}
             if home is not None and param is home.piece:
                 entry = {
                     key: home.show(key, value)
@@ -78,11 +77,11 @@ class Steps:
         return found
 
     def values(self) -> dict[str, Any]:
-        """What else there is to know of it."""
+        """Returns what else is saved of it, as JSON has it."""
         return {"class": type(self.opt).__name__}
 
     def differences(self, saved: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
-        """Why these groups cannot be taken over."""
+        """Says why saved groups cannot be taken over."""
         if any(group.get(LATE, False) for group in saved):
             return [NOT_DELAYED]
         was, now = values.get("class"), type(self.opt).__name__
@@ -91,7 +90,7 @@ class Steps:
         return []
 
     def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
-        """What each parameter's state would be made of, and which of it may be missing."""
+        """Returns what the state of each parameter is to be made of, and which of it may be missing."""
         made: list[tuple[Wanted, frozenset[str]]] = []
         for param, there in zip(self.params, saved, strict=True):
             own: Wanted = {}
@@ -105,7 +104,7 @@ class Steps:
         return made
 
     def lay_out(self, groups: Sequence[dict[str, Any]], entries: Sequence[Wanted | None]) -> None:
-        """Takes over groups, and makes room; until `complete`, it refuses to step."""
+        """Takes over groups, and makes room for state; until `complete`, the optimizer refuses to step."""
         opt = self.opt
         if getattr(opt, "_zk_half_loaded", None) is None:
             opt._zk_half_loaded = opt.register_step_pre_hook(_refuse)
@@ -121,28 +120,28 @@ class Steps:
                 opt.state[param] = {key: _room(param, group, key, *one) for key, one in wanted.items()}
 
     def inflow(self) -> Inflow | None:
-        """Room on disk."""
+        """Returns the room on disk that `lay_out` has made."""
         return None
 
     def look(self) -> None:
         """Follows what was written to parameters."""
 
     def pend(self, numbers: Sequence[int]) -> None:
-        """These hold values that nobody has published."""
+        """Marks the pieces of these parameters as values that nobody has published."""
 
     def pieces(self) -> list[Tensor]:
-        """What is updated for each parameter."""
+        """Returns what is updated for each parameter."""
         return self.params
 
     def complete(self) -> None:
-        """What was made room for is there; the rest goes on as `differences` has seen it."""
+        """Lets the optimizer go on: what was made room for is there."""
         if self.opt._zk_half_loaded is not None:
             self.opt._zk_half_loaded.remove()
             self.opt._zk_half_loaded = None
 
 
-class Ours(Exchange, Steps):
-    """One of zerokern's."""
+class OurOptimizer(Exchange, AnyOptimizer):
+    """Saves and loads one of zerokern's optimizers."""
 
     def __init__(self, opt: FusedOptimizer) -> None:
         super().__init__(opt)
@@ -164,19 +163,13 @@ class Ours(Exchange, Steps):
             self._merged = self.merged(placed)
         except (TypeError, ValueError) as error:
             return [f"its groups do not suit {type(self.opt).__name__}: {error}"]
-        self._counters = self._counted(values.get("counters"))
-        return []
-
-    def _counted(self, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        if saved is None:
-            return None
-        found = {name: back(saved[name]) for name in self.counters()}
-        for name, value in found.items():
+        counters = values.get("counters")
+        self._counters = None if counters is None else {name: from_plain(counters[name]) for name in self.counters()}
+        for name, value in (self._counters or {}).items():
             if type(value) not in _COUNTED[name]:
-                raise StateError(
-                    got(f"the saved {name}", value, "a number", "Nothing was changed: load another checkpoint")
-                )
-        return found
+                advice = "Nothing was changed: load another checkpoint"
+                raise StateError(got(f"the saved {name}", value, "a number", advice))
+        return []
 
     def wanted(self, saved: Sequence[Wanted | None]) -> list[tuple[Wanted, frozenset[str]]]:
         made: list[tuple[Wanted, frozenset[str]]] = []
@@ -201,15 +194,15 @@ class Ours(Exchange, Steps):
         self.filled(self._counters)
 
 
-def steps_of(opt: Any) -> Steps:
-    """The face of an optimizer, or of what a wrapper steps."""
+def optimizer_of(opt: Any) -> AnyOptimizer:
+    """Returns what saves and loads an optimizer, or the one that a wrapper steps."""
     while isinstance(getattr(opt, "optimizer", None), torch.optim.Optimizer):
         opt = opt.optimizer
-    return Ours(opt) if isinstance(opt, FusedOptimizer) else Steps(opt)
+    return OurOptimizer(opt) if isinstance(opt, FusedOptimizer) else AnyOptimizer(opt)
 
 
 def plain(value: Any, where: str) -> Any:
-    """A value of a group as JSON has it."""
+    """Returns a value of a param_group as JSON has it; `where` is how errors call it."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, numbers.Real) and hasattr(value, "item"):  # of numpy: its float32 is not Python's float
@@ -228,19 +221,19 @@ def plain(value: Any, where: str) -> Any:
     )
 
 
-def back(value: Any, like: Any = None) -> Any:
-    """The other way; tensors and tuples where `like` is one."""
+def from_plain(value: Any, like: Any = None) -> Any:
+    """Returns what `plain` was given; tensors and lists where `like` is one."""
     if isinstance(value, dict):
-        return _LIMITS[value["float"]] if "float" in value else {key: back(one) for key, one in value.items()}
+        return _LIMITS[value["float"]] if "float" in value else {key: from_plain(one) for key, one in value.items()}
     if isinstance(value, list):
         likes = like if isinstance(like, (list, tuple)) and len(like) == len(value) else [None] * len(value)
-        made = [back(one, other) for one, other in zip(value, likes, strict=True)]
+        made = [from_plain(one, other) for one, other in zip(value, likes, strict=True)]
         return made if isinstance(like, list) else tuple(made)
     return torch.full_like(like, value) if isinstance(like, Tensor) else value
 
 
 def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Zeros of the shape that an optimizer asks for, without the memory for them."""
+    """Makes zeros of the shape that an optimizer asks for, without the memory for them."""
     home = shard_of(param)
     if home is not None and param is home.piece and shape:
         per = 1 if shape == home.shape else -(-home.shape.numel() // shape.numel())

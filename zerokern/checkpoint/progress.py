@@ -1,4 +1,4 @@
-"""How far a save or a load has come: a bar on a terminal, a line of the log now and then elsewhere."""
+"""Shows how far a save or a load has come: a bar on a terminal, a line of the log now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from zerokern.core.errors import got
@@ -21,7 +20,7 @@ log = logging.getLogger("zerokern.checkpoint")
 
 
 class Progress:
-    """Bytes that have been moved, of how many; whoever moves them calls it with the number of bytes, from any thread.
+    """Counts bytes that have been moved: whoever moves them calls it with their number, from any thread.
 
     `how`: None shows it where the work takes long, True from the start, False never; a callable is called with
     (bytes done, bytes in all).
@@ -40,7 +39,6 @@ class Progress:
         self._lock = threading.Lock()
         self._began = self._last_line = time.monotonic()
         self._bar: Any = None
-        self._patience_s = 0.0 if how is True else SILENT_S
 
     def __call__(self, nbytes: int) -> None:
         with self._lock:
@@ -51,13 +49,13 @@ class Progress:
                 self._how(self.done, self.total)
                 return
             now = time.monotonic()
-            if now - self._began < self._patience_s:
+            if not self._how and now - self._began < SILENT_S:
                 return
             if self._bar is None:
                 self._bar = _bar(self.what, self.total) or False
             if self._bar:
                 self._bar.update(self._bar.task_ids[0], completed=self.done)
-            elif now - self._last_line >= (0.0 if self._how is True else PLAIN_INTERVAL_S):
+            elif self._how or now - self._last_line >= PLAIN_INTERVAL_S:
                 self._last_line = now
                 rate = self.done / max(now - self._began, 1e-9)
                 log.info("%s: %s of %s, %s/s", self.what, amount(self.done), amount(self.total), amount(int(rate)))
@@ -65,21 +63,19 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
 
 
 def refuse_no_progress(how: Any) -> None:
-    """TypeError where `how` is nothing that Progress takes; for all ranks to ask, of which one alone shows it."""
+    """Raises TypeError where `how` is nothing that Progress takes; all ranks ask, of which one alone shows it."""
     if not (how is None or isinstance(how, bool) or callable(how)):
         raise TypeError(got("progress", how, "None, True, False or a function of (bytes done, bytes in all)"))
 
 
 def _bar(what: str, total: int) -> Any:
-    """A bar on the terminal that the errors go to; None where that is none, and without rich, which is an extra."""
+    """Makes a bar on the terminal that errors go to; None where that is none, and without rich, which is an extra."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn

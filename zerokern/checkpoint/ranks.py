@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from zerokern.comm import Group, during, joined
 from zerokern.core.errors import StateError, ZerokernError, got
 
-__all__ = ["Ranks", "absolute", "digests", "open_alike", "refuse_differences", "refuse_unusable", "shown"]
+__all__ = ["Ranks", "absolute", "digests", "open_alike", "refuse_differences", "refuse_unusable"]
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any, call: str = "") -> Ranks:
-        """The ranks of a ProcessGroup, of a DeviceMesh of one dimension or of all ranks; None is the world, if any."""
+        """Makes the ranks of a ProcessGroup or of a DeviceMesh of one dimension or of all ranks; None is the world."""
         there = dist.is_available() and dist.is_initialized()
         if group is None:
             return cls(dist.group.WORLD if there else None, call)
@@ -66,7 +66,7 @@ class Ranks:
         return cls(group, call)
 
     def each(self, what: str, work: Callable[[], T]) -> list[T]:
-        """What `work` returns on each rank, to all of them; raises on all where it raises on one."""
+        """Returns what `work` returns on each rank, to all of them; raises on all where it raises on one."""
         return self._run(what, self._wrapper.all_gather, work)
 
     def same(self, call: str, given: Callable[[], dict[str, Any]]) -> None:
@@ -82,11 +82,11 @@ class Ranks:
                     )
 
     def lead(self, what: str, work: Callable[[], T]) -> T:
-        """What `work` returns on the first rank, which alone calls it."""
+        """Returns on all ranks what `work` returns on the first, which alone calls it."""
         return self._run(what, self._wrapper.broadcast, work)
 
     def divide(self, what: str, mine: Callable[[], T], divided: Callable[[list[T]], list[T]]) -> T:
-        """For each rank its own of what the first makes of what `mine` returns on all of them."""
+        """Returns to each rank its own of what the first makes of what `mine` returns on all of them."""
         return self._run(what, self._wrapper.reduce_scatter, mine, divided)
 
     def gather(self, what: str, mine: Callable[[], T], ended: Callable[[list[T]], None]) -> None:
@@ -94,7 +94,7 @@ class Ranks:
         self._run(what, self._wrapper.all_reduce, mine, ended)
 
     def _run(self, what: str, exchange: Callable[..., Any], mine: Callable[[], Any], *more: Any) -> Any:
-        """What an exchange of torch's returns, which calls `mine`; what torch wraps leaves as what was raised.
+        """Runs an exchange of torch's, which calls `mine`, and raises what that raised instead of torch's wrapping.
 
         It begins once all ranks have come here: torch's collectives name nobody who does not, and end the process
         where somebody moves something else meanwhile.
@@ -120,7 +120,7 @@ class Ranks:
 
 
 def refuse_unusable(model: Any, **switches: Any) -> None:
-    """What no call of these takes: a model that is none, a switch that is neither on nor off."""
+    """Refuses a model that is none, and a switch that is neither on nor off."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(got("model", model, "a torch.nn.Module"))
     for name, value in switches.items():
@@ -129,7 +129,7 @@ def refuse_unusable(model: Any, **switches: Any) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Where that is, wherever the program goes later.
+    """Returns where that is, wherever the program goes later.
 
     >>> absolute("step3") == Path.cwd() / "step3"
     True
@@ -140,7 +140,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def _plainly(wrapped: CheckpointException, rank: int, size: int) -> BaseException:
-    """What was raised inside of torch.distributed.checkpoint: on this rank, or else on the first that failed.
+    """Returns what was raised inside of torch.distributed.checkpoint: on this rank, or else on the first that failed.
 
     >>> _plainly(CheckpointException("read", {1: (ValueError("shape"), None)}), rank=0, size=2)
     ValueError('shape')
@@ -159,7 +159,7 @@ def _plainly(wrapped: CheckpointException, rank: int, size: int) -> BaseExceptio
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error, or one that says the same and that another process can be sent.
+    """Returns the error, or one that says the same and that another process can be sent.
 
     >>> class Local(Exception): ...
     >>> _portable(Local("three")), _portable(ValueError("four"))
@@ -170,11 +170,11 @@ def _portable(error: BaseException) -> BaseException:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def shown(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What is compared, in words and by subject; parts of tensors count as what they are parts of.
+def _in_words(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns what is compared between ranks, in words; parts of tensors count as what they are parts of.
 
     >>> import torch
-    >>> shown({"model.w": torch.ones(2, 3)}, {"groups": [], "aliases": {"v": "w"}})
+    >>> _in_words({"model.w": torch.ones(2, 3)}, {"groups": [], "aliases": {"v": "w"}})
     {'model': ['w torch.float32 (2, 3)'], 'opt': [], 'tied weights': ['v is w']}
     """
     names = {key.removeprefix("model."): one for key, one in items.items() if key.startswith("model.")}
@@ -190,27 +190,28 @@ def shown(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list
 
 
 def digests(items: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
-    """By subject, the same on two ranks that have the same: what is sent where nothing is wrong."""
-    made = shown(items, values)
+    """Returns digests that two ranks with the same model and optimizers have in common: they are sent, not these."""
+    made = _in_words(items, values)
     return {name: hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest() for name, rows in made.items()}
 
 
 def refuse_differences(
-    ranks: Ranks, each: Sequence[Mapping[str, str]], say: Callable[[], Mapping[str, list[str]]]
+    ranks: Ranks, each: Sequence[Mapping[str, str]], items: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """StateError on all ranks with what one has and the first has not; `each`: their `digests`, `say`: `shown`."""
+    """Raises StateError on all ranks with what one has and the first has not; `each`: their `digests`."""
     found = next(((rank, name) for rank, mine in enumerate(each) for name in mine if mine[name] != each[0][name]), None)
     if found is None:
         return
     rank, name = found
-    rows = ranks.each("what differs", lambda: list(say()[name]))
-    only = "; ".join(
-        f"rank {one} alone has {_some([row for row in rows[one] if row not in rows[other]])}"
-        for one, other in ((0, rank), (rank, 0))
-    )
+    rows = ranks.each("what differs", lambda: _in_words(items, values)[name])
+    only = []
+    for one, other in ((0, rank), (rank, 0)):
+        mine = [row for row in rows[one] if row not in rows[other]]
+        more = f" and {len(mine) - LISTED} more" if len(mine) > LISTED else ""
+        only.append(f"rank {one} alone has {', '.join(mine[:LISTED]) or 'nothing'}{more}")
     raise StateError(
-        f"{name} differs between ranks 0 and {rank}: {only}. All ranks save one model and its optimizers together, as "
-        "one checkpoint; allowed: the same on all of them (group=... names the ranks of one model)"
+        f"{name} differs between ranks 0 and {rank}: {'; '.join(only)}. All ranks save one model and its optimizers "
+        "together, as one checkpoint; allowed: the same on all of them (group=... names the ranks of one model)"
     )
 
 
@@ -229,8 +230,3 @@ def open_alike(ranks: Ranks, path: Path, opening: Callable[[], str]) -> None:
                 "one to each of them"
             )
         before = each
-
-
-def _some(rows: Sequence[str]) -> str:
-    more = len(rows) - LISTED
-    return (", ".join(rows[:LISTED]) + (f" and {more} more" if more > 0 else "")) if rows else "nothing"

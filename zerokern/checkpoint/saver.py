@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,19 @@ import torch
 from torch import nn
 
 from zerokern.checkpoint import rng as random_state
-from zerokern.checkpoint.background import Lane, Saving, StagedPlanner, arrived
+from zerokern.checkpoint.background import Saves, Saving, StagedPlanner, wait_for_devices
 from zerokern.checkpoint.extra import described
 from zerokern.checkpoint.folder import Draft
+from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
-from zerokern.checkpoint.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable, shown
-from zerokern.checkpoint.stages import Stages, merged, said, shared, whole_of
+from zerokern.checkpoint.ranks import Ranks, absolute, digests, refuse_differences, refuse_unusable
 from zerokern.checkpoint.storage import SavePlanner, Writer
-from zerokern.checkpoint.subject import Subject, named_tensors
-from zerokern.checkpoint.tiles import TilePlace, joined
+from zerokern.checkpoint.training_state import TrainingState, named_tensors
 from zerokern.core.errors import ShardError, got
 from zerokern.zero.kinds import here_of, is_divided
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["save"]
-
-Items = dict[str, Any]
 
 
 def save(
@@ -72,16 +69,16 @@ def save(
     ...     load(f"{folder}/step3", model)
     {'step': 3}
     """
-    ranks, model = Ranks.of(group, "zk.save"), whole_of(model)
+    ranks, model = Ranks.of(group, "zk.save"), model_of(model)
 
     def given() -> dict[str, Any]:
         _refuse_unusable(model, wait, rng, staging_budget, progress)
-        return {"path": str(absolute(path)), "wait": wait, "rng": rng, "stages": isinstance(model, Stages)}
+        return {"path": str(absolute(path)), "wait": wait, "rng": rng, "stages": isinstance(model, PartialModel)}
 
     ranks.same("zk.save", given)
     folder = absolute(path)  # os.chdir while it is written changes nothing
-    lane = Lane.of(ranks, model)
-    ranks.each("the save before", lane.settle)
+    saves = Saves.of(ranks, model)
+    ranks.each("the save before", saves.finish)
     found: dict[str, Any] = {}
 
     def describe() -> dict[str, str]:
@@ -90,14 +87,13 @@ def save(
 
     each = ranks.each("describe", describe)
     items = found["items"]
-    shared(ranks, model, lambda: named_tensors(model)).leave_out(items, found["values"])
+    shared_weights(ranks, model, lambda: named_tensors(model)).leave_out(items, found["values"])
     nbytes = _nbytes(items)
-    if isinstance(model, Stages):
-        told = ranks.each("stages", lambda: said(model, each[ranks.rank], found, nbytes))
-        found.update(ranks.each("one model", lambda: merged(told))[0])
+    if isinstance(model, PartialModel):
+        found.update(model.merge_saved(ranks, each[ranks.rank], found, nbytes))
         nbytes = found["nbytes"]
     else:
-        refuse_differences(ranks, each, lambda: shown(items, found["values"]))
+        refuse_differences(ranks, each, items, found["values"])
     values = found["values"]
     values["extra"], tensors = described(extra, ranks)
     if rng:
@@ -105,14 +101,33 @@ def save(
     items |= tensors
     total = nbytes + _nbytes(tensors)
     draft = _drafted(folder, total, ranks)
-    write = Writing(items, values, draft, total, progress, found["places"])
+
+    def write(among: Ranks, planner: SavePlanner) -> None:
+        try:
+            with Progress("saving", total, progress if ranks.rank == 0 else False) as moved:
+                Writer(draft, values, moved, found["places"])(items, planner, among)
+        except BaseException:
+            draft.abandon()
+            raise
+
     if wait:
         write(ranks, SavePlanner())
         return None
-    return write.beside(ranks, lane, staging_budget)
+    try:
+        apart = saves.apart(ranks)
+        planner = StagedPlanner(apart, staging_budget)
+        wait_for_devices(items.values())  # a thread has streams of its own
+        saving = Saving(folder, lambda: planner.run(lambda: write(apart, planner)))
+        saves.start(saving, shared=ranks.pg is not None)
+    except BaseException:
+        if saves.last is None:  # else it runs, whatever came meanwhile (Ctrl-C), and the next save waits for it
+            draft.abandon()
+        raise
+    planner.wait_until_free(saving)
+    return saving
 
 
-def _nbytes(items: Items) -> int:
+def _nbytes(items: dict[str, Any]) -> int:
     return sum(one.shape.numel() * one.dtype.itemsize for one in items.values())
 
 
@@ -125,10 +140,10 @@ def _refuse_unusable(model: Any, wait: Any, rng: Any, staging_budget: Any, progr
     refuse_no_progress(progress)
 
 
-def _described(model: nn.Module, opt: Any, ranks: Ranks) -> Items:
-    subject = Subject(model, opt)
-    items, values = subject.described()
-    items, places = joined(items, subject.parts)
+def _described(model: nn.Module, opt: Any, ranks: Ranks) -> dict[str, Any]:
+    state = TrainingState(model, opt)
+    items, values = state.described()
+    items, places = state.layout.joined(items)
     for name, one in items.items():
         group = here_of(one).group if is_divided(one) else None
         if group is not None and group.size > ranks.size:
@@ -140,7 +155,7 @@ def _described(model: nn.Module, opt: Any, ranks: Ranks) -> Items:
 
 
 def _random(ranks: Ranks) -> tuple[Any, dict[str, Any]]:
-    """A table with a row for each rank, of which this one holds its own."""
+    """Returns a table of random states with a row for each rank, of which this one holds its own."""
     mine = random_state.taken()
     width = max(ranks.each("random state", lambda: len(mine)))
     row = random_state.row(mine, width)
@@ -149,6 +164,7 @@ def _random(ranks: Ranks) -> tuple[Any, dict[str, Any]]:
 
 
 def _drafted(path: Path, total: int, ranks: Ranks) -> Draft:
+    """Takes the folder on the first rank, and joins the draft on the others."""
     kept: list[Draft] = []
 
     def begin() -> str:
@@ -168,37 +184,3 @@ def _drafted(path: Path, total: int, ranks: Ranks) -> Draft:
             draft.abandon()
         raise
     return kept[0]
-
-
-class Writing:
-    """What is to be written, and where; done now or beside training."""
-
-    def __init__(
-        self, items: Items, values: dict[str, Any], draft: Draft, total: int, how: Any, places: Mapping[str, TilePlace]
-    ) -> None:
-        self.items, self.values, self.draft, self._places = items, values, draft, places
-        self.total, self.how = total, how
-
-    def __call__(self, ranks: Ranks, planner: SavePlanner) -> None:
-        """Returns once the checkpoint is published; what cannot be is removed."""
-        try:
-            with Progress("saving", self.total, self.how if ranks.rank == 0 else False) as progress:
-                Writer(self.draft, self.values, progress, self._places)(self.items, planner, ranks)
-        except BaseException:
-            self.draft.abandon()
-            raise
-
-    def beside(self, ranks: Ranks, lane: Lane, budget: int | None) -> Saving:
-        """Returns once training may change what is saved."""
-        try:
-            apart = lane.apart(ranks)
-            planner = StagedPlanner(apart, budget)
-            arrived(self.items.values())  # a thread has streams of its own
-            saving = Saving(self.draft.folder, lambda: planner.during(lambda: self(apart, planner)))
-            lane.start(saving, shared=ranks.pg is not None)
-        except BaseException:
-            if lane.last is None:  # else it runs, whatever came meanwhile (Ctrl-C), and the next save waits for it
-                self.draft.abandon()
-            raise
-        planner.wait_until_free(saving)
-        return saving

@@ -1,9 +1,10 @@
-"""A checkpoint that can be loaded, whoever wrote it: tensors by our keys, values; which part of it lands where."""
+"""A checkpoint that can be loaded, whoever wrote it: tensors by our keys, values, and reading boxes into tensors."""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -14,24 +15,32 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from zerokern.checkpoint.index import Box, TensorRow, itemsize, unfit
-from zerokern.checkpoint.staging import BLOCK, Span, copy
-from zerokern.core.errors import IoError, StateError, ZerokernError
+from zerokern.checkpoint.files import BLOCK, FileReader, Slots, Span, copy_bytes
+from zerokern.checkpoint.folder import Published
+from zerokern.checkpoint.index import NAME, Box, TensorRow, unfit
+from zerokern.core.errors import IoError, StateError, ZerokernError, got
+from zerokern.core.ports import plugs
+from zerokern.io.advice import refused
+from zerokern.io.ticket import again
 from zerokern.memory.here import Cuboid, boxes
 
-__all__ = ["Foreign", "Landing", "Parts", "Source", "Told", "boxes_of", "dtype_name", "landings", "sound", "untold"]
+__all__ = [
+    "BoxRead", "Items", "Parts", "Report", "Saved", "Source", "box_reads", "boxes_of", "dtype_name", "no_report",
+    "open_checkpoint", "sound",
+]  # fmt: skip
 
 ROW = 8 * BLOCK  # bytes: what lies between two rows that are shorter is read as well
-Told = Callable[[int], object]  # of bytes that have been moved since the last time
+Report = Callable[[int], object]  # called with how many bytes have been moved since the last time
+Items = Mapping[str, Any] | Sequence[tuple[str, Any]]  # what to read into, by our keys: tensors, and `Parts`
 
 
-def untold(nbytes: int) -> None:
-    """For nobody to know."""
+def no_report(nbytes: int) -> None:
+    """Reports to nobody."""
 
 
 @contextmanager
 def sound(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """For what is done with an index before a load changes anything.
+    """Turns what an index with strange content raises into an IoError, before a load changes anything.
 
     One with a right checksum, or with none, may hold anything, and what no save writes raises whatever it raises.
     """
@@ -41,11 +50,30 @@ def sound(path: Path, *also: type[Exception]) -> Iterator[None]:
     except ZerokernError:
         raise
     except (*caught, *also) as error:
-        raise unfit(
-            path,
-            f"says of its content what no save writes: {type(error).__name__}: {error}. Nothing was changed: "
-            "restore it from a copy, or load another checkpoint",
-        ) from error
+        says = f"says of its content what no save writes: {type(error).__name__}: {error}. Nothing was changed: "
+        raise unfit(path, f"{says}restore it from a copy, or load another checkpoint") from error
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Source:
+    """Opens what can be loaded from a folder or a file; no tensor is read yet, and nothing in it is run.
+
+    Plugs of the port "checkpoint source" open what zk.save has not written.
+
+    >>> open_checkpoint("no such folder")
+    Traceback (most recent call last):
+    ...
+    zerokern.core.errors.IoError: no such folder does not exist. No other checkpoint was ever published in it ...
+    """
+    place = Path(path)
+    try:
+        with sound(place, TypeError, ValueError):
+            for open_foreign in plugs("checkpoint source") if not (place / NAME).exists() else ():
+                source: Source | None = open_foreign(place)
+                if source is not None:
+                    return source
+            return Saved(Published.open(place, hold=True))
+    except OSError as error:
+        raise refused(error, place, "Loading") from error
 
 
 class Source(ABC):
@@ -64,16 +92,21 @@ class Source(ABC):
     summed = True  # whether all of its bytes have checksums; some writers leave them out
 
     @abstractmethod
-    def read(self, items: Mapping[str, Any], told: Told = untold) -> None:
-        """Fills these, as far as they are here: tensors and `Parts` by our keys. No other rank takes part."""
+    def read(self, items: Items, report: Report = no_report) -> None:
+        """Fills these, as far as they are here. No other rank takes part."""
 
     @abstractmethod
-    def damage(self, rank: int = 0, world: int = 1, told: Told = untold) -> Iterator[IoError]:
-        """All that is wrong with this rank's share of the bytes."""
+    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+        """Yields all that is wrong with this rank's share of the bytes."""
 
     @abstractmethod
     def likeness(self) -> str:
-        """What two ranks have in common where they have opened the same checkpoint, in words for people."""
+        """Returns what two ranks have in common if they opened the same checkpoint, in words for people."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many bytes `damage` reads, on all ranks."""
 
     def close(self) -> None:
         """Lets go of its files, where it holds any."""
@@ -84,14 +117,13 @@ class Source(ABC):
         """As it was opened."""
         return self
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """How many bytes `damage` reads, on all ranks."""
+    def equal(self, one: str, other: str) -> bool:
+        """Returns whether two tensors are known to have the same bits; of ours no two are saved if they are tied."""
+        return False
 
-    def verify(self, rank: int = 0, world: int = 1, told: Told = untold) -> None:
+    def verify(self, rank: int = 0, world: int = 1, report: Report = no_report) -> None:
         """Reads this rank's share of the bytes, and raises the first thing that is wrong with them."""
-        for error in self.damage(rank, world, told):
+        for error in self.damage(rank, world, report):
             raise error
 
     def name_parameters(self, names: Sequence[Sequence[str]]) -> None:
@@ -108,88 +140,100 @@ class Source(ABC):
                 f"{self.path} numbers the parameters of its optimizer, and has one with number {lost[0]}; what it is "
                 f"loaded into has {sum(map(len, names))} parameters. Pass the same parameters in the same order"
             )
-        self._renamed({key: f"optim.state.{places[number]}.{last}" for key, (number, _, last) in parts.items()})
+        self.rename({key: f"optim.state.{places[number]}.{last}" for key, (number, _, last) in parts.items()})
         for some, groups in zip(names, self.values.get("groups", ()), strict=False):
             for group in groups:
                 if all(isinstance(one, int) and one < len(some) for one in group.get("params", ())):
                     group["params"] = [some[one] for one in group.get("params", ())]
         self.numbered = False
 
-    def _renamed(self, keys: dict[str, str]) -> None:
+    def rename(self, keys: dict[str, str]) -> None:
+        """Gives tensors other keys."""
         self.tensors = {keys.get(key, key): row for key, row in self.tensors.items()}
 
 
-class Foreign(Source):
-    """A checkpoint of somebody else: `fetch` brings one box of one tensor."""
+class Saved(Source):
+    """A checkpoint of zk.save: requests that overlap, straight into tensors, each block checked."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.tensors, self.values = {}, {}
-        self.held: dict[str, Tensor] = {}  # small ones, which were read with the values that they stand among
-        self._held_box: tuple[str, tuple[int, ...]] | None = None  # one of many elements is asked for part by part
-        self._found: Tensor | None = None
-        self._first: dict[str, str] = {}  # the key that `_load` knows, of those that were given names
+    kind = "zerokern"
 
-    @abstractmethod
-    def _load(self, key: str, box: Box) -> Tensor:
-        """The box of the tensor with this key, on the host."""
+    def __init__(self, published: Published) -> None:
+        self.published, self.path, self.index = published, published.folder, published.index
+        self.tensors, self.values = self.index.tensors, self.index.values
+        self._slots: Slots | None = None  # that it all passes through, until `close`
 
-    def read(self, items: Mapping[str, Any], told: Told = untold) -> None:
-        """Box by box: each is held until the next is read, in this call or another, and parts of it are copied."""
-        by_box: dict[tuple[str, tuple[int, ...]], list[Landing]] = {}
-        for one in landings(items, self.tensors):
-            by_box.setdefault((one.key, one.box.offsets), []).append(one)
-        for place, some in sorted(by_box.items(), key=lambda one: one[0] != self._held_box):
-            if place != self._held_box:
-                self._held_box, self._found = None, None  # before the next is read: two would be twice the memory
-                self._found = self.fetch(place[0], some[0].box)
-                self._held_box = place
-                told(self._found.nbytes)
-            assert self._found is not None
-            for one in some:
-                one.target.copy_(one.cut(self._found))
+    def read(self, items: Items, report: Report = no_report) -> None:
+        of_file: dict[int, list[BoxRead]] = {}
+        for one in box_reads(items, self.tensors):
+            of_file.setdefault(one.box.file, []).append(one)
+        try:
+            for number, some in sorted(of_file.items()):
+                try:
+                    with self._reader(number) as reader:
+                        reader.read(span for one in some for span in one.spans(report))
+                except IoError as error:
+                    raise self._with_keys(error, number) from error
+        finally:  # what came from the processor's own copying is unknown to torch
+            written = [one.target for some in of_file.values() for one in some if not one.target.is_inference()]
+            torch.autograd.graph.increment_version(written)
+
+    def _reader(self, number: int) -> FileReader:
+        self._slots = self._slots or Slots(self.path)
+        return FileReader(self.path, self.index.files[number], self._slots, self.published.files)
+
+    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+        """Yields an error for each block of this rank's share that is broken; it names file, offset and keys."""
+        if not 0 <= rank < world:
+            raise ValueError(got("rank", rank, f"0 to {world - 1}"))
+        files = self.index.files
+        total = sum(file.blocks for file in files)
+        begin, end = total * rank // world, total * (rank + 1) // world
+        before = 0
+        for number, file in enumerate(files):
+            first, behind = max(begin - before, 0), min(end - before, file.blocks)
+            before += file.blocks
+            if first >= behind:
+                continue
+            try:
+                with self._reader(number) as reader:
+                    for error in reader.damage(range(first, behind), report):
+                        yield self._with_keys(error, number)
+            except IoError as error:
+                yield self._with_keys(error, number)
+
+    def _with_keys(self, error: IoError, number: int) -> IoError:
+        """Returns the same error with the keys that it concerns."""
+        end = error.offset + max(error.nbytes, 1)
+        keys = [
+            key
+            for key, row in self.index.tensors.items()
+            if any(box.file == number and box.item[0] < end and sum(box.item) > error.offset for box in row.boxes)
+        ]
+        if not keys:
+            return error
+        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+        error.key = keys[0]
+        return again(f"{error}. There lie {', '.join(keys[:3])}{more}", error)
+
+    def likeness(self) -> str:
+        return f"the save {self.index.save_id} (its files end in {sum(file.crc for file in self.index.files):x})"
+
+    def close(self) -> None:
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.close()
+        self.published.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def nbytes(self) -> int:
-        return sum(row.nbytes for row in self.tensors.values())
-
-    def hold(self, key: str, tensor: Tensor) -> None:
-        """Takes in a tensor that is in memory already."""
-        self.held[key] = tensor
-        sizes = tuple(tensor.shape)
-        self.tensors[key] = TensorRow(dtype_name(tensor.dtype), sizes, [Box(0, 0, (0,) * len(sizes), sizes, (0, 0))])
-
-    def fetch(self, key: str, box: Box) -> Tensor:
-        """One box, as it was described."""
-        found = self.held[key] if key in self.held else self._load(self._first.get(key, key), box)
-        row = self.tensors[key]
-        if dtype_name(found.dtype) != row.dtype or tuple(found.shape) != box.sizes:
-            raise IoError(
-                f"{self.path}: {key} at {box.offsets} is {dtype_name(found.dtype)} of {tuple(found.shape)}; its index "
-                f"says {row.dtype} of {box.sizes}. One of the two was exchanged: restore the checkpoint from a copy",
-                path=str(self.path),
-                key=key,
-            )
-        return found
-
-    def damage(self, rank: int = 0, world: int = 1, told: Told = untold) -> Iterator[IoError]:
-        boxes = [(key, box) for key, row in self.tensors.items() for box in row.boxes]
-        for key, box in boxes[rank::world]:
-            try:
-                self.fetch(key, box)
-            except IoError as error:
-                yield error
-            told(box.numel * itemsize(self.tensors[key].dtype))
-
-    def _renamed(self, keys: dict[str, str]) -> None:
-        super()._renamed(keys)
-        self._held_box = self._found = None
-        self._first |= {new: key for key, new in keys.items()}
-        self.held = {keys.get(key, key): tensor for key, tensor in self.held.items()}
+        return sum(file.table for file in self.index.files)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype within torch.
+    """Returns the name of a dtype within torch.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -205,44 +249,45 @@ class Parts:
         self.boxes: list[tuple[tuple[int, ...], Tensor]] = []
 
     def add(self, cuboids: Sequence[Cuboid], flat: Tensor) -> None:
-        """Read these into `flat`, 1-D."""
+        """Adds boxes that are read into `flat`, 1-D."""
         self.boxes += [(at, flat[first : first + prod(sizes)].view(sizes)) for at, sizes, first in cuboids]
 
 
 @dataclass(frozen=True)
-class Landing:
-    """The part of one box of a source that begins at `offsets` of the box, and the tensor that it goes into."""
+class BoxRead:
+    """A part of one saved box, which begins at `offsets` of the box, and the tensor that it is read into."""
 
     key: str
     box: Box
     offsets: tuple[int, ...]
     target: Tensor
 
-    def spans(self, told: Told) -> Iterator[Span]:
-        """What to read of the box's file, and who takes it."""
+    def spans(self, report: Report) -> Iterator[Span]:
+        """Yields what to read of the box's file, and who takes it."""
         width = self.target.itemsize
         for first, numel in runs(self.box.sizes, self.offsets, self.target.shape, ROW // width):
-            yield self.box.offset + first * width, numel * width, self._taking(first, told)
+            yield self.box.offset + first * width, numel * width, self._taking(first, report)
 
-    def _taking(self, first: int, told: Told) -> Callable[[Tensor, int], None]:
+    def _taking(self, first: int, report: Report) -> Callable[[Tensor, int], None]:
         def take(found: Tensor, at: int) -> None:
             begin = first + at // self.target.itemsize
             place(found.view(self.target.dtype), begin, self.box.sizes, self.offsets, self.target)
-            told(found.numel())
+            report(found.numel())
 
         return take
 
     def cut(self, found: Tensor) -> Tensor:
-        """The part, from the whole box."""
+        """Returns the part of the whole box."""
         return _narrowed(found, self.offsets, self.target.shape)
 
 
-def landings(items: Mapping[str, Any], tensors: Mapping[str, TensorRow]) -> list[Landing]:
-    """Where what is to be read comes from, and where it goes: `items` are tensors, whole or divided, or `Parts`."""
-    return [one for key, item in items.items() for one in _landings(key, item, tensors[key])]
+def box_reads(items: Items, tensors: Mapping[str, TensorRow]) -> list[BoxRead]:
+    """Plans where what is to be read comes from, and where it goes."""
+    pairs: Iterable[tuple[str, Any]] = items.items() if isinstance(items, Mapping) else items
+    return [one for key, item in pairs for one in _box_reads(key, item, tensors[key])]
 
 
-def _landings(key: str, item: Any, row: TensorRow) -> Iterator[Landing]:
+def _box_reads(key: str, item: Any, row: TensorRow) -> Iterator[BoxRead]:
     if tuple(item.shape) != row.shape:
         raise StateError(f"{key} was saved with the shape {row.shape} and is to be read into {tuple(item.shape)}")
     dtype = getattr(torch, row.dtype)
@@ -254,14 +299,14 @@ def _landings(key: str, item: Any, row: TensorRow) -> Iterator[Landing]:
             )
         for box in row.boxes:
             begins = tuple(map(max, offsets, box.offsets))
-            ends = tuple(map(min, _ends(offsets, target.shape), _ends(box.offsets, box.sizes)))
+            ends = tuple(map(min, _sums(offsets, target.shape), _sums(box.offsets, box.sizes)))
             if all(begin < end for begin, end in zip(begins, ends, strict=True)):
                 sizes = _less(ends, begins)
-                yield Landing(key, box, _less(begins, box.offsets), _narrowed(target, _less(begins, offsets), sizes))
+                yield BoxRead(key, box, _less(begins, box.offsets), _narrowed(target, _less(begins, offsets), sizes))
 
 
 def boxes_of(key: str, item: Any) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """What is here of a tensor; torch asks a DTensor and a Sharded in the same way."""
+    """Yields what is here of a tensor; torch asks a DTensor and a Sharded in the same way."""
     if isinstance(item, Parts):
         yield from item.boxes
     elif hasattr(item, "__create_chunk_list__"):
@@ -271,8 +316,8 @@ def boxes_of(key: str, item: Any) -> Iterator[tuple[Sequence[int], Tensor]]:
         yield (0,) * item.dim(), item.detach()
 
 
-def _ends(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(at + size for at, size in zip(offsets, sizes, strict=True))
+def _sums(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+    return tuple(one + other for one, other in zip(some, others, strict=True))
 
 
 def _less(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
@@ -286,7 +331,7 @@ def _narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> T
 
 
 def runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], row: int) -> Iterator[tuple[int, int]]:
-    """Spans (first, numel) of a flat box `sizes` that hold its part at `offsets` of `lengths`, and little else.
+    """Yields spans (first, numel) of a flat box `sizes` that hold its part at `offsets` of `lengths`, and little else.
 
     What lies between two rows of at most `row` elements is read as well: that is cheaper than to stop there.
 
@@ -328,7 +373,7 @@ def place(piece: Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int
     if target.is_contiguous() and tuple(target.shape[1:]) == tuple(sizes[1:]):
         begin = first - (offsets[0] * prod(sizes[1:]) if sizes else 0)
         if target.device.type == piece.device.type == "cpu":  # not by torch, whose threads would disturb training
-            copy(target.data_ptr() + begin * piece.itemsize, piece.data_ptr(), piece.nbytes)
+            copy_bytes(target.data_ptr() + begin * piece.itemsize, piece.data_ptr(), piece.nbytes)
         else:
             target.view(-1)[begin : begin + piece.numel()].copy_(piece)
         return

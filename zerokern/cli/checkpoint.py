@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from zerokern.checkpoint.source import Source
 
 MOST_SHOWN = 40
+KINDS = {
+    "zerokern": "a checkpoint of zk.save",
+    "dcp": "a checkpoint of torch.distributed.checkpoint",
+    "universal": "a universal checkpoint of DeepSpeed",
+    "torch": "a file of torch.save",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(path: Path, as_json: bool) -> int:
-    from zerokern.checkpoint.published import started
-    from zerokern.interop.foreign import open_checkpoint
+    from zerokern.checkpoint.folder import started
+    from zerokern.checkpoint.source import open_checkpoint
 
     try:
         source = open_checkpoint(path)
@@ -42,57 +48,56 @@ def _show(path: Path, as_json: bool) -> int:
             raise
         print(json.dumps(children, indent=1) if as_json else _listing(path, children))
         return 0
-    said = _described(source)
-    print(json.dumps({**said, "values": source.values}, indent=1, default=str) if as_json else _page(said))
+    facts = _facts(source)
+    print(json.dumps({**facts, "values": source.values}, indent=1, default=str) if as_json else _page(facts))
     return 0
 
 
 def _verify(path: str) -> int:
     from zerokern.checkpoint.progress import Progress
-    from zerokern.interop.foreign import open_checkpoint
+    from zerokern.checkpoint.source import open_checkpoint
 
     source = open_checkpoint(path)
     broken = 0
     began = time.monotonic()
     with Progress("verifying", source.nbytes) as progress:
-        for error in source.damage(told=progress):
+        for error in source.damage(report=progress):
             broken += 1
             print(f"broken: {error}", file=sys.stderr)
     took = max(time.monotonic() - began, 1e-9)
     if broken:
         print(f"{path}: {broken} broken part{'s' if broken > 1 else ''} in {_amount(source.nbytes)}", file=sys.stderr)
         return 1
-    speed = f"({source.nbytes / took / 1e9:.2f} GB/s)"
     said = "are as they were written" if source.summed else "can be read; not all have checksums to compare them with"
-    print(f"{path}: {_amount(source.nbytes)} {said} {speed}")
+    print(f"{path}: {_amount(source.nbytes)} {said} ({source.nbytes / took / 1e9:.2f} GB/s)")
     return 0
 
 
-def _described(source: Source) -> dict[str, Any]:
-    """What `show` says, as JSON has it."""
+def _facts(source: Source) -> dict[str, Any]:
+    """Returns what `show` says of a checkpoint, as JSON has it."""
     roles: dict[str, dict[str, Any]] = {}
     for key, row in source.tensors.items():
-        role = _role(key)
-        one = roles.setdefault(role, {"tensors": 0, "numel": 0, "nbytes": 0, "dtypes": []})
+        one = roles.setdefault(_role(key), {"tensors": 0, "numel": 0, "nbytes": 0, "dtypes": []})
         one["tensors"] += 1
         one["numel"] += row.numel
         one["nbytes"] += row.nbytes
         one["dtypes"] = sorted({*one["dtypes"], row.dtype})
-    said: dict[str, Any] = {"path": str(source.path), "kind": source.kind}
+    facts: dict[str, Any] = {"path": str(source.path), "kind": source.kind}
     index = getattr(getattr(source, "published", None), "index", None)
     if index is not None:
-        from zerokern.checkpoint.published import saved_at
+        from zerokern.checkpoint.folder import saved_at
 
         saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at(index.save_id)))
-        said |= {"save_id": index.save_id, "saved": saved, "world": index.world}
-        said |= {"files": len(index.files), "versions": index.versions}
-    said["step"] = _step(source)
-    said["nbytes"] = sum(row.nbytes for row in source.tensors.values())
-    said["roles"] = roles
-    said["groups"] = source.values.get("groups") or []
-    said["extra"] = sorted(source.values.get("extra") or {})
-    said["tensors"] = {key: [row.dtype, list(row.shape), len(row.boxes)] for key, row in source.tensors.items()}
-    return said
+        facts |= {"save_id": index.save_id, "saved": saved, "world": index.world}
+        facts |= {"files": len(index.files), "versions": index.versions}
+    return facts | {
+        "step": _step(source),
+        "nbytes": sum(row.nbytes for row in source.tensors.values()),
+        "roles": roles,
+        "groups": source.values.get("groups") or [],
+        "extra": sorted(source.values.get("extra") or {}),
+        "tensors": {key: [row.dtype, list(row.shape), len(row.boxes)] for key, row in source.tensors.items()},
+    }
 
 
 def _role(key: str) -> str:
@@ -103,84 +108,68 @@ def _role(key: str) -> str:
     return key.rpartition(".")[2] if key.startswith("optim.state.") else key.partition(".")[0]
 
 
-def _step(source: Source) -> float | int | None:
-    """How often the optimizer has stepped: the largest count of any parameter, or what the user kept as "step"."""
+def _step(source: Source) -> int | None:
+    """Returns the optimizer's steps: the largest count of any parameter, or what the user kept as "step"."""
     kept = (source.values.get("extra") or {}).get("step", {})
     if isinstance(kept, dict) and isinstance(kept.get("all"), int):
         return int(kept["all"])
-    rows = {key: row for key, row in source.tensors.items() if key.startswith("optim.") and _role(key) == "step"}
-    few = {key: row for key, row in list(rows.items())[:MOST_SHOWN] if row.numel == 1}
+    rows = [(key, row) for key, row in source.tensors.items() if key.startswith("optim.") and _role(key) == "step"]
+    few = {key: row for key, row in rows[:MOST_SHOWN] if row.numel == 1}
     if not few:
         return None
     import torch
 
-    room: dict[str, Any] = {key: torch.zeros(row.shape, dtype=getattr(torch, row.dtype)) for key, row in few.items()}
-    source.read(room)
-    return int(max(one.item() for one in room.values()))
+    counts: dict[str, Any] = {key: torch.zeros(row.shape, dtype=getattr(torch, row.dtype)) for key, row in few.items()}
+    source.read(counts)
+    return int(max(one.item() for one in counts.values()))
 
 
-def _page(said: dict[str, Any]) -> str:
-    lines = [f"{said['path']}: {_KINDS[said['kind']]}"]
-    if "saved" in said:
-        versions = ", ".join(f"{name} {one}" for name, one in said["versions"].items())
-        lines.append(f"  saved {said['saved']} by {said['world']} rank{'s' if said['world'] > 1 else ''} ({versions})")
-    lines.append(f"  step {said['step'] if said['step'] is not None else 'unknown'}, {_amount(said['nbytes'])}")
+def _page(facts: dict[str, Any]) -> str:
+    lines = [f"{facts['path']}: {KINDS[facts['kind']]}"]
+    if "saved" in facts:
+        versions = ", ".join(f"{name} {one}" for name, one in facts["versions"].items())
+        ranks = f"{facts['world']} rank{'s' if facts['world'] > 1 else ''}"
+        lines.append(f"  saved {facts['saved']} by {ranks} ({versions})")
+    lines.append(f"  step {facts['step'] if facts['step'] is not None else 'unknown'}, {_amount(facts['nbytes'])}")
     lines += ["", f"  {'role':<16}{'tensors':>8}{'elements':>16}{'bytes':>12}  dtypes"]
-    for role, one in said["roles"].items():
+    for role, one in facts["roles"].items():
         sizes = f"{one['tensors']:>8,}{one['numel']:>16,}{_amount(one['nbytes']):>12}"
         lines.append(f"  {role:<16}{sizes}  {', '.join(one['dtypes'])}")
-    for number, group in enumerate(_flat(said["groups"])):
+    groups = [group for one in facts["groups"] for group in (one if isinstance(one, list) else [one])]
+    for number, group in enumerate(groups):  # of all optimizers
         options = ", ".join(f"{key}={one}" for key, one in group.items() if key != "params")
         lines.append(f"  group {number}: {len(group.get('params', ()))} parameters, {options}")
-    if said["extra"]:
-        lines.append(f"  extra: {', '.join(said['extra'])}")
-    names = [key for key in said["tensors"] if key.startswith("model.")]
-    lines += [
-        "",
-        *(f"  {key:<48} {said['tensors'][key][0]:<10} {said['tensors'][key][1]}" for key in names[:MOST_SHOWN]),
-    ]
-    if len(names) > MOST_SHOWN:
-        lines.append(f"  and {len(names) - MOST_SHOWN} more; --json shows all")
+    if facts["extra"]:
+        lines.append(f"  extra: {', '.join(facts['extra'])}")
+    rows = [(key, one) for key, one in facts["tensors"].items() if key.startswith("model.")]
+    lines += ["", *(f"  {key:<48} {dtype:<10} {shape}" for key, (dtype, shape, _) in rows[:MOST_SHOWN])]
+    if len(rows) > MOST_SHOWN:
+        lines.append(f"  and {len(rows) - MOST_SHOWN} more; --json shows all")
     return "\n".join(lines)
 
 
-_KINDS = {
-    "zerokern": "a checkpoint of zk.save",
-    "dcp": "a checkpoint of torch.distributed.checkpoint",
-    "universal": "a universal checkpoint of DeepSpeed",
-    "torch": "a file of torch.save",
-}
-
-
-def _flat(groups: list[Any]) -> list[dict[str, Any]]:
-    """The groups of all optimizers."""
-    return [group for one in groups for group in (one if isinstance(one, list) else [one])]
-
-
 def _children(parent: Path) -> list[dict[str, Any]]:
-    """The checkpoints within a folder, newest first, and what is there of saves that did not end."""
+    """Returns the checkpoints within a folder, newest first, and what is there of saves that did not end."""
+    from zerokern.checkpoint.folder import Published, listed, started
     from zerokern.checkpoint.index import NAME
-    from zerokern.checkpoint.published import Published, listed, started
 
     found = []
-    for child in listed(parent):
-        if not child.is_dir():
+    for child in filter(Path.is_dir, listed(parent)):
+        is_published = (child / NAME).exists()
+        partial = "" if is_published else started(child)
+        if not is_published and not partial:
             continue
         row: dict[str, Any] = {
             "name": child.name,
-            "seconds": time.time() - child.stat().st_mtime,
+            "seconds": time.time() - (child / NAME if is_published else child).stat().st_mtime,
             "nbytes": sum(path.stat().st_size for path in child.iterdir() if path.is_file()),
         }
-        if (child / NAME).exists():
-            row["seconds"] = time.time() - (child / NAME).stat().st_mtime
-            try:
-                row |= {"state": "published", "world": Published.open(child).index.world}
-            except IoError as error:
-                row |= {"state": "broken", "why": str(error)}
-        elif started(child):
-            row |= {"state": "partial", "why": started(child)}
-        else:
-            continue
+        try:
+            row |= {"state": "partial", "why": partial} if partial else {
+                "state": "published", "world": Published.open(child).index.world
+            }  # fmt: skip
+        except IoError as error:
+            row |= {"state": "broken", "why": str(error)}
         found.append(row)
     return sorted(found, key=lambda row: row["seconds"])
 
@@ -195,7 +184,7 @@ def _listing(parent: Path, children: list[dict[str, Any]]) -> str:
 
 
 def _amount(nbytes: int) -> str:
-    from zerokern.memory.room import amount  # which brings torch, that the help does without
+    from zerokern.memory.room import amount  # imports torch, which the help does without
 
     return amount(nbytes)
 

@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 from shutil import get_terminal_size
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def folded(lines: str, width: int) -> str:
-    """Lines of a name and a value, none longer than the terminal; a value goes on below itself.
+    """Wraps lines of a name and a value at the terminal's width; a value goes on below itself.
 
     >>> print(folded("threads  2\\nlossy    nothing by default, all by name", 28))
     threads  2
@@ -38,14 +39,13 @@ def folded(lines: str, width: int) -> str:
     for line in lines.splitlines():
         name = re.match(r"\S+( \S+)* {2,}", line)
         indent = " " * (name.end() if name else 0)
-        found += textwrap.wrap(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        ) or [line]
+        whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        found += textwrap.wrap(line, width, subsequent_indent=indent, **whole) or [line]
     return "\n".join(found)
 
 
 def _disk(path: str) -> dict[str, object]:
-    """What a probe of the disk found, now or earlier."""
+    """Probes the disk, or returns what an earlier probe found."""
     from zerokern.io import probe, why_no_uring
 
     found = probe(path)
@@ -58,9 +58,6 @@ def _disk(path: str) -> dict[str, object]:
         "block": f"{found.block >> 10} KiB",
     }
     if found.date:
-        facts |= {
-            "read": f"{found.read_gb_s:.2f} GB/s",
-            "write": f"{found.write_gb_s:.2f} GB/s",
-            "measured": found.date,
-        }
+        facts |= {"read": f"{found.read_gb_s:.2f} GB/s", "write": f"{found.write_gb_s:.2f} GB/s"}
+        facts["measured"] = found.date
     return facts

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zerokern
 from zerokern import arguments
-from zerokern.cli.parsing import Parser
+from zerokern.arguments import Parser
 from zerokern.core.errors import ZerokernError
 
 COMMANDS = {
@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 def parser() -> tuple[Parser, dict[str, Parser]]:
-    """That of all, and those of the commands."""
+    """Returns the parser of all commands, and that of each."""
     tagline = "ZeRO training on fused kernels: every byte of training state moves once."
     top = Parser(prog="zerokern", description=tagline)
     top.add_argument("--version", action="version", version=f"zerokern {zerokern.__version__}")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds as an exception does, so that ranks end and folders are removed; a second one kills."""
+    """Context manager in which SIGTERM raises SystemExit, so that ranks end and folders are removed; a second kills."""
 
     def leave(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)

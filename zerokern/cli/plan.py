@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from zerokern import arguments
 from zerokern.core.errors import ZerokernError, got
 from zerokern.core.units import BINARY
-from zerokern.planner.activations import ATTENTIONS
 from zerokern.planner.amounts import parse_numel
-from zerokern.planner.shapes import PRESETS, from_config, preset
+from zerokern.planner.transformer import ATTENTIONS, PRESETS, from_config, preset
 from zerokern.schedule import Delayed, shipped
 
 if TYPE_CHECKING:
@@ -26,11 +25,16 @@ if TYPE_CHECKING:
     from zerokern.planner.forecast import Forecast
 
 SHAPE = ("layers", "hidden", "heads", "batch", "seq", "ci", "attention")
+SETTINGS = (  # options that are keywords of `zk.plan`
+    "stage", "mesh", "optimizer", "param_dtype", "reduce_dtype", "state_format", "master_format", "tier", "param_tier",
+    "keep", "micro", "bucket_bytes", "accumulate", "no_sync", "device", "device_memory", "host_memory", "disk",
+    "ranks_per_host",
+)  # fmt: skip
 _META = "It is called without arguments under torch.device('meta'), so that no memory is needed"
 
 
 class ModelError(ZerokernError):
-    """A model that `--model` names and that cannot be had."""
+    """Raised where `--model` names a model that cannot be built."""
 
 
 parse_worlds = arguments.numbers("world", "numbers of ranks from 1 on, such as 8 or 1,4,16,64")
@@ -50,59 +54,50 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `zerokern plan`."""
-    what = parser.add_argument_group("what to plan: one of")
-    what.add_argument("--numel", metavar="N", help="a number of parameters: 350M, 7.5B, 1T (powers of 1000)")
-    what.add_argument(
-        "--model", metavar="NAME", help=f"{', '.join(PRESETS)}, or MODULE:FUNCTION, which returns a module"
-    )
-    what.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
-    what.add_argument("--layers", type=arguments.count, metavar="N", help="a transformer's layers; needs --hidden")
-    what.add_argument(
-        "--hidden",
-        type=arguments.count,
-        metavar="N",
-        help="its hidden size: 12 hidden² parameters a layer, no embeddings",
-    )
-    seen = parser.add_argument_group("activations of a transformer")
+    count: dict[str, Any] = {"type": arguments.count, "metavar": "N"}
+    add = parser.add_argument_group("what to plan: one of").add_argument
+    add("--numel", metavar="N", help="a number of parameters: 350M, 7.5B, 1T (powers of 1000)")
+    add("--model", metavar="NAME", help=f"{', '.join(PRESETS)}, or MODULE:FUNCTION, which returns a module")
+    add("--config", metavar="FILE", help="config.json of a Hugging Face model")
+    add("--layers", **count, help="a transformer's layers; needs --hidden")
+    add("--hidden", **count, help="its hidden size: 12 hidden² parameters a layer, no embeddings")
+    add = parser.add_argument_group("activations of a transformer").add_argument
     for name, text in (("heads", "attention heads"), ("batch", "sequences on each rank"), ("seq", "tokens in each")):
-        seen.add_argument(f"--{name}", type=arguments.count, metavar="N", help=text)
-    seen.add_argument("--ci", type=arguments.count, metavar="N", help="layers between two activation checkpoints (1)")
-    seen.add_argument(
-        "--attention", choices=ATTENTIONS, help="sdpa, as flash attention, stores no scores; eager stores all (sdpa)"
-    )
-    run_ = parser.add_argument_group("the run")
-    run_.add_argument("--world", type=parse_worlds, default=(1,), metavar="N,...", help="numbers of ranks (1)")
-    run_.add_argument("--mesh", type=parse_mesh, metavar="NAME=N,...", help="in place of --world: pp=2,dp=8,tp=4")
-    run_.add_argument("--stage", type=int, default=2, help="whose step and notes are shown (2)")
-    run_.add_argument("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, none")
-    run_.add_argument("--param-dtype", metavar="DTYPE", help="bf16, fp16, fp32 (a number: bf16; a model: its own)")
-    run_.add_argument("--reduce-dtype", metavar="DTYPE", help="of gradients (the parameters')")
-    run_.add_argument("--state-format", default="fp32", metavar="FORMAT", help="fp32, bf16, int8")
-    run_.add_argument("--master-format", metavar="FORMAT", help="split16, fp32, split8, none")
-    run_.add_argument("--tier", default="device", help="where optimizer state lies: device, cpu, nvme")
-    run_.add_argument(
-        "--param-tier", default="device", metavar="TIER", help="where parameters rest at stage 3 (device)"
-    )
-    run_.add_argument("--keep", metavar="TIER", help="recompute units; their inputs are kept here: device, cpu, nvme")
-    run_.add_argument("--micro", type=arguments.count, default=1, metavar="N", help="slices of each batch (1)")
-    run_.add_argument("--schedule", choices=("sync", "overlap", "delayed"), default="sync", help="of the update (sync)")
-    run_.add_argument("--bucket-bytes", type=arguments.count, default=32 << 20, metavar="N", help="as in zk.shard")
-    run_.add_argument("--accumulate", type=arguments.count, default=1, metavar="N", help="micro-batches in a step (1)")
-    run_.add_argument("--no-sync", action="store_true", help="all micro-batches but the last under zk.no_sync")
-    run_.add_argument("--device", help="cuda or cpu: where collectives run")
-    run_.add_argument("--device-memory", metavar="SIZE,...", help="what is to fit: 80GB, 40GiB, h100, v100, ...")
-    run_.add_argument("--host-memory", metavar="SIZE", help="what a host has for its ranks: 128GiB, 2TB, ...")
-    run_.add_argument("--disk", metavar="SIZE", help="what the disks of a host have for its ranks: 4TB, ...")
-    run_.add_argument("--ranks-per-host", type=arguments.count, metavar="N", help="(all ranks, at most 8)")
-    timed = parser.add_argument_group("how long a step takes, without offload and with the update on the host")
-    timed.add_argument("--hardware", metavar="NAME", help=f"{', '.join(shipped())}, or a JSON file that describes one")
-    timed.add_argument("--tokens", type=parse_tokens, metavar="N,...", help="in a step of one rank (4k,16k,32k,64k)")
-    out = parser.add_argument_group("output")
-    out.add_argument("--all", action="store_true", help="also what was asked for, at every stage and in every format")
-    out.add_argument("--program", action="store_true", help="the step at --stage, operation by operation")
-    out.add_argument("--markdown", action="store_true", help="Markdown on a terminal too, as it is in a file or a pipe")
-    out.add_argument("--json", action="store_true", help="print JSON")
-    out.add_argument("--plot", type=arguments.picture("plot"), metavar="FILE.png", help="draw it")
+        add(f"--{name}", **count, help=text)
+    add("--ci", **count, help="layers between two activation checkpoints (1)")
+    add("--attention", choices=ATTENTIONS, help="sdpa, as flash attention, stores no scores; eager stores all (sdpa)")
+    add = parser.add_argument_group("the run").add_argument
+    add("--world", type=parse_worlds, default=(1,), metavar="N,...", help="numbers of ranks (1)")
+    add("--mesh", type=parse_mesh, metavar="NAME=N,...", help="in place of --world: pp=2,dp=8,tp=4")
+    add("--stage", type=int, default=2, help="whose step and notes are shown (2)")
+    add("--optimizer", default="adamw", help="adamw, adam, lion, adagrad, sgd, sgd-momentum, none")
+    add("--param-dtype", metavar="DTYPE", help="bf16, fp16, fp32 (a number: bf16; a model: its own)")
+    add("--reduce-dtype", metavar="DTYPE", help="of gradients (the parameters')")
+    add("--state-format", default="fp32", metavar="FORMAT", help="fp32, bf16, int8")
+    add("--master-format", metavar="FORMAT", help="split16, fp32, split8, none")
+    add("--tier", default="device", help="where optimizer state lies: device, cpu, nvme")
+    add("--param-tier", default="device", metavar="TIER", help="where parameters rest at stage 3 (device)")
+    add("--keep", metavar="TIER", help="recompute units; their inputs are kept here: device, cpu, nvme")
+    add("--micro", **count, default=1, help="slices of each batch (1)")
+    add("--schedule", choices=("sync", "overlap", "delayed"), default="sync", help="of the update (sync)")
+    add("--bucket-bytes", **count, default=32 << 20, help="as in zk.shard")
+    add("--accumulate", **count, default=1, help="micro-batches in a step (1)")
+    add("--no-sync", action="store_true", help="all micro-batches but the last under zk.no_sync")
+    add("--device", help="cuda or cpu: where collectives run")
+    add("--device-memory", metavar="SIZE,...", help="what is to fit: 80GB, 40GiB, h100, v100, ...")
+    add("--host-memory", metavar="SIZE", help="what a host has for its ranks: 128GiB, 2TB, ...")
+    add("--disk", metavar="SIZE", help="what the disks of a host have for its ranks: 4TB, ...")
+    add("--ranks-per-host", **count, help="(all ranks, at most 8)")
+    timed = "how long a step takes, without offload and with the update on the host"
+    add = parser.add_argument_group(timed).add_argument
+    add("--hardware", metavar="NAME", help=f"{', '.join(shipped())}, or a JSON file that describes one")
+    add("--tokens", type=parse_tokens, metavar="N,...", help="in a step of one rank (4k,16k,32k,64k)")
+    add = parser.add_argument_group("output").add_argument
+    add("--all", action="store_true", help="also what was asked for, at every stage and in every format")
+    add("--program", action="store_true", help="the step at --stage, operation by operation")
+    add("--markdown", action="store_true", help="Markdown on a terminal too, as it is in a file or a pipe")
+    add("--json", action="store_true", help="print JSON")
+    add("--plot", type=arguments.picture("plot"), metavar="FILE.png", help="draw it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,16 +125,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shown(plans: list[Plan], *, everything: bool, program: bool) -> str:
-    """Advice for each plan, and one table of all numbers of ranks; of the last plan the tables of what is advised, and
-    where nothing is, or all is asked for, its own."""
-    from zerokern.planner import table, tiers
+    """Returns advice for each plan, and one table of all numbers of ranks; of the last plan also the tables of what is
+    advised, and where nothing is, or all is asked for, its own."""
+    from zerokern.planner import table
     from zerokern.planner.program import line_of
 
     last = plans[-1]
     parts = [plan.advice() for plan in plans] if last.device_memory else []
     if len(plans) > 1:
-        parts.append(table.of_worlds(plans))
-    advised = [tiers.of_stage(plan) for plan in last.advised()]
+        parts.append(table.worlds_page(plans))
+    advised = [table.stage_page(plan) for plan in last.advised()]
     parts += dict.fromkeys(advised)
     if everything or not advised:
         parts.append(last.page(formats=everything))
@@ -152,7 +147,7 @@ def shown(plans: list[Plan], *, everything: bool, program: bool) -> str:
 
 
 def plain(page: str, columns: int) -> str:
-    r"""Markdown for a terminal: tables by spaces, text within the columns, marks left out. A table is never cut.
+    r"""Turns Markdown into text for a terminal: tables by spaces, text within the columns. A table is never cut.
 
     >>> print(plain("### A title\n\n| a | b |\n| --- | --: |\n| **x** | 10 |", 80))
     A title
@@ -175,7 +170,7 @@ def plain(page: str, columns: int) -> str:
 
 
 def _aligned(rows: list[list[str]]) -> Iterator[str]:
-    """The rows of a table; its second says which columns are numbers."""
+    """Aligns the rows of a table, whose second says which columns are numbers."""
     right = [cell.endswith(":") for cell in rows[1]]
     shown = [rows[0], *rows[2:]]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
@@ -185,7 +180,6 @@ def _aligned(rows: list[list[str]]) -> Iterator[str]:
 
 
 def _forecast(plan: Plan, args: argparse.Namespace) -> Forecast | None:
-    """Of the largest number of ranks."""
     if args.hardware is None:
         if args.tokens is not None:
             raise ValueError(
@@ -198,37 +192,14 @@ def _forecast(plan: Plan, args: argparse.Namespace) -> Forecast | None:
 def _plans(args: argparse.Namespace) -> list[Plan]:
     from zerokern.planner import plan
 
-    what = _subject(args)
-    return [
-        plan(
-            what,
-            stage=args.stage,
-            world=world,
-            mesh=args.mesh,
-            optimizer=args.optimizer,
-            param_dtype=args.param_dtype,
-            reduce_dtype=args.reduce_dtype,
-            state_format=args.state_format,
-            master_format=args.master_format,
-            tier=args.tier,
-            param_tier=args.param_tier,
-            keep=args.keep,
-            micro=args.micro,
-            schedule=Delayed() if args.schedule == "delayed" else args.schedule,
-            bucket_bytes=args.bucket_bytes,
-            accumulate=args.accumulate,
-            no_sync=args.no_sync,
-            device=args.device,
-            device_memory=args.device_memory,
-            host_memory=args.host_memory,
-            disk=args.disk,
-            ranks_per_host=args.ranks_per_host,
-        )
-        for world in sorted(args.world)
-    ]
+    what = _model(args)
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    settings["schedule"] = Delayed() if args.schedule == "delayed" else args.schedule
+    return [plan(what, world=world, **settings) for world in sorted(args.world)]
 
 
-def _subject(args: argparse.Namespace) -> Any:
+def _model(args: argparse.Namespace) -> Any:
+    """Returns what is to be planned, in a form that `zk.plan` takes."""
     shape = {name: value for name in SHAPE if (value := getattr(args, name)) is not None}
     published = args.config or (args.model and ":" not in args.model)
     seen = {name: shape.pop(name) for name in ("batch", "seq", "ci", "attention") if published and name in shape}
@@ -254,7 +225,7 @@ def _subject(args: argparse.Namespace) -> Any:
 
 
 def load_model(path: str) -> Any:
-    """The module that `package.module:function` returns, on the meta device."""
+    """Returns the module that `package.module:function` builds, on the meta device."""
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name:
         raise ValueError(got("model", path, "MODULE:FUNCTION, such as my_package.models:build"))

@@ -15,7 +15,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine as LayoutEngine
 from matplotlib.ticker import FuncFormatter
 
 from zerokern.planner.amounts import gigabytes
-from zerokern.planner.share import STATES, WORKING
+from zerokern.planner.footprint import STATES, WORKING
 from zerokern.planner.table import NAMES, TIERS, settings
 from zerokern.zero.partition import STAGES
 
@@ -52,7 +52,7 @@ TICKS: dict[Any, Any] = {"xtick.color": INK, "ytick.color": INK, "axes.edgecolor
 
 
 def draw(plans: list[Plan], path: Path) -> None:
-    """Writes the picture: bars of the last plan and, of several, a curve for each stage."""
+    """Draws bars of the last plan and, of several plans, a curve for each stage."""
     count = 1 + (len(plans) > 1)
     last = plans[-1]
     with plt.rc_context(FONT | TICKS):
@@ -62,8 +62,7 @@ def draw(plans: list[Plan], path: Path) -> None:
         draw_stages(panels[0], last)
         if len(plans) > 1:
             draw_worlds(panels[1], plans)
-        shape = last.subject.transformer
-        counted = "" if shape is not None and shape.has_activations else " Activations are not counted."
+        counted = "" if last.subject.activated else " Activations are not counted."
         said = f"{last.subject.title}\n{settings(last)}\nGB is 10^9 bytes.{counted}"
         figure.supxlabel(said, x=0.012, ha="left", fontsize=10, color=FAINT)
         figure.savefig(path)
@@ -71,13 +70,13 @@ def draw(plans: list[Plan], path: Path) -> None:
 
 
 def draw_stages(axes: Axes, plan: Plan) -> None:
-    """Bytes stacked by role, with each device's memory as a line: on the device at each stage, or in each tier."""
+    """Draws bytes stacked by role, each device's memory as a line: on the device at each stage, or in each tier."""
     bars: Sequence[int] = STAGES
     names = ["0\nall replicated", "1\nstate sharded", "2\nand gradients", "3\nand parameters"]
-    held = [[one for one in plan.at(stage).share.held if one.tier == "device"] for stage in plan.stages]
+    held = [[one for one in plan.at(stage).held if one.tier == "device"] for stage in plan.stages]
     if plan.recipe.rests:
         bars, names = tuple(range(len(TIERS))), list(TIERS.values())
-        held = [[one for one in plan.share.held if one.tier == tier] for tier in TIERS]
+        held = [[one for one in plan.held if one.tier == tier] for tier in TIERS]
     tops = [0.0] * len(bars)
     for role in (*STATES, *WORKING):
         heights = [sum(one.nbytes for one in some if one.role == role) / 1e9 for some in held]
@@ -107,7 +106,7 @@ def draw_stages(axes: Axes, plan: Plan) -> None:
 
 
 def name_bar(axes: Axes, stage: int, top: float, highest: float, colour: str) -> None:
-    """The bar's sum above it, or, where it is cut, an arrow and the sum within."""
+    """Writes the bar's sum above it, or, where it is cut, an arrow and the sum within."""
     cut = top > highest
     text = f"{gigabytes(top * 1e9)} GB"
     at, offset, side = ((stage, highest), -8, "top") if cut else ((stage, top), 6, "bottom")
@@ -118,11 +117,11 @@ def name_bar(axes: Axes, stage: int, top: float, highest: float, colour: str) ->
 
 
 def draw_worlds(axes: Axes, plans: list[Plan]) -> None:
-    """How the whole falls with the ranks, on logarithmic axes."""
+    """Draws how the total falls with the ranks, on logarithmic axes."""
     worlds = [plan.world for plan in plans]
     for stage in plans[0].stages:
         colour = STAGE_COLOURS[stage]
-        totals = [plan.at(stage).share.total / 1e9 for plan in plans]
+        totals = [plan.at(stage).total / 1e9 for plan in plans]
         axes.plot(worlds, totals, color=colour, linewidth=2.4, marker="o", markersize=6)
         end = (worlds[-1], totals[-1])
         text = f"stage {stage}: {gigabytes(totals[-1] * 1e9)} GB"
@@ -142,7 +141,7 @@ def draw_worlds(axes: Axes, plans: list[Plan]) -> None:
 
 
 def mark_devices(axes: Axes, memory: dict[str, int]) -> None:
-    """A line for each device's memory, named behind its right end."""
+    """Draws a line for each device's memory, named behind its right end."""
     for name, nbytes in memory.items():
         axes.axhline(nbytes / 1e9, color=ALARM, linewidth=1.6, linestyle=(0, (5, 3)), zorder=1.5)
         end, frame = (1.0, nbytes / 1e9), axes.get_yaxis_transform()

@@ -7,16 +7,14 @@
 
 from __future__ import annotations
 
-from zerokern.comm.fake import FakeWorld, lonely
-from zerokern.comm.group import Group, Handle
+from zerokern.comm.group import Group, Handle, lonely
 from zerokern.comm.joining import Team, dividing_on, group_on, joined, world_size
+from zerokern.comm.operations import during
 from zerokern.comm.party import Party
-from zerokern.comm.whereabouts import during
 from zerokern.core.errors import CommError
 
 __all__ = [
     "CommError",
-    "FakeWorld",
     "Group",
     "Handle",
     "Party",

@@ -32,19 +32,19 @@ class DeviceGroup(CommonGroup):
     def _launch(
         self, kind: str, detail: str, launch: Callable[[], Any], finish: Callable[[], None] | None, *memory: Tensor
     ) -> Handle:
-        watch = self._common.watch
-        waiting = self._common.ledger.begin(kind, detail)
-        watch.refuse_after_failure(waiting)
+        observer = self._common.observer
+        operation = self._common.ledger.begin(kind, detail)
+        observer.check(operation)
         try:
             work = launch()
         except RuntimeError as error:
-            raise watch.explain(waiting, error) from error
-        watch.launched(waiting)
+            raise observer.failed(operation, error) from error
+        observer.launched(operation)
         gate: Callable[[], None] = work.wait
 
         def complete() -> None:
             nonlocal gate
-            with watch.over(waiting):
+            with observer.waiting(operation):
                 work.wait()
             if finish is not None:
                 finish()

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerokern.core.errors import got
+from zerokern.core.errors import CommError, got
 from zerokern.kernels.casts import Squares, add_up
 
-__all__ = ["Group", "Handle", "Traffic"]
+__all__ = ["Group", "Handle", "Traffic", "lonely", "own"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SUMMABLE = (torch.float64, *FLOATS, torch.uint8, torch.int64)
@@ -354,6 +354,58 @@ class Group:
         if _overlap(scratch, bucket) or _overlap(scratch, out):
             raise ValueError("scratch shares memory with what is reduced; allowed: memory of its own")
         return scratch
+
+
+class Lonely(Group):
+    """A rank of a world that is not there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, torch.device("cpu"), f"rank {rank} of {size}, alone")
+
+    def _refuse(self, operation: str) -> Any:
+        raise CommError(
+            f"{operation} was asked of a group that only knows its rank and size, {self.rank} of {self.size}: it "
+            "serves plans; pass a DeviceMesh, or nothing, for one that communicates",
+            operation=operation,
+        )
+
+    def _reduce_scatter(
+        self, bucket: Tensor, out: Tensor, scale: float, add: bool, scratch: Tensor | None, squares: Squares | None
+    ) -> Handle:
+        return self._refuse("reduce_scatter")
+
+    def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
+        return self._refuse("all_gather")
+
+    def _publish(self, full: Tensor) -> Handle:
+        return self._refuse("publish")
+
+    def _all_reduce(self, tensor: Tensor, op: str, scratch: Tensor | None) -> Handle:
+        return self._refuse("all_reduce")
+
+    def _broadcast(self, tensor: Tensor, src: int) -> Handle:
+        return self._refuse("broadcast")
+
+    def agree(self, key: str) -> None:
+        self._refuse("agree")
+
+
+def lonely(rank: int, size: int) -> Group:
+    """A group that knows its rank and size and refuses to communicate: for plans of worlds that are not here.
+
+    >>> lonely(7, 1024)
+    Lonely('rank 7 of 1024, alone', rank 7 of 1024, cpu)
+    >>> lonely(7, 1024).barrier()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    zerokern.core.errors.CommError: all_gather was asked of a group that only knows its rank and size, 7 of 1024...
+    """
+    for name, value, least in (("size", size, 1), ("rank", rank, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(got(name, value, f"a whole number from {least} on"))
+    if rank >= size:
+        raise ValueError(got("rank", rank, f"0 to {size - 1}"))
+    return Lonely(rank, size)
 
 
 def own(full: Tensor, rank: int, size: int) -> Tensor:

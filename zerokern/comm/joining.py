@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from zerokern.comm.device import DeviceGroup
 from zerokern.comm.group import Group, Handle
 from zerokern.comm.hybrid import HybridGroup
 from zerokern.comm.peers import PeerGroup
-from zerokern.comm.whereabouts import Presence
 from zerokern.core import env
 from zerokern.core.errors import got, say_once
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Team", "dividing_on", "group_on", "joined", "world_size"]
 
 # What was posted is counted per process group: messages of two groups that share one must not be mistaken.
-_PRESENCE = Presence()
 _COMMON: weakref.WeakKeyDictionary[Any, dict[str, Common]] = weakref.WeakKeyDictionary()
 _HYBRID: weakref.WeakValueDictionary[tuple[int, int], HybridGroup] = weakref.WeakValueDictionary()
 
@@ -203,7 +200,7 @@ def _join(pg: Any, device: torch.device) -> Group:
 
 
 def _common(pg: Any, device: torch.device) -> Common:
-    return Common(pg, device, _timeout_s(pg, device), _PRESENCE)
+    return Common(pg, device, _timeout_s(pg, device))
 
 
 def _group(pg: Any, device: torch.device, common: Common) -> Group:
@@ -217,15 +214,9 @@ def _meet(pg: Any, group: Group, common: Common) -> None:
     """
     ranks, store = dist.get_process_group_ranks(pg), dist.distributed_c10d._get_default_store()
     name = f"{_name(pg)}/{zlib.crc32(','.join(map(str, ranks)).encode()):08x}"
-    presence = common.board.presence
-    presence.join(common.ledger, store, ranks[common.rank], name, ranks)
-    told = group.exchange([secrets.token_hex(8), presence.token])
-    presence.known.update(zip(ranks, (token for _, token in told), strict=True))
-    # on a device, the communicator of reductions: made now, not by the first backward while a gather is under way
-    group.all_reduce(torch.zeros(1, device=group.device), "max").wait()
-    page = f"{name}/{told[0][0]}"
-    common.board.move(dist.PrefixStore(f"zerokern/{page}", store))
-    presence.join(common.ledger, store, ranks[common.rank], page, ranks)
+    with common.observer.meeting(group, store, name, ranks):
+        # on a device, the communicator of reductions: made now, not by the first backward while a gather is under way
+        group.all_reduce(torch.zeros(1, device=group.device), "max").wait()
 
 
 def _process_group(mesh: Any, device: torch.device) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from zerokern.comm import collectives
 from zerokern.comm.common import Common, CommonGroup, detail
 from zerokern.comm.group import FLOATS, Handle, own
-from zerokern.comm.whereabouts import UPDATE, Waiting
+from zerokern.comm.operations import Operation
 from zerokern.kernels.casts import Squares, add_up
 
 __all__ = ["PeerGroup"]
@@ -40,36 +40,42 @@ class PeerGroup(CommonGroup):
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def awaiting_update(self) -> AbstractContextManager[None]:
-        return self._common.board.presence.awaiting(Waiting(UPDATE, 0, "of the parameters"), self._common.ledger)
+        return self._common.observer.awaiting_update()
 
     def _start(
         self, kind: str, detail: str, sends: Transfers, receives: Transfers, source: int | None = None
-    ) -> tuple[Waiting, list[Any]]:
-        waiting = self._common.ledger.begin(kind, detail, source)
-        return waiting, self._post(waiting, sends, receives)
+    ) -> tuple[Operation, list[Any]]:
+        operation = self._common.ledger.begin(kind, detail, source)
+        return operation, self._post(operation, sends, receives)
 
-    def _post(self, waiting: Waiting, sends: Transfers, receives: Transfers) -> list[Any]:
-        watch = self._common.watch
-        watch.refuse_after_failure(waiting)
-        # sizes are part of the tag: where ranks differ, nothing arrives, and the watch finds out why
-        tag = KINDS[waiting.kind] << 27 | (waiting.count % COUNTS) << 17 | zlib.crc32(waiting.detail.encode()) & 0x1FFFF
+    def _post(self, operation: Operation, sends: Transfers, receives: Transfers) -> list[Any]:
+        observer = self._common.observer
+        observer.check(operation)
+        # sizes are part of the tag: where ranks differ, nothing arrives, and the observer finds out why
+        tag = (
+            KINDS[operation.kind] << 27
+            | (operation.count % COUNTS) << 17
+            | zlib.crc32(operation.detail.encode()) & 0x1FFFF
+        )
         try:
             return collectives.post(self._pg, sends, receives, tag)
         except RuntimeError as error:
-            raise watch.explain(waiting, error) from error
+            raise observer.failed(operation, error) from error
 
-    def _handle(self, waiting: Waiting, works: list[Any], finish: Callable[[], None], *memory: Tensor | None) -> Handle:
-        self._pending[id(waiting)] = tuple(tensor for tensor in memory if tensor is not None)
+    def _handle(
+        self, operation: Operation, works: list[Any], finish: Callable[[], None], *memory: Tensor | None
+    ) -> Handle:
+        self._pending[id(operation)] = tuple(tensor for tensor in memory if tensor is not None)
 
         def complete() -> None:
-            self._wait(waiting, works)
-            del self._pending[id(waiting)]
+            self._wait(operation, works)
+            del self._pending[id(operation)]
             finish()
 
         return Handle(complete)
 
-    def _wait(self, waiting: Waiting, works: list[Any]) -> None:
-        with self._common.watch.over(waiting):
+    def _wait(self, operation: Operation, works: list[Any]) -> None:
+        with self._common.observer.waiting(operation):
             for work in works:
                 work.wait()
 
@@ -81,25 +87,25 @@ class PeerGroup(CommonGroup):
             scratch = torch.empty((self.size - 1) * span, dtype=bucket.dtype)
         arrived = {peer: scratch[i * span : (i + 1) * span] for i, peer in enumerate(self._peers)}
         sends = [(peer, own(bucket, peer, self.size)) for peer in self._peers]
-        waiting, works = self._start("reduce_scatter", detail(bucket), sends, list(arrived.items()))
+        operation, works = self._start("reduce_scatter", detail(bucket), sends, list(arrived.items()))
         sources = [arrived[r] if r != self.rank else own(bucket, r, self.size) for r in range(self.size)]
 
         def finish() -> None:
             if span:
                 add_up(out, sources, add=add, scale=scale, squares=squares)
 
-        return self._handle(waiting, works, finish, bucket, scratch, out)
+        return self._handle(operation, works, finish, bucket, scratch, out)
 
     def _all_gather(self, full: Tensor, shard: Tensor | None) -> Handle:
         mine = own(full, self.rank, self.size)
         if shard is not None:
             mine.copy_(shard)
-        waiting, works = self._start("all_gather", detail(full), *self._spread(full))
-        return self._handle(waiting, works, _nothing, full)
+        operation, works = self._start("all_gather", detail(full), *self._spread(full))
+        return self._handle(operation, works, _nothing, full)
 
     def _publish(self, full: Tensor) -> Handle:
-        waiting, works = self._start("publish", detail(full), *self._spread(full))
-        return self._handle(waiting, works, _nothing, full)
+        operation, works = self._start("publish", detail(full), *self._spread(full))
+        return self._handle(operation, works, _nothing, full)
 
     def _spread(self, full: Tensor) -> tuple[Transfers, Transfers]:
         """The own span to everyone, everyone's to its place."""
@@ -116,45 +122,45 @@ class PeerGroup(CommonGroup):
         scratch = torch.empty(peers * span, dtype=tensor.dtype) if scratch is None else scratch[: peers * span]
         arrived = dict(zip(self._peers, scratch.view(peers, span), strict=True))
         sends = [(peer, spans[peer]) for peer in self._peers]
-        waiting, works = self._start("all_reduce", f"{op} of {detail(tensor)}", sends, list(arrived.items()))
+        operation, works = self._start("all_reduce", f"{op} of {detail(tensor)}", sends, list(arrived.items()))
 
         def finish() -> None:
             _combine(spans[self.rank], {**arrived, self.rank: spans[self.rank]}, op)
-            second = self._common.ledger.again(waiting)
+            second = self._common.ledger.again(operation)
             self._wait(second, self._post(second, *self._spread(tensor)))
 
-        return self._handle(waiting, works, finish, tensor, scratch)
+        return self._handle(operation, works, finish, tensor, scratch)
 
     def _all_reduce_cell(self, tensor: Tensor, op: str) -> Handle:
-        waiting = self._common.ledger.begin("all_reduce", f"{op} of {detail(tensor)}")
-        watch = self._common.watch
-        watch.refuse_after_failure(waiting)
+        operation = self._common.ledger.begin("all_reduce", f"{op} of {detail(tensor)}")
+        observer = self._common.observer
+        observer.check(operation)
         cells = torch.zeros(self.size * CELL_NBYTES, dtype=torch.uint8)
-        head = torch.tensor([waiting.count, zlib.crc32(waiting.detail.encode())])
+        head = torch.tensor([operation.count, zlib.crc32(operation.detail.encode())])
         mine = torch.cat([head.view(torch.uint8), tensor.view(torch.uint8)])
         own(cells, self.rank, self.size)[: mine.numel()] = mine
         try:
             work = collectives.all_gather(self._pg, cells, own(cells, self.rank, self.size).clone())
         except RuntimeError as error:
-            raise watch.explain(waiting, error) from error
+            raise observer.failed(operation, error) from error
 
         def finish() -> None:
             rows = cells.view(self.size, CELL_NBYTES)
             heads = rows[:, :HEAD_NBYTES]
             if any(not torch.equal(one, heads[self.rank]) for one in heads):
-                raise watch.unlike(waiting)
+                raise observer.unlike(operation)
             parts = rows[:, HEAD_NBYTES : mine.numel()].contiguous().view(tensor.dtype)
             _combine(tensor, dict(enumerate(parts)), op)
 
-        return self._handle(waiting, [work], finish, tensor, cells)
+        return self._handle(operation, [work], finish, tensor, cells)
 
     def _all_reduce_whole(self, tensor: Tensor, op: str) -> Handle:
         scratch = torch.empty((self.size - 1, tensor.numel()), dtype=tensor.dtype)
         arrived = dict(zip(self._peers, scratch, strict=True))
         sends = [(peer, tensor) for peer in self._peers]
-        waiting, works = self._start("all_reduce", f"{op} of {detail(tensor)}", sends, list(arrived.items()))
+        operation, works = self._start("all_reduce", f"{op} of {detail(tensor)}", sends, list(arrived.items()))
         return self._handle(
-            waiting, works, lambda: _combine(tensor, {**arrived, self.rank: tensor}, op), tensor, scratch
+            operation, works, lambda: _combine(tensor, {**arrived, self.rank: tensor}, op), tensor, scratch
         )
 
     def _all_reduce_nbytes(self, tensor: Tensor) -> int:
@@ -169,8 +175,8 @@ class PeerGroup(CommonGroup):
     def _broadcast(self, tensor: Tensor, src: int) -> Handle:
         sends = [(peer, tensor) for peer in self._peers] if self.rank == src else []
         receives = [(src, tensor)] if self.rank != src else []
-        waiting, works = self._start("broadcast", f"{detail(tensor)} from rank {src}", sends, receives, src)
-        return self._handle(waiting, works, _nothing, tensor)
+        operation, works = self._start("broadcast", f"{detail(tensor)} from rank {src}", sends, receives, src)
+        return self._handle(operation, works, _nothing, tensor)
 
 
 def _spans(tensor: Tensor, size: int) -> list[Tensor]:

@@ -177,6 +177,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "zk_sumsq_partials": (c_int64, [c_void_p, c_int64]),
     "zk_sumsq": (c_int, [c_void_p, c_void_p, c_int64, c_uint32, c_void_p, c_void_p]),
     "zk_accumulate": (c_int, _ACCUMULATION),
+    "zk_collect": (c_int, [c_void_p, c_uint32, c_void_p, c_void_p, c_void_p, c_int64, c_uint32, c_int]),
     "zk_accumulate_sumsq": (c_int, [*_ACCUMULATION, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "zk_convert": (c_int, [c_uint32, c_void_p, c_void_p, c_void_p, c_int64]),
     "zk_stream": (c_int, [_POINTERS, c_int, _POINTERS, c_int, _POINTERS, c_int, c_int64]),

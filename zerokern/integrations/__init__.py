@@ -1,4 +1,4 @@
-"""zerokern inside of the frameworks that people train with; each module imports its framework, nothing else does."""
+"""Adapters for training frameworks; each module imports its framework, and nothing else does. See README.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__: list[str] = []
 
 
 def without(framework: str, error: ImportError) -> ImportError:
-    """What a module raises whose framework is not installed; another error of the framework's import stays as it is.
+    """Returns the error of a module whose framework is not installed; other import errors stay as they are.
 
     >>> str(without("lightning", ModuleNotFoundError("No module named 'lightning'", name="lightning")))
     "lightning is not installed; pip install 'zerokern[integrations]' brings it"

@@ -1,4 +1,4 @@
-"""Accelerate with a model that zk.shard has divided: nothing else wraps it, and every button of Accelerate's works."""
+"""An Accelerator that prepares, clips, saves and loads models that `zk.shard` has divided."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ImportError as error:
 import zerokern as zk
 from zerokern import checkpoint
 from zerokern.api import sharding_of
-from zerokern.integrations.divided import check_model, check_optimizer, is_sharded, trains
+from zerokern.integrations.sharded_model import check_model, check_optimizer, is_sharded, trains
 from zerokern.optim.base import FusedOptimizer
 from zerokern.zero import shard_of
 
@@ -31,7 +31,7 @@ FOLDER = "zerokern"  # within what Accelerate and Trainer call a checkpoint
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer within Accelerate's.
+    """Returns the optimizer within Accelerate's.
 
     >>> opt = zk.SGD([torch.zeros(1)])
     >>> unwrapped(opt) is opt
@@ -43,7 +43,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 class Accelerator(accelerate.Accelerator):
-    """`accelerate.Accelerator`, which also prepares a model that zk.shard has divided; all else goes the usual way.
+    """Extends `accelerate.Accelerator` to models that zk.shard has divided; others go the usual way.
 
     Shard the model when the Accelerator has started the process group, then give it to `prepare`. `accumulate`,
     `clip_grad_norm_`, `save_state`, `load_state` and `get_state_dict` know about shards.
@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[AcceleratedOptimizer]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's; what cannot work with a divided model is refused before anything is wrapped."""
+        """Prepares as Accelerate does; refuses what cannot work with a divided model before anything is wrapped."""
         for one in args:
             if isinstance(one, nn.Module) and is_sharded(one):
                 check_model(one, self)
@@ -69,14 +69,14 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As Accelerate's; a divided model gets its autocast, and no DDP."""
+        """Prepares as Accelerate does; a divided model gets its autocast, and no DDP."""
         if not is_sharded(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
         check_model(model, self)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As Accelerate's; state of ours stays where it is, and LR schedulers learn of the steps that one skips."""
+        """Prepares as Accelerate does; our state stays in its tier, and LR schedulers are told of skipped steps."""
         check_optimizer(unwrapped(optimizer), self.scaler is not None)
         ours = isinstance(unwrapped(optimizer), FusedOptimizer)
         prepared = super().prepare_optimizer(optimizer, False if ours else device_placement)
@@ -85,11 +85,11 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """As Accelerate's, and `zk.no_sync` for a divided model."""
+        """Returns Accelerate's context manager, or `zk.no_sync` for a divided model."""
         return zk.no_sync(model) if is_sharded(model) else super().no_sync(model)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As Accelerate's; the norm of divided gradients is that of all ranks."""
+        """Clips as Accelerate does; the norm of divided gradients is that of all ranks."""
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if all(shard_of(param) is None for param in listed):
             return super().clip_grad_norm_(listed, max_norm, norm_type)
@@ -97,7 +97,7 @@ class Accelerator(accelerate.Accelerator):
         return zk.clip_grad_norm_(listed, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Of a divided model: all of it, in host memory, on the main process; the others help and get nothing."""
+        """Returns all of a divided model in host memory on the main process, and nothing on the others, which help."""
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         whole: dict[int, Tensor] = {}
@@ -109,7 +109,7 @@ class Accelerator(accelerate.Accelerator):
         return {key: whole[id(one)] if id(one) in whole else one.detach().cpu() for key, one in shown.items()}
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **settings: Any) -> Any:
-        """As Accelerate's; each divided model goes with its optimizers to a folder of `zk.save` within the other."""
+        """Saves as Accelerate does; each divided model with its optimizers by `zk.save`, into a folder within."""
         with self._withheld() as held:
             folder = super().save_state(output_dir, safe_serialization, **settings)
         for number, (model, optimizers) in enumerate(held):
@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **settings: Any) -> None:
-        """As Accelerate's, of what `save_state` saved; on any number of ranks and at any stage."""
+        """Loads what `save_state` saved, on any number of ranks and at any stage."""
         found: list[str] = []
         handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
         try:
@@ -130,7 +130,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _withheld(self) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:
-        """Accelerate's own saving meets neither divided models nor their optimizers."""
+        """Context manager that hides divided models and their optimizers from Accelerate; yields them, paired."""
         models, optimizers = self._models, self._optimizers
         divided = [model for model in models if is_sharded(model)]
         pairs = [(model, [one for one in optimizers if trains(one, model)]) for model in divided]
@@ -144,7 +144,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _Scaled(AcceleratedOptimizer):
-    """Our optimizers skip steps themselves; Accelerate looks only at whether they were called."""
+    """Tells Accelerate of steps that our optimizers skip; it looks only at whether they were called."""
 
     def step(self, closure: Any = None) -> None:
         skipped = self.optimizer.skipped_steps

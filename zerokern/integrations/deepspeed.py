@@ -1,6 +1,6 @@
-"""zk.from_deepspeed: a DeepSpeed configuration, read once, becomes keyword arguments.
+"""`zk.from_deepspeed`: turns a DeepSpeed configuration into keyword arguments.
 
-Every key is judged first, by `deepspeed_keys`; those that are mapped become keywords then.
+First `deepspeed_keys` says of every key what becomes of it; then those that are mapped become keywords.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zerokern.io.place import below
 __all__ = ["Settings", "from_deepspeed"]
 
 SECTIONS = {".".join(path.split(".")[:depth]) for path in KEYS for depth in range(1, path.count(".") + 1)}
-COMPUTED = {"train_batch_size", "zero_optimization.reduce_bucket_size"}  # "auto" there needs nobody
+COMPUTED = {"train_batch_size", "zero_optimization.reduce_bucket_size"}  # "auto" there needs no value from the caller
 CLIPS_AT = 1.0  # what DeepSpeed does since June 2026 where a configuration says nothing of it; before, it did not clip
 CLASSES = {"adam": optim.Adam, "adamw": optim.AdamW, "lion": optim.Lion, "adagrad": optim.Adagrad, "sgd": optim.SGD}
 PARAMS = "optimizer.params."
@@ -38,12 +38,41 @@ DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
 }
-Values = Mapping[str, Any]
+
+
+class _Values(dict[str, Any]):
+    """Reads keys such as `zero_optimization.stage` by type, and refuses wrong values by name."""
+
+    def flag(self, path: str, default: bool = False) -> bool:
+        value = self.get(path, default)
+        if not isinstance(value, bool):
+            raise TypeError(got(path, value, "true or false"))
+        return value
+
+    def number(self, path: str, default: float) -> float:
+        value = self.get(path, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(got(path, value, "a number"))
+        return value
+
+    def count(self, path: str) -> int | None:
+        if self.get(path) is None:
+            return None
+        value = self.number(path, 0)
+        if value < 1 or value != int(value):
+            raise ValueError(got(path, value, "a whole number > 0"))
+        return int(value)
+
+    def dtype(self, path: str) -> torch.dtype | None:
+        value = self.get(path)
+        if value is not None and value not in DTYPES:
+            raise ValueError(got(path, value, "fp32, bf16 or fp16"))
+        return None if value is None else DTYPES[value]
 
 
 @dataclass
 class Settings:
-    """What a DeepSpeed configuration asks for, as keywords; and, printed, what became of each of its keys.
+    """Holds what a DeepSpeed configuration asks for, as keywords; printed, it says what became of each key.
 
     >>> import zerokern as zk
     >>> settings = from_deepspeed({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5})
@@ -64,26 +93,26 @@ class Settings:
     yours: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        optimizer = self.optimizer.__name__ if self.optimizer else "<your optimizer>"
+        optimizer = f"zk.{self.optimizer.__name__}" if self.optimizer else "<your optimizer>"
         calls = {
             "zk.shard": self.shard,
-            f"zk.{optimizer}" if self.optimizer else optimizer: self.arguments,
+            optimizer: self.arguments,
             "torch.amp.GradScaler": self.scaler,
             "torch.autocast": self.autocast,
             "zk.save": self.save or None,
         }
-        said = {"keywords": {name: _call(given) for name, given in calls.items() if given is not None}}
-        said["keywords"]["accumulation"] = f"{self.accumulation} backward passes for each step"
-        said |= {name: getattr(self, name) for name in ("mapped", "ignored", "yours")}
+        keywords = {
+            name: ", ".join(f"{key}={value!r}" for key, value in given.items()) or "no keywords"
+            for name, given in calls.items()
+            if given is not None
+        }
+        keywords["accumulation"] = f"{self.accumulation} backward passes for each step"
+        parts = {"keywords": keywords, "mapped": self.mapped, "ignored": self.ignored, "yours": self.yours}
+        width = max(len(name) for rows in parts.values() for name in rows)
         lines = []
-        width = max(len(name) for rows in said.values() for name in rows)
-        for title, rows in said.items():
+        for title, rows in parts.items():
             lines += [title, *(f"  {name:<{width}}  {says}" for name, says in rows.items())] if rows else []
         return "\n".join(lines)
-
-
-def _call(given: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in given.items()) or "no keywords"
 
 
 def from_deepspeed(
@@ -122,22 +151,26 @@ def from_deepspeed(
     optimizer, arguments = _optimizer(values, rank)
     for path in left:
         arguments.pop("max_grad_norm" if path == "gradient_clipping" else path.removeprefix(PARAMS), None)
+    autocast: dict[str, Any] | None = None
+    if values.flag("torch_autocast.enabled"):
+        dtype = values.dtype("torch_autocast.dtype")
+        autocast = {} if dtype is None else {"dtype": dtype}
+    accumulation, micro_batch = _accumulation(values, world or size)
     return Settings(
-        _sharding(values),
-        optimizer,
-        arguments,
-        _scaler(values),
-        _autocast(values),
-        *_accumulation(values, world or size),
-        {"wait": False} if values.get("checkpoint.writer.decoupled") else {},
-        told["mapped"],
-        told["ignored"],
-        told["yours"],
+        shard=_sharding(values),
+        optimizer=optimizer,
+        arguments=arguments,
+        scaler=_scaler(values),
+        autocast=autocast,
+        accumulation=accumulation,
+        micro_batch=micro_batch,
+        save={"wait": False} if values.get("checkpoint.writer.decoupled") else {},
+        **{name: told[name] for name in ("mapped", "ignored", "yours")},
     )
 
 
 def _judged(values: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """What becomes of each key, by kind."""
+    """Returns what becomes of each key, by kind."""
     told: dict[str, dict[str, str]] = {kind: {} for kind in ("mapped", "ignored", "yours", "refused", "unknown")}
     for path, value in values.items():
         key = KEYS.get(path)
@@ -163,7 +196,7 @@ def _refuse(told: Mapping[str, Mapping[str, str]], lacking: list[str], optimizer
 
 
 def _rows_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """Keys with their values, as `zero_optimization.stage`."""
+    """Returns values by keys such as `zero_optimization.stage`."""
     config = dict(config if isinstance(config, Mapping) else _read(Path(config)))
     if isinstance(config.get("zero_optimization"), bool):  # the form of 2019
         config["zero_optimization"] = {"stage": int(config["zero_optimization"])}
@@ -208,9 +241,9 @@ def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise TypeError(got(path, value, "a section of keys, or null"))
 
 
-def _filled(rows: Mapping[str, Any], auto: Any) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The rows with values for "auto"; the keys that have none yet; and those that `auto` leaves to the caller."""
-    values, lacking, left = dict(rows), [], []
+def _filled(rows: Mapping[str, Any], auto: Any) -> tuple[_Values, list[str], list[str]]:
+    """Returns the rows with values for "auto", the keys that have none yet, and those that `auto` leaves to you."""
+    values, lacking, left = _Values(rows), [], []
     judged = [path for path in rows if path in KEYS and KEYS[path].kind in ("mapped", "refused")]
     asked = [path for path in judged if isinstance(rows[path], str) and rows[path] == "auto"]
     if isinstance(auto, Mapping):
@@ -234,7 +267,7 @@ def _filled(rows: Mapping[str, Any], auto: Any) -> tuple[dict[str, Any], list[st
 
 
 def _near(path: str) -> str:
-    """What an unknown key may have been meant to be."""
+    """Returns what an unknown key may have been meant to be."""
     names = [*SECTIONS, *KEYS]
     whole = difflib.get_close_matches(path, names, n=2, cutoff=0.85)
     last = path.rpartition(".")[2]  # the right key in the wrong section
@@ -242,59 +275,21 @@ def _near(path: str) -> str:
     return ", ".join(list(dict.fromkeys([*whole, *elsewhere]))[:3])
 
 
-def _flag(values: Values, path: str, default: bool = False) -> bool:
-    value = values.get(path, default)
-    if not isinstance(value, bool):
-        raise TypeError(got(path, value, "true or false"))
-    return value
-
-
-def _number(values: Values, path: str, default: float) -> float:
-    value = values.get(path, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(got(path, value, "a number"))
-    return value
-
-
-def _count(values: Values, path: str) -> int | None:
-    if values.get(path) is None:
-        return None
-    value = _number(values, path, 0)
-    if value < 1 or value != int(value):
-        raise ValueError(got(path, value, "a whole number > 0"))
-    return int(value)
-
-
-def _dtype(values: Values, path: str) -> torch.dtype | None:
-    value = values.get(path)
-    if value is not None and value not in DTYPES:
-        raise ValueError(got(path, value, "fp32, bf16 or fp16"))
-    return None if value is None else DTYPES[value]
-
-
-def _autocast(values: Values) -> dict[str, Any] | None:
-    """Keywords of `torch.autocast`, after the device's type."""
-    if not _flag(values, "torch_autocast.enabled"):
-        return None
-    dtype = _dtype(values, "torch_autocast.dtype")
-    return {} if dtype is None else {"dtype": dtype}
-
-
-def _sharding(values: Values) -> dict[str, Any]:
-    """Keywords of `zk.shard`."""
+def _sharding(values: _Values) -> dict[str, Any]:
+    """Returns the keywords of `zk.shard`."""
     stage = values.get("zero_optimization.stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(got("zero_optimization.stage", stage, "0, 1, 2 or 3"))
     shard: dict[str, Any] = {"stage": stage}
     compute = _compute_dtype(values)
-    ways = {path: _dtype(values, path) for path in ("communication_data_type", "data_types.grad_accum_dtype")}
+    ways = {path: values.dtype(path) for path in ("communication_data_type", "data_types.grad_accum_dtype")}
     chosen = {dtype for dtype in ways.values() if dtype is not None}
     if len(chosen) > 1:
         asked = ", ".join(f"{path} {values[path]}" for path in ways)
         raise ValueError(f"{asked}: must be one dtype, in which gradients travel and are added up")
     if compute or chosen:
         shard["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=next(iter(chosen), None))
-    numel = _count(values, "zero_optimization.reduce_bucket_size")
+    numel = values.count("zero_optimization.reduce_bucket_size")
     nbytes = None if numel is None else numel * (compute or torch.float32).itemsize
     if nbytes is not None and nbytes < BUCKET_BYTES:
         shard["bucket_bytes"] = nbytes
@@ -304,31 +299,31 @@ def _sharding(values: Values) -> dict[str, Any]:
     return shard | tier
 
 
-def _compute_dtype(values: Values) -> torch.dtype | None:
-    half, brain = _flag(values, "fp16.enabled"), _flag(values, "bf16.enabled")
+def _compute_dtype(values: _Values) -> torch.dtype | None:
+    half, brain = values.flag("fp16.enabled"), values.flag("bf16.enabled")
     if half and brain:
         raise ValueError("fp16.enabled and bf16.enabled are both true; allowed: one of them, as in DeepSpeed")
     dtype = torch.float16 if half else torch.bfloat16 if brain else None
-    asked = _dtype(values, "data_types.param_dtype")
+    asked = values.dtype("data_types.param_dtype")
     if asked is not None and asked != (dtype or torch.float32):
         raise ValueError(got("data_types.param_dtype", values["data_types.param_dtype"], "what fp16 and bf16 say"))
     return dtype
 
 
-def _scaler(values: Values) -> dict[str, Any] | None:
-    """Keywords of `torch.amp.GradScaler`, for fp16."""
-    if not _flag(values, "fp16.enabled"):
+def _scaler(values: _Values) -> dict[str, Any] | None:
+    """Returns the keywords of `torch.amp.GradScaler`, for fp16."""
+    if not values.flag("fp16.enabled"):
         return None
-    if _number(values, "fp16.loss_scale", 0):
+    if values.number("fp16.loss_scale", 0):
         advice = "Multiply the loss yourself, and give 0"
         raise ValueError(got("fp16.loss_scale", values["fp16.loss_scale"], "0, a dynamic scale", advice))
-    power, window = _number(values, "fp16.initial_scale_power", 16), _number(values, "fp16.loss_scale_window", 1000)
+    power, window = values.number("fp16.initial_scale_power", 16), values.number("fp16.loss_scale_window", 1000)
     return {"init_scale": 2.0**power, "growth_interval": int(window)}
 
 
-def _optimizer(values: Values, rank: int) -> tuple[type | None, dict[str, Any]]:
-    """The optimizer's class, if the configuration names one, and its keywords."""
-    params = {path.removeprefix(PARAMS): value for path, value in values.items() if path.startswith(PARAMS)}
+def _optimizer(values: _Values, rank: int) -> tuple[type | None, dict[str, Any]]:
+    """Returns the optimizer's class, if the configuration names one, and its keywords."""
+    params = _Values({path.removeprefix(PARAMS): one for path, one in values.items() if path.startswith(PARAMS)})
     kwargs: dict[str, Any] = {}
     found: type | None = None
     name = values.get("optimizer.type")
@@ -336,21 +331,21 @@ def _optimizer(values: Values, rank: int) -> tuple[type | None, dict[str, Any]]:
         raise ValueError(got("optimizer.type", name, "the name of an optimizer, since optimizer.params is there"))
     if name is not None:
         kind = str(name).lower()
-        if kind == "adam" and _flag(params, "adam_w_mode", True):
+        if kind == "adam" and params.flag("adam_w_mode", True):
             kind = "adamw"  # DeepSpeed's Adam decays as AdamW does, unless it is told otherwise
         found = CLASSES[kind]
         kwargs = _hyperparameters(found, kind, params)
-    kwargs["max_grad_norm"] = _number(values, "gradient_clipping", CLIPS_AT) or None
-    if any(_flag(values, f"{half}_master_weights_and_grads") for half in ("fp16.fp16", "bf16.bf16")):
+    kwargs["max_grad_norm"] = values.number("gradient_clipping", CLIPS_AT) or None
+    if any(values.flag(f"{half}_master_weights_and_grads") for half in ("fp16.fp16", "bf16.bf16")):
         kwargs["master_format"] = "none"
-    if _flag(values, "bf16.bf16_optimizer_states") or not _flag(params, "fp32_optimizer_states", True):
+    if values.flag("bf16.bf16_optimizer_states") or not params.flag("fp32_optimizer_states", True):
         kwargs["state_format"] = "bf16"
     return found, kwargs | _tier(values, "offload_optimizer", "cpu_offload", f"rank{rank}")
 
 
-def _hyperparameters(found: type, kind: str, params: Values) -> dict[str, Any]:
+def _hyperparameters(found: type, kind: str, params: _Values) -> dict[str, Any]:
     theirs = DEFAULTS["adam" if kind == "adamw" else kind]
-    if _flag(params, "torch_adam"):
+    if params.flag("torch_adam"):
         theirs = {}
     given = {name: value for name, value in params.items() if name not in SWITCHES and _is_mapped(name)}
     allowed = [name for name in inspect.signature(found).parameters if _is_mapped(name)]
@@ -367,13 +362,13 @@ def _is_mapped(name: str) -> bool:
     return key is not None and key.kind == "mapped"
 
 
-def _tier(values: Values, what: str, deprecated: str, *folder: str) -> dict[str, Any]:
-    """`folder`: in the one that DeepSpeed would use."""
+def _tier(values: _Values, what: str, deprecated: str, *folder: str) -> dict[str, Any]:
+    """Returns `tier=` for state or parameters; `folder` lies within the one that DeepSpeed would use."""
     section = f"zero_optimization.{what}"
     device = values.get(f"{section}.device") or "none"
     if device not in ("none", "cpu", "nvme"):
         raise ValueError(got(f"{section}.device", device, "none, cpu or nvme"))
-    if device == "none" and _flag(values, f"zero_optimization.{deprecated}"):
+    if device == "none" and values.flag(f"zero_optimization.{deprecated}"):
         device = "cpu"
     if device != "nvme":
         return {"tier": "cpu"} if device == "cpu" else {}
@@ -383,10 +378,10 @@ def _tier(values: Values, what: str, deprecated: str, *folder: str) -> dict[str,
     return {"tier": below(Nvme(path), "zerokern", *folder)}
 
 
-def _accumulation(values: Values, world: int) -> tuple[int, int | None]:
-    """Backward passes for each step, and samples for each of them on a rank, where that is known."""
+def _accumulation(values: _Values, world: int) -> tuple[int, int | None]:
+    """Returns backward passes for each step, and samples for each of them on a rank, where that is known."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    batch, micro, passes = (_count(values, name) for name in names)
+    batch, micro, passes = map(values.count, names)
     if batch is not None:
         if passes is None:
             passes = 1 if micro is None else batch // (micro * world)

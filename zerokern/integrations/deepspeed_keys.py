@@ -1,4 +1,4 @@
-"""Every key that DeepSpeed 0.19 reads from a training configuration, and what becomes of it here.
+"""Lists every key that DeepSpeed 0.19 reads from a training configuration, with what becomes of it.
 
 A key is *mapped* to a keyword; *ignored*, for the reason that stands beside it; left as *yours* because it belongs into
 the training loop; or *refused*, because something else would be trained than was asked for, or it would not fit.
@@ -15,8 +15,11 @@ __all__ = ["AUTO", "DEFAULTS", "KEYS", "Key"]
 
 @dataclass(frozen=True)
 class Key:
-    """`says`: the keyword, the reason, or what to do. `off`: values of a refused key that ask for nothing. `switch`: a
-    section that is judged as one, by this entry of it."""
+    """Says what becomes of one key. `says`: the keyword, the reason, or what to do.
+
+    `off`: values of a refused key that ask for nothing. `switch`: the entry that switches a section on, which then is
+    judged as a whole.
+    """
 
     kind: str
     says: str
@@ -24,7 +27,7 @@ class Key:
     switch: str | None = None
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for anything.
+        """Returns whether a value asks for anything.
 
         >>> Key("refused", "", switch="enabled").asks({"enabled": False})
         False
@@ -35,7 +38,7 @@ class Key:
 
 
 def _rows(kind: str, section: str, text: str) -> dict[str, Key]:
-    """One key a line, `name: what is said of it`; several names that share it are divided by spaces."""
+    """Reads a key per line, `name: says`; names that share a line are divided by spaces."""
     rows: dict[str, Key] = {}
     for line in text.strip().splitlines():
         names, _, says = line.strip().partition(": ")

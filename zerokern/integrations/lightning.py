@@ -1,4 +1,4 @@
-"""Lightning with a model that zk.shard divides: `Trainer(strategy="zerokern")`, and Lightning's own buttons."""
+"""`Trainer(strategy="zerokern")`: a Lightning strategy for models that `zk.shard` divides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import zerokern as zk
 from zerokern.checkpoint.extra import EachRank
 from zerokern.core.errors import ShardError, got
 from zerokern.core.units import Stage
-from zerokern.integrations.divided import check_optimizer
+from zerokern.integrations.sharded_model import check_optimizer
 from zerokern.optim.base import FusedOptimizer
 from zerokern.zero import shard_of
 from zerokern.zero.kinds import shardings_of
@@ -32,7 +32,7 @@ __all__ = ["ZerokernStrategy"]
 
 
 class ZerokernStrategy(DDPStrategy):
-    """A LightningModule under zk.shard, `gradient_clip_val` within the update, checkpoints that are folders of zk.save.
+    """Trains a LightningModule under zk.shard; clips within the update; checkpoints are folders of zk.save.
 
     What `configure_model()` has sharded (or zk.build) stays; else all is sharded at `stage` (2), with the keywords
     `shard_settings` of zk.shard. Accumulated batches are reduced together at stages 0 and 1, else one by one.
@@ -126,7 +126,7 @@ class ZerokernStrategy(DDPStrategy):
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """`load_checkpoint` has done it."""
+        """Does nothing: `load_checkpoint` has loaded it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:

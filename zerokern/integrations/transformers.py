@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: an optimizer for its public hook, and models that zk.shard has divided."""
+"""A Trainer of Hugging Face for models that `zk.shard` has divided, and an optimizer for any Trainer's public hook."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ except ImportError as error:
     raise without("accelerate", error) from error
 
 import zerokern as zk
-from zerokern import checkpoint, interop
+from zerokern import interop
+from zerokern.checkpoint import load, save
 from zerokern.core.errors import StateError, got, say_once
 from zerokern.integrations.accelerate import FOLDER, Accelerator, unwrapped
-from zerokern.integrations.divided import check_model, is_sharded
+from zerokern.integrations.sharded_model import check_model, is_sharded
 from zerokern.optim.base import FusedOptimizer
 
 __all__ = ["Trainer", "TrainerMixin", "optimizer_cls_and_kwargs"]
@@ -37,7 +38,7 @@ _Any: Any = object  # whichever Trainer comes behind the mixin
 
 
 def optimizer_cls_and_kwargs(args: TrainingArguments, **settings: Any) -> tuple[type[zk.AdamW], dict[str, Any]]:
-    """For any Trainer's `optimizer_cls_and_kwargs=`: `zk.AdamW` with the arguments' rate, betas, eps, and `settings`.
+    """Returns `zk.AdamW` with the arguments' rate, betas, eps and `settings`, for any Trainer's argument of this name.
 
     Trainer clips (`max_grad_norm` of the arguments), and gives `weight_decay` to the parameters that it is for.
 
@@ -50,8 +51,8 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, **settings: Any) -> tuple[
 
 
 class TrainerMixin(_Any):
-    """What makes a Trainer take a model that zk.shard has divided; in front of any of them, such as TRL's:
-    `class Tuner(TrainerMixin, SFTTrainer)`. With other models it does as ever, and reads checkpoints of `zk.save` too.
+    """Makes any Trainer, such as one of TRL, take a model that zk.shard has divided: `class Tuner(TrainerMixin,
+    SFTTrainer)`. With other models the Trainer works as ever, and reads checkpoints of `zk.save` too.
 
     >>> issubclass(Trainer, TrainerMixin)
     True
@@ -67,7 +68,7 @@ class TrainerMixin(_Any):
             self._check_arguments()
 
     def _check_arguments(self) -> None:
-        """What would move, convert or copy a divided model is refused before it is tried."""
+        """Raises where an argument would make Trainer move, convert or copy a divided model."""
         refused = {
             "auto_find_batch_size": "it would begin anew with a model that has been trained",
             "bf16_full_eval": "it would convert a divided model; evaluate in the dtype that it is trained in",
@@ -86,7 +87,7 @@ class TrainerMixin(_Any):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, *arguments: Any, **settings: Any) -> Any:
-        """Trainer's; a divided model gets `zk.AdamW` where AdamW is asked for, and nothing else by name."""
+        """Creates Trainer's optimizer; a divided model gets `zk.AdamW` for AdamW, and nothing else by name."""
         asked = getattr(self.args.optim, "value", self.args.optim)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and is_sharded(self.model):
             if asked not in ("adamw_torch", "adamw_torch_fused"):
@@ -104,7 +105,7 @@ class TrainerMixin(_Any):
         super()._maybe_log_save_evaluate(*arguments, **settings)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's; a divided model comes to the main process one bucket at a time, and `from_pretrained` reads it."""
+        """Saves for `from_pretrained`; a divided model comes to the main process one bucket at a time."""
         if not is_sharded(self.model):
             super().save_model(output_dir, _internal_call)
             return
@@ -119,7 +120,7 @@ class TrainerMixin(_Any):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         extra = {"scheduler": self.lr_scheduler}
-        checkpoint.save(Path(output_dir) / FOLDER, self.model, unwrapped(self.optimizer), extra, rng=False)
+        save(Path(output_dir) / FOLDER, self.model, unwrapped(self.optimizer), extra, rng=False)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
@@ -143,14 +144,14 @@ class TrainerMixin(_Any):
         saved = None if checkpoint is None else Path(checkpoint) / FOLDER
         if saved is not None and saved.is_dir():
             extra = {"scheduler": self.lr_scheduler}
-            checkpoint.load(saved, self.model, unwrapped(self.optimizer), extra=extra, rng=False)
+            load(saved, self.model, unwrapped(self.optimizer), extra=extra, rng=False)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
         if (best / FOLDER).is_dir():
-            checkpoint.load(best / FOLDER, self.model, rng=False)
+            load(best / FOLDER, self.model, rng=False)
         elif is_sharded(self.model):
             self._load_weights(str(best))
         else:
@@ -158,7 +159,7 @@ class TrainerMixin(_Any):
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
-    """`transformers.Trainer`, for models that zk.shard has divided as well.
+    """Extends `transformers.Trainer` to models that zk.shard has divided.
 
     Shard the model when the arguments have started the process group: `args.device` does that.
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.index import unfit
-from zerokern.checkpoint.published import Held
 from zerokern.core.errors import BudgetError, IoError, got
 from zerokern.interop.tensorfile import INDEX, SINGLE, Header, read_header, read_index
 from zerokern.io.advice import on_disk, refused
@@ -47,7 +47,7 @@ def file_names(count: int, token: str = "") -> list[str]:
     return [f"model{middle}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def headers_of(path: Path, held: Held) -> list[Header]:
+def headers_of(path: Path, held: OpenFiles) -> list[Header]:
     """The checked headers of a safetensors file, or of the files that a folder's weights consist of; `held` has them.
 
     A single `model.safetensors` counts before an index, as it does for Hugging Face.
@@ -70,12 +70,12 @@ def headers_of(path: Path, held: Held) -> list[Header]:
     raise unfit(path, f"holds neither {SINGLE} nor {INDEX}, but {there}; {do}", 0)
 
 
-def _header(path: Path, held: Held) -> Header:
+def _header(path: Path, held: OpenFiles) -> Header:
     with on_disk(path, "cannot read"):
         return read_header(path, held.fd(path))
 
 
-def _indexed(folder: Path, weight_map: Mapping[str, str], held: Held) -> list[Header]:
+def _indexed(folder: Path, weight_map: Mapping[str, str], held: OpenFiles) -> list[Header]:
     headers = []
     for file in dict.fromkeys(weight_map.values()):
         if not (folder / file).exists():

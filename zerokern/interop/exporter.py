@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -14,23 +17,72 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokern.checkpoint.files import PartsWriter
+from zerokern.checkpoint.files import PartsWriter, Slots, put
+from zerokern.checkpoint.partial import PartialModel, model_of, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
 from zerokern.checkpoint.ranks import Ranks, absolute, refuse_unusable
-from zerokern.checkpoint.stages import Stages, shared, whole_of
-from zerokern.checkpoint.staging import Staging, put
-from zerokern.checkpoint.subject import named_tensors
-from zerokern.core.errors import got
+from zerokern.checkpoint.training_state import NamedSpan, layout_of, named_tensors, spans
+from zerokern.core.errors import StateError, got
 from zerokern.core.units import parse_nbytes
 from zerokern.interop.exported import BESIDE, Target, begun
-from zerokern.interop.tensorfile import Beginning, header
-from zerokern.interop.weights import FLOATS, Weight, digest, of_all_stages, portions, same_on_all, weights
+from zerokern.interop.tensorfile import FLOATS, Beginning, header
 from zerokern.io.advice import on_disk
 from zerokern.io.renaming import Folder
+from zerokern.kernels import join
+from zerokern.optim.base import FusedOptimizer
+from zerokern.optim.exchange import Column, Exchange
+from zerokern.zero.kinds import here_of, present
+from zerokern.zero.shard import Shard, shard_of
 
 __all__ = ["export"]
 
 AROUND = ("module", "_orig_mod")
+SMALL_NBYTES = 1 << 20  # of what several ranks have, one writes all
+Interval = tuple[int, int]  # start, numel
+Values = Callable[[int, int], Tensor]  # returns elements from begin to end, 1-D
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements [start, start + numel) of a tensor; `take(begin, end)` gives some of them, 1-D, counted from `start`."""
+
+    start: int
+    numel: int
+    take: Values
+
+
+@dataclass
+class Weight:
+    """A tensor under the name and in the dtype that it will have in the file, and what is here of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[Elements] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def intervals(self) -> list[Interval]:
+        return [(part.start, part.numel) for part in self.parts if part.numel]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Elements [begin, end) of a part go to `offset` of a file."""
+
+    file: int
+    offset: int
+    dtype: torch.dtype
+    take: Values
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.begin) * self.dtype.itemsize
 
 
 def export(
@@ -72,7 +124,7 @@ def export(
     ...     zk.load_pretrained(torch.nn.Linear(3, 2), folder)
     Unmatched(missing=[], unexpected=[])
     """
-    ranks, model = Ranks.of(group, "zk.export"), whole_of(model)
+    ranks, model = Ranks.of(group, "zk.export"), model_of(model)
     folder = absolute(path)
     mine: list[Weight] = []
     files: list[Beginning] = []
@@ -84,17 +136,21 @@ def export(
     def find() -> None:
         mine.extend(weights(model, dtype, opt, str if rename is None else rename, copies))
 
-    def lay_out() -> tuple[str, list[list[tuple[int, int]]]]:
+    def lay_out() -> tuple[str, list[list[Interval]]]:
         most = parse_nbytes("max_shard_nbytes", max_shard_nbytes)
         files.extend(_files(held, most, {"format": "pt", **_checked(dtype, opt, metadata)}))
-        return digest(held), [one.intervals for one in held]
+        return _digest(held), [one.intervals for one in held]
 
     ranks.each("look at the model", look)
-    copies = shared(ranks, model, lambda: named_tensors(model)).copies
+    copies = shared_weights(ranks, model, lambda: named_tensors(model)).copies
     ranks.each("find the weights", find)
-    held = of_all_stages(ranks, model, mine)
+    held = mine
+    if isinstance(model, PartialModel):  # all weights of the whole model, of which nothing is here but these
+        there = {one.name: one for one in mine}
+        rows = model.merge_rows(ranks, _digest(mine), [(one.name, one.dtype, one.shape) for one in mine])
+        held = [there.get(row[0]) or Weight(*row) for row in rows]
     everyone = ranks.each("lay out the files", lay_out)
-    same_on_all(held, everyone)
+    _refuse_incomplete(held, everyone)
     intervals = [[rows[number] for _, rows in everyone] for number in range(len(held))]
     target: list[Target] = []
 
@@ -113,8 +169,8 @@ def export(
             ranks.each("write", lambda: _write(folder, names, share, moved))
         ranks.lead("publish", lambda: target[0].publish(_beside(model, dtype)))
     except BaseException:
-        for there in target:
-            there.abandon()
+        for begun_one in target:
+            begun_one.abandon()
         raise
 
 
@@ -135,7 +191,7 @@ def _checked(dtype: Any, opt: Any, metadata: Any) -> dict[str, str]:
 
 
 def _files(held: Iterable[Weight], most: int, metadata: Mapping[str, str]) -> list[Beginning]:
-    """In the model's order, as many tensors into each file as fit; one that is larger has a file of its own."""
+    """Lays tensors out in the model's order, as many into each file as fit; a larger one has a file of its own."""
     rows: list[list[tuple[str, torch.dtype, Sequence[int]]]] = [[]]
     used = 0
     for one in held:
@@ -147,29 +203,13 @@ def _files(held: Iterable[Weight], most: int, metadata: Mapping[str, str]) -> li
     return [header(some, metadata) for some in rows]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Elements [begin, end) of a part go to `offset` of a file."""
-
-    file: int
-    offset: int
-    dtype: torch.dtype
-    take: Callable[[int, int], Tensor]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return (self.end - self.begin) * self.dtype.itemsize
-
-
 def _share(
     files: Sequence[Beginning],
     held: Sequence[Weight],
-    intervals: Sequence[Sequence[Sequence[tuple[int, int]]]],
+    intervals: Sequence[Sequence[Sequence[Interval]]],
     rank: int,
 ) -> list[_Run]:
-    """What this rank writes, in the order of the files."""
+    """Returns what this rank writes, in the order of the files."""
     homes = {name: (number, offset) for number, file in enumerate(files) for name, offset in file.offsets.items()}
     runs, start_of = [], attrgetter("start")
     for turn, (one, theirs) in enumerate(zip(held, intervals, strict=True)):
@@ -185,15 +225,15 @@ def _share(
 @torch.no_grad()
 def _write(folder: Path, names: Sequence[str], share: Sequence[_Run], progress: Progress) -> None:
     with on_disk(folder, "cannot write"):
-        inside, staging = Folder(folder), Staging(folder)
-    with inside, staging:
+        inside, slots = Folder(folder), Slots(folder)
+    with inside, slots:
         for number, name in enumerate(names):
             path = folder / name
             with (
                 on_disk(path, "cannot write"),
                 begun(inside, name) as direct,
                 begun(inside, name) as cached,
-                PartsWriter(staging, path, direct, cached) as file,
+                PartsWriter(slots, path, direct, cached) as file,
             ):
                 for run in (run for run in share if run.file == number):
                     _write_run(file, run, progress)
@@ -212,7 +252,7 @@ def _write_run(file: PartsWriter, run: _Run, progress: Progress) -> None:
 
 def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
     """A transformers model knows its config; with it `from_pretrained` reads the folder."""
-    if isinstance(model, Stages):
+    if isinstance(model, PartialModel):
         model = next(model.children())
     while (inner := next((one for name in AROUND if (one := getattr(model, name, None)) is not None), None)) and (
         isinstance(inner, nn.Module)
@@ -231,3 +271,204 @@ def _beside(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
                 config.dtype = str(dtype or floats[0]).removeprefix("torch.")
         found[name] = config.to_json_string().encode()
     return found
+
+
+def weights(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    opt: torch.optim.Optimizer | None,
+    rename: Callable[[str], str],
+    left_out: Collection[str] = (),
+) -> list[Weight]:
+    """Lists everything that this rank holds, in the model's order, but what is `left_out`.
+
+    >>> [(one.name, one.intervals) for one in weights(nn.Linear(3, 2), None, None, str.upper)]
+    [('WEIGHT', [(0, 6)]), ('BIAS', [(0, 2)])]
+    """
+    exact = {} if opt is None else exact_parts(model, opt)
+    made: dict[str, Weight] = {}
+    names: dict[str, str] = {}
+    for span in (span for span in spans(model) if span.name not in left_out):
+        name = names.setdefault(span.name, rename(span.name))
+        there = made.get(span.name)
+        if there is None:
+            wanted = dtype if dtype is not None and span.dtype in FLOATS else span.dtype
+            there = made[span.name] = Weight(name, wanted, tuple(span.shape))
+        if span.name in exact and there.dtype != span.dtype:
+            there.parts = exact[span.name]
+        else:
+            there.parts.append(Elements(span.start, span.numel, _of_span(span)))
+    _refuse_same_names(names)
+    return list(made.values())
+
+
+def _of_span(span: NamedSpan) -> Values:
+    """Takes elements of a span; what rests elsewhere is in memory as long as somebody has some of them."""
+
+    def values(begin: int, end: int) -> Tensor:
+        with span.opened() as flat:
+            return flat[begin:end]
+
+    return values
+
+
+def _joined(piece: Tensor, low: Tensor) -> Values:
+    """Takes the exact values of a piece and its remainders."""
+
+    def values(begin: int, end: int) -> Tensor:
+        with present(piece):
+            return join(piece.detach().view(-1)[begin:end], low.view(-1)[begin:end])
+
+    return values
+
+
+def _within(flat: Tensor) -> Values:
+    return lambda begin, end: flat[begin:end]
+
+
+def _refuse_same_names(names: dict[str, str]) -> None:
+    known: dict[str, str] = {}
+    for name, renamed in names.items():
+        if not isinstance(renamed, str) or renamed == "__metadata__":
+            raise ValueError(f"rename({name!r}) is {renamed!r}; allowed: a name for the tensor, not '__metadata__'")
+        if known.setdefault(renamed, name) != name:
+            raise ValueError(
+                f"rename gives {known[renamed]!r} and {name!r} the same name {renamed!r}; names must differ"
+            )
+
+
+def _digest(held: Sequence[Weight]) -> str:
+    """Returns what two ranks have in common that write the same tensors."""
+    rows = [(one.name, str(one.dtype), one.shape) for one in held]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _refuse_incomplete(held: Sequence[Weight], everyone: Sequence[tuple[str, list[list[Interval]]]]) -> None:
+    """Raises unless all ranks have the same tensors and, between them, each element.
+
+    `everyone`: by rank, its `_digest` and the intervals of each weight.
+    """
+    different = [rank for rank, (said, _) in enumerate(everyone) if said != everyone[0][0]]
+    if different:
+        raise StateError(
+            f"ranks {', '.join(map(str, different))} have other tensors, shapes or dtypes than rank 0; one model is "
+            "exported at a time, by the ranks that hold it (group=...)"
+        )
+    for number, one in enumerate(held):
+        end = 0
+        for start, count in sorted({each for _, rows in everyone for each in rows[number]}):
+            if start > end:
+                break
+            end = max(end, start + count)
+        numel = math.prod(one.shape)
+        if end < numel:
+            raise StateError(
+                f"no rank that takes part holds elements from {end} on of {one.name!r}, which has {numel}; all ranks "
+                "that the model is sharded over call this together"
+            )
+
+
+def portions(everyone: Sequence[Sequence[Interval]], rank: int, itemsize: int, turn: int) -> list[Interval]:
+    """Returns what `rank` writes of a tensor of which each rank has these intervals: who has the same shares it.
+
+    >>> portions([[(0, 4)], [(4, 4)]], 1, 4, 0), portions([[(0, 1 << 20)]] * 2, 1, 4, 0)
+    ([(4, 4)], [(524288, 524288)])
+    >>> portions([[(0, 8)]] * 2, 0, 4, 0), portions([[(0, 8)]] * 2, 0, 4, 1)
+    ([(0, 8)], [])
+    """
+    mine = []
+    known = [set(theirs) for theirs in everyone]
+    for start, numel in everyone[rank]:
+        holders = [other for other, theirs in enumerate(known) if (start, numel) in theirs]
+        place, count = holders.index(rank), len(holders)
+        if numel * itemsize <= SMALL_NBYTES:
+            if place == turn % count:
+                mine.append((start, numel))
+            continue
+        begin, end = numel * place // count, numel * (place + 1) // count
+        mine.append((start + begin, end - begin))
+    return mine
+
+
+def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[Elements]]:
+    """Returns this rank's elements of the parameters that have a master, a remainder, or exact initial values.
+
+    >>> exact_parts(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
+    {}
+    """
+    found: dict[str, list[Elements]] = {}
+    layout = layout_of(model)
+    known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
+    for name, param in named_tensors(model).items():
+        home = shard_of(param)
+        piece, where, entry = known.get(id(param)) or known.get(id(getattr(home, "piece", None))) or (None, home, None)
+        values = None
+        if piece is not None and entry:
+            values = _of_state(piece, entry)
+        elif home is not None:
+            values, where = _initial(home, param), home
+        name, _, before = layout.place(name, param.shape)
+        if home is not None and not home.numel:
+            found.setdefault(name, [])  # its owner has them: what is whole here is rounded
+        elif values is not None:
+            runs = (here_of(param) if where is None else where.here).runs()
+            own = found.setdefault(name, [])
+            own += [Elements(before + start, numel, _from(values, first)) for start, numel, first in runs]
+    return found
+
+
+def _known(opt: FusedOptimizer) -> dict[int, tuple[Tensor, Any, Any]]:
+    """Returns for each parameter what is updated in its place, where that lies, and its state, as of the last step."""
+    ours = Exchange(opt)
+    ours.settle()
+    held = ours.held()
+    entries = [entry for *_, entry in held] if ours.disk is None else ours.entries()
+    return {id(param): (piece, home, entry) for (param, piece, home, _), entry in zip(held, entries, strict=True)}
+
+
+def _of_state(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
+    if any(isinstance(one, Column) for one in entry.values()):
+        return _from_disk(piece, entry)
+    if "master" in entry:
+        return _within(entry["master"].detach().reshape(-1))
+    if "remainder" in entry:
+        return _joined(piece, entry["remainder"].detach())
+    return None
+
+
+def _from_disk(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
+    """Takes state on disk: what lies in a record is in memory, and for as long as it is being written."""
+    key = next((key for key in ("master", "remainder") if isinstance(entry.get(key), Column)), None)
+    if key is None:
+        return None
+    column = entry[key]
+    places = sorted(column.places, key=attrgetter("start"))
+
+    def take(begin: int, end: int) -> Tensor:
+        made = torch.empty(end - begin, dtype=torch.float32, device="cpu")
+        first = bisect_right(places, begin, key=attrgetter("start")) - 1
+        for place in places[first:]:
+            low, high = max(begin, place.start), min(end, place.start + place.numel)
+            if low >= high:
+                break
+            found = column.read(place)[low - place.start : high - place.start]
+            if key == "master":
+                made[low - begin : high - begin] = found
+                continue
+            with present(piece):  # a view that outlives this would keep its memory
+                made[low - begin : high - begin] = join(piece.detach().view(-1)[low:high], found)
+        return made
+
+    return take
+
+
+def _initial(home: Shard, param: Tensor) -> Values | None:
+    """Takes what zk.shard or zk.load_pretrained has kept for an optimizer that has not stepped yet."""
+    kept = home.initial(param)
+    if kept is None:
+        return None
+    return _within(kept) if kept.dtype is torch.float32 else _joined(home.piece, kept)
+
+
+def _from(values: Values, first: int) -> Values:
+    return lambda begin, end: values(first + begin, first + end)

@@ -1,62 +1,194 @@
-"""Opens any checkpoint: ours, torch.distributed.checkpoint's, DeepSpeed's universal one, a file of torch.save."""
+"""Opens checkpoints of others: torch.distributed.checkpoint's, DeepSpeed's universal one, a file of torch.save."""
 
 from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import zipfile
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerokern.checkpoint.archive import BROKEN
+from zerokern.checkpoint.extra import encode
+from zerokern.checkpoint.folder import DATA, METADATA, likeness
 from zerokern.checkpoint.index import NAME as INDEX_NAME
 from zerokern.checkpoint.index import Box, TensorRow, itemsize, refuse_uncovered, unfit
-from zerokern.checkpoint.pickled import Unmade, dcp_metadata
-from zerokern.checkpoint.published import DATA, METADATA, Published, likeness
-from zerokern.checkpoint.saved import Saved
-from zerokern.checkpoint.source import Foreign, Source, sound
+from zerokern.checkpoint.source import BoxRead, Items, Report, Source, box_reads, dtype_name, no_report
 from zerokern.core.errors import IoError
-from zerokern.interop.foreign_torch import TorchFile, Universal, loaded, sorted_in, universal_folder
-from zerokern.io.advice import refused
+from zerokern.interop.naming import Named, bare, groups, named, parameter
+from zerokern.interop.torchfile import BROKEN, Archive, Stored, Unmade, damaged, dcp_metadata, loaded
 
-__all__ = ["Dcp", "open_checkpoint"]
+__all__ = ["Dcp", "Foreign", "TorchFile", "Universal", "open_foreign"]
 
+Place = tuple[Any, ...]  # keys of nested dicts
 MOST_PARTS = 256  # of a name: how deep a dictionary is nested
 
+_log = logging.getLogger("zerokern.checkpoint")
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Source:
-    """What can be loaded from a folder or a file; nothing of the tensors is read yet, and nothing in it is run.
 
-    >>> open_checkpoint("no such folder")
-    Traceback (most recent call last):
-    ...
-    zerokern.core.errors.IoError: no such folder does not exist. No other checkpoint was ever published in it ...
+def open_foreign(place: Path) -> Source | None:
+    """Opens what others have written; None where that is nothing known. A folder of weights alone is refused.
+
+    >>> open_foreign(Path("no such folder")) is None
+    True
     """
-    place = Path(path)
-    try:
-        with sound(place, TypeError, ValueError):
-            return _opened(place)
-    except OSError as error:
-        raise refused(error, place, "Loading") from error
-
-
-def _opened(place: Path) -> Source:
     if place.is_file():
         _refuse_safetensors(place, [place])
         return TorchFile(place)
-    if not (place / INDEX_NAME).exists():
-        if (place / METADATA).is_file():
-            return Dcp(place)
-        if (converted := universal_folder(place)) is not None:
-            return Universal(converted)
-        if place.is_dir():
-            _refuse_safetensors(place, sorted(place.glob("*.safetensors")))
-            _refuse_unconverted(place)
-    return Saved(Published.open(place, hold=True))
+    if (place / METADATA).is_file():
+        return Dcp(place)
+    if (converted := _universal_folder(place)) is not None:
+        return Universal(converted)
+    if place.is_dir():
+        _refuse_safetensors(place, sorted(place.glob("*.safetensors")))
+        _refuse_unconverted(place)
+    return None
+
+
+class Foreign(Source):
+    """A checkpoint of somebody else: `_load` brings one box of one tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors, self.values = {}, {}
+        self.held: dict[str, Tensor] = {}  # small ones, which were read with the values that they stand among
+        self._box: tuple[str, tuple[int, ...]] | None = None  # one of many elements is asked for part by part
+        self._found: Tensor | None = None
+        self._first: dict[str, str] = {}  # the key that `_load` knows, of those that were given names
+
+    @abstractmethod
+    def _load(self, key: str, box: Box) -> Tensor:
+        """Returns the box of the tensor with this key, on the host."""
+
+    def read(self, items: Items, report: Report = no_report) -> None:
+        by_box: dict[tuple[str, tuple[int, ...]], list[BoxRead]] = {}
+        for one in box_reads(items, self.tensors):
+            by_box.setdefault((one.key, one.box.offsets), []).append(one)
+        for place, some in sorted(by_box.items(), key=lambda one: one[0] != self._box):
+            if place != self._box:
+                self._box, self._found = None, None  # before the next is read: two would be twice the memory
+                self._found = self.fetch(place[0], some[0].box)
+                self._box = place
+                report(self._found.nbytes)
+            assert self._found is not None
+            for one in some:
+                one.target.copy_(one.cut(self._found))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.tensors.values())
+
+    def hold(self, key: str, tensor: Tensor) -> None:
+        """Takes in a tensor that is in memory already."""
+        self.held[key] = tensor
+        self._describe(key, tensor.dtype, tuple(tensor.shape))
+
+    def _describe(self, key: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+        self.tensors[key] = TensorRow(dtype_name(dtype), sizes, [Box(0, 0, (0,) * len(sizes), sizes, (0, 0))])
+
+    def fetch(self, key: str, box: Box) -> Tensor:
+        """Reads one box, and compares it with its description."""
+        found = self.held[key] if key in self.held else self._load(self._first.get(key, key), box)
+        row = self.tensors[key]
+        if dtype_name(found.dtype) != row.dtype or tuple(found.shape) != box.sizes:
+            raise IoError(
+                f"{self.path}: {key} at {box.offsets} is {dtype_name(found.dtype)} of {tuple(found.shape)}; its index "
+                f"says {row.dtype} of {box.sizes}. One of the two was exchanged: restore the checkpoint from a copy",
+                path=str(self.path),
+                key=key,
+            )
+        return found
+
+    def damage(self, rank: int = 0, world: int = 1, report: Report = no_report) -> Iterator[IoError]:
+        boxes = [(key, box) for key, row in self.tensors.items() for box in row.boxes]
+        for key, box in boxes[rank::world]:
+            try:
+                self.fetch(key, box)
+            except IoError as error:
+                yield error
+            report(box.numel * itemsize(self.tensors[key].dtype))
+
+    def equal(self, one: str, other: str) -> bool:
+        rows = [self.tensors[key] for key in (one, other)]
+        boxes = [{(box.offsets, box.sizes): box for box in row.boxes} for row in rows]
+        if (rows[0].dtype, rows[0].shape) != (rows[1].dtype, rows[1].shape) or boxes[0].keys() != boxes[1].keys():
+            return False
+        return all(_same(self.fetch(one, box), self.fetch(other, boxes[1][at])) for at, box in boxes[0].items())
+
+    def rename(self, keys: dict[str, str]) -> None:
+        super().rename(keys)
+        self._box = self._found = None
+        self._first |= {new: key for key, new in keys.items()}
+        self.held = {keys.get(key, key): tensor for key, tensor in self.held.items()}
+
+    def sort_in(self, tensors: set[Place], values: Mapping[Place, Any]) -> dict[Place, str]:
+        """Returns the keys of tensors that lie in files, and takes in all else: groups, counters, `extra`."""
+        found = self._named(tensors, values)
+        self.numbered = found.numbered
+        for place, key in found.keys.items():
+            if place in values and isinstance(values[place], bool | int | float | Tensor):
+                # torch keeps `step` as a tensor of its own kind; older ones kept a number
+                dtype = None if isinstance(values[place], Tensor) else torch.float32
+                self.hold(key, torch.as_tensor(values[place], dtype=dtype))
+        if found.options:
+            options = {where: values[place] for place, where in found.options.items() if place in values}
+            self.values["groups"] = _with_names(groups(options))
+        rest: dict[str, Any] = {}
+        for place in found.rest:
+            if place in values:
+                _put(rest, place, values[place])
+        self.values["extra"] = {}
+        for number, (name, value) in enumerate(rest.items()):
+            try:
+                tree, held_by = encode(value, f"extra[{name!r}]")
+            except TypeError as error:
+                _log.warning("%s: %r is left out of what is loaded: %s", self.path, name, error)
+                continue
+            self.values["extra"][name] = {"all": tree}
+            for key, tensor in held_by.items():
+                self.hold(f"extra.{number}.{key.removeprefix('extra.')}", tensor)
+        keys = {place: key for place, key in found.keys.items() if place in tensors}
+        return keys | {place: f"rest.{'.'.join(map(str, place))}" for place in found.rest if place in tensors}
+
+    def _named(self, tensors: Iterable[Place], values: Iterable[Place]) -> Named:
+        try:
+            return named(list(tensors), list(values))
+        except ValueError as error:
+            raise damaged(self.path, str(error)) from error
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(flat[0], flat[1])
+
+
+def _with_names(all_groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    for group in (one for some in all_groups for one in some):
+        names = [one for one in group.get("params", ()) if isinstance(one, str)]
+        if names:
+            short = bare(names)
+            group["params"] = [short.get(one, one) for one in group["params"]]
+        group.pop("param_names", None)
+    return all_groups
+
+
+def _put(tree: dict[str, Any], place: Place, value: Any) -> None:
+    """Puts a value at its place; parts that are numbers are keys like the others."""
+    for part in place[:-1]:
+        below = tree.setdefault(str(part), {})
+        if not isinstance(below, dict):
+            return
+        tree = below
+    tree[str(place[-1])] = value
 
 
 class Dcp(Foreign):
@@ -66,65 +198,71 @@ class Dcp(Foreign):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        metadata = dcp_metadata((path / METADATA).read_bytes(), path / METADATA)
+        index = path / METADATA
+        metadata = dcp_metadata(index.read_bytes(), index)
         try:
             tensors, values = self._described(metadata)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            raise unfit(
-                path / METADATA, f"was edited, or a torch wrote it that is newer than this zerokern: {error}"
-            ) from error
-        keys = sorted_in(self, set(tensors), {place: self._value(at, place) for place, at in values.items()})
+            says = f"was edited, or a torch wrote it that is newer than this zerokern: {error}"
+            raise unfit(index, says) from error
+        keys = self.sort_in(set(tensors), {place: self._item(box, _joined(place)) for place, box in values.items()})
         self.tensors |= {keys[place]: row for place, row in tensors.items() if place in keys}
 
-    def _described(self, metadata: Unmade) -> tuple[dict[tuple[Any, ...], TensorRow], dict[tuple[Any, ...], Box]]:
-        """Rows by path, with the boxes' items; other values by path, with theirs."""
+    def _described(self, metadata: Unmade) -> tuple[dict[Place, TensorRow], dict[Place, Box]]:
+        """Returns rows of tensors, and the boxes of other values, by their places."""
         self.files: list[str] = []
-        numbers: dict[str, int] = {}
-        stored: dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]] = {}
-        for at, where in metadata["storage_data"].items():
-            name = str(where["relative_path"])
-            if where.get("transform_descriptors"):
-                raise ValueError(f"{name} was written through {where['transform_descriptors']}, which is not read here")
-            if name in (".", "..") or Path(name).name != name:
-                raise ValueError(f"{name!r} is no name of a file in the folder")
-            if name not in numbers:
-                numbers[name] = len(self.files)
-                self.files.append(name)
-            offset = at.get("offset")
-            spot = (numbers[name], int(where["offset"]), int(where["length"]))
-            if min(spot) < 0:
-                raise ValueError(f"an item of {name} is at {spot[1]}, {spot[2]} bytes long")
-            stored[at["fqn"], None if offset is None else tuple(offset)] = spot
-        self._refuse_our_own()
-        self._check_lengths(stored.values())
+        stored = self._stored(metadata)
         paths = metadata.get("planner_data") or {}
-        tensors: dict[tuple[Any, ...], TensorRow] = {}
-        values: dict[tuple[Any, ...], Box] = {}
+        tensors: dict[Place, TensorRow] = {}
+        values: dict[Place, Box] = {}
         for key, one in metadata["state_dict_metadata"].items():
             place = tuple(paths[key]) if isinstance(paths, dict) and key in paths else (key,)
             if len(place) > MOST_PARTS:
                 raise ValueError(f"the name of {key!r} has {len(place)} parts")
             if place in tensors or place in values:
-                raise ValueError(f"two of its tensors are called {'.'.join(map(str, place))}")
+                raise ValueError(f"two of its tensors are called {_joined(place)}")
             if one.name.endswith("BytesStorageMetadata"):
-                number, start, length = stored[key, None]
-                values[place] = Box(number, start, (), (), (start, length))
+                number, *item = stored[key, None]
+                values[place] = Box(number, item[0], (), (), (item[0], item[1]))
                 continue
             row = tensors[place] = TensorRow(_dtype(one["properties"]), tuple(one["size"]))
             if len(one["chunks"]) > len(stored):
                 raise ValueError(f"{key!r} is in {len(one['chunks'])} boxes, and {len(stored)} are stored in all")
             boxes = [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in one["chunks"]]
             refuse_uncovered(key, row.shape, boxes)
-            each = itemsize(row.dtype)
             for offsets, sizes in boxes:
-                box = Box(*stored[key, offsets][:2], offsets, sizes, stored[key, offsets][1:])
-                if box.numel * each > box.item[1]:
-                    raise ValueError(f"{key!r} at {offsets} is {sizes} large, and has {box.item[1]} bytes")
+                number, start, length = stored[key, offsets]
+                box = Box(number, start, offsets, sizes, (start, length))
+                if box.numel * itemsize(row.dtype) > length:
+                    raise ValueError(f"{key!r} at {offsets} is {sizes} large, and has {length} bytes")
                 row.boxes.append(box)
         return tensors, values
 
+    def _stored(self, metadata: Unmade) -> dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]]:
+        """Returns where each item lies: number of its file, offset and length."""
+        numbers: dict[str, int] = {}
+        stored: dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]] = {}
+        ends: dict[int, int] = {}
+        for at, where in metadata["storage_data"].items():
+            name = str(where["relative_path"])
+            if where.get("transform_descriptors"):
+                raise ValueError(f"{name} was written through {where['transform_descriptors']}, which is not read here")
+            if name in (".", "..") or Path(name).name != name:
+                raise ValueError(f"{name!r} is no name of a file in the folder")
+            number, start, length = numbers.setdefault(name, len(numbers)), int(where["offset"]), int(where["length"])
+            if min(start, length) < 0:
+                raise ValueError(f"an item of {name} is at {start}, {length} bytes long")
+            offset = at.get("offset")
+            stored[at["fqn"], None if offset is None else tuple(offset)] = (number, start, length)
+            ends[number] = max(ends.get(number, 0), start + length)
+        self.files = list(numbers)
+        self._refuse_our_own()
+        for number, end in ends.items():
+            self._refuse_shorter(self.path / self.files[number], end)
+        return stored
+
     def _refuse_our_own(self) -> None:
-        """What zk.save wrote, seen through torch's index alone: tensors without checksums, and nothing of the rest."""
+        """Refuses what zk.save wrote, seen through torch's index alone: no checksums, and nothing beside tensors."""
         ours = next((name for name in self.files if DATA.fullmatch(name)), None)
         if ours is not None:
             raise IoError(
@@ -136,27 +274,18 @@ class Dcp(Foreign):
                 errno=errno.ENOENT,
             )
 
-    def _check_lengths(self, spots: Any) -> None:
-        ends: dict[int, int] = {}
-        for number, start, length in spots:
-            ends[number] = max(ends.get(number, 0), start + length)
-        for number, end in ends.items():
-            file = self.path / self.files[number]
-            found = os.stat(file).st_size if file.exists() else None
-            if found is None or found < end:
-                says = "is missing" if found is None else f"is truncated: it has {found:,} bytes of at least {end:,}"
-                raise unfit(
-                    file,
-                    f"{says}. Restore it from a copy, or load another checkpoint",
-                    errno.ENOENT if found is None else errno.ENODATA,
-                    offset=found or 0,
-                )
+    def _refuse_shorter(self, file: Path, nbytes: int) -> None:
+        found = os.stat(file).st_size if file.exists() else None
+        if found is None or found < nbytes:
+            says = "is missing" if found is None else f"is truncated: it has {found:,} bytes of at least {nbytes:,}"
+            number = errno.ENOENT if found is None else errno.ENODATA
+            raise unfit(file, f"{says}. Restore it from a copy, or load another checkpoint", number, offset=found or 0)
 
     def likeness(self) -> str:
         return f"files with the digest {likeness([self.path / name for name in (METADATA, *self.files)])}"
 
-    def _item(self, box: Box, key: str) -> bytes:
-        """The zip of one item, its checksums verified where torch has written them."""
+    def _item(self, box: Box, key: str) -> Any:
+        """Reads one item, a file of torch.save; checksums are compared where torch has written them."""
         file = self.path / self.files[box.file]
         start, length = box.item
         with open(file, "rb") as stream:
@@ -179,16 +308,15 @@ class Dcp(Foreign):
                 nbytes=length,
                 key=key,
             ) from error
-        return data
-
-    def _value(self, box: Box, place: tuple[Any, ...]) -> Any:
-        key = ".".join(map(str, place))
-        return loaded(io.BytesIO(self._item(box, key)), self.path / self.files[box.file], key)
+        return loaded(io.BytesIO(data), file, key)
 
     def _load(self, key: str, box: Box) -> Tensor:
-        file = self.path / self.files[box.file]
-        found = loaded(io.BytesIO(self._item(box, key)), file, key)
+        found = self._item(box, key)
         return found if isinstance(found, Tensor) else torch.empty(0)
+
+
+def _joined(place: Place) -> str:
+    return ".".join(map(str, place))
 
 
 def _dtype(properties: Unmade) -> str:
@@ -198,13 +326,196 @@ def _dtype(properties: Unmade) -> str:
     return str(found)
 
 
+class TorchFile(Foreign):
+    """A file of torch.save: a state_dict, or a dict with one, and with those of optimizers. Its tensors stay mapped."""
+
+    kind = "torch"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._archive = Archive(path)
+        self.summed = self._archive.summed
+        found = self._archive.values()
+        if not isinstance(found, Mapping):
+            says = f"holds a {type(found).__name__}, no dict of tensors by name: save model.state_dict() instead"
+            raise unfit(path, says, errno.EINVAL)
+        leaves = _leaves(found, path)
+        tensors = {place: one for place, one in leaves.items() if isinstance(one, Tensor)}
+        others = {place: one for place, one in leaves.items() if place not in tensors}
+        # Tensors among the other values come with them: a scheduler's, a generator's state.
+        beside = {place: tensors[place] for place in self._named(tensors, others).rest if place in tensors}
+        stored = _leaves(self._archive.content, path)
+        for place in beside:
+            self._archive.check(stored.get(place), _joined(place))
+        self._stored: dict[str, Any] = {}
+        for place, key in self.sort_in(set(tensors) - beside.keys(), others | beside).items():
+            self.hold(key, tensors[place].detach())
+            self._stored[key] = stored.get(place)
+
+    def likeness(self) -> str:
+        return f"a file with the digest {likeness([self.path])}"
+
+    def fetch(self, key: str, box: Box) -> Tensor:
+        self._archive.check(self._stored.get(self._first.get(key, key)), key)
+        return super().fetch(key, box)
+
+    def _load(self, key: str, box: Box) -> Tensor:
+        raise KeyError(f"{self.path} has no {key}")  # all of them are held
+
+
+def _leaves(found: Any, path: Path) -> dict[Place, Any]:
+    """Returns the leaves of a file, which has more bytes than these, unless dictionaries hold each other repeatedly."""
+    most = path.stat().st_size
+    leaves: dict[Place, Any] = {}
+    try:
+        for number, (place, value) in enumerate(flat(found)):
+            if number > most:
+                raise RecursionError
+            if value is not None:
+                leaves[place] = value
+    except RecursionError:
+        raise damaged(path, "its dictionaries are nested without end") from None
+    return leaves
+
+
+def flat(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Walks the leaves of nested dicts by their places, and lists that hold dicts.
+
+    >>> list(flat({"a": {"b": 1}, "c": [{"d": 2}], "e": [3, 4]}))
+    [(('a', 'b'), 1), (('c', 0, 'd'), 2), (('e',), [3, 4])]
+    """
+    if isinstance(value, Mapping) and value:
+        for key, one in value.items():
+            yield from flat(one, (*place, key))
+    elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+        for at, one in enumerate(value):
+            yield from flat(one, (*place, at))
+    else:
+        yield place, value
+
+
+class Universal(Foreign):
+    """DeepSpeed's universal checkpoint: `zero/<parameter>/fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt`, `step.pt`."""
+
+    kind = "universal"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._archives: dict[str, Archive] = {}
+        # They may hold objects of classes that are not to be run: what they say is read, and no more.
+        common = path / "zero" / "optimizer_state.pt"
+        self._common = _mapping(Archive(common).content) if common.is_file() else {}
+        archives = [Archive(file) for file in sorted(path.glob("*mp_rank_*_model_states.pt"))]
+        shapes = _shapes(_mapping(archive.content) for archive in archives)
+        names = sorted(file.parent.name for file in (path / "zero").glob("*/fp32.pt"))
+        if not names:
+            raise IoError(
+                f"{path / 'zero'} holds no parameter: no folder of it has an fp32.pt. Perhaps ds_to_universal was "
+                "stopped: run it again",
+                path=str(path),
+                errno=errno.ENOENT,
+            )
+        short, steps = bare(names), _number_of_steps(self._common)
+        for name in names:
+            folder, ours = path / "zero" / name, short[name]
+            states = [file.stem for file in folder.glob("*.pt") if file.stem not in ("fp32", "step")]
+            self._enter(f"model.{ours}", folder / "fp32.pt", shapes.get(name))
+            for state in sorted(states):
+                self._enter(f"optim.state.{ours}.{state}", folder / f"{state}.pt", shapes.get(name))
+            own = Archive(folder / "step.pt").values() if (folder / "step.pt").exists() else steps
+            if states and own is not None:
+                self.hold(f"optim.state.{ours}.step", torch.as_tensor(own, dtype=torch.float32).reshape(()))
+        for archive in archives:
+            self._take_buffers(archive, names)
+        options = self._common.get("param_groups")
+        if isinstance(options, list) and all(isinstance(group, Mapping) for group in options):
+            plain = [{key: one for key, one in group.items() if _plain(one) and key != "params"} for group in options]
+            self.values["groups"] = [plain]
+        self.values["extra"] = {}
+
+    def likeness(self) -> str:
+        return f"files with the digest {likeness(sorted(self.path.rglob('*.pt')))}"
+
+    def _take_buffers(self, archive: Archive, names: Sequence[str]) -> None:
+        """Takes in buffers: they are in the model's own file alone, or in `zero` with another dtype."""
+        described = _mapping(archive.content)
+        buffers = described.get("buffer_names") or ()
+        for name, one in _mapping(described.get("module")).items():
+            ours = f"model.{parameter(name).removeprefix('module.')}"
+            there = isinstance(one, Stored) and (name in buffers or name not in names)
+            if there and ours not in self.held and torch.Size(one.size).numel():
+                self.hold(ours, archive.tensor(one, ours))
+
+    def _enter(self, key: str, file: Path, shape: tuple[int, ...] | None) -> None:
+        self._archives[key] = archive = Archive(file)
+        self.summed &= archive.summed
+        found = self._tensor(key)
+        sizes = tuple(found.shape) if shape is None or found.dim() != 1 else shape
+        if torch.Size(sizes).numel() != found.numel():
+            says = f"has {found.numel()} elements; the model's file says that its shape is {sizes}"
+            raise IoError(f"{file}: {key} {says}", path=str(file), errno=errno.EBADMSG, key=key)
+        self._describe(key, found.dtype, sizes)
+
+    def _tensor(self, key: str) -> Tensor:
+        archive = self._archives[key]
+        found = archive.values(key)
+        found = found.get("param") if isinstance(found, Mapping) else found
+        if not isinstance(found, Tensor):
+            says = f"holds a {type(found).__name__}, no tensor of {key}: ds_to_universal writes other files"
+            raise unfit(archive.path, says, key=key)
+        return found
+
+    def _load(self, key: str, box: Box) -> Tensor:
+        content = self._archives[key].content
+        self._archives[key].check(content.get("param") if isinstance(content, Mapping) else content, key)
+        return self._tensor(key).reshape(box.sizes)
+
+
+def _universal_folder(path: Path) -> Path | None:
+    """Finds the folder that ds_to_universal made: the path itself, or the one that its parent names."""
+    if (path / "zero").is_dir():
+        return path
+    latest = path / "latest_universal"
+    if latest.is_file():
+        name = latest.read_text().strip()
+        if Path(name).name == name and (path / name / "zero").is_dir():
+            return path / name
+    return None
+
+
+def _mapping(found: Any) -> Mapping[str, Any]:
+    return found if isinstance(found, Mapping) else {}
+
+
+def _shapes(files: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of parameters, which stage 3 keeps flat, from the model's own files."""
+    found: dict[str, tuple[int, ...]] = {}
+    for described in files:
+        for some in described.get("param_shapes") or ():
+            found |= {name: tuple(shape) for name, shape in some.items() if isinstance(shape, tuple)}
+    return found
+
+
+def _number_of_steps(common: Any) -> float | None:
+    """Returns how often DeepSpeed's Adam has stepped; it counts in each state, or in the groups."""
+    inner = _mapping(common.get("optimizer_state_dict"))
+    counted: list[Any] = list(_mapping(inner.get("state")).values())
+    for some in (common.get("param_groups"), inner.get("param_groups")):
+        counted += some if isinstance(some, list) else []
+    steps = [one["step"] for one in counted if isinstance(one, Mapping) and isinstance(one.get("step"), int | float)]
+    return float(max(steps)) if steps else None
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_plain(one) for one in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
 def _refuse_safetensors(path: Path, files: list[Path]) -> None:
     if files and all(file.suffix == ".safetensors" for file in files):
-        raise unfit(
-            path,
-            f"holds weights alone ({files[0].name}), no checkpoint: zk.load_pretrained(model, path) reads them",
-            errno.EINVAL,
-        )
+        says = f"holds weights alone ({files[0].name}), no checkpoint: zk.load_pretrained(model, path) reads them"
+        raise unfit(path, says, errno.EINVAL)
 
 
 def _refuse_unconverted(path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerokern.checkpoint.training_state import WRAPPERS
 from zerokern.optim.formats import CODES
 
 __all__ = ["Named", "bare", "groups", "named", "parameter"]
@@ -14,7 +15,6 @@ Path = tuple[Any, ...]
 
 MODELS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net")
 OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states", "opt")
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @dataclass

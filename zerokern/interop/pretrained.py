@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zerokern.checkpoint.folder import OpenFiles
 from zerokern.checkpoint.formats import overflowed
+from zerokern.checkpoint.partial import SharedWeights, model_of, names_elsewhere, shared_weights
 from zerokern.checkpoint.progress import Progress, refuse_no_progress
-from zerokern.checkpoint.published import Held
 from zerokern.checkpoint.ranks import Ranks, open_alike, refuse_unusable
-from zerokern.checkpoint.stages import Shared, names_elsewhere, shared, whole_of
-from zerokern.checkpoint.subject import NamedSpan, aliases, named_tensors, spans, wrote
+from zerokern.checkpoint.training_state import NamedSpan, aliases, announce_writes, named_tensors, spans
 from zerokern.core.errors import IoError, StateError
 from zerokern.interop.exported import headers_of
-from zerokern.interop.tensorfile import TensorBytes
-from zerokern.interop.weights import FLOATS
+from zerokern.interop.tensorfile import FLOATS, TensorBytes
 from zerokern.io.advice import on_disk
 from zerokern.kernels import split
 from zerokern.zero.shard import Shard, shard_of
@@ -81,11 +80,11 @@ def load_pretrained(
       'bias' is (3,) in the file and (2,) in the model
     Nothing was changed...
     """
-    path, ranks, model = Path(folder_or_file), Ranks.of(group, "zk.load_pretrained"), whole_of(model)
+    path, ranks, model = Path(folder_or_file), Ranks.of(group, "zk.load_pretrained"), model_of(model)
     known = str if rename is None else rename
     found: list[tuple[list[_Load], Unmatched]] = []
     opened = Opened(path)
-    ties: list[Shared] = []
+    ties: list[SharedWeights] = []
 
     def look() -> str:
         refuse_unusable(model)
@@ -97,7 +96,7 @@ def load_pretrained(
 
     try:
         open_alike(ranks, path, look)
-        ties.append(shared(ranks, model, lambda: named_tensors(model)))
+        ties.append(shared_weights(ranks, model, lambda: named_tensors(model)))
         elsewhere = names_elsewhere(
             ranks, model, lambda: [known(one) for some in _names(model).values() for one in some]
         )
@@ -105,9 +104,9 @@ def load_pretrained(
         loads, unmatched = found[0]
         total = sum(load.span.numel * load.itemsize for load in loads)
         with Progress("loading", total, progress if ranks.rank == 0 else False) as moved:
-            ranks.each("read", lambda: _read(model, loads, opened.held, moved))
+            ranks.each("read", lambda: _read(model, loads, opened.files, moved))
     finally:
-        opened.held.close()
+        opened.files.close()
     return unmatched
 
 
@@ -115,21 +114,21 @@ class Opened:
     """The tensors of the files, which stay open: an export that replaces them meanwhile changes nothing here."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.held = path, Held()
+        self.path, self.files = path, OpenFiles()
         self.entries: dict[str, TensorBytes] = {}
 
     def look(self, alike: bool) -> str:
-        """Opens them; says what other ranks must see too, if that is to be compared."""
-        self.held.close()
+        """Opens them; returns what other ranks must see too, if that is to be compared."""
+        self.files.close()
         self.entries = {}
         with on_disk(self.path, "cannot read"):
-            for header in headers_of(self.path, self.held):
+            for header in headers_of(self.path, self.files):
                 for name, entry in header.entries.items():
                     if name in self.entries:
                         says = f"{name!r} is in {self.entries[name].path} and in {entry.path}"
                         raise IoError(f"{says}; files of different models lie mixed", path=str(entry.path), key=name)
                     self.entries[name] = entry
-            return f"files with the digest {self.held.likeness()}" if alike else ""
+            return f"files with the digest {self.files.likeness()}" if alike else ""
 
 
 @dataclass(frozen=True)
@@ -156,9 +155,9 @@ def _compared(
     rename: Callable[[str], str],
     strict: bool,
     elsewhere: frozenset[str],
-    ties: Shared,
+    ties: SharedWeights,
 ) -> tuple[list[_Load], Unmatched]:
-    """What is read into what; raises with all that does not fit. `elsewhere`: what other stages of a pipeline read."""
+    """Plans what is read into what; raises with all that does not fit. `elsewhere`: what other stages read."""
     path, entries = opened.path, opened.entries
     there, names = spans(model), _names(model)
     for first, others in ties.names.items():
@@ -172,7 +171,7 @@ def _compared(
         used.update(present)
         if present:
             chosen[first] = entries[present[0]]
-            _refuse_untied(first, [entries[name] for name in present], opened.held)
+            _refuse_untied(first, [entries[name] for name in present], opened.files)
         else:
             missing.append(first)
     unexpected = sorted(entries.keys() - used - elsewhere)
@@ -189,7 +188,7 @@ def _compared(
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each tensor, by its first one."""
+    """Returns all names of each tensor, by its first one."""
     names: dict[str, list[str]] = {span.name: [span.name] for span in spans(model)}
     for other, first in aliases(model).items():
         names[first].append(other)
@@ -208,7 +207,7 @@ def _wrong(named: Mapping[str, NamedSpan], chosen: Mapping[str, TensorBytes]) ->
 
 
 def _converts(source: torch.dtype | None, target: torch.dtype) -> bool:
-    """Among floating-point dtypes, as the model asks; no other number is ever changed."""
+    """Returns whether a dtype is cast: among floating-point ones, as the model asks; no other number is changed."""
     if source is None:
         return False
     return source == target or (source.is_floating_point and target in FLOATS)
@@ -228,7 +227,7 @@ def _difference(path: Path, listed: Mapping[str, Sequence[str]], names: Mapping[
 
 
 def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Names that differ in what they begin with, all in the same way."""
+    """Says how to map names that differ in what they begin with, all in the same way."""
     if not missing or not unexpected:
         return ""
     there = {name[1:-1] for name in unexpected}
@@ -244,20 +243,20 @@ def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return ""
 
 
-def _refuse_untied(name: str, entries: Sequence[TensorBytes], held: Held) -> None:
-    """Names that are tied in the model and differ in the files: one of the values would be lost."""
+def _refuse_untied(name: str, entries: Sequence[TensorBytes], files: OpenFiles) -> None:
+    """Refuses names that are tied in the model and differ in the files: one of the values would be lost."""
     for other in entries[1:]:
-        if not _equal(entries[0], other, held):
+        if not _equal(entries[0], other, files):
             raise StateError(
                 f"{entries[0].name!r} and {other.name!r} are one tied weight, {name!r}, in the model, and differ in "
                 f"{other.path}; build the model untied (tie_word_embeddings=False), or rename= one of them away"
             )
 
 
-def _equal(one: TensorBytes, other: TensorBytes, held: Held) -> bool:
+def _equal(one: TensorBytes, other: TensorBytes, files: OpenFiles) -> bool:
     if (one.code, one.shape) != (other.code, other.shape):
         return False
-    with on_disk(one.path, "cannot read"), held.open(one.path) as first, held.open(other.path) as second:
+    with on_disk(one.path, "cannot read"), files.open(one.path) as first, files.open(other.path) as second:
         for at in range(0, one.nbytes, PIECE_NBYTES):
             count = min(PIECE_NBYTES, one.nbytes - at)
             left, right = (os.pread(fd, count, entry.offset + at) for fd, entry in ((first, one), (second, other)))
@@ -266,38 +265,34 @@ def _equal(one: TensorBytes, other: TensorBytes, held: Held) -> bool:
     return True
 
 
-def _read(model: nn.Module, loads: Sequence[_Load], held: Held, progress: Progress) -> None:
+def _read(model: nn.Module, loads: Sequence[_Load], files: OpenFiles, progress: Progress) -> None:
     kept: list[tuple[Shard, Tensor, Tensor]] = []
     try:
         with torch.no_grad():
             for path, group in groupby(loads, key=lambda load: load.entry.path):
-                with on_disk(path, "cannot read"), held.open(path) as fd:
+                with on_disk(path, "cannot read"), files.open(path) as fd:
                     for load in group:
                         home = shard_of(load.span.tensor)
                         lost = _room_for_lost(home, load)
-                        _read_one(fd, load, home, lost, progress)
+                        with load.span.opened(written=True) as flat:
+                            _read_into(flat, fd, load, home, lost, progress)
                         if home is not None and lost is not None:
                             kept.append((home, load.span.tensor, lost))
     finally:
-        wrote(model)
+        announce_writes(model)
     for home, tensor, lost in kept:
         home.look(tensor)
         home.keep_initial(lost)  # the next optimizer begins with the exact values
 
 
 def _room_for_lost(home: Shard | None, load: _Load) -> Tensor | None:
-    """For what rounding takes from this rank's piece of a parameter that is trained."""
+    """Makes room for what rounding takes from this rank's piece of a parameter that is trained."""
     target = load.span.dtype
     exact = load.itemsize == 1 or torch.promote_types(load.dtype, target) == target
     if exact or home is None or home.gradients is None or target not in (torch.bfloat16, torch.float16):
         return None
     dtype = torch.int16 if target is torch.bfloat16 else torch.float32
     return torch.empty(home.numel, dtype=dtype, device=home.piece.device)
-
-
-def _read_one(fd: int, load: _Load, home: Shard | None, lost: Tensor | None, progress: Progress) -> None:
-    with load.span.opened(written=True) as flat:
-        _read_into(flat, fd, load, home, lost, progress)
 
 
 def _read_into(flat: Tensor, fd: int, load: _Load, home: Shard | None, lost: Tensor | None, progress: Progress) -> None:
@@ -311,35 +306,27 @@ def _read_into(flat: Tensor, fd: int, load: _Load, home: Shard | None, lost: Ten
         if not straight:
             found = values.to(flat.device)
             _convert(found, into, load, begin, home, lost)
-            _refuse_overflow(load, found, into)
+            if beyond := overflowed(found, into):
+                raise StateError(
+                    f"{beyond} values of {load.span.name!r} in {load.entry.path} are beyond the range of {into.dtype}, "
+                    "and a part of the model is loaded by now; load into a model in torch.bfloat16 or torch.float32"
+                )
         progress(values.nbytes)
 
 
 def _convert(values: Tensor, into: Tensor, load: _Load, begin: int, home: Shard | None, lost: Tensor | None) -> None:
-    """What the file has from element `begin` of the span on, as the model has it."""
+    """Converts what the file has from element `begin` of the span on; `lost` gets what rounding takes."""
     if values.dtype == into.dtype or home is None or into.dtype not in (torch.bfloat16, torch.float16):
         into.copy_(values)
-    else:
-        exact = values.float()
-        rounded, low = split(exact, "split16") if into.dtype is torch.bfloat16 else (exact, exact)
-        into.copy_(rounded)  # as zk.shard and the optimizers round
-        if lost is not None:
-            _put(lost, low, load.span.start - load.span.before + begin - home.start)
-
-
-def _put(lost: Tensor, values: Tensor, at: int) -> None:
-    """The part of `values` that lies within, where they begin at `at`."""
-    begin, end = max(at, 0), min(at + values.numel(), lost.numel())
-    if begin < end:
-        lost[begin:end].copy_(values[begin - at : end - at])
-
-
-def _refuse_overflow(load: _Load, values: Tensor, into: Tensor) -> None:
-    if lost := overflowed(values, into):
-        raise StateError(
-            f"{lost} values of {load.span.name!r} in {load.entry.path} are beyond the range of {into.dtype}, and a "
-            "part of the model is loaded by now; load into a model in torch.bfloat16 or torch.float32"
-        )
+        return
+    exact = values.float()
+    rounded, low = split(exact, "split16") if into.dtype is torch.bfloat16 else (exact, exact)
+    into.copy_(rounded)  # as zk.shard and the optimizers round
+    if lost is not None:
+        at = load.span.start - load.span.before + begin - home.start
+        first, end = max(at, 0), min(at + low.numel(), lost.numel())
+        if first < end:
+            lost[first:end].copy_(low[first - at : end - at])
 
 
 def _fill(fd: int, into: memoryview, load: _Load, begin: int) -> None:

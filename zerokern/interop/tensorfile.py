@@ -19,7 +19,9 @@ from zerokern.checkpoint.index import unfit
 from zerokern.core.errors import IoError, got
 from zerokern.io.advice import on_disk
 
-__all__ = ["DTYPES", "INDEX", "SINGLE", "Header", "TensorBytes", "code_of", "header", "read_header", "read_index"]
+__all__ = [
+    "DTYPES", "FLOATS", "INDEX", "SINGLE", "Header", "TensorBytes", "code_of", "header", "read_header", "read_index",
+]  # fmt: skip
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,26 +29,13 @@ MOST_HEADER = 100_000_000  # as the format's own library has it
 PADDING = 8
 
 DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64,
+    "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BITS = {code: 8 * dtype.itemsize for code, dtype in DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
@@ -63,7 +52,7 @@ _FOREIGN = (  # what other files begin with
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """One tensor: the bytes from `offset` of its file on, contiguous."""
+    """The bytes of one tensor, contiguous, from `offset` of its file on."""
 
     path: Path
     name: str
@@ -84,7 +73,7 @@ class TensorBytes:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds, by name and in the order of its bytes."""
+    """The tensors of a file, by name and in the order of their bytes."""
 
     path: Path
     entries: dict[str, TensorBytes]
@@ -100,7 +89,7 @@ class Beginning(NamedTuple):
 
 
 def code_of(name: str, dtype: torch.dtype) -> str:
-    """What the format calls a dtype.
+    """Returns what the format calls a dtype.
 
     >>> code_of("weight", torch.bfloat16)
     'BF16'
@@ -113,7 +102,7 @@ def code_of(name: str, dtype: torch.dtype) -> str:
 def header(
     rows: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> Beginning:
-    """How a file of these tensors begins.
+    """Lays out a file of these tensors.
 
     The widest dtypes come first, so that every tensor lies at a multiple of its element.
 
@@ -141,7 +130,7 @@ def header(
 
 
 def read_header(path: Path, fd: int | None = None) -> Header:
-    """The header of a file, compared with the file; raises an IoError that says what is wrong with which tensor.
+    """Reads the header of a file and compares it with the file; the IoError says what is wrong with which tensor.
 
     `fd`: the file, where it is open already.
     """
@@ -167,7 +156,7 @@ def read_header(path: Path, fd: int | None = None) -> Header:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Which file of the folder holds which tensor, as a `model.safetensors.index.json` has it."""
+    """Reads which file of the folder holds which tensor, of a `model.safetensors.index.json`."""
     with on_disk(path, "cannot read"):
         text = path.read_bytes()
     found = _parsed(path, text).get("weight_map")

@@ -39,6 +39,7 @@ OURS = re.compile(r"zerokern\.\d+\.data|zerokern\.index\.new")
 MOST_ALIGN = 1 << 16  # of the engine
 TRIED = (1, 512, 4096)
 NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass
@@ -146,8 +147,7 @@ def _switch_direct(fd: int, on: bool) -> bool:
 
 def fallocate(fd: int, offset: int, nbytes: int) -> None:
     """The system call. Where there is none, posix_fallocate of the C library would write to every block instead."""
-    call = ctypes.CDLL(None, use_errno=True).fallocate
-    while call(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
+    while _LIBC.fallocate(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
         if ctypes.get_errno() != errno.EINTR:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

@@ -15,7 +15,16 @@ from zerokern.core import native
 from zerokern.core.errors import KernelError
 from zerokern.kernels import formats
 
-__all__ = ["StepTable", "UpdateTable", "accumulate", "accumulate_sumsq", "convert", "stream", "sumsq_pointers"]
+__all__ = [
+    "StepTable",
+    "UpdateTable",
+    "accumulate",
+    "accumulate_sumsq",
+    "collect",
+    "convert",
+    "stream",
+    "sumsq_pointers",
+]
 
 _SEGMENT_NBYTES = ctypes.sizeof(native.NativeSegment)
 _SEGMENT_WORDS = _SEGMENT_NBYTES // 8
@@ -171,6 +180,26 @@ def fingerprint(tensor: Tensor) -> int:
 def accumulate(dst: Tensor, srcs: Sequence[Tensor], add: bool, scale: float) -> None:
     """dst = cast((dst if add) + scale * s0 + scale * s1 ...)."""
     native.check(native.library().zk_accumulate(*_accumulation(dst, srcs, add, scale)), context="zk_accumulate")
+
+
+def collect(
+    dst: Tensor,
+    sources: array[int],
+    begins: array[int],
+    numels: array[int],
+    source_dtype: torch.dtype,
+    add: bool,
+) -> None:
+    """Casts many contiguous tensors of one dtype, given as addresses, into spans of `dst`, or adds them there.
+
+    >>> dst, x = torch.ones(4), torch.full((2,), 3.0)
+    >>> collect(dst, array("Q", [x.data_ptr()]), array("q", [1]), array("q", [2]), torch.float32, add=True); dst
+    tensor([1., 4., 4., 1.])
+    """
+    to = dst.data_ptr(), formats.DTYPES[dst.dtype]
+    columns = _address(sources), _address(begins), _address(numels), len(sources)
+    code = native.library().zk_collect(*to, *columns, formats.DTYPES[source_dtype], add)
+    native.check(code, context="zk_collect")
 
 
 def accumulate_sumsq(

@@ -12,6 +12,7 @@ import functools
 import math
 import mmap
 import os
+import sys
 import threading
 import weakref
 from bisect import bisect_right, insort
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from errno import EINVAL, errorcode
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +44,8 @@ _CUDA_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every device of the process
 @dataclass(eq=False)
 class Lease:
     """A borrowed piece of an arena: exactly ``nbytes`` at ``ptr``. The owner releases it, once nothing moves there.
+
+    A lease that is dropped unreleased leaves its bytes taken: something may still move there.
 
     >>> arena = Arena(1 << 20)
     >>> with arena.lease(100, "example") as lease:
@@ -113,7 +117,7 @@ class Arena:
         self.poison = env.switched_on("ZEROKERN_POISON") if poison is None else poison
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._mapping: mmap.mmap | None = _map(self.nbytes + HUGE_PAGE, self.nbytes)
+        self._mapping: _Mapping | None = _map(self.nbytes + HUGE_PAGE, self.nbytes)
         start = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         self._skip = -start % HUGE_PAGE
         self.base = start + self._skip
@@ -127,16 +131,15 @@ class Arena:
                 "zerokern.memory",
                 f"arena memory is not locked (mlock: {_name(refused)}; see ulimit -l): the system may swap it out",
             )
-        self._unregister: weakref.finalize | None = None
         self._offered_to_cuda = False
         self._free = FreeSpans(self.nbytes)
-        self._leases: dict[int, Lease] = {}
+        self._taken: dict[int, _Taken] = {}  # by address
         self._ptrs: list[int] = []  # of the live leases, in order
 
     @property
     def pinned(self) -> bool:
         """Whether CUDA knows the memory; it is told when a lease is taken while CUDA is in use."""
-        return self._unregister is not None and self._unregister.alive
+        return self._mapping is not None and self._mapping.registered_at != 0
 
     @property
     def free_nbytes(self) -> int:
@@ -158,7 +161,7 @@ class Arena:
                     f"the longest free span has {self._free.largest:,} bytes.\n{self._table()}"
                 )
             lease = Lease(self.base + offset, nbytes, owner, self)
-            self._leases[lease.ptr] = lease
+            self._taken[lease.ptr] = _Taken(nbytes, owner, weakref.ref(lease))
             insort(self._ptrs, lease.ptr)
         self._fill(lease)
         return lease
@@ -167,7 +170,7 @@ class Arena:
         """The live lease that [ptr, ptr + nbytes) lies in, if one does."""
         with self._lock:
             i = bisect_right(self._ptrs, ptr)
-            lease = self._leases[self._ptrs[i - 1]] if i else None
+            lease = self._taken[self._ptrs[i - 1]].lease() if i else None
         return lease if lease is not None and ptr + nbytes <= lease.ptr + lease.nbytes else None
 
     def table(self) -> str:
@@ -182,25 +185,25 @@ class Arena:
             return
         self.check()
         with self._lock:
-            if self._leases and not force:
+            if self._taken and not force:
                 raise ZerokernError(
-                    f"the arena cannot close: {len(self._leases)} leases are out; release them, or pass force=True "
+                    f"the arena cannot close: {len(self._taken)} leases are out; release them, or pass force=True "
                     f"if nothing moves there any more.\n{self._table()}"
                 )
-            for lease in self._leases.values():
-                lease.released = True
-            self._leases.clear()
+            for lease in [one.lease() for one in self._taken.values()]:
+                if lease is not None:
+                    lease.released = True
+            self._taken.clear()
             self._ptrs.clear()
-            if self._unregister is not None:
-                self._unregister()
+            self._mapping.unregister()
             # Only the reference: torch.frombuffer keeps the mapping, but no buffer of it, so that mapping.close() would
             # unmap below tensors that are still there.
             self._mapping = None
 
     def _table(self) -> str:
         held: dict[str, list[int]] = {}
-        for lease in self._leases.values():
-            held.setdefault(lease.owner, []).append(lease.nbytes)
+        for one in self._taken.values():
+            held.setdefault(one.owner, []).append(one.nbytes)
         rows = sorted(((owner, len(sizes), sum(sizes)) for owner, sizes in held.items()), key=lambda row: -row[2])
         width = max([len("owner"), len("free"), *(len(row[0]) for row in rows)])
         lines = [f"{'owner':<{width}}{'leases':>9}{'bytes':>18}"]
@@ -218,7 +221,7 @@ class Arena:
                 raise ZerokernError(f"the lease of {lease.owner!r} was released already: two owners believe it theirs")
             lease.released = True
             self._fill(lease)  # before anyone else can lease it
-            del self._leases[lease.ptr]
+            del self._taken[lease.ptr]
             del self._ptrs[bisect_right(self._ptrs, lease.ptr) - 1]
             self._free.give(lease.ptr - self.base, _round_up(lease.nbytes))
 
@@ -247,21 +250,47 @@ class Arena:
                 f"arena memory is not registered with CUDA ({refused}): copies to and from GPUs take a detour",
             )
         else:
-            self._unregister = weakref.finalize(self, _unregister_from_cuda, self.base, self._pid)
-            self._unregister.atexit = False
+            assert self._mapping is not None
+            self._mapping.registered_at = self.base
+
+
+class _Taken(NamedTuple):
+    """What an arena notes of a lease. A lease keeps its arena; the arena must not keep it, or both would wait for the
+    garbage collector, which training loops switch off (torchtitan does)."""
+
+    nbytes: int
+    owner: str
+    lease: weakref.ref[Lease]
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that CUDA forgets before it is unmapped: tensors over it may outlive their arena."""
+
+    registered_at = pid = 0
+
+    def unregister(self) -> None:
+        base, self.registered_at = self.registered_at, 0
+        if base and os.getpid() == self.pid:
+            torch.cuda.cudart().cudaHostUnregister(base)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.unregister()
 
 
 def _round_up(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _map(nbytes: int, usable: int) -> mmap.mmap:
+def _map(nbytes: int, usable: int) -> _Mapping:
     refuse_beyond(usable, "an arena")
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+        mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE)
     except OSError as error:
         refuse_beyond(usable, "an arena", because=f"mmap said {error.strerror}")
         raise
+    mapping.pid = os.getpid()
+    return mapping
 
 
 def _make_resident(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
@@ -290,11 +319,6 @@ def never_unmap(mapping: weakref.ref[mmap.mmap]) -> None:
     found = mapping()
     if found is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
-
-
-def _unregister_from_cuda(base: int, pid: int) -> None:
-    if os.getpid() == pid:
-        torch.cuda.cudart().cudaHostUnregister(base)
 
 
 def _name(code: int) -> str:

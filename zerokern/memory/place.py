@@ -12,8 +12,9 @@ import contextlib
 import mmap
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -85,11 +86,28 @@ class Place(Protocol[Kept]):
         ...
 
 
-class _Laid(NamedTuple):
-    """What was laid out together: each tensor, as long as somebody has it, and the arena that it is in."""
+class _Laid:
+    """What was laid out together: each tensor, as long as somebody has it, and the arena, which goes with the last."""
 
-    arena: Arena | None
-    tensors: list[tuple[weakref.ref[Tensor], Wanted]]
+    def __init__(self, arena: Arena | None, tensors: Sequence[Tensor], wanted: Sequence[Wanted]) -> None:
+        self.arena, self._left = arena, len(tensors)
+        ended = partial(_one_less, weakref.ref(self))
+        self.tensors = [(weakref.ref(one, ended), of) for one, of in zip(tensors, wanted, strict=True)]
+
+    def keep(self, stays: Callable[[Tensor | None], bool]) -> None:
+        self.tensors = [(ref, one) for ref, one in self.tensors if stays(ref())]
+        self._left = len(self.tensors)
+
+    def one_less(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.arena = None
+
+
+def _one_less(laid: weakref.ref[_Laid], _: object) -> None:
+    found = laid()
+    if found is not None:
+        found.one_less()
 
 
 class _InMemory:
@@ -105,8 +123,8 @@ class _InMemory:
     def held(self) -> dict[str, int]:
         """Bytes of the tensors that somebody has, by role."""
         held: Counter[str] = Counter()
-        for _, tensors in self._laid:
-            for ref, one in tensors:
+        for laid in self._laid:
+            for ref, one in laid.tensors:
                 if ref() is not None:
                     held[one.role] += one.nbytes
         return dict(held)
@@ -114,15 +132,15 @@ class _InMemory:
     def evict(self, kept: Iterable[Tensor]) -> None:
         """They are not to be used any more; their memory is free once nobody has them."""
         gone = {*map(id, kept), id(None)}
-        for _, tensors in self._laid:
-            tensors[:] = [(ref, one) for ref, one in tensors if id(ref()) not in gone]
+        for laid in self._laid:
+            laid.keep(lambda tensor: id(tensor) not in gone)
 
     def _sweep(self) -> None:
         self._laid = [laid for laid in self._laid if any(ref() is not None for ref, _ in laid.tensors)]
 
     def _add(self, wanted: Sequence[Wanted], tensors: list[Tensor], arena: Arena | None = None) -> list[Tensor]:
         self._sweep()
-        self._laid.append(_Laid(arena, list(zip(map(weakref.ref, tensors), wanted, strict=True))))
+        self._laid.append(_Laid(arena, tensors, wanted))
         return tensors
 
     def _refuse_beyond_budget(self, wanted: Sequence[Wanted]) -> None:

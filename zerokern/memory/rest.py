@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -55,8 +55,9 @@ class Rests:
         self.place, self.leaving_nbytes = place, leaving_nbytes
         self.pages = Pages()
         self.lock = threading.RLock()
-        self.leaving: deque[Rest] = deque()  # without a user, and to be given back once they are stored
-        self.kept: list[Rest] = []  # without a user, while somebody has a view of them
+        # both in order, and weakly: a rest keeps these, and not the other way round
+        self.leaving: WeakKeyDictionary[Rest, None] = WeakKeyDictionary()  # without a user, given back once stored
+        self.kept: WeakKeyDictionary[Rest, None] = WeakKeyDictionary()  # without a user, while somebody has a view
         self.unused: list[Any] = []  # room in the place that nobody has any more
         self._pid, self._closed = os.getpid(), ""
         self._all: weakref.WeakSet[Rest] = weakref.WeakSet()
@@ -79,8 +80,8 @@ class Rests:
             if self._in_use:
                 return False
             self._closed = because
-            while self.leaving:
-                one = self.leaving.popleft()
+            for one in list(self.leaving):
+                del self.leaving[one]
                 with contextlib.suppress(Exception):  # nobody will read what was to be stored
                     one.end()
             self.pages.drop()
@@ -110,20 +111,21 @@ class Rests:
         """Give back what is stored, and what nobody has a view of any more; at most so much stays on its way, less
         `room`. Raises what went wrong in storing: the memory stays then."""
         with self.lock:
-            kept, self.kept = self.kept, []
+            kept = list(self.kept)
+            self.kept.clear()
             for one in kept:
                 one.settle()
-            going = [one for one in self.leaving if not one.is_awaited]
+            going = [one for one in list(self.leaving) if not one.is_awaited]
             there = sum(one.nbytes for one in going)
             for one in going:
                 if one.is_stored or there + room > self._going_nbytes:
                     there -= one.nbytes
-                    self.leaving.remove(one)
+                    del self.leaving[one]
                     one.end()
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so much more may stay for who is about to use it."""
-        awaited = sum(one.nbytes for one in self.leaving if one.is_awaited)
+        awaited = sum(one.nbytes for one in list(self.leaving) if one.is_awaited)
         return awaited + nbytes <= self.leaving_nbytes - self._going_nbytes
 
     @property
@@ -133,15 +135,16 @@ class Rests:
     def drain(self) -> None:
         """Returns once nothing is on its way to the place, nor awaits its next user."""
         with self.lock:
-            while self.leaving:
-                self.leaving.popleft().end()
+            for one in list(self.leaving):
+                del self.leaving[one]
+                one.end()
             self.pages.drop()
 
     @property
     def nbytes(self) -> int:
         """Bytes that are in memory without a user."""
         with self.lock:
-            return sum(one.nbytes for one in (*self.leaving, *self.kept)) + self.pages.nbytes
+            return sum(one.nbytes for one in [*self.leaving, *self.kept]) + self.pages.nbytes
 
 
 class Rest:
@@ -284,7 +287,7 @@ class Rest:
                 self._coming.wait()
             self._coming = None
         if self._failure is None and self.is_viewed():
-            self.rests.kept.append(self)
+            self.rests.kept[self] = None
             return
         if any(tensor._version != version for tensor, version in self._watched):
             self._changed = True
@@ -298,8 +301,8 @@ class Rest:
             self._changed = False
         if self.is_stored and not self.is_awaited:
             self.end()
-        elif self not in self.rests.leaving:
-            self.rests.leaving.append(self)
+        else:
+            self.rests.leaving.setdefault(self)
 
     def end(self) -> None:
         """It was on its way to the place. With the lock."""
@@ -312,14 +315,14 @@ class Rest:
                 raise
         if not self._users and self.is_here and not self._changed:
             if self._failure is None and self.is_viewed():
-                self.rests.kept.append(self)
+                self.rests.kept[self] = None
             else:
                 self._give_back()
 
     def come_to_rest(self) -> None:
         """It is not in memory any more if it was on its way to the place. With the lock."""
         if not self._users and self in self.rests.leaving:
-            self.rests.leaving.remove(self)
+            del self.rests.leaving[self]
             self.end()
 
     @contextlib.contextmanager

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
+from zerokern.kernels.addresses import Whereabouts
 from zerokern.memory import HostPlace
 from zerokern.optim.formats import Algorithm, Slot
-from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.rows import Row, Turns, count_step, row_ranges, set_groups, table_of
 from zerokern.optim.state import Entry, Exact, StepBook, begin, check_entries, make, pull, untangled

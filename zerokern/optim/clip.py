@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from zerokern.optim.survey import added
 from zerokern.zero.fetching import fetched, in_turns
 from zerokern.zero.kinds import is_divided
 from zerokern.zero.shard import Shard, gradients_of_dtensors, shard_of
-from zerokern.zero.squares import Seen, sumsq_of_each
+from zerokern.zero.squares import KnownSquares, Seen, sumsq_of_each
 
 __all__ = ["clip_grad_norm_"]
 
@@ -121,9 +121,9 @@ def _total(
         for team in dict.fromkeys(home.team for _, home in homes):
             mine = [pair for pair in homes if pair[1].team is team]
             for copies in sorted({home.copies for _, home in mine}):
-                grads = [gradient_of(param, home) for param, home in mine if home.copies == copies]
-                there = [grad for grad in grads if grad is not None and grad.numel()]
-                own = _measure(there, kind, sharding.group.device)
+                pairs = [(gradient_of(param, home), home) for param, home in mine if home.copies == copies]
+                there = [(grad, home) for grad, home in pairs if grad is not None and grad.numel()]
+                own = _measure([grad for grad, _ in there], kind, sharding.group.device, [home for _, home in there])
                 sums.setdefault(team, []).append(own * factor**2 / copies if kind == 2.0 else own * factor)
     for team, spread in spans:
         place = team.device
@@ -147,14 +147,16 @@ def _total(
     return found[0].sqrt() if kind == 2.0 else found[0]
 
 
-def _measure(grads: list[Tensor], kind: float, place: torch.device) -> Tensor:
-    """The sum of squares, or the largest magnitude, NaN if there is any."""
+def _measure(grads: list[Tensor], kind: float, place: torch.device, homes: Sequence[Shard] = ()) -> Tensor:
+    """The sum of squares, or the largest magnitude, NaN if there is any; `homes`: of these gradients' parameters."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=place)
     if grads[0].is_cuda and kind == 2.0:
         return sumsq_there(grads).to(place)
     if kind == 2.0:
-        sums = sumsq_of_each([*map(Seen.of, grads)], lambda places: [sumsq(grads[place]) for place in places])
+        known = KnownSquares(homes).of(grads)
+        seen = [Seen(getattr(grad, "zk_rest", None), one) for grad, one in zip(grads, known, strict=True)]
+        sums = sumsq_of_each(seen, lambda places: [sumsq(grads[place]) for place in places])
         return torch.tensor(added(sums), dtype=torch.float64).to(place)
     largest = []
     for places in in_turns([grads]):

@@ -43,7 +43,7 @@ class Decision:
         self.begin(grad_norm, skipped_steps)
         self.scale: float | None = None
         self.known = True  # whether what was asked for last has been decided
-        self._decide: Callable[[], float | None]
+        self._asked: Any = None
         self._why: Callable[[], str]  # a step was skipped
 
     def begin(self, grad_norm: float | None, skipped_steps: int) -> None:
@@ -108,29 +108,29 @@ class Decision:
             self._ask_there(max_norm, found_inf, grad_scale, fold, add_up)
             return
         read = _kept if reading is None else reading
-        inf_of, scale_of, fold_of = read(found_inf), read(grad_scale), read(fold)
+        self._asked = read(found_inf), read(grad_scale), read(fold), sums, max_norm, total
+        self.known = False
 
-        def decide() -> float | None:
-            found_inf, found, fold = inf_of(), scale_of(), fold_of()
-            skip = found_inf is not None and bool(float(found_inf))
-            self._why = partial(_why, skip, self._norm, found)
-            if skip and total is None:
-                return None
-            scale = 1.0 if found is None else 1.0 / checks.number("grad_scale", found, positive=True)
-            if max_norm is None and total is None:
-                return scale
-            measured = sums()
-            squares = measured[0] if total is None else total(measured, skip=skip)
-            if skip:
-                return None
-            scale *= float(fold)
-            self._norm = math.sqrt(squares) * scale
-            self._why = partial(_why, skip, self._norm, found)
-            if not math.isfinite(self._norm):
-                return None
-            return scale if max_norm is None else scale * min(1.0, max_norm / (self._norm + 1e-6))
-
-        self._decide, self.known = decide, False
+    def _decide(self) -> float | None:
+        inf_of, scale_of, fold_of, sums, max_norm, total = self._asked
+        found_inf, found, fold = inf_of(), scale_of(), fold_of()
+        skip = found_inf is not None and bool(float(found_inf))
+        self._why = partial(_why, skip, self._norm, found)
+        if skip and total is None:
+            return None
+        scale = 1.0 if found is None else 1.0 / checks.number("grad_scale", found, positive=True)
+        if max_norm is None and total is None:
+            return scale
+        measured = sums()
+        squares = measured[0] if total is None else total(measured, skip=skip)
+        if skip:
+            return None
+        scale *= float(fold)
+        self._norm = math.sqrt(squares) * scale
+        self._why = partial(_why, skip, self._norm, found)
+        if not math.isfinite(self._norm):
+            return None
+        return scale if max_norm is None else scale * min(1.0, max_norm / (self._norm + 1e-6))
 
     def take(self) -> float | None:
         """The factor for all gradients, or None where nothing may change. On a device: 1.0, and what it decides."""
@@ -138,7 +138,7 @@ class Decision:
             self.scale = self._decide()
             self._skipped += self.scale is None
             self._in_a_row = self._in_a_row + 1 if self.scale is None else 0
-            self.known = True
+            self.known, self._asked = True, None  # which refers to gradients, and to the model
             self._warn_of(self._in_a_row, self._why())
         return self.scale
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.kernels.addresses import Whereabouts
 from zerokern.kernels.triton.upload import upload
 from zerokern.optim import device
-from zerokern.optim.gradients import Whereabouts
 
 __all__ = ["DeviceSteps"]
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zerokern.io.place import Record
+from zerokern.kernels.addresses import Whereabouts
 from zerokern.memory import Rest, Slot, flow, flowing
 from zerokern.optim.binding import Binding
 from zerokern.optim.disk import Disk, Stretch, begin_with, described, moved_in, on_disk_of, settle, stand_ins
 from zerokern.optim.formats import ON_DISK, Algorithm, Layout
-from zerokern.optim.gradients import Whereabouts
 from zerokern.optim.interrupts import whole
 from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.rows import pointer_words, table_of

@@ -18,6 +18,7 @@ from torch import Tensor
 from zerokern.optim.hosted import Host, Twin
 from zerokern.optim.parts import Part
 from zerokern.optim.shards import Shards
+from zerokern.zero.squares import GradReady
 
 __all__ = ["Departure", "Leaving"]
 
@@ -87,18 +88,17 @@ class Leaving:
     def __del__(self) -> None:
         self.remove()
 
-    def reduced(self, part: Part) -> None:
+    def reduced(self, part: Part, ready: GradReady) -> None:
         """zk.shard has reduced a bucket: what there is on this rank is final, if no other pass comes."""
         key = id(part)
         self._arrived[key] = self._arrived.get(key, 0) + 1
         if self._arrived[key] != self._expected.get(key):
             self._recall(part)
             return
-        bucket = part.sharding.gradient_buckets[part.bucket]
         places = [place for place in part.members if self.local.near[place].requires_grad]
         homes: list[Any] = [self.local.homes[place] for place in places]
-        grads = [bucket.reduced_span(home.place) for home in homes]
-        self._leave(part, [self.local.near[place] for place in places], grads, bucket.handed_out)
+        grads = [ready.pieces[home.place] for home in homes]
+        self._leave(part, [self.local.near[place] for place in places], grads, ready.handed_out)
 
     def _recall(self, part: Part) -> None:
         """Another pass adds to what has left: it is fetched in `step()`."""
@@ -144,10 +144,10 @@ class Leaving:
         return left
 
 
-def _reduced(leaving: weakref.ref[Leaving], part: Part) -> None:
+def _reduced(leaving: weakref.ref[Leaving], part: Part, ready: GradReady) -> None:
     there = leaving()
     if there is not None:
-        there.reduced(part)
+        there.reduced(part, ready)
 
 
 def _freed(leaving: weakref.ref[Leaving]) -> None:

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerokern.kernels.addresses import Cells, reader_of
 from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
-from zerokern.optim.gradients import Cells, reader_of
 from zerokern.zero.kinds import rest_of
-from zerokern.zero.squares import Seen, sumsq_of_each
+from zerokern.zero.shard import shard_of
+from zerokern.zero.squares import KnownSquares, Seen, sumsq_of_each
 
 Groups = Sequence[dict[str, Any]]
 LayoutOf = Callable[[dict[str, Any], torch.dtype], Layout]
@@ -41,7 +42,6 @@ _is_inference = torch.Tensor.is_inference
 _is_neg = torch.Tensor.is_neg
 _index_of = torch.Tensor.get_device
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_UNKNOWN = Seen(None, None)
 _CHUNK = 512  # parameters whose tensors stay in the second-level cache from one pass to the next
 
 
@@ -119,8 +119,9 @@ class Survey:
         self._sums = [(some, array("q", compress(self.numels, some))) for some in chosen]
         self.rests = any(rest_of(param) is not None for param in self.params)  # then so may gradients
         # whether gradients may have been measured where they were reduced; a device measures its own
-        self._of_pieces = bool(starts) and self.device is None
-        self._seen = list(map(Seen.of, dense_grads))
+        of_pieces = bool(starts) and self.device is None
+        self._squares = KnownSquares([shard_of(param) for param in self.params]) if of_pieces else None
+        self._look(dense_grads)
 
     def pointers(self, groups: Groups) -> array[int] | None:
         """The gradients' addresses, or None if anything but their addresses and values has changed since the survey."""
@@ -129,9 +130,15 @@ class Survey:
         if self.idle and not all(map(operator.is_, map(_grad_of, self.idle), repeat(None))):
             return None
         found = self._read() if self._reader is None else self._reader.read()
-        if (self.rests or self._of_pieces) and found is not None:  # now: later, on any thread, it is of these
-            self._seen = [Seen.of(param.grad) for param in self.params if param.grad is not None]
+        if found is not None:
+            self._look(list(map(_grad_of, self.params)) if self.rests or self._squares is not None else [])
         return found if found is None or self.device is None or self._are_there(found) else None
+
+    def _look(self, grads: Sequence[Tensor]) -> None:
+        """At what is known of the gradients of now: later, on any thread, it is asked of these."""
+        unknown = [None] * len(self.params)
+        self._known: Sequence[float | None] = unknown if self._squares is None else self._squares.of(grads)
+        self._rests = [getattr(grad, "zk_rest", None) for grad in grads] if self.rests else unknown
 
     def _are_there(self, pointers: array[int]) -> bool:
         """Whether the gradients are on the parameters' device: a kernel that followed another address would fault.
@@ -195,8 +202,8 @@ class Survey:
     def _measured(
         self, pointers: array[int], numels: array[int], dtype: torch.dtype, chosen: Sequence[bool]
     ) -> Sequence[float]:
-        seen = list(compress(self._seen, chosen))
-        if all(one == _UNKNOWN for one in seen):
+        known = list(compress(self._known, chosen))
+        if not self.rests and known.count(None) == len(known):
             return sumsq_pointers(pointers, numels, dtype)
 
         def measure(rows: list[int]) -> Sequence[float]:
@@ -204,7 +211,8 @@ class Survey:
                 array("Q", map(pointers.__getitem__, rows)), array("q", map(numels.__getitem__, rows)), dtype
             )
 
-        return sumsq_of_each(seen, measure)
+        seen = map(Seen, compress(self._rests, chosen), known)
+        return sumsq_of_each(list(seen), measure)
 
 
 def _resolved(param: Tensor) -> Tensor | None:

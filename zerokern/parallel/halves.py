@@ -9,13 +9,26 @@ from typing import Any
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
 
-__all__ = ["Halves"]
+__all__ = ["refuse_half_backwards"]
 
 DEEP = 64  # frames between a stage and the forward of its module, at most
 STAGES = "torch.distributed.pipelining.stage"
 
 
-class Halves:
+def refuse_half_backwards(sharding: Any) -> None:
+    """Makes a model's forward look for such a stage, and its backward refuse to run in halves.
+
+    >>> import torch
+    >>> from zerokern.comm import group_on
+    >>> from zerokern.zero.sharding import Sharding
+    >>> sharding = Sharding(torch.nn.Linear(2, 2), stage=2, group=group_on())
+    >>> refuse_half_backwards(sharding); len(sharding.watch.before_forward)
+    1
+    """
+    sharding.watch.before_forward.append(_HalfBackwards(sharding).look)
+
+
+class _HalfBackwards:
     """Whether a model's backward is run for its inputs alone, by a stage that knows nothing of zk.shard.
 
     That stage would then ask autograd for gradients of weights, and put them into `.grad` by hand, where they count as
@@ -45,7 +58,7 @@ class Halves:
         sharding = self._sharding()
         if sharding is None or not any(param.requires_grad for param in sharding.zero_order):
             return
-        if not any(hooks.is_accumulated(node) for node in sharding.nodes.values()):
+        if not any(map(hooks.is_accumulated, sharding.nodes())):
             raise StateError(
                 "a zero-bubble schedule runs backward in halves, and torch.distributed.pipelining.PipelineStage would "
                 "then set gradients of weights by hand, which zk.shard could not reduce; allowed: zk.PipelineStage, "

@@ -238,7 +238,7 @@ class PipelineStage(TorchStage):
     def _refuse_repeated(self) -> None:
         """A half that computes units again has nothing left of them for the other."""
         for sharding in self._shardings:
-            keep, micro = getattr(sharding.repeated, "keep", None), getattr(sharding.repeated, "micro", 1)
+            keep, micro = getattr(sharding.wrapper, "keep", None), getattr(sharding.wrapper, "micro", 1)
             if keep is not None and micro == 1:
                 raise StateError(
                     f"pipeline stage {self.stage_index} was sharded with keep={keep!r}, and a zero-bubble schedule "

@@ -1,22 +1,23 @@
-"""How long a step takes on a described machine: without offload, and with the update on the host at every schedule."""
+"""Predicts how long a step takes on a described machine, without offload and with the update on the host at each
+schedule; and from how many tokens on what moves beside compute is hidden."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerokern.core.errors import got
 from zerokern.planner.amounts import gigabytes, table_of
-from zerokern.planner.hiding import Hiding, efficiency, hiding
+from zerokern.planner.footprint import Footprint
 from zerokern.planner.steps import SPANS, StepShape
 from zerokern.schedule import Delayed, Machine, Program, flow_bound, program_of, resident, simulate
 
-if TYPE_CHECKING:
-    from zerokern.planner.planning import Plan
-
-__all__ = ["NO_OFFLOAD", "PLAIN", "SCHEDULES", "Forecast", "Prediction", "forecast", "step_program"]
+__all__ = [
+    "NO_OFFLOAD", "PLAIN", "SCHEDULES", "Forecast", "Hiding", "Prediction", "efficiency", "forecast", "hiding",
+    "step_program",
+]  # fmt: skip
 
 NO_OFFLOAD, PLAIN = "no offload", "overlap, plain"
 SCHEDULES: dict[str, str | Delayed] = {"sync": "sync", PLAIN: "overlap", "overlap": "overlap", "delayed": Delayed()}
@@ -24,28 +25,94 @@ USUAL = (4096, 16_384, 32_768, 65_536)
 SHARES = (0.90, 0.95, 0.99)
 _RESTING_SPANS = 48  # the first of them is fetched beside nothing
 _MOST = 1 << 26  # tokens, more than anybody has in a step
+_LINKS = {"up": "host to device", "down": "device to host", "read": "disk read", "write": "disk written"}
+_NOTES = (
+    "Hidden: the share of copies and update that runs beside forward and backward.",
+    "No offload is the same step with all state on the device, whether it fits there or not.",
+    "Plain tensors are complete when step() returns; those of zk.shard, also on one rank, are waited for unit by unit.",
+    "A prediction of the simulator from the machine's description (zerokern.schedule.machine_of), not a measurement.",
+)
+_NOTE_AT_REST = (
+    "T*: the tokens from which what moves takes no longer than compute, bytes / rate x flops per second / flops per "
+    "token. T / (T + T*) is the ZeRO-Infinity paper's efficiency, of copies that run beside nothing."
+)
+_UNTIMED = "inputs that are kept off the device, where parameters rest on it"
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """What moves in a step: bytes of one rank, seconds alone, and T*, the tokens from which compute takes longer."""
+
+    what: str
+    nbytes: int
+    seconds: float
+    tokens: float
+
+
+def efficiency(ait: float, bytes_s: float, flops_s: float) -> float:
+    """Returns that of a step that first moves and then computes: ZeRO-Infinity's `ait * bw / (ait * bw + peak)`.
+
+    `ait`: flops for each byte that is moved. Of tokens T in units in which T* is the peak: T / (T + T*).
+
+    >>> round(efficiency(2 * 1024, 70e9, 70e12), 2)  # parameters and gradients, batch 2 of 1,024 tokens
+    0.67
+    """
+    return ait * bytes_s / (ait * bytes_s + flops_s) if ait * bytes_s + flops_s else 1.0
+
+
+def hiding(program: Program, machine: Machine, tokens: int) -> Iterator[Hiding]:
+    """Yields each link, then the disk in both directions at once, then host memory, for a step of so many tokens.
+
+    >>> from zerokern.schedule import machine_of
+    >>> plan = zk.plan("1B", stage=3, param_tier="cpu", tier="cpu", keep="device")
+    >>> found = hiding(step_program(plan, "delayed", 4096), machine_of("h100-pcie"), 4096)
+    >>> [(one.what, round(one.tokens)) for one in found][:2]
+    [('host to device', 5371), ('device to host', 2712)]
+    """
+    compute = sum(op.flops for op in program.ops) / machine.flops_s / tokens
+    moved = {lane: sum(op.nbytes for op in program.ops if op.lane == lane) for lane in (*_LINKS, "cpu")}
+    for lane, name in _LINKS.items():
+        if moved[lane]:
+            seconds = moved[lane] / machine.rate(lane) / 1e9
+            yield Hiding(name, moved[lane], seconds, seconds / compute)
+    if moved["read"] and moved["write"]:
+        seconds = _both_ways(machine, moved["read"] / 1e9, moved["write"] / 1e9)
+        yield Hiding("disk, both at once", moved["read"] + moved["write"], seconds, seconds / compute)
+    if moved["cpu"]:
+        copies = sum(moved[lane] for lane in _LINKS) if machine.host_all_gb_s is not None else 0
+        nbytes = moved["cpu"] + copies
+        seconds = nbytes / (machine.host_all_gb_s or machine.host_gb_s) / 1e9
+        yield Hiding("host memory", nbytes, seconds, seconds / compute)
+
+
+def _both_ways(machine: Machine, read: float, written: float) -> float:
+    """Seconds for so many GB: both until the shorter is over, then the other alone."""
+    rates = machine.rate("read", {"write"}), machine.rate("write", {"read"})
+    both = min(read / rates[0], written / rates[1])
+    left = (read - both * rates[0]) / machine.rate("read"), (written - both * rates[1]) / machine.rate("write")
+    return both + max(left)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step. `tokens`: of each rank. `of_resident`: its speed as a share of that without offload."""
+    """Predicts one step of `tokens` on each rank. `tokens_s` counts all ranks.
+
+    `hidden`: the share of copies and update that runs beside forward and backward. `of_resident`: the step's speed as a
+    share of that without offload. `computes`: the share in which the device does forward or backward. `flow_seconds`:
+    what the flow of data allows where nothing is shared. `written`: bytes that each rank writes to its disk.
+    `hides_from`, T*: the tokens from which all that moves takes no longer than compute, if all of it runs beside that.
+    """
 
     schedule: str
     tokens: int
     step_seconds: float
     tokens_s: float
-    """of all ranks together"""
     hidden: float
-    """the share of copies and update that runs beside forward and backward"""
     of_resident: float
     computes: float
-    """the share of the step in which the device does forward or backward"""
     flow_seconds: float
-    """what the flow of data allows where nothing is shared"""
     written: int = 0
-    """bytes that each rank writes to its disk in a step"""
     hides_from: float = 0.0
-    """T*: the tokens from which all that moves takes no longer than compute, if all of it runs beside that"""
 
     @property
     def written_a_day(self) -> float:
@@ -65,27 +132,27 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan's steps take on a machine."""
+    """Predicts what a plan's steps take on a machine; printed, as tables.
+
+    `needed`: by schedule and share of the step, from how many tokens on the device computes for so much of it.
+    `hidings`: by schedule, what moves in a step where parameters rest off the device, or state on the disk.
+    `flops`: for each token and parameter. `leaves_out`: what moves in a step and has no part in its time.
+    """
 
     title: str
     machine: Machine
     rows: tuple[Prediction, ...]
     needed: dict[str, dict[float, int | None]]
-    """by schedule and share of the step: from how many tokens on the device computes for so much of it"""
     hidings: Mapping[str, tuple[Hiding, ...]] = field(default_factory=dict)
-    """by schedule: what moves in a step where parameters rest off the device, or state on the disk"""
-
     flops: int = 6
-    """for each token and parameter"""
     leaves_out: str = ""
-    """what moves in a step and has no part in its time"""
 
     def _notes(self) -> Iterator[str]:
         computed = f"{self.flops} flops per token and parameter, without attention"
         computed += ", recomputing forward" if self.flops > 6 else ""
         yield f"Tokens are those of one rank in one optimizer step; {computed}."
         yield from (note for note in _NOTES if PLAIN in self.needed or not note.startswith("Plain"))
-        yield from _RESTING_NOTES if self.hidings else ()
+        yield from [_NOTE_AT_REST] if self.hidings else []
         if self.leaves_out:
             yield f"Not timed: {self.leaves_out}."
 
@@ -95,7 +162,7 @@ class Forecast:
         return {schedule: found[SHARES[-1]] for schedule, found in self.needed.items()}
 
     def at(self, schedule: str, tokens: int) -> Prediction:
-        """One of the rows."""
+        """Returns one of the rows."""
         found = [row for row in self.rows if (row.schedule, row.tokens) == (schedule, tokens)]
         if not found:
             rows = ", ".join(f"{row.schedule} at {row.tokens:,}" for row in self.rows)
@@ -103,7 +170,7 @@ class Forecast:
         return found[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers alone."""
+        """Returns numbers alone."""
         return {
             "machine": self.machine.name,
             "predictions": [vars(row) for row in self.rows],
@@ -133,7 +200,7 @@ class Forecast:
         parts = [
             "\n\n".join(line for line in lines if line),
             table_of(header, rows, left=2),
-            *_hidings(self.hidings),
+            *_hiding_table(self.hidings),
             "Tokens in a step from which on the device computes nearly all of the time, so that the update is hidden:",
             table_of(shares, needed, left=1),
             "\n".join(f"* {note}" for note in self._notes()),
@@ -141,22 +208,7 @@ class Forecast:
         return "\n\n".join(parts)
 
 
-_NOTES = (
-    "Hidden: the share of copies and update that runs beside forward and backward.",
-    "No offload is the same step with all state on the device, whether it fits there or not.",
-    "Plain tensors are complete when step() returns; those of zk.shard, also on one rank, are waited for unit by unit.",
-    "A prediction of the simulator from the machine's description (zerokern.schedule.machine_of), not a measurement.",
-)
-
-
-_INPUTS = "inputs that are kept off the device, where parameters rest on it"
-_RESTING_NOTES = (
-    "T*: the tokens from which what moves takes no longer than compute, bytes / rate x flops per second / flops per "
-    "token. T / (T + T*) is the ZeRO-Infinity paper's efficiency, of copies that run beside nothing.",
-)
-
-
-def _hidings(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
+def _hiding_table(found: Mapping[str, tuple[Hiding, ...]]) -> list[str]:
     """From how many tokens each link hides, by schedule; what moves as much at another is not said again."""
     if not found:
         return []
@@ -176,8 +228,8 @@ def _a_day(row: Prediction) -> str:
     return f"{row.written_a_day / 1e12:,.3g} TB" if row.written else "-"
 
 
-def forecast(plan: Plan, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
-    """Every schedule at every number of tokens, whatever schedule and tier the plan itself has."""
+def forecast(plan: Footprint, machine: Machine, tokens: Sequence[int] = USUAL) -> Forecast:
+    """Predicts every schedule at every number of tokens, whatever schedule and tier the plan itself has."""
     for one in tokens:
         if isinstance(one, bool) or not isinstance(one, int) or one < 1:
             raise ValueError(got("tokens", one, "whole numbers of tokens per rank and step, from 1 on"))
@@ -188,25 +240,24 @@ def forecast(plan: Plan, machine: Machine, tokens: Sequence[int] = USUAL) -> For
     names = [name for name in SCHEDULES if name != PLAIN or (plan.ranks == 1 and not plan.recipe.rests)]
     rows = [row for one in tokens for row in _predictions(shape, mine, names, one)]
     needed = {name: _needed(coarse, mine, name) for name in names}
-    left = _INPUTS if plan.kept and not plan.recipe.rests else ""
+    left = _UNTIMED if plan.kept and not plan.recipe.rests else ""
     moving = names if shape.tells else []
     hidings = {name: tuple(hiding(_program(shape, name, 1 << 20), mine, 1 << 20)) for name in moving}
     return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left)
 
 
-def step_program(plan: Plan, schedule: str, tokens: int, spans: int | None = None) -> Program:
-    """The step that is simulated, of one rank: with its machine's share (`Machine.shared_by`) it gives the same times.
+def step_program(plan: Footprint, schedule: str, tokens: int, spans: int | None = None) -> Program:
+    """Returns the step that is simulated, of one rank; with its machine's share (`Machine.shared_by`), in as long.
 
     `spans`: in about so many parts, instead of as many as a prediction has.
 
-    >>> from zerokern.planner import plan
-    >>> sorted({op.verb for op in step_program(plan("1B"), "delayed", 4096).ops})
+    >>> sorted({op.verb for op in step_program(zk.plan("1B"), "delayed", 4096).ops})
     ['Backward', 'Fetch', 'Forward', 'Norm', 'Publish', 'Step', 'Store']
     """
     return _program(StepShape(plan, spans or _spans_of(plan)), schedule, tokens)
 
 
-def _spans_of(plan: Plan) -> int:
+def _spans_of(plan: Footprint) -> int:
     return _RESTING_SPANS if plan.recipe.rests else SPANS
 
 
@@ -245,7 +296,7 @@ def _compute(program: Program, machine: Machine) -> float:
 
 
 def _needed(shape: StepShape, machine: Machine, name: str) -> dict[float, int | None]:
-    """By share: the least number of tokens, to 2 %, from which on the device computes for so much of the step."""
+    """The least number of tokens, to 2 %, from which on the device computes for so much of the step, by that share."""
 
     @cache
     def computes(tokens: int) -> float:

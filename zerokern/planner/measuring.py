@@ -1,4 +1,4 @@
-"""`zk.measure`: what a rank really holds, by role, to lay beside its plan."""
+"""`zk.measure`: bytes that a rank really holds, by role, to compare with its plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from zerokern.core.errors import got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import on_disk_of
 from zerokern.planner import table
-from zerokern.planner.planning import Plan
+from zerokern.planner.footprint import STATES, WORKING, Footprint, HeldMemory, Holding
 from zerokern.planner.recipe import short
-from zerokern.planner.share import STATES, WORKING, Holding, Sums
 from zerokern.zero.kinds import local_of, shardings_of
 from zerokern.zero.shard import shard_of
 
@@ -27,8 +26,10 @@ __all__ = ["Measured", "measure"]
 
 
 @dataclass(frozen=True)
-class Measured(Sums):
+class Measured(HeldMemory):
     """Bytes that this rank holds now, by role and tier: a sum over distinct storages.
+
+    `pinned`: bytes that the optimizer has locked in host memory, in whole pages: what `Plan.pinned` says.
 
     >>> import zerokern as zk
     >>> held = zk.measure(torch.nn.Linear(256, 255))
@@ -41,10 +42,9 @@ class Measured(Sums):
     world: int = 1
     stage: int = 0
     pinned: int = 0
-    """Bytes that the optimizer has locked in host memory, in whole pages: what `Plan.pinned` says"""
 
-    def beside(self, plan: Plan) -> str:
-        """The plan's table at its stage with a column of what is held, and by how much it differs.
+    def beside(self, plan: Footprint) -> str:
+        """Returns the plan's table at its stage with a column of what is held, and by how much it differs.
 
         >>> import zerokern as zk
         >>> model = torch.nn.Linear(1024, 1024)
@@ -57,14 +57,14 @@ class Measured(Sums):
                 f"the plan is of stage {plan.stage} on {plan.world} ranks, what was measured of stage {self.stage} on "
                 f"{self.world}; plan that: zk.plan(model, stage={self.stage}, world={self.world})"
             )
-        return table.of_measured(plan, self)
+        return table.compared_page(plan, self)
 
     def __str__(self) -> str:
-        return table.of_held(self.title, self.held)
+        return table.held_page(self.title, self)
 
 
 def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measured:
-    """What this rank holds of a model and its optimizer right now, in the roles that `zk.plan` uses.
+    """Measures what this rank holds of a model and its optimizer right now, in the roles that `zk.plan` uses.
 
     It works on any module: under `zk.shard`, under FSDP2, or plain. Activations and step counts are not included.
 
@@ -96,8 +96,10 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
 
 
 class _Tally:
-    """Bytes by (role, format, tier); a storage counts once, for the first role that has it. What rests on disk counts
-    there, and in memory too while it is fetched."""
+    """Adds up bytes by (role, format, tier); a storage counts once, for the first role that has it.
+
+    What rests on disk counts there, and in memory too while it is fetched.
+    """
 
     def __init__(self, device: str, resting: Iterable[Rest]) -> None:
         self.device = device
@@ -132,7 +134,7 @@ class _Tally:
 
 
 def _resting_of(shardings: Iterable[Sharding]) -> Iterator[Rest]:
-    """Where parameters and gradients are that rest on a disk."""
+    """Yields where parameters and gradients are that rest on a disk."""
     for sharding in shardings:
         for one in (*sharding.memories, *sharding.gradient_buckets):
             rest = getattr(one, "rest", None)
@@ -175,7 +177,7 @@ def _of_optimizer(opt: torch.optim.Optimizer, tally: _Tally) -> None:
 
 
 def _role(key: str, value: Tensor) -> tuple[str, Tensor, str]:
-    """Of a tensor of optimizer state: its role, itself, its format. Codes of int8 and their scales are one."""
+    """Returns the role, the tensor and its format; codes of int8 and their scales have one role."""
     role = key.removesuffix("_scale")
     return role, value, "int8" if role != key or value.dtype is torch.uint8 else _format(value)
 

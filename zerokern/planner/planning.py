@@ -1,40 +1,47 @@
-"""`zk.plan`: bytes and traffic of a training run before anything of it is allocated."""
+"""`zk.plan`: bytes and traffic of a training run before anything is allocated, and the cheapest run that fits."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerokern.core.errors import BudgetError, got
 from zerokern.core.units import RING_NBYTES
-from zerokern.planner import table, tiers
-from zerokern.planner.advice import advice, advised, each_memory
+from zerokern.planner import table
 from zerokern.planner.amounts import Memory, gigabytes, parse_device_memory, parse_memory
-from zerokern.planner.dimensions import sent_along, sizes_of, told
-from zerokern.planner.outline import Outline, subject_of
-from zerokern.planner.program import Volume, between_ranks, traffic_of
-from zerokern.planner.recipe import Arrangement, Recipe
-from zerokern.planner.rest import Move, moves_of
-from zerokern.planner.shapes import named
-from zerokern.planner.share import Share, pinned_nbytes, share_of
-from zerokern.schedule import Delayed, Machine, Program, machine_of
-from zerokern.zero.partition import STAGES, check_stage
-
-if TYPE_CHECKING:
-    from zerokern.planner.forecast import Forecast
+from zerokern.planner.footprint import Footprint, with_recipe
+from zerokern.planner.forecast import USUAL, Forecast, forecast
+from zerokern.planner.model import model_spec
+from zerokern.planner.recipe import Arrangement, Recipe, mesh_sizes, short
+from zerokern.planner.transformer import named
+from zerokern.schedule import Delayed, Machine, machine_of
+from zerokern.zero.partition import check_stage, shards_parameters
 
 __all__ = ["Plan", "plan"]
 
 _BUCKET_BYTES = 32 << 20
 _RANKS_PER_HOST = 8  # of a usual node, unless it is said
+_MOST_RANKS = 4096
+_CHEAPEST = "Cheapest exact configuration that fits"
+_IN_SLICES = ", which zk.recompute(head_and_loss, ..., micro=) computes in slices (docs/offload.md)"
+_MOST_WITHOUT_ACTIVATIONS = 0.75  # of a device, where activations come on top
+_MOST_WITH_ACTIVATIONS = 0.9  # of a device: beyond it fragments and buffers of libraries may not fit
+_PLACES = (  # tiers of parameters and of state, the cheapest first
+    ("device", "device"),
+    ("device", "cpu"),
+    ("device", "nvme"),
+    ("cpu", "cpu"),
+    ("cpu", "nvme"),
+    ("nvme", "nvme"),
+)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Footprint):
     """Bytes per rank by role and tier, and what moves in a step: at one stage, with all others beside it.
 
     Its text is a table for a design document. `at(stage)` is the same run at another stage.
@@ -47,126 +54,6 @@ class Plan:
     (234, 2.0)
     """
 
-    subject: Outline
-    recipe: Recipe
-    settings: Arrangement
-    stage: int
-    device_memory: Mapping[str, int] = field(default_factory=dict)
-    budget: Mapping[str, int] = field(default_factory=dict)
-    """bytes of host memory ("cpu") and of disk ("nvme") that one rank may have, as far as they are known"""
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """Those that can be planned so: all of them, or the third alone where parameters rest off the device."""
-        return (self.stage,) if self.recipe.rests else STAGES
-
-    @property
-    def world(self) -> int:
-        """Ranks that divide parameters among them."""
-        return self.settings.world
-
-    @property
-    def ranks(self) -> int:
-        """All ranks: of every dimension of a mesh."""
-        return self.settings.ranks
-
-    @property
-    def numel(self) -> int:
-        """Parameters of the model, or of the part that a rank of tp x pp shares, without padding."""
-        return self.subject.numel
-
-    @cached_property
-    def share(self) -> Share:
-        """One rank's part, item by item."""
-        return share_of(self.subject, self.recipe, self.stage, self.settings)
-
-    @property
-    def roles(self) -> dict[str, int]:
-        """Bytes per rank by role, all tiers together."""
-        return self.share.roles
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        """Bytes per rank by tier, all roles together."""
-        return self.share.tiers
-
-    @property
-    def states(self) -> int:
-        """Bytes per rank of parameters, gradients and optimizer state: what the ZeRO paper counts."""
-        return self.share.states
-
-    @property
-    def total(self) -> int:
-        """Bytes per rank on the device; activations are among them only where the shape of a transformer says them."""
-        return self.share.total
-
-    @cached_property
-    def pinned(self) -> int:
-        """Bytes that a rank's optimizer locks in host memory (`tier="cpu"`), in whole pages; CUDA has them pinned.
-
-        >>> plan("1B", tier="cpu").pinned / 1e9
-        14.0000...
-        """
-        return pinned_nbytes(self.subject, self.recipe, self.stage, self.settings)
-
-    @cached_property
-    def program(self) -> Program:
-        """The step in order: what is gathered, computed, released, reduced, updated and published."""
-        buckets = self.subject.buckets(self.stage, self.world, self.settings.bucket_bytes)
-        return between_ranks(buckets.loads, self.subject.units, self.recipe, self.stage, self.settings)
-
-    @cached_property
-    def traffic(self) -> Volume:
-        """What one optimizer step moves between the ranks."""
-        return traffic_of(self.program, self.world)
-
-    @cached_property
-    def sent(self) -> dict[str, int | None]:
-        """Bytes that one rank sends in a step, by dimension of its mesh. None: the model does not say.
-
-        >>> plan("8B", stage=3, mesh={"replicate": 2, "dp": 4, "tp": 2}).sent
-        {'replicate': 2000000000, 'dp': 18000000000, 'tp': None}
-        """
-        return sent_along(self.subject, self.recipe, self.stage, self.settings, self.traffic.sent_nbytes)
-
-    @cached_property
-    def moves(self) -> list[Move]:
-        """What one rank moves in a step over its link ("down", "up") and from and to its disk ("read", "write").
-
-        >>> plan("1B", stage=3, param_tier="cpu", tier="cpu").moves
-        [Move(role='parameters', lane='up', nbytes=4000000000), Move(role='gradients', lane='down', nbytes=2000000000)]
-        """
-        return moves_of(self.subject, self.recipe, self.stage, self.settings)
-
-    def moved(self, lane: str) -> int:
-        """Bytes over one lane in a step, of one rank: "down", "up", "read", "write".
-
-        >>> on_disk = plan("1B", stage=3, param_tier="nvme", tier="nvme", schedule="overlap")
-        >>> {lane: on_disk.moved(lane) / 1e9 for lane in ("up", "down", "read", "write")}
-        {'up': 4.0, 'down': 2.0, 'read': 14.0, 'write': 12.0}
-        """
-        return sum(one.nbytes for one in self.moves if one.lane == lane)
-
-    @property
-    def kept(self) -> int:
-        """Bytes of inputs that leave the device in a step, and come back."""
-        return max((one.nbytes for one in self.moves if one.role == "checkpoints"), default=0)
-
-    @property
-    def missing(self) -> dict[str, int]:
-        """Bytes that a rank lacks, by the memory that does not have them; empty where all of it fits.
-
-        >>> plan("8B", stage=3, param_tier="cpu", tier="cpu", host_memory="100GB").missing
-        {'host memory': 12000000000}
-        """
-        found = {name: self.total - most for name, most in self.device_memory.items()}
-        names = {"cpu": "host memory", "nvme": "disk"}
-        held = dict(self.tiers)
-        if self.settings.device == "cpu":  # whose memory is the host's
-            held["cpu"] = held.get("cpu", 0) + self.total
-        found |= {names[tier]: held.get(tier, 0) - most for tier, most in self.budget.items()}
-        return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
-
     def require(self) -> None:
         """Raises `BudgetError` where `device_memory`, `host_memory` or `disk` is too small, with what would fit.
 
@@ -177,74 +64,11 @@ class Plan:
         ...
         """
         if self.missing:
-            lacks = " and ".join(f"{gigabytes(nbytes)} GB of {name}" for name, nbytes in self.missing.items())
-            raise BudgetError(f"{table.title(self)} do not fit: {lacks} are missing\n\n{self}")
-
-    def would_fit(self) -> list[Plan]:
-        """The same run with what is needed least off the device, as far as it fits: exact formats, then lossy ones.
-
-        >>> found = plan("20B", device_memory="v100", host_memory="128GiB", disk="1TB").would_fit()
-        >>> [(one.recipe.param_tier, one.recipe.tier, one.recipe.is_lossy()) for one in found][:3]
-        [('cpu', 'nvme', False), ('nvme', 'nvme', False), ('cpu', 'nvme', True)]
-        """
-        found: list[Plan] = []
-        for one in self._elsewhere():
-            if not one.missing and all(one.recipe != other.recipe for other in found):
-                found.append(one)
-        return found
-
-    def _elsewhere(self) -> Iterator[Plan]:
-        """Every placement, in exact formats and in small ones; inputs where they are, and then elsewhere."""
-        exact, lossy = self.recipe, [one for one in self.recipe.alternatives(self.subject.main_dtype) if one.is_lossy()]
-        small = [one for one in lossy if one.master_format != "none"]
-        if exact.is_lossy():
-            exact, small = replace(exact, state_format="fp32", master_format=None), [exact, *small]
-        small = sorted(small, key=lambda one: one.state_nbytes(self.subject.main_dtype))[:1]
-        keeps = dict.fromkeys((self.recipe.keep, *(("cpu", "nvme") if self.recipe.keep else ())))
-        places = [("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme")]
-        for recipe, keep, (param_tier, tier) in product([exact, *small], keeps, places):
-            here = replace(recipe, tier=tier, param_tier=param_tier, keep=keep, **_rings(tier, param_tier, keep))
-            settings = replace(self.settings, spills=False)
-            yield replace(self, recipe=here.on(settings.device, 3), stage=3, settings=settings).spilling()
-
-    def spilling(self) -> Plan:
-        """The same, but gradients of parameters at rest wait on the disk if they do not fit in host memory."""
-        most = self.budget.get("cpu")
-        has_disk = "nvme" in (self.recipe.param_tier, self.recipe.tier)
-        if most is None or not self.recipe.rests or not has_disk:
-            return self
-        if self.settings.device == "cpu":  # the rule of zerokern.memory.room, before anything is there
-            wait = self.recipe.param_tier == "nvme" and 2 * self.roles.get("gradients", 0) > most
-        else:
-            wait = self.tiers.get("cpu", 0) > most
-        return replace(self, settings=replace(self.settings, spills=True)) if wait else self
-
-    @cached_property
-    def _others(self) -> dict[int, Plan]:
-        return {stage: self if stage == self.stage else replace(self, stage=stage) for stage in self.stages}
-
-    def at(self, stage: int) -> Plan:
-        """The same run at another stage.
-
-        >>> [plan("1T", world=1024).at(stage).states // 10**9 for stage in (0, 3)]
-        [14000, 13]
-        """
-        if check_stage(stage) not in self._others:
-            raise ValueError(got("stage", stage, f"{self.stage}, for parameters that rest off the device"))
-        return self._others[stage]
-
-    def fits(self, device_memory: int | str) -> bool:
-        """Whether `total` is at most a device's memory: bytes, '80GB', '80GiB' or a name such as 'h100'.
-
-        >>> plan("7.5B", world=8, stage=3).fits("h100")
-        True
-        """
-        (nbytes,) = parse_device_memory(device_memory).values()
-        return self.total <= nbytes
+            raise BudgetError(f"{table.title(self)} do not fit: {table.lacks(self)} are missing\n\n{self}")
 
     def advice(self) -> str:
-        """The cheapest exact configuration that fits into `device_memory`, over all stages and tiers: the answer, its
-        code and its assumptions, on three lines.
+        """Says the cheapest exact configuration that fits into `device_memory`, over all stages and tiers: the answer,
+        its code and its assumptions, on three lines.
 
         Where nothing fits: what would, with fewer activations, in lossy formats, or on more ranks.
 
@@ -253,27 +77,29 @@ class Plan:
         Code: zk.shard(model, stage=1); opt = zk.AdamW(model.parameters())
         Assumed: bf16 parameters; activations come on top; nothing for the driver, NCCL and fragments of the allocator
         """
-        return advice(self)
+        if not self.device_memory:
+            return "Say how much memory a device has (device_memory, --device-memory 80GB) to be told what fits."
+        found = {name: _advice(one) for name, one in _on_each_device(self)}
+        return "\n".join(f"{name}: {said}" if len(found) > 1 else said for name, said in found.items())
 
     def advised(self) -> list[Plan]:
-        """The plan of what `advice` names first, of each device in `device_memory`; none where nothing would fit.
+        """Returns the plan that `advice` names first, for each device in `device_memory`; none where nothing would fit.
 
         >>> [(one.stage, one.fits("80GB")) for one in plan("8B", world=8, device_memory="80GB").advised()]
         [(1, True)]
         """
-        return [found[0][1] for _, one in each_memory(self) if (found := advised(one))]
+        return [found[0][1] for _, one in _on_each_device(self) if (found := _advised(one))]
 
     def page(self, *, formats: bool = True) -> str:
-        """The plan as text, as `str` has it; or without what it would take in other formats.
+        """Returns the plan as text, as `str` has it; or without what it would take in other formats.
 
         >>> "state_format  " in plan("1B").page(), "state_format  " in plan("1B").page(formats=False)
         (True, False)
         """
-        of = tiers.of_resting if self.recipe.rests else table.of_plan
-        return of(self, formats=formats)
+        return table.page(self, formats=formats)
 
     def predict(self, machine: str | os.PathLike[str] | Machine, tokens: Sequence[int] | None = None) -> Forecast:
-        """What a step takes on a described machine: without offload, and with the update on the host at each schedule.
+        """Predicts a step on a described machine: without offload, and with the update on the host at each schedule.
 
         machine: a name (`zerokern.schedule.shipped()`), a JSON file, or a `zerokern.schedule.Machine`.
         tokens: of one rank in one optimizer step.
@@ -282,21 +108,13 @@ class Plan:
         >>> [f"{row.schedule} {row.of_resident:.0%}" for row in found.rows]
         ['no offload 100%', 'sync 49%', 'overlap, plain 61%', 'overlap 76%', 'delayed 101%']
         """
-        from zerokern.planner.forecast import USUAL, forecast
-
         if self.settings.tp * self.settings.pp > 1:
             do = "A step of one part alone: zk.plan(part, world=...)"
-            raise ValueError(got("mesh", told(self.settings), "dp and replicate: others wait for each other", do))
+            raise ValueError(got("mesh", self.settings.mesh, "dp and replicate: others wait for each other", do))
         return forecast(self, machine_of(machine), USUAL if tokens is None else tokens)
 
-    def in_other_formats(self) -> list[Plan]:
-        """The same run in every state and master format that its parameters can have, the exact ones first."""
-        settings = replace(self.settings, spills=False)
-        recipes = self.recipe.alternatives(self.subject.main_dtype)
-        return [replace(self, recipe=recipe, settings=settings).spilling() for recipe in recipes]
-
     def to_dict(self) -> dict[str, Any]:
-        """Everything as numbers, for programs: bytes by role and tier at each stage, and the traffic.
+        """Returns everything as numbers, for programs: bytes by role and tier at each stage, and the traffic.
 
         >>> plan("1B").to_dict()["stages"][0]["roles"]["exp_avg"]
         4000000000
@@ -334,7 +152,7 @@ def plan(
     disk: int | str | None = None,
     ranks_per_host: int | None = None,
 ) -> Plan:
-    """What each rank of a training run holds and sends, at every stage, before anything of it is allocated.
+    """Computes what each rank of a training run holds and sends, at every stage, before anything of it is allocated.
 
     Args:
         model: a module, on the meta device as well; a number of parameters (`7_500_000_000`, `"7.5B"`), of which units
@@ -387,9 +205,9 @@ def plan(
     if mesh is not None:
         if world != 1:
             raise ValueError(got("world", world, "no world beside mesh, which says how many ranks there are"))
-        sizes: dict[str, Any] = sizes_of(mesh)
+        sizes: dict[str, Any] = mesh_sizes(mesh)
         settings = replace(settings, **sizes)
-    subject = subject_of(named(model), recipe, units, settings.tp, settings.pp)
+    subject = model_spec(named(model), recipe, units, settings.tp, settings.pp)
     settings = replace(settings, tp=subject.tp, device=device or subject.device)
     if settings.pp > 1 and accumulate > 1:
         settings = replace(settings, no_sync=True)  # as zk.PipelineStage has it
@@ -400,22 +218,251 @@ def plan(
     made = Plan(subject, recipe, settings, stage, memory, _budget(host_memory, disk, settings.ranks, ranks_per_host))
     for dtype in sorted({member.dtype for member in subject.members if member.trainable} or {subject.dtype}):
         recipe.state_of(dtype)  # refuses here what cannot be
-    recipe.has_twins(made.settings.device)
+    recipe.has_host_copies(made.settings.device)
     return made.spilling()
-
-
-def _rings(tier: str, param_tier: str, keep: str | None) -> dict[str, Any]:
-    """Host memory that disks are read and written through."""
-    places = {"ring_nbytes": tier, "param_ring_nbytes": param_tier, "keep_ring_nbytes": keep}
-    return {name: RING_NBYTES * (place == "nvme") for name, place in places.items()}
 
 
 def _budget(
     host_memory: int | str | None, disk: int | str | None, world: int, ranks_per_host: int | None
 ) -> dict[str, int]:
-    """What one rank has of a host's memory and of its disk."""
+    """Returns what one rank has of a host's memory and of its disk."""
     ranks = min(world, _RANKS_PER_HOST) if ranks_per_host is None else ranks_per_host
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= world:
         raise ValueError(got("ranks_per_host", ranks_per_host, f"a whole number of ranks, from 1 to world={world}"))
     asked = {"cpu": ("host_memory", host_memory), "nvme": ("disk", disk)}
     return {tier: parse_memory(name, one) // ranks for tier, (name, one) in asked.items() if one is not None}
+
+
+def _advice(plan: Plan) -> str:
+    """Returns the answer for the one device that a plan has."""
+    found = _advised(plan)
+    fits = bool(found) and found[0][0] == _CHEAPEST
+    lines = [] if fits else [f"No exact configuration fits on {_ranks_of(plan)}."]
+    for heading, one in found:
+        lines += [f"{heading}: {_summary(one, plan)}", f"Code: {_code(one)}"]
+    if not found:
+        most = max(_MOST_RANKS, plan.world)
+        lines.append(f"Nor does a lossy one, on up to {most:,} ranks: {_why_nothing_fits(plan)}")
+    frozen = None if fits else _lora(plan)
+    if frozen is not None:
+        lines.append(frozen)
+    return "\n".join([*lines, f"Assumed: {_assumed(found[0][1] if found else plan)}"])
+
+
+def _on_each_device(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Yields the plan for one device after the other, by name."""
+    for name, most in plan.device_memory.items():
+        yield name, replace(plan, device_memory={name: most})
+
+
+def _advised(plan: Plan) -> list[tuple[str, Plan]]:
+    """Returns what to do on the one device that a plan has: the cheapest exact plan, or what would fit instead."""
+    exact = _cheapest(plan)
+    if exact is not None:
+        return [(_CHEAPEST, exact)]
+    others = (
+        ("Exact, with fewer activations on the device", _fewer_activations),
+        ("Lossy, and fits", partial(_cheapest, lossy=True)),
+        ("Exact, with more ranks", _more_ranks),
+    )
+    return [(heading, one) for heading, find in others if (one := find(plan)) is not None]
+
+
+def _why_nothing_fits(plan: Plan) -> str:
+    """Says why nothing fits: activations of one sequence, where all fits without them."""
+    shape, bare = plan.subject.activated, replace(plan, subject=replace(plan.subject, transformer=None))
+    if shape is None or not (_cheapest(bare) or _cheapest(bare, lossy=True) or _more_ranks(bare)):
+        return (
+            "a unit alone is too large for the device, or the host's memory and disk are too small. zk.tile cuts a "
+            "Linear"
+        )
+    shape = replace(shape, batch=1)
+    activations, logits = shape.peak(1)
+    scores = ", with attention's scores, which attention='sdpa' does not store" if shape.attention == "eager" else ""
+    do = "Context parallelism divides it: docs/composition.md, and plan a rank's part of seq"
+    if logits > activations:
+        do += f". {gigabytes(logits)} GB of it are logits and loss{_IN_SLICES}"
+    return (
+        f"a unit, the logits and the loss of one sequence alone are {gigabytes(activations + logits)} GB{scores}. "
+        f"keep= moves the inputs of units and no more, micro= cannot cut one sequence. {do}"
+    )
+
+
+def _cheapest(plan: Plan, *, lossy: bool = False) -> Plan | None:
+    """Returns the cheapest plan that fits."""
+    return next((one for one in _candidates(plan, lossy=lossy) if not one.missing), None)
+
+
+def _candidates(plan: Plan, *, lossy: bool) -> Iterator[Plan]:
+    """Yields plans by what they cost: state and parameters on the device first, then in host memory, then on a disk; of
+    each without recomputation before with it, and the stage that communicates least, and divides least.
+
+    The schedule is the best of those that publish in their own step, since the one asked for may not be allowed for
+    state on the device.
+    """
+    exact = replace(plan.recipe, state_format="fp32", master_format=None)
+    recipe = plan.recipe.smallest_lossy(plan.subject.main_dtype) if lossy else exact
+    if recipe is None:
+        return
+    keeps = (None, "device") if recipe.keep is None and plan.subject.activated else (recipe.keep,)
+    for (param_tier, tier), keep in product(_PLACES, keeps):
+        if plan.settings.device == "cpu" and "cpu" in (param_tier, tier):
+            continue  # the device is the host
+        here = replace(
+            recipe.placed(tier, param_tier, keep),
+            keep_ring_nbytes=recipe.keep_ring_nbytes,
+            schedule="sync" if tier == "device" else "overlap",
+        )
+        for stage in (3,) if param_tier != "device" else (0, 1, 2, 3) if plan.ranks > 1 else (0,):
+            yield with_recipe(plan, here.on(plan.settings.device, stage), stage)
+
+
+def _fewer_activations(plan: Plan) -> Plan | None:
+    """Returns the first exact plan that fits with the batch in slices: by powers of two, or one for each sequence.
+
+    Units in slices, which fetch parameters once, come before fewer sequences in a backward pass and more of these in a
+    step; of each the nearest tier for the inputs of units first.
+    """
+    shape = plan.subject.activated
+    if shape is None:
+        return None
+    batch = shape.batch or 1
+    keeps = ("device", "nvme") if plan.settings.device == "cpu" else ("device", "cpu", "nvme")
+    for slices in _slices(plan.settings.micro, batch):
+        in_slices = replace(plan, settings=replace(plan.settings, micro=slices))
+        for here in (in_slices, _accumulated(plan, batch, slices)) if slices > 1 else (plan,):
+            for keep in keeps:
+                recipe = replace(here.recipe, keep=keep, keep_ring_nbytes=RING_NBYTES * (keep == "nvme"))
+                found = _cheapest(replace(here, recipe=recipe))
+                if found is not None:
+                    return found
+    return None
+
+
+def _accumulated(plan: Plan, batch: int, passes: int) -> Plan:
+    """Returns a plan with the same batch in so many backward passes before each step."""
+    batch, now = -(-batch // passes), plan.settings
+    settings = replace(now, accumulate=now.accumulate * passes, micro=min(now.micro, batch))
+    return replace(plan, subject=plan.subject.in_batches_of(batch), settings=settings)
+
+
+def _slices(least: int, batch: int) -> Iterator[int]:
+    """
+    >>> list(_slices(1, 7)), list(_slices(1, 8)), list(_slices(3, 2))
+    ([1, 2, 4, 7], [1, 2, 4, 8], [])
+    """
+    micro = least
+    while micro < batch:
+        yield micro
+        micro *= 2
+    if least <= batch:
+        yield batch
+
+
+def _lora(plan: Plan) -> str | None:
+    """Says what LoRA needs where that fits: frozen parameters have neither gradients nor state."""
+    room, activated = min(plan.device_memory.values()), plan.subject.activated
+    if activated and plan.recipe.keep is None:
+        plan = replace(plan, recipe=replace(plan.recipe, keep="device"))
+    for one in (plan.at(stage) for stage in ((0, 3) if plan.ranks > 1 else (0,)) if stage in plan.stages):
+        nbytes = one.roles["parameters"] + max(0, one.total - one.states)
+        if not one.recipe.rests and nbytes < room:
+            where = f"at stage {one.stage}" if plan.ranks > 1 else "on one rank"
+            what = "the frozen parameters" + (" and activations" if activated else "")
+            taken = f"{gigabytes(nbytes)} of {gigabytes(room)} GB {where}{_uncounted(one)}"
+            return f"LoRA instead: {what} take {taken}, its own state is small"
+    return None
+
+
+def _more_ranks(plan: Plan) -> Plan | None:
+    """Returns the exact plan on the fewest ranks, by powers of two, that fits; each rank keeps its host memory."""
+    world = plan.world
+    while (world := 2 * world) <= _MOST_RANKS:
+        wider = replace(plan, settings=replace(plan.settings, world=world))
+        found = _cheapest(wider)
+        if found is not None:
+            return found
+    return None
+
+
+def _uncounted(plan: Plan) -> str:
+    """Says what else a device holds of which the plan knows nothing."""
+    found = [] if plan.subject.activated else ["activations"]
+    found += ["the units that compute"] if shards_parameters(plan.stage) and not plan.subject.members else []
+    return f" before {' and '.join(found)}" if found else ""
+
+
+def _ranks_of(plan: Plan) -> str:
+    return f"{plan.ranks:,} ranks" if plan.ranks > 1 else "one rank"
+
+
+def _summary(plan: Plan, asked: Plan) -> str:
+    ((name, most),) = plan.device_memory.items()
+    device = "" if name[:1].isdigit() else f" ({name.partition(' ')[0]})"
+    stage = f"stage {plan.stage} on " if plan.ranks > 1 or plan.recipe.rests else ""
+    said = f"{stage}{_ranks_of(plan)}, {gigabytes(plan.total)} of {gigabytes(most)} GB{device}{_uncounted(plan)}"
+    said += _next_stage(plan, most)
+    for tier, called in (("cpu", "host memory"), ("nvme", "disk")):
+        nbytes = plan.tiers.get(tier, 0)
+        if nbytes and tier != plan.settings.device:
+            said += f", {gigabytes(nbytes)} GB of {called} for each rank"
+    shape = plan.subject.activated
+    if shape and plan.settings.accumulate != asked.settings.accumulate:
+        said += f", batch {shape.batch:,} and {plan.settings.accumulate:,} backward passes in a step"
+    return said
+
+
+def _assumed(plan: Plan) -> str:
+    """Says what the answer stands on."""
+    shape, dtype = plan.subject.activated, short(plan.subject.main_dtype)
+    said = [f"{dtype} parameters and activations" if shape else f"{dtype} parameters"]
+    if shape:
+        scores = "which stores no scores" if shape.attention == "sdpa" else "which stores all scores"
+        said.append(f"batch {shape.batch:,} x {shape.seq:,} on a rank, attention={shape.attention!r}, {scores}")
+        loss = "logits and loss are not counted (a bare shape has no vocabulary)"
+        if shape.counts_logits:
+            nbytes = plan.roles["logits"]
+            loss = f"{gigabytes(nbytes)} GB of logits and loss, as in transformers"
+            loss += _IN_SLICES if 3 * nbytes > plan.total else ""
+        said.append(loss)
+    else:
+        said.append("activations come on top" + (" (no --batch and --seq)" if plan.subject.transformer else ""))
+    for tier, called, option in (("cpu", "host memory", "--host-memory"), ("nvme", "the disk", "--disk")):
+        if plan.tiers.get(tier, 0) and tier != plan.settings.device and tier not in plan.budget:
+            said.append(f"{called} is large enough (no {option})")
+    return "; ".join([*said, "nothing for the driver, NCCL and fragments of the allocator"])
+
+
+def _next_stage(plan: Plan, most: int) -> str:
+    """Says what takes less and moves as much, where little is left for what nobody has counted."""
+    share = _MOST_WITH_ACTIVATIONS if plan.subject.activated else _MOST_WITHOUT_ACTIVATIONS
+    if plan.ranks == 1 or plan.stage > 1 or plan.total < share * most:
+        return ""
+    stage = plan.stage + 1
+    one = replace(plan, recipe=plan.recipe.on(plan.settings.device, stage), stage=stage).spilling()
+    return f" (stage {stage} moves as much and takes {gigabytes(one.total)} GB)" if one.total < plan.total else ""
+
+
+def _code(plan: Plan) -> str:
+    recipe = plan.recipe
+    places = {"device": "", "cpu": ', tier="cpu"', "nvme": ", tier=zk.Nvme(path)"}
+    keeps = {"device": ', keep="device"', "cpu": ', keep="cpu"', "nvme": ", keep=zk.Nvme(path)"}
+    recomputed = keeps.get(recipe.keep or "", "")
+    if plan.settings.micro > 1:  # slices alone imply the device
+        recomputed = f"{recomputed.replace(keeps['device'], '')}, micro={plan.settings.micro}"
+    model = "zk.shard(model" if _can_be_whole(plan) else "model = zk.build(make_model"
+    shard = f"{model}, stage={plan.stage}{places[recipe.param_tier]}{recomputed})"
+    options = places[recipe.tier] + (f', schedule="{recipe.schedule}"' if recipe.schedule != "sync" else "")
+    options += f', state_format="{recipe.state_format}"' if recipe.state_format != "fp32" else ""
+    options += f', master_format="{recipe.master_format}"' if recipe.is_lossy() and recipe.master_format else ""
+    options += ", momentum=0.9" if recipe.optimizer == "sgd-momentum" else ""
+    lines = [shard] if plan.ranks > 1 or recipe.rests or recomputed else []
+    lines += [f"opt = {recipe.optimizer_class}(model.parameters(){options})"] if recipe.optimizer != "none" else []
+    return "; ".join(lines) or "none, the model is trained as it is"
+
+
+def _can_be_whole(plan: Plan) -> bool:
+    """Whether the whole model fits before it is divided: on the device, or in the memory of the host that is one."""
+    rooms = [*plan.device_memory.values()]
+    rooms += [plan.budget["cpu"]] if plan.settings.device == "cpu" and "cpu" in plan.budget else []
+    return sum(kind.numel * kind.itemsize for kind in plan.buckets.kinds) <= min(rooms)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zerokern.planner.amounts import gigabytes
-from zerokern.planner.outline import Load
+from zerokern.planner.model import BucketSize
 from zerokern.planner.recipe import Arrangement, Recipe, itemsize
 from zerokern.schedule import Op, Program, Ref
 from zerokern.schedule.passes import ROOT, step_of
@@ -73,7 +73,7 @@ def traffic_of(program: Program, world: int) -> Volume:
 
 
 def between_ranks(
-    loads: Sequence[Load], names: Sequence[str], recipe: Recipe, stage: int, settings: Arrangement
+    loads: Sequence[BucketSize], names: Sequence[str], recipe: Recipe, stage: int, settings: Arrangement
 ) -> Program:
     """One optimizer step as ranks share it. Of its micro-batches each is reduced, or, under `zk.no_sync`, the last.
 
@@ -96,10 +96,12 @@ def between_ranks(
 class _Step:
     """Ops as they are added, each after those that it is told of."""
 
-    def __init__(self, loads: Sequence[Load], names: Sequence[str], recipe: Recipe, stage: int, world: int) -> None:
+    def __init__(
+        self, loads: Sequence[BucketSize], names: Sequence[str], recipe: Recipe, stage: int, world: int
+    ) -> None:
         self.loads, self.names, self.recipe, self.stage, self.world = loads, names, recipe, stage, world
         self.ops: list[Op] = []
-        self.of_unit: dict[int, list[Load]] = {}
+        self.of_unit: dict[int, list[BucketSize]] = {}
         for load in loads:
             self.of_unit.setdefault(load.unit, []).append(load)
         self._turns: Counter[tuple[str, str]] = Counter()
@@ -186,7 +188,7 @@ class _Step:
             self.add("Release", self._name(unit), "device", self._computed)
             del self._gathered[self._name(unit)]
 
-    def _reduce(self, what: str, load: Load) -> int:
+    def _reduce(self, what: str, load: BucketSize) -> int:
         nbytes = load.padded_numel * itemsize(self.recipe.wire_dtype(load.dtype))
         self._reduced.append(self.add("Reduce", what, "net", self._computed, nbytes, load.padded_numel))
         return self._reduced[-1]

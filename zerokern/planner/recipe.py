@@ -1,8 +1,8 @@
-"""Dtypes and formats of a training run, checked, and the bytes that they mean; and how it is divided among ranks. No
-torch is needed to say them."""
+"""How the model is trained and divided, checked: dtypes, formats, tiers and schedule; ranks and buckets. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from zerokern.core.units import BLOCK, MASTER_FORMATS, MASTERS, RING_NBYTES, STA
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.zero.partition import shards_parameters
 
-__all__ = ["OPTIMIZERS", "Arrangement", "Holding", "Recipe", "StateRole", "dtype_of", "itemsize", "short"]
+__all__ = ["OPTIMIZERS", "Arrangement", "Recipe", "StateRole", "dtype_of", "itemsize", "mesh_sizes", "short"]
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
 _ITEMSIZE |= {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -27,18 +27,15 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # the state keys that grow with the 
     "sgd-momentum": ("momentum_buffer",),
     "none": (),
 }
-_FACES = {"adamw": "zk.AdamW", "adam": "zk.Adam", "lion": "zk.Lion", "adagrad": "zk.Adagrad", "sgd": "zk.SGD"}
+_CLASSES = {"adamw": "zk.AdamW", "adam": "zk.Adam", "lion": "zk.Lion", "adagrad": "zk.Adagrad", "sgd": "zk.SGD"}
 _WITHOUT_INT8 = ("adagrad", "sgd", "sgd-momentum")
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Bytes of one role in one tier; `format` says what they are made of."""
-
-    role: str
-    format: str
-    tier: str
-    nbytes: int
+_MESH_DIMS = {  # names of mesh dimensions, by what they are to a plan
+    "pp": "pp",
+    **dict.fromkeys(("replicate", "dp_replicate"), "replicate"),
+    **dict.fromkeys(("dp", "shard", "dp_shard", "fsdp", "cp", "dp_cp", "dp_shard_cp"), "world"),
+    "tp": "tp",
+}
+_EXPERT_DIMS = ("ep", "efsdp", "edp", "dp_shard_mod_ep", "dp_shard_in_ep")
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class StateRole:
         return numel * self.per_element + blocks * self.per_block
 
     def tensors(self, numel: int) -> list[tuple[str, int]]:
-        """Names and bytes of the tensors of one parameter.
+        """Returns names and bytes of the tensors of one parameter.
 
         >>> StateRole("exp_avg", "int8", 1, 4).tensors(130)
         [('exp_avg', 130), ('exp_avg_scale', 8)]
@@ -95,11 +92,11 @@ class Recipe:
         state_format: str,
         master_format: str | None,
         tier: object,
-        schedule: object = "sync",
-        param_tier: object = "device",
-        keep: object = None,
+        schedule: object,
+        param_tier: object,
+        keep: object,
     ) -> Recipe:
-        """The keywords of `zk.shard` and `zk.AdamW`, checked."""
+        """Checks the keywords of `zk.shard` and `zk.AdamW`."""
         if mp_policy is not None:
             if param_dtype is not None or reduce_dtype is not None:
                 raise ValueError(
@@ -110,12 +107,12 @@ class Recipe:
         name = "none" if optimizer is None else optimizer
         if name not in OPTIMIZERS:
             raise ValueError(got("optimizer", optimizer, " | ".join(map(repr, OPTIMIZERS))))
-        formats = tuple(one for one in STATE_FORMATS if one != "int8" or name not in _WITHOUT_INT8)
+        formats = _state_formats(name)
         if state_format not in formats:
             raise ValueError(got("state_format", state_format, f"{' | '.join(map(repr, formats))} with {name}"))
         if master_format is not None and master_format not in MASTER_FORMATS:
             raise ValueError(got("master_format", master_format, " | ".join(map(repr, (None, *MASTER_FORMATS)))))
-        place, ring_nbytes = _tier("tier", tier)
+        state_tier, ring_nbytes = _tier("tier", tier)
         rest, param_ring = _tier("param_tier", param_tier)
         kept, keep_ring = (None, 0) if keep is None else _tier("keep", keep)
         return cls(
@@ -124,7 +121,7 @@ class Recipe:
             None if reduce_dtype is None else dtype_of("reduce_dtype", reduce_dtype),
             state_format,
             master_format,
-            place,
+            state_tier,
             ring_nbytes,
             check_schedule(schedule),
             rest,
@@ -135,11 +132,31 @@ class Recipe:
 
     @property
     def rests(self) -> bool:
-        """Whether parameters come to the device for each forward and backward."""
+        """Whether parameters rest off the device, and come to it for each forward and backward."""
         return self.param_tier != "device"
 
+    @property
+    def delays(self) -> bool:
+        return isinstance(self.schedule, Delayed)
+
+    def is_lossy(self) -> bool:
+        """Returns whether these formats round away what the exact ones keep."""
+        return self.state_format != "fp32" or self.master_format in ("split8", "none")
+
+    @property
+    def optimizer_class(self) -> str:
+        """The optimizer's name in Python."""
+        return _CLASSES.get(self.optimizer.removesuffix("-momentum"), "no optimizer")
+
+    def placed(self, tier: str, param_tier: str, keep: str | None) -> Recipe:
+        """Returns the same recipe with state, parameters and kept inputs in other tiers."""
+        rings = [RING_NBYTES * (place == "nvme") for place in (tier, param_tier, keep)]
+        names = ("ring_nbytes", "param_ring_nbytes", "keep_ring_nbytes")
+        rings_by_name: dict[str, Any] = dict(zip(names, rings, strict=True))
+        return replace(self, tier=tier, param_tier=param_tier, keep=keep, **rings_by_name)
+
     def on(self, device: str, stage: int) -> Recipe:
-        """As it is where collectives run on such a device: what rests in host memory of a CPU is on the device."""
+        """Returns the recipe for a kind of device, whose own memory may be the host's; refuses what cannot be."""
         here = self
         if device == "cpu":
             here = replace(here, param_tier="device") if self.param_tier == "cpu" else here
@@ -154,14 +171,10 @@ class Recipe:
             raise ValueError(got("tier", self.tier, allowed, "Their state is larger than they are"))
         return here
 
-    @property
-    def delays(self) -> bool:
-        return isinstance(self.schedule, Delayed)
-
-    def has_twins(self, device: str) -> bool:
-        """Whether what is updated are copies in host memory of parameters on such a device."""
+    def has_host_copies(self, device: str) -> bool:
+        """Returns whether the optimizer updates copies in host memory of parameters on such a device."""
         if self.rests:
-            return False  # where they rest they are updated
+            return False  # they are updated where they rest
         if device != "cpu" and self.tier == "device" and self.schedule != "sync":
             advice = "The update of state on the device has nothing to hide behind"
             allowed = "'sync' for parameters on a device, or tier='cpu' or 'nvme' (zk.Nvme(path))"
@@ -169,7 +182,7 @@ class Recipe:
         return self.optimizer != "none" and (self.delays or (device != "cpu" and self.tier != "device"))
 
     def state_nbytes(self, dtype: str) -> float:
-        """Bytes of state for each element of a parameter of this dtype.
+        """Returns bytes of state for each element of a parameter of this dtype.
 
         >>> int8 = Recipe(state_format="int8", master_format="split8")
         >>> Recipe().state_nbytes("bfloat16"), int8.state_nbytes("bfloat16")
@@ -178,7 +191,7 @@ class Recipe:
         return sum(one.per_element + one.per_block / BLOCK for one in self.state_of(dtype))
 
     def master_of(self, dtype: str) -> str:
-        """The master format of a parameter of this dtype; "own" where the parameter is its own master."""
+        """Returns the master format of a parameter of this dtype; "own" where the parameter is its own master."""
         default, allowed = MASTERS[dtype]
         if default == "own" or self.master_format is None:
             return default
@@ -188,7 +201,7 @@ class Recipe:
         return self.master_format
 
     def state_of(self, dtype: str) -> list[StateRole]:
-        """What the optimizer keeps for a trainable parameter of this dtype."""
+        """Returns what the optimizer keeps for a trainable parameter of this dtype."""
         if self.optimizer == "none":
             return []
         if dtype not in MASTERS:
@@ -205,32 +218,30 @@ class Recipe:
         return roles + [StateRole(key, self.state_format, itemsize, scales) for key in OPTIMIZERS[self.optimizer]]
 
     def wire_dtype(self, dtype: str) -> str:
-        """In which a gradient of a parameter of this dtype is reduced and kept."""
+        """Returns the dtype in which a gradient of a parameter of this dtype is reduced and kept."""
         return self.reduce_dtype or dtype
 
     def alternatives(self, dtype: str) -> list[Recipe]:
-        """The same run in every format there is for parameters of this dtype, the exact ones first."""
+        """Returns the same run in every format there is for parameters of this dtype, the exact ones first."""
         if self.optimizer == "none":
             return []
         masters = MASTERS[dtype][1] or (None,)
-        states = [one for one in STATE_FORMATS if one != "int8" or self.optimizer not in _WITHOUT_INT8]
-        states = states if OPTIMIZERS[self.optimizer] else states[:1]
+        states = _state_formats(self.optimizer) if OPTIMIZERS[self.optimizer] else STATE_FORMATS[:1]
         made = [replace(self, state_format=state, master_format=master) for state in states for master in masters]
         return sorted(made, key=Recipe.is_lossy)
 
-    def is_lossy(self) -> bool:
-        """Whether these formats round away what the exact ones keep."""
-        return self.state_format != "fp32" or self.master_format in ("split8", "none")
-
-    @property
-    def face(self) -> str:
-        """The optimizer as users know it."""
-        return _FACES.get(self.optimizer.removesuffix("-momentum"), "no optimizer")
+    def smallest_lossy(self, dtype: str) -> Recipe | None:
+        """Returns the lossy formats of fewest bytes that keep a master; None where there are none."""
+        lossy = [one for one in self.alternatives(dtype) if one.is_lossy() and one.master_format != "none"]
+        return min(lossy, key=lambda one: one.state_nbytes(dtype), default=None)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`device` is where collectives run: on CPUs they need memory of their own.
+    """How a run is divided: `world` ranks divide one of tp x pp parts of the model, `replicate` times.
+
+    `device` is where collectives run: on CPUs they need memory of their own. `spills`: gradients of parameters at rest
+    wait on the disk.
 
     >>> Arrangement(world=0, device="cuda", bucket_bytes=1, accumulate=1, no_sync=False)
     Traceback (most recent call last):
@@ -245,16 +256,14 @@ class Arrangement:
     no_sync: bool
     micro: int = 1
     spills: bool = False
-    """gradients of parameters at rest wait on the disk"""
     replicate: int = 1
     tp: int = 1
     pp: int = 1
-    """`world` ranks divide a part of the model, `replicate` times; there are tp x pp parts"""
 
     def __post_init__(self) -> None:
-        counts = ("world", "ranks"), ("bucket_bytes", "bytes"), ("accumulate", "micro-batches in a step")
-        parts = ((name, "ranks") for name in ("replicate", "tp", "pp"))
-        for name, what in (*counts, ("micro", "slices of a batch"), *parts):
+        counts = {"world": "ranks", "bucket_bytes": "bytes", "accumulate": "micro-batches in a step"}
+        counts |= {"micro": "slices of a batch", "replicate": "ranks", "tp": "ranks", "pp": "ranks"}
+        for name, what in counts.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(got(name, value, f"a whole number of {what}, from 1 on"))
@@ -263,7 +272,7 @@ class Arrangement:
 
     @property
     def ranks(self) -> int:
-        """Of all dimensions together."""
+        """Ranks of all dimensions together."""
         return self.world * self.replicate * self.tp * self.pp
 
     @property
@@ -271,9 +280,54 @@ class Arrangement:
         """Whether gradients are reduced at all."""
         return self.world * self.replicate > 1
 
+    @property
+    def mesh(self) -> str:
+        """The dimensions that have several ranks, in the order of a mesh.
+
+        >>> Arrangement(4, "cuda", 1, 1, False, tp=2).mesh
+        'dp 4 x tp 2'
+        """
+        sizes = {"pp": self.pp, "replicate": self.replicate, "dp": self.world, "tp": self.tp}
+        return " x ".join(f"{name} {size:,}" for name, size in sizes.items() if size > 1)
+
+
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """Reads a mesh: ranks by the fields of `Arrangement`. A mesh without names is one that `zk.shard` takes.
+
+    What has the same parameters for other tokens (`cp`) divides them as `dp` does.
+
+    >>> mesh_sizes({"pp": 2, "dp_replicate": 3, "dp_shard": 4, "cp": 2, "tp": 8})
+    {'pp': 2, 'replicate': 3, 'world': 8, 'tp': 8}
+    """
+    found: dict[str, int] = {}
+    for name, size in _named_sizes(mesh).items():
+        if name not in _MESH_DIMS:
+            apart = name in _EXPERT_DIMS or not isinstance(name, str)
+            do = "Experts that have a mesh of their own are not planned" if apart else "Give it as a dict"
+            found_there = name if isinstance(name, str) else f"one for a {type(name).__name__}"
+            raise ValueError(got("mesh", found_there, f"dimensions named {', '.join(_MESH_DIMS)}", do))
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(got(f"mesh[{name!r}]", size, "a whole number of ranks, from 1 on"))
+        found[_MESH_DIMS[name]] = found.get(_MESH_DIMS[name], 1) * size
+    return found
+
+
+def _named_sizes(mesh: Any) -> dict[str, Any]:
+    if isinstance(mesh, Mapping):
+        return dict(mesh)
+    if not hasattr(mesh, "mesh_dim_names"):
+        allowed = 'a DeviceMesh, or sizes by name such as {"pp": 2, "dp": 8, "tp": 4}'
+        raise TypeError(got("mesh", mesh, allowed))
+    sizes, names = tuple(mesh.shape), mesh.mesh_dim_names
+    if names is None and len(sizes) <= 2:
+        names = ("replicate", "dp")[-len(sizes) :]
+    if names is None:
+        raise ValueError(got("mesh", mesh, "a DeviceMesh whose dimensions have names", "Pass mesh_dim_names"))
+    return dict(zip(names, sizes, strict=True))
+
 
 def dtype_of(argument: str, value: object) -> str:
-    """The name of a dtype given as torch's own or as text.
+    """Returns the name of a dtype given as torch's own or as text.
 
     >>> dtype_of("param_dtype", "bf16")
     'bfloat16'
@@ -285,7 +339,7 @@ def dtype_of(argument: str, value: object) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element.
+    """Returns the bytes of an element.
 
     >>> itemsize("bfloat16"), itemsize("float8_e4m3fn")
     (2, 1)
@@ -301,7 +355,12 @@ def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
+def _state_formats(optimizer: str) -> tuple[str, ...]:
+    return tuple(one for one in STATE_FORMATS if one != "int8" or optimizer not in _WITHOUT_INT8)
+
+
 def _tier(argument: str, tier: Any) -> tuple[str, int]:
+    """The name of a tier, and the bytes of host memory that it is read and written through."""
     if hasattr(tier, "ring_nbytes"):
         return "nvme", int(tier.ring_nbytes)
     if tier in ("device", "cpu", "nvme"):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from zerokern.planner.outline import Load
+from zerokern.planner.footprint import Footprint, lanes_to
+from zerokern.planner.model import BucketSize
 from zerokern.planner.recipe import itemsize
-from zerokern.planner.rest import fetched_of, lanes_to
 from zerokern.schedule import Span
 from zerokern.schedule.passes import ROOT
 from zerokern.zero.partition import shards_parameters, shards_state
-
-if TYPE_CHECKING:
-    from zerokern.planner.planning import Plan
 
 __all__ = ["SPANS", "StepShape"]
 
@@ -37,7 +34,7 @@ class Lump:
 class StepShape:
     """A plan's buckets as spans that are as long as is useful, for steps of any number of tokens."""
 
-    def __init__(self, plan: Plan, count: int) -> None:
+    def __init__(self, plan: Footprint, count: int) -> None:
         self.plan = plan
         self.accumulate = plan.settings.accumulate
         rests = plan.recipe.rests
@@ -46,8 +43,7 @@ class StepShape:
         count = max(4, count // self.passes)
         self.tells = rests or plan.recipe.tier == "nvme"
         self.parts = list(_merged(list(_parts(plan)), max(1, -(-plan.numel // count))))
-        buckets = plan.subject.buckets(plan.stage, plan.world, plan.settings.bucket_bytes)
-        self.stays = list(self._stays(fetched_of(buckets)[2] if rests else 0))[::-1]
+        self.stays = list(self._stays(plan.buckets.last_unit_nbytes if rests else 0))[::-1]
         self.kept = plan.kept // self.passes
 
     def _stays(self, last: int) -> Iterator[int]:
@@ -103,6 +99,7 @@ class StepShape:
             reduce_nbytes=round(reduced),
             gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),
             gathered_again=shards_parameters(stage),
+            unit=ROOT if part.encloses else None,
             **at_rest,
         )
 
@@ -124,15 +121,14 @@ class StepShape:
         return found
 
 
-def _parts(plan: Plan) -> Iterator[Lump]:
-    buckets = plan.subject.buckets(plan.stage, plan.world, plan.settings.bucket_bytes)
-    for load in buckets.loads:
+def _parts(plan: Footprint) -> Iterator[Lump]:
+    for load in plan.buckets.sizes:
         rests = plan.recipe.rests
         for part in _pieces(load, shards_state(plan.stage)):
-            yield replace(part, rests=rests, encloses=rests and buckets.in_units and load.unit == ROOT)
+            yield replace(part, rests=rests, encloses=plan.buckets.in_units and load.unit == ROOT)
 
 
-def _pieces(load: Load, is_sharded: bool) -> Iterator[Lump]:
+def _pieces(load: BucketSize, is_sharded: bool) -> Iterator[Lump]:
     """A bucket, or as many as are counted together, or a large one in as many as there may be."""
     count = min(SPANS, max(load.count, 1))
     for number in range(count):

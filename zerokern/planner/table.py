@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from zerokern.planner.amounts import gigabytes, table_of
-from zerokern.planner.dimensions import told, uncounted
+from zerokern.planner.footprint import LANES, STATES, WORKING, Footprint, HeldMemory, Holding, lanes_to
 from zerokern.planner.recipe import OPTIMIZERS, short
-from zerokern.planner.share import STATES, WORKING, Holding, Share
 from zerokern.schedule import Delayed
-from zerokern.zero.partition import STAGES
+from zerokern.zero.partition import STAGES, shards_parameters
 
-if TYPE_CHECKING:
-    from zerokern.planner.measuring import Measured
-    from zerokern.planner.planning import Plan
-
-__all__ = ["NAMES", "TIERS", "as_dict", "fit", "formats_of", "of_held", "of_measured", "of_plan", "of_worlds"]
+__all__ = [
+    "NAMES", "TIERS", "as_dict", "compared_page", "held_page", "lacks", "page", "settings", "stage_page", "title",
+    "worlds_page",
+]  # fmt: skip
 
 NAMES = {
     "gathered": "units gathered",
@@ -31,36 +29,106 @@ NAMES = {
     "logits": "logits and loss",
 }
 TIERS = {"device": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
-STAGE_HEADS = [f"stage {stage}" for stage in STAGES]
-NOTHING, UNKNOWN = "-", "?"
-BARE = "unknown for a bare number; give --model"
+_ROLES = [*STATES, *WORKING]
+_STAGE_HEADS = [f"stage {stage}" for stage in STAGES]
+_FORMAT_HEADS = ["state_format", "master_format", "state, B/parameter"]
+_NOTHING, _UNKNOWN = "-", "?"
+_BARE = "unknown for a bare number; give --model"
+_LOSSY = " *(lossy)*"
+_NOTES_AT_REST = ("Not counted", "Activations: ", "Logits", "Assumed")  # beginnings of the notes that hold there too
+_MOST_FITTING = 4  # placements that are named where the plan's own does not fit
 
 
-def of_plan(plan: Plan, *, formats: bool = True) -> str:
-    """All stages side by side, then the other formats."""
-    parts = [
-        f"### {title(plan)}",
-        f"Each rank holds, in GB (10^9 bytes), with {settings(plan)}:",
-        _stages(plan),
-        "\n".join(f"* {note}" for note in notes(plan)),
-    ]
-    others = _formats(plan) if formats else ""
+def page(plan: Footprint, *, formats: bool = True) -> str:
+    """Returns all stages side by side, or the one there is where parameters rest off the device; then other formats."""
+    if plan.recipe.rests:
+        parts = [stage_page(plan), *(_refusal(plan) if plan.missing else [])]
+        heading = "In other formats"
+    else:
+        said = f"Each rank holds, in GB (10^9 bytes), with {settings(plan)}:"
+        parts = [f"### {title(plan)}", said, _stages(plan), _bullets(_notes(plan))]
+        heading = f"{'Locked in host memory' if plan.pinned else 'Total on the device'} in other formats"
+    others = _other_formats(plan) if formats else ""
     if others:
-        where = "Locked in host memory" if plan.pinned else "Total on the device"
-        parts += [f"{where} in other formats, in GB; lossy ones are never a default:", others]
+        parts += [f"{heading}, in GB; lossy ones are never a default:", others]
     return "\n\n".join(parts)
 
 
-def title(plan: Plan) -> str:
-    """What is planned, and on how many ranks."""
-    several = f" ({told(plan.settings)})" if plan.ranks != plan.world else ""
+def stage_page(plan: Footprint) -> str:
+    """Returns one stage: tiers by role, lanes by role, and what they mean."""
+    parts = [
+        f"### {title(plan)}, stage {plan.stage}",
+        f"Each rank holds, in GB (10^9 bytes), with {settings(plan)}:",
+        _tiers(plan),
+    ]
+    moved = _lanes(plan)
+    if moved:
+        parts += ["In a step each rank moves, in GB:", moved]
+    return "\n\n".join([*parts, _bullets(_notes_at_rest(plan) if plan.recipe.rests else _notes(plan))])
+
+
+def worlds_page(plans: Sequence[Footprint]) -> str:
+    """Returns model states at each number of ranks, as the ZeRO paper has them, and at which stages everything fits."""
+    first = plans[0]
+    rows = []
+    for plan in plans:
+        stages = [plan.at(stage) for stage in plan.stages]
+        fits = [_fitting([one.total for one in stages], most, plan.stages) for most in first.device_memory.values()]
+        rows.append([f"{plan.ranks:,}", *(gigabytes(one.states) for one in stages), *fits])
+    said = "Model states (parameters, gradients, optimizer state) on each rank, in GB (10^9 bytes), with "
+    header = ["ranks", *(f"stage {stage}" for stage in first.stages), *(f"fits {name}" for name in first.device_memory)]
+    parts = [f"### {first.subject.title}", f"{said}{settings(first)}:", table_of(header, rows, left=0)]
+    if first.device_memory:
+        parts.append("What fits is counted with what collectives and computing need besides.")
+    return "\n\n".join(parts)
+
+
+def held_page(heading: str, memory: HeldMemory) -> str:
+    """Returns what is held, in one column."""
+    several = len(memory.tiers) > 1
+    rows = [[NAMES.get(one.role, one.role), _format(one, several), gigabytes(one.nbytes)] for one in memory.held]
+    rows.append(["**model states**", "", gigabytes(memory.states)])
+    rows.append(["**total**", "", f"**{gigabytes(sum(one.nbytes for one in memory.held))}**"])
+    return f"### {heading}\n\n" + table_of(["held, GB (10^9 bytes)", "format", "now"], rows, left=2)
+
+
+def compared_page(plan: Footprint, measured: HeldMemory) -> str:
+    """Returns planned and measured side by side, by role."""
+    planned, found = plan.roles, measured.roles
+    roles = sorted({*planned, *found}, key=lambda role: _ROLES.index(role) if role in _ROLES else len(_ROLES))
+    pairs = [(NAMES.get(role, role), planned.get(role, 0), found.get(role, 0)) for role in roles]
+    pairs.insert(sum(role in STATES for role in roles), ("**model states**", plan.states, measured.states))
+    rows = [[name, _gb(expected), _gb(actual), _difference(expected, actual)] for name, expected, actual in pairs]
+    in_a_step = {"gathered", "checkpoints", "activations", "logits"}
+    in_a_step |= {"buffers"} if plan.settings.no_sync else set()  # whole gradients, until the last of them is reduced
+    in_a_step &= {*planned} - {*found}
+    for row in rows:
+        if row[0] in {NAMES[role] for role in in_a_step}:
+            row[2:] = ["in a step only", _NOTHING]
+    total = plan.total - sum(planned[role] for role in in_a_step)
+    name = "**total on the device**" if not in_a_step else "**total on the device, at rest**"
+    rows.append([name, _gb(total), _gb(measured.total), _difference(total, measured.total)])
+    header = [f"stage {plan.stage}, on each rank", "planned", "measured", "difference"]
+    return f"### {title(plan)}\n\nIn GB (10^9 bytes), with {settings(plan)}:\n\n{table_of(header, rows)}"
+
+
+def _difference(expected: int, actual: int) -> str:
+    if not expected:
+        return _NOTHING if not actual else "not planned"
+    return f"{100 * (actual - expected) / expected:+.2f} %"
+
+
+def title(plan: Footprint) -> str:
+    """Returns what is planned, and on how many ranks."""
+    several = f" ({plan.settings.mesh})" if plan.ranks != plan.world else ""
     return f"{plan.subject.title}, on {plan.ranks:,} rank{'' if plan.ranks == 1 else 's'}{several}"
 
 
-def settings(plan: Plan) -> str:
-    """The formats in one phrase."""
+def settings(plan: Footprint) -> str:
+    """Returns the formats in one phrase."""
     recipe, dtype = plan.recipe, plan.subject.main_dtype
-    words = [recipe.face, f"{short(dtype)} parameters", f"gradients reduced in {short(recipe.wire_dtype(dtype))}"]
+    words = [recipe.optimizer_class, f"{short(dtype)} parameters"]
+    words.append(f"gradients reduced in {short(recipe.wire_dtype(dtype))}")
     if recipe.optimizer != "none":
         words += [f'state_format="{recipe.state_format}"'] if OPTIMIZERS[recipe.optimizer] else []
         master = recipe.master_of(dtype)
@@ -79,9 +147,13 @@ def settings(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def notes(plan: Plan) -> list[str]:
-    """What the table means, and what it leaves out."""
-    share, subject, world = plan.share, plan.subject, plan.world
+def _bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"* {line}" for line in lines)
+
+
+def _notes(plan: Footprint) -> list[str]:
+    """Returns what the table means, and what it leaves out."""
+    subject, world = plan.subject, plan.world
     said = []
     if world > 1:
         said.append(
@@ -89,96 +161,268 @@ def notes(plan: Plan) -> list[str]:
             f"rank sends {world - 1}/{world} of it."
         )
     if world > 1 and subject.members:
-        padding = f"{share.padding:,} elements of all, {_percent(share.padding / subject.numel)}"
+        padding = f"{plan.share.padding:,} elements of all, {_percent(plan.share.padding / subject.numel)}"
         said.append(f"Padding at cuts between ranks: {padding}.")
     if world > 1 and not subject.members and plan.settings.pp == 1:
         said.append(
             "A number alone has no layers: what stage 3 gathers to compute (?) comes on top. Plan a model or the shape "
             "of a transformer to know it."
         )
-    if subject.members and share.arriving:
-        arriving = gigabytes(share.arriving)
+    if subject.members and plan.share.arriving:
+        arriving = gigabytes(plan.share.arriving)
         said.append(f"During backward autograd's own gradients of one bucket lie beside these: at most {arriving} GB.")
     if plan.pinned:
         said.append(f"The optimizer locks {plan.pinned:,} bytes of host memory at stage {plan.stage}, in whole pages.")
-    said += uncounted(subject, plan.recipe, plan.stage, plan.settings)
+    said += _notes_on_mesh(plan)
     takers = "what the framework, its allocator and the driver of the device take"
     if plan.settings.has_others:
         takers += ", and on GPUs the buffers of NCCL's two communicators (gathers, reductions)"
-    shape = subject.transformer
-    if shape is not None and shape.has_activations:
-        if plan.recipe.keep is None:
-            fewer = gigabytes(shape.checkpoints + shape.working_activations)
-            instead = f'with keep="device", which computes units again, {fewer} GB on each rank'
-        else:
-            instead = f"without keep=, all of them, {gigabytes(shape.activations)} GB on each rank"
-        scores = "attention's scores are among them" if shape.attention == "eager" else "no scores are stored (SDPA)"
-        said.append(f"Activations: {instead}; {scores}.")
-        if shape.counts_logits:
-            said.append(
-                "Logits and loss: as transformers computes them, with a log-softmax and two gradients in fp32, while "
-                "backward begins; zk.recompute(head_and_loss, ..., micro=) takes them in slices."
-            )
-        else:
-            takers = f"logits and loss, for a bare shape has no vocabulary; {takers}"
-        said.append(f"Not counted: {takers}.")
+    shape = subject.activated
+    if shape is None:
+        return [*said, f"Not counted: activations, and {takers}."]
+    if plan.recipe.keep is None:
+        fewer = gigabytes(shape.checkpoints + shape.working_activations)
+        instead = f'with keep="device", which computes units again, {fewer} GB on each rank'
     else:
-        said.append(f"Not counted: activations, and {takers}.")
-    return said
+        instead = f"without keep=, all of them, {gigabytes(shape.activations)} GB on each rank"
+    scores = "attention's scores are among them" if shape.attention == "eager" else "no scores are stored (SDPA)"
+    said.append(f"Activations: {instead}; {scores}.")
+    if shape.counts_logits:
+        said.append(
+            "Logits and loss: as transformers computes them, with a log-softmax and two gradients in fp32, while "
+            "backward begins; zk.recompute(head_and_loss, ..., micro=) takes them in slices."
+        )
+    else:
+        takers = f"logits and loss, for a bare shape has no vocabulary; {takers}"
+    return [*said, f"Not counted: {takers}."]
 
 
-def _stages(plan: Plan) -> str:
-    shares = [plan.at(stage).share for stage in STAGES]
-    several = len({one.tier for share in shares for one in share.held}) > 1
-    rows = _held(shares, STATES, several)
+def _notes_on_mesh(plan: Footprint) -> Iterator[str]:
+    """What is assumed and left out along dimensions that `zk.shard` does not divide."""
+    settings, subject = plan.settings, plan.subject
+    if not subject.members or subject.transformer is not None:
+        if settings.tp * settings.pp > 1:
+            yield "Assumed: tp divides every parameter evenly, and each stage of pp has as many layers as another."
+    elif settings.pp > 1:
+        yield "The module is what one stage of pp has; plan the largest of them."
+    if settings.tp > 1 and subject.activated:
+        yield (
+            "Along tp: two all-reduces of a layer's output in forward, in backward, and where it is computed again, as "
+            "Megatron-LM divides it. Activations are counted whole; tp divides some of them."
+        )
+    if settings.pp > 1 and subject.activated:
+        yield "Activations are those of one micro-batch; a schedule of pp holds several of them at a time."
+    missing = [name for name in ("tp", "pp") if getattr(settings, name) > 1 and not subject.activated]
+    if missing:
+        yield (
+            f"Not counted: what is sent along {' and '.join(missing)}, activations, by torch's own parallelism; "
+            "parameters do not say how large they are."
+        )
+    if settings.pp > 1 and shards_parameters(plan.stage) and not plan.recipe.rests and settings.world > 1:
+        yield "At stage 3 all that a stage of pp has stays gathered for a step, as zk.PipelineStage(whole=True)."
+
+
+def _notes_at_rest(plan: Footprint) -> list[str]:
+    recipe, settings = plan.recipe, plan.settings
+    each = " of each micro-batch" if settings.accumulate > 1 else ""
+    said = [f"A unit comes for forward and again for backward{each}; the one that is last in forward is still there."]
+    if settings.accumulate > 1:
+        said.append(
+            f"With micro={settings.accumulate} in place of accumulate={settings.accumulate} a step would pass over the "
+            "parameters once, and the gradients would leave once."
+        )
+    root = sum(bucket.numel for bucket in plan.buckets.root)
+    if root:
+        said.append(f"{root:,} parameters belong to no unit: they come once, and stay until backward is over.")
+    if settings.spills:
+        said.append(
+            "Gradients do not fit in host memory: they wait on the disk, which writes and reads all of them for it. "
+            "More host memory, or more ranks, would spare the disk that."
+        )
+    if "read" in lanes_to(recipe.param_tier, settings.device) and recipe.schedule == "sync":
+        said.append(
+            'With schedule="overlap" or zk.Delayed the update reads no parameters of its own: one fetch serves both.'
+        )
+    if plan.moved("write"):
+        said.append(f"Each step writes {gigabytes(plan.moved('write'))} GB to the disk, which wears.")
+    if not plan.subject.units:
+        said.append(
+            "A number alone has no layers: two units that are whole on the device (?) come on top. Plan a model or the "
+            "shape of a transformer to know them."
+        )
+    return said + [note for note in _notes(plan) if note.startswith(_NOTES_AT_REST)]
+
+
+def _stages(plan: Footprint) -> str:
+    stages = [plan.at(stage) for stage in STAGES]
+    several = len({tier for one in stages for tier in one.tiers}) > 1
+    rows = _stage_rows(stages, STATES, several)
     if not several:  # bytes of a device and of a host are no sum that anybody has to fit anywhere
-        rows.append(["**model states**", "", *(gigabytes(share.states) for share in shares)])
+        rows.append(["**model states**", "", *(gigabytes(one.states) for one in stages)])
     if not plan.subject.units and plan.world > 1 and plan.settings.pp == 1:
-        rows.append([NAMES["gathered"], BARE, *[NOTHING] * 3, UNKNOWN])
-    rows += _held(shares, WORKING, several)
-    rows.append(["**total on the device**", "", *(f"**{gigabytes(share.total)}**" for share in shares)])
+        rows.append([NAMES["gathered"], _BARE, *[_NOTHING] * 3, _UNKNOWN])
+    rows += _stage_rows(stages, WORKING, several)
+    rows.append(["**total on the device**", "", *(f"**{gigabytes(one.total)}**" for one in stages)])
     for tier in ("cpu", "nvme"):
-        if any(tier in share.tiers for share in shares):
-            rows.append([f"**total {TIERS[tier]}**", "", *(_gb(share.tiers.get(tier, 0)) for share in shares)])
+        if any(tier in one.tiers for one in stages):
+            rows.append([f"**total {TIERS[tier]}**", "", *(_gb(one.tiers.get(tier, 0)) for one in stages)])
     for name, most in plan.device_memory.items():
-        rows.append([f"fits {name}", "", *(fit(share.total, most) for share in shares)])
+        rows.append([f"fits {name}", "", *(_fit(one.total, most) for one in stages)])
     if plan.world > 1:
-        traffic = [plan.at(stage).traffic for stage in STAGES]
+        traffic = [one.traffic for one in stages]
         rows.append(["volume of a step", "", *(f"{one.numel / plan.numel:.2f} Ψ" for one in traffic)])
         rows.append(["reduced in a step", "", *(_gb(one.reduced_nbytes) for one in traffic)])
         rows.append(["gathered in a step", "", *(_gb(one.gathered_nbytes) for one in traffic)])
         rows.append(["sent by a rank in a step", "", *(_gb(one.sent_nbytes) for one in traffic)])
     for name in [name for name in plan.sent if name != "dp"]:
-        sent = [plan.at(stage).sent[name] for stage in STAGES]
-        rows.append([f"sent along {name}", "", *(UNKNOWN if one is None else _gb(one) for one in sent)])
-    return table_of(["on each rank", "format", *STAGE_HEADS], rows, left=2)
+        sent = [one.sent[name] for one in stages]
+        rows.append([f"sent along {name}", "", *(_UNKNOWN if one is None else _gb(one) for one in sent)])
+    return table_of(["on each rank", "format", *_STAGE_HEADS], rows, left=2)
 
 
-def _gb(nbytes: int) -> str:
-    return gigabytes(nbytes) if nbytes else NOTHING
-
-
-def _held(shares: Sequence[Share], roles: Sequence[str], names_tiers: bool) -> list[list[str]]:
+def _stage_rows(stages: Sequence[Footprint], roles: Sequence[str], names_tiers: bool) -> list[list[str]]:
     """A row for each role, format and tier that any stage has."""
-    found = {(one.role, one.format, one.tier) for share in shares for one in share.held if one.role in roles}
+    sums = [_sums(one.held) for one in stages]
+    keys = {key for found in sums for key in found if key[0] in roles}
+    return [
+        [NAMES.get(role, role), _format(Holding(role, form, tier, 0), names_tiers)]
+        + [_gb(found.get((role, form, tier), 0)) for found in sums]
+        for role, form, tier in sorted(keys, key=lambda key: (roles.index(key[0]), key))
+    ]
+
+
+def _sums(held: Sequence[Holding]) -> dict[tuple[str, str, str], int]:
+    """Bytes by role, format and tier."""
+    found: dict[tuple[str, str, str], int] = {}
+    for one in held:
+        key = one.role, one.format, one.tier
+        found[key] = found.get(key, 0) + one.nbytes
+    return found
+
+
+def _format(one: Holding, names_tier: bool) -> str:
+    return ", ".join(word for word in (one.format, TIERS.get(one.tier, one.tier) if names_tier else "") if word)
+
+
+def _tiers(plan: Footprint) -> str:
+    tiers = [tier for tier in TIERS if tier == "device" or tier in plan.tiers or tier in plan.budget]
+    sums = _sums(plan.held)
     rows = []
-    for key in sorted(found, key=lambda key: (roles.index(key[0]), key)):
-        cells = [_gb(_sum(share.held, key)) for share in shares]
-        rows.append([NAMES.get(key[0], key[0]), _form(key, names_tiers), *cells])
-    return rows
+    for role, form in sorted({key[:2] for key in sums}, key=lambda key: (_ROLES.index(key[0]), key)):
+        rows.append([NAMES.get(role, role), form, *(_gb(sums.get((role, form, tier), 0)) for tier in tiers)])
+    blanks = len(tiers) - 1
+    if not plan.subject.units and (plan.recipe.rests or (shards_parameters(plan.stage) and plan.world > 1)):
+        rows.append([NAMES["gathered"], _BARE, _UNKNOWN, *[_NOTHING] * blanks])
+    rows.append(["**total**", "", *(f"**{gigabytes(plan.tiers.get(tier, 0))}**" for tier in tiers)])
+    for name, most in plan.device_memory.items():
+        rows.append([f"fits {name}", "", _fit(plan.total, most), *[""] * blanks])
+    if plan.budget:
+        fits = {
+            tier: f"{_fit(plan.tiers.get(tier, 0), most)} of {gigabytes(most)}" for tier, most in plan.budget.items()
+        }
+        rows.append(["fits what a rank has", "", *(fits.get(tier, "") for tier in tiers)])
+    return table_of(["on each rank", "format", *(TIERS[tier] for tier in tiers)], rows, left=2)
 
 
-def _form(key: tuple[str, str, str], names_tier: bool) -> str:
-    return ", ".join(word for word in (key[1], TIERS.get(key[2], key[2]) if names_tier else "") if word)
+def _lanes(plan: Footprint) -> str:
+    """Each cell once for a step; the last row for each parameter of the model."""
+    cells = {(one.role, one.lane): one.nbytes for one in plan.moves}
+    if plan.settings.has_others:
+        traffic, share = plan.traffic, (plan.world - 1) / plan.world
+        cells["parameters", "net"] = round(traffic.gathered_nbytes * share)
+        cells["gradients", "net"] = round(traffic.reduced_nbytes * share) + (plan.sent.get("replicate") or 0)
+    cells = {key: nbytes for key, nbytes in cells.items() if nbytes}
+    lanes = [lane for lane in LANES if any(lane == one for _, one in cells)]
+    if not lanes:
+        return ""
+    rows = []
+    for role in sorted({role for role, _ in cells}, key=_ROLES.index):
+        rows.append([NAMES.get(role, role), *(_gb(cells.get((role, lane), 0)) for lane in lanes)])
+    sums = {lane: sum(nbytes for (_, one), nbytes in cells.items() if one == lane) for lane in lanes}
+    rows.append(["**total**", *(f"**{gigabytes(nbytes)}**" for nbytes in sums.values())])
+    own = plan.numel / plan.world
+    if plan.recipe.rests:
+        rows.append(["bytes per parameter of its own", *(f"{nbytes / own:.3g}" for nbytes in sums.values())])
+    return table_of(["moved", *(LANES[lane] for lane in lanes)], rows)
 
 
-def _sum(held: Sequence[Holding], key: tuple[str, str, str]) -> int:
-    return sum(one.nbytes for one in held if (one.role, one.format, one.tier) == key)
+def _placement(plan: Footprint) -> str:
+    """Returns the arguments that say what rests where.
 
-
-def fit(nbytes: int, most: int) -> str:
+    >>> _placement(zk.plan("1B", stage=3, param_tier="cpu", tier="nvme"))
+    'param_tier="cpu", tier="nvme"'
     """
-    >>> fit(60, 80), fit(81, 80), fit(80_001, 80_000), fit(16000, 80)
+    recipe = plan.recipe
+    words = [f'param_tier="{recipe.param_tier}"', f'tier="{recipe.tier}"']
+    words += [f'keep="{recipe.keep}"'] if recipe.keep else []
+    words += [f'state_format="{recipe.state_format}"'] if recipe.state_format != "fp32" else []
+    words += [f'master_format="{recipe.master_format}"'] if recipe.master_format else []
+    return ", ".join(words)
+
+
+def lacks(plan: Footprint) -> str:
+    """Returns the bytes that are missing, by memory, in one phrase."""
+    return " and ".join(f"{gigabytes(nbytes)} GB of {name}" for name, nbytes in plan.missing.items())
+
+
+def _refusal(plan: Footprint) -> list[str]:
+    fitting = [one for one in plan.would_fit() if one.recipe != plan.recipe][:_MOST_FITTING]
+    if not fitting:
+        return [f"It does not fit: {lacks(plan)} are missing. No placement fits; more ranks each hold less."]
+    rows = []
+    for one in fitting:
+        said = _placement(one) + (_LOSSY if one.recipe.is_lossy() else "")
+        rows.append([said, *(gigabytes(one.tiers.get(tier, 0)) for tier in TIERS)])
+    said = f"It does not fit: {lacks(plan)} are missing. What would fit at stage 3:"
+    return [said, table_of(["arguments", *TIERS.values()], rows)]
+
+
+def _other_formats(plan: Footprint) -> str:
+    """By stage, or by tier where parameters rest off the device."""
+    others = plan.in_other_formats()
+    if len(others) < 2:
+        return ""
+    rows = [_formats(other) for other in others]
+    if plan.recipe.rests:
+        tiers = [tier for tier in TIERS if any(tier in other.tiers for other in others)]
+        has_limits = bool(plan.device_memory or plan.budget)
+        heads = [*(TIERS[tier] for tier in tiers), *["fits"] * has_limits]
+        for row, other in zip(rows, others, strict=True):
+            row += [gigabytes(other.tiers.get(tier, 0)) for tier in tiers]
+            row += ["no" if other.missing else "yes"] * has_limits
+    else:
+        heads = [*_STAGE_HEADS, *(f"fits {name}" for name in plan.device_memory)]
+        for row, other in zip(rows, others, strict=True):
+            totals = [other.at(stage).total for stage in STAGES]
+            row += map(gigabytes, [other.at(stage).pinned for stage in STAGES] if plan.pinned else totals)
+            row += [_fitting(totals, most) for most in plan.device_memory.values()]
+    return table_of([*_FORMAT_HEADS, *heads], rows, left=2)
+
+
+def _formats(plan: Footprint) -> list[str]:
+    """State and master format, marked where they are lossy, and the bytes of state for a parameter."""
+    recipe, dtype = plan.recipe, plan.subject.main_dtype
+    master = recipe.master_of(dtype)
+    return [
+        recipe.state_format + (_LOSSY if recipe.state_format != "fp32" else ""),
+        master + (_LOSSY if master in ("split8", "none") else ""),
+        f"{recipe.state_nbytes(dtype):.3g}",
+    ]
+
+
+def _fitting(totals: Sequence[int], most: int, stages: Sequence[int] = STAGES) -> str:
+    """The stages whose total fits.
+
+    >>> _fitting([90, 80, 70, 60], 80), _fitting([90] * 4, 80)
+    ('stages 1, 2, 3', 'none')
+    """
+    fit = [str(stage) for stage, nbytes in zip(stages, totals, strict=True) if nbytes <= most]
+    return "none" if not fit else f"stage{'s' if len(fit) > 1 else ''} {', '.join(fit)}"
+
+
+def _fit(nbytes: int, most: int) -> str:
+    """
+    >>> _fit(60, 80), _fit(81, 80), _fit(80_001, 80_000), _fit(16000, 80)
     ('yes, 75 %', 'no, 101 %', 'no, 101 %', 'no, 200x')
     """
     if nbytes > 10 * most:
@@ -187,146 +431,8 @@ def fit(nbytes: int, most: int) -> str:
     return f"yes, {percent} %" if nbytes <= most else f"no, {max(101, percent)} %"
 
 
-def _formats(plan: Plan) -> str:
-    rows = []
-    for other in plan.in_other_formats():
-        totals = [other.at(stage).total for stage in STAGES]
-        shown = [other.at(stage).pinned for stage in STAGES] if plan.pinned else totals
-        fits = [fitting(totals, most) for most in plan.device_memory.values()]
-        rows.append([*formats_of(other), *map(gigabytes, shown), *fits])
-    header = ["state_format", "master_format", "state, B/parameter", *STAGE_HEADS]
-    return table_of(header + [f"fits {name}" for name in plan.device_memory], rows, left=2) if len(rows) > 1 else ""
-
-
-def formats_of(plan: Plan) -> tuple[str, str, str]:
-    """State and master format, marked where they are lossy, and the bytes of state for a parameter."""
-    recipe, dtype = plan.recipe, plan.subject.main_dtype
-    master = recipe.master_of(dtype)
-    return (
-        recipe.state_format + (" *(lossy)*" if recipe.state_format != "fp32" else ""),
-        master + (" *(lossy)*" if master in ("split8", "none") else ""),
-        f"{recipe.state_nbytes(dtype):.3g}",
-    )
-
-
-def fitting(totals: Sequence[int], most: int, stages: Sequence[int] = STAGES) -> str:
-    """The stages whose total fits.
-
-    >>> fitting([90, 80, 70, 60], 80), fitting([90] * 4, 80)
-    ('stages 1, 2, 3', 'none')
-    """
-    fit = [str(stage) for stage, nbytes in zip(stages, totals, strict=True) if nbytes <= most]
-    return "none" if not fit else f"stage{'s' if len(fit) > 1 else ''} {', '.join(fit)}"
-
-
-def of_worlds(plans: Sequence[Plan]) -> str:
-    """Model states at each number of ranks, as the ZeRO paper has them, and at which stages everything fits."""
-    first = plans[0]
-    rows = []
-    for plan in plans:
-        shares = [plan.at(stage).share for stage in plan.stages]
-        fits = [fitting([share.total for share in shares], most, plan.stages) for most in first.device_memory.values()]
-        rows.append([f"{plan.ranks:,}", *(gigabytes(share.states) for share in shares), *fits])
-    said = "Model states (parameters, gradients, optimizer state) on each rank, in GB (10^9 bytes), with "
-    header = ["ranks", *(f"stage {stage}" for stage in first.stages), *(f"fits {name}" for name in first.device_memory)]
-    parts = [f"### {first.subject.title}", f"{said}{settings(first)}:", table_of(header, rows, left=0)]
-    if first.device_memory:
-        parts.append("What fits is counted with what collectives and computing need besides.")
-    return "\n\n".join(parts)
-
-
-def of_held(heading: str, held: Sequence[Holding]) -> str:
-    """What is held, in one column."""
-    several = len({one.tier for one in held}) > 1
-    rows = [
-        [NAMES.get(one.role, one.role), _form((one.role, one.format, one.tier), several), gigabytes(one.nbytes)]
-        for one in held
-    ]
-    states = sum(one.nbytes for one in held if one.role in STATES)
-    rows.append(["**model states**", "", gigabytes(states)])
-    rows.append(["**total**", "", f"**{gigabytes(sum(one.nbytes for one in held))}**"])
-    return f"### {heading}\n\n" + table_of(["held, GB (10^9 bytes)", "format", "now"], rows, left=2)
-
-
-def of_measured(plan: Plan, measured: Measured) -> str:
-    """Planned and measured side by side, by role."""
-    planned, found = plan.roles, measured.roles
-    order = [*STATES, *WORKING]
-    roles = sorted({*planned, *found}, key=lambda role: order.index(role) if role in order else len(order))
-    pairs = [(NAMES.get(role, role), planned.get(role, 0), found.get(role, 0)) for role in roles]
-    pairs.insert(sum(role in STATES for role in roles), ("**model states**", plan.states, measured.states))
-    rows = [[name, _gb(expected), _gb(actual), _difference(expected, actual)] for name, expected, actual in pairs]
-    resting = {"gathered", "checkpoints", "activations", "logits"}
-    resting |= {"buffers"} if plan.settings.no_sync else set()  # whole gradients, until the last of them is reduced
-    resting &= {*planned} - {*found}
-    for row in rows:
-        if row[0] in {NAMES[role] for role in resting}:
-            row[2:] = ["in a step only", NOTHING]
-    total = plan.total - sum(planned[role] for role in resting)
-    name = "**total on the device**" if not resting else "**total on the device, at rest**"
-    rows.append([name, _gb(total), _gb(measured.total), _difference(total, measured.total)])
-    header = [f"stage {plan.stage}, on each rank", "planned", "measured", "difference"]
-    return f"### {title(plan)}\n\nIn GB (10^9 bytes), with {settings(plan)}:\n\n{table_of(header, rows)}"
-
-
-def _difference(expected: int, actual: int) -> str:
-    if not expected:
-        return NOTHING if not actual else "not planned"
-    return f"{100 * (actual - expected) / expected:+.2f} %"
-
-
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """Numbers alone."""
-    recipe, dtype = plan.recipe, plan.subject.main_dtype
-    formats = {
-        "optimizer": recipe.optimizer,
-        "param_dtype": dtype,
-        "reduce_dtype": recipe.wire_dtype(dtype),
-        "state_format": recipe.state_format,
-        "master_format": None if recipe.optimizer == "none" else recipe.master_of(dtype),
-        "tier": recipe.tier,
-        "schedule": f"delayed, {recipe.schedule.after}" if isinstance(recipe.schedule, Delayed) else recipe.schedule,
-    }
-    return {
-        "model": plan.subject.title,
-        "numel": plan.numel,
-        "world": plan.world,
-        "ranks": plan.ranks,
-        "mesh": told(plan.settings),
-        "stage": plan.stage,
-        "device": plan.settings.device,
-        "bucket_bytes": plan.settings.bucket_bytes,
-        "accumulate": plan.settings.accumulate,
-        "no_sync": plan.settings.no_sync,
-        **formats,
-        "device_memory": dict(plan.device_memory),
-        "param_tier": recipe.param_tier,
-        "keep": recipe.keep,
-        "micro": plan.settings.micro,
-        "gradients_spill": plan.settings.spills,
-        "budget": dict(plan.budget),
-        "missing": plan.missing,
-        "moves": [vars(one) for one in plan.moves],
-        "stages": [_stage_dict(plan.at(stage)) for stage in plan.stages],
-    }
-
-
-def _stage_dict(plan: Plan) -> dict[str, Any]:
-    share, traffic = plan.share, plan.traffic
-    return {
-        "stage": share.stage,
-        "roles": share.roles,
-        "tiers": share.tiers,
-        "states": share.states,
-        "total": share.total,
-        "pinned": plan.pinned,
-        "fits": {name: share.total <= most for name, most in plan.device_memory.items()},
-        "volume_numel": traffic.numel,
-        "reduced_nbytes": traffic.reduced_nbytes,
-        "gathered_nbytes": traffic.gathered_nbytes,
-        "sent_nbytes": traffic.sent_nbytes,
-        "sent": plan.sent,
-    }
+def _gb(nbytes: int) -> str:
+    return gigabytes(nbytes) if nbytes else _NOTHING
 
 
 def _percent(share: float) -> str:
@@ -335,3 +441,53 @@ def _percent(share: float) -> str:
     ('0.042 %', '0 %')
     """
     return f"{100 * share:.2g} %"
+
+
+def as_dict(plan: Footprint) -> dict[str, Any]:
+    """Returns numbers alone."""
+    recipe, settings, dtype = plan.recipe, plan.settings, plan.subject.main_dtype
+    return {
+        "model": plan.subject.title,
+        "numel": plan.numel,
+        "world": plan.world,
+        "ranks": plan.ranks,
+        "mesh": settings.mesh,
+        "stage": plan.stage,
+        "device": settings.device,
+        "bucket_bytes": settings.bucket_bytes,
+        "accumulate": settings.accumulate,
+        "no_sync": settings.no_sync,
+        "optimizer": recipe.optimizer,
+        "param_dtype": dtype,
+        "reduce_dtype": recipe.wire_dtype(dtype),
+        "state_format": recipe.state_format,
+        "master_format": None if recipe.optimizer == "none" else recipe.master_of(dtype),
+        "tier": recipe.tier,
+        "schedule": f"delayed, {recipe.schedule.after}" if isinstance(recipe.schedule, Delayed) else recipe.schedule,
+        "device_memory": dict(plan.device_memory),
+        "param_tier": recipe.param_tier,
+        "keep": recipe.keep,
+        "micro": settings.micro,
+        "gradients_spill": settings.spills,
+        "budget": dict(plan.budget),
+        "missing": plan.missing,
+        "moves": [vars(one) for one in plan.moves],
+        "stages": [_stage_dict(plan.at(stage)) for stage in plan.stages],
+    }
+
+
+def _stage_dict(plan: Footprint) -> dict[str, Any]:
+    return {
+        "stage": plan.stage,
+        "roles": plan.roles,
+        "tiers": plan.tiers,
+        "states": plan.states,
+        "total": plan.total,
+        "pinned": plan.pinned,
+        "fits": {name: plan.total <= most for name, most in plan.device_memory.items()},
+        "volume_numel": plan.traffic.numel,
+        "reduced_nbytes": plan.traffic.reduced_nbytes,
+        "gathered_nbytes": plan.traffic.gathered_nbytes,
+        "sent_nbytes": plan.traffic.sent_nbytes,
+        "sent": plan.sent,
+    }

@@ -1,38 +1,52 @@
-"""Runs programs: one worker thread does what is the CPU's and launches copies; the user's thread does what is the
-device's.
+"""Runs step programs: in the caller's thread, or with one worker thread beside it.
 
-Each lane is served in the order of its program. The worker takes the first op of any lane whose predecessors have
-ended. An op without an action is somebody else's: on the device lane it is taken for done, elsewhere what comes after
-it comes after what it comes after.
+With a worker, that thread does what is the CPU's and launches copies, and the user's thread does what is the device's.
+Each lane keeps the order of its program, and an op begins once every op that it comes after has ended. An op without an
+action is somebody else's: on the device lane it counts as done, elsewhere its followers wait for what it waits for.
 
-A failure ends every run that is under way, once what had been launched has ended, and is raised in the user's thread
+A failure ends every run that is under way, after what had been launched has ended. It is raised in the user's thread,
 with the traceback of where it happened. The next program then begins afresh.
 """
 
 from __future__ import annotations
 
 import atexit
-import heapq
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from zerokern.core.errors import StateError, got
-from zerokern.schedule.program import Op, Program
+from zerokern.schedule.program import Key, Op, Program, Reach
 from zerokern.schedule.recorder import Recorder
-from zerokern.schedule.worker import ENDED, LAUNCHED, PENDING, STARTED, Action, Fate, Work, Worker, over
+from zerokern.schedule.worker import (
+    ENDED,
+    LAUNCHED,
+    PENDING,
+    STARTED,
+    Action,
+    Failure,
+    RunState,
+    Task,
+    Worker,
+    has_ended,
+    started,
+)
 
-__all__ = ["Action", "Executor", "Run"]
+__all__ = ["Action", "Executor", "InlineRun", "Run"]
 
-Key = tuple[str, str]
-Reach = dict[Key, list[tuple[int, Key]]]  # what each op comes after: so many steps ago, this op
 EXIT_S = 30.0  # that what is under way may take when the interpreter ends
 
 
 class Executor:
-    """One worker thread, started with the first program; it ends when that is closed or dropped, or with Python.
+    """Runs one program after another. `inline`: in the thread that waits for them, in the order of the program.
+
+    Else there is a worker thread, which starts with the first program. It ends when the executor is closed or dropped,
+    or with Python.
 
     >>> from zerokern.schedule.program import Op, Program, Ref
     >>> program = Program("example", (Op("Step", "a", "cpu"), Op("Publish", "a", "device", (Ref(0),))))
@@ -47,8 +61,9 @@ class Executor:
     here
     """
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
+    def __init__(self, recorder: Recorder | None = None, *, inline: bool = False) -> None:
         self._worker = Worker(recorder)
+        self.inline = inline
         self._performing = threading.RLock()
         self._thread: threading.Thread | None = None
         self._process = 0
@@ -69,38 +84,41 @@ class Executor:
         """For how long threads have waited for ops, by lane."""
         return self._worker.waited_ns
 
-    def submit(self, program: Program, actions: Mapping[Key, Action], *, ahead: Iterable[str] = ()) -> Run:
+    def submit(self, program: Program, actions: Mapping[Key, Action], *, ahead: Iterable[str] = ()) -> Run | InlineRun:
         """Begins a program and returns at once; raises a failure that nobody has been told of.
 
-        `ahead`: verbs of the device lane whose ops are those of the next step. They are handed over with what they wait
-        for, `finish` leaves them to be performed, and if they have not been when the next program begins, never are.
+        `ahead`: verbs of the device lane whose ops belong to the next step. They are handed over with what they wait
+        for, and `finish` leaves them. If they have not been performed when the next program begins, they never are.
         """
         self.check_process()
         worker = self._worker
         if worker.failure is not None and (worker.died or not worker.failure.told):
-            worker.failure.tell()
+            worker.failure.throw()
         if worker.closing:
             raise StateError("this executor is closed; make another one")
+        if worker.recorder is not None:
+            worker.recorder.submitted(self._steps + 1)
         early = frozenset(ahead)
-        reach = self._reach(program, actions, early)
+        reach = self._reach_of(program, actions, early)
+        if self.inline:
+            self._steps += 1
+            return InlineRun(program, self._steps, reach, actions, worker)
         if self._thread is None:
             self._start()
         run = Run(self, program, self._steps + 1)
-        with worker.changed:
+        with worker.lock:
             if worker.died and worker.failure is not None:
-                worker.failure.tell()
+                worker.failure.throw()
             worker.failure = None
-            worker.withdraw()
-            for key in reach:
+            worker.drop_unwanted()
+            for key, before in reach.items():
                 index = program.index(*key)
-                work = run.take(key, program.ops[index], index, actions[key], ahead=key[0] in early)
-                for back, other in reach[key]:
-                    work.after += self._found(back, other, run)
+                task = run._add(key, program.ops[index], index, actions[key], ahead=key[0] in early)
+                for back, other in before:
+                    for one in self._tasks_of(back, other, run):
+                        task.come_after(one)
             self._steps += 1
-            worker.live.append(run.fate)
-            worker.recent.appendleft(run.mine)
-            worker.inbox.append(list(run.mine.values()))
-            worker.tell()
+            worker.begin(run)
         return run
 
     def close(self) -> None:
@@ -111,7 +129,7 @@ class Executor:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         if self._worker.failure is not None and not self._worker.failure.told:
-            self._worker.failure.tell()
+            self._worker.failure.throw()
 
     def __enter__(self) -> Executor:
         return self
@@ -120,7 +138,7 @@ class Executor:
         self.close()
 
     def check_process(self) -> None:
-        """Threads do not outlive a fork: in the child nothing would ever end."""
+        """Raises in a forked child: threads do not outlive a fork, and nothing would ever end there."""
         if self._process not in (0, os.getpid()):
             raise StateError(
                 f"this executor's worker is a thread of process {self._process}, and this is its fork {os.getpid()}, "
@@ -131,28 +149,25 @@ class Executor:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._worker.serve, name="zerokern executor", daemon=True)
         self._thread.start()
-        leaving = _Leaving(self._worker, self._thread, self._process)
-        atexit.register(leaving.at_exit)
-        weakref.finalize(self, leaving.dropped).atexit = False
+        ending = _Ending(self._worker, self._thread, self._process)
+        atexit.register(ending.at_exit)
+        weakref.finalize(self, ending.dropped).atexit = False
 
-    def _reach(self, program: Program, actions: Mapping[Key, Action], ahead: frozenset[str]) -> Reach:
+    def _reach_of(self, program: Program, actions: Mapping[Key, Action], ahead: frozenset[str]) -> Reach:
         keys = frozenset(actions)
         if self._known is None or self._known[0] is not program or self._known[1:3] != (keys, ahead):
-            for verb, what in keys:
-                program.index(verb, what)
-            self._known = (program, keys, ahead, _reach(program, keys, ahead))
+            self._known = (program, keys, ahead, program.reach(keys, ahead))
         return self._known[3]
 
-    def _found(self, back: int, key: Key, run: Run) -> Iterable[Work]:
-        """The op of a run before. Where that was of another program without it, all that the worker had to do there."""
+    def _tasks_of(self, back: int, key: Key, run: Run) -> Iterable[Task]:
+        """The op of a run before; if that was of another program without it, all that the worker had to do there."""
         if back == 0:
-            return (run.mine[key],)
+            return (run._tasks[key],)
         recent = self._worker.recent
         if back > len(recent):
             return ()
         before = recent[back - 1]
-        found = (before[key],) if key in before else (one for one in before.values() if one.op.lane != "device")
-        return tuple(one for one in found if one.state != ENDED)
+        return (before[key],) if key in before else [one for one in before.values() if one.op.lane != "device"]
 
 
 class Run:
@@ -164,176 +179,264 @@ class Run:
 
     def __init__(self, executor: Executor, program: Program, step: int) -> None:
         self.program = program
-        self.fate = Fate(step, program.name, self)
-        self.mine: dict[Key, Work] = {}
+        self._state = RunState(step, program.name, self)
+        self._tasks: dict[Key, Task] = {}
         self._executor = executor
         self._worker = executor._worker
         self._to_perform: dict[Key, Action] = {}
 
-    def take(self, key: Key, op: Op, index: int, action: Action, *, ahead: bool) -> Work:
-        """One more op of it."""
+    def _add(self, key: Key, op: Op, index: int, action: Action, *, ahead: bool) -> Task:
         if op.lane == "device":
             self._to_perform[key] = action
-        work = self.mine[key] = Work(op, index, self.fate, None if op.lane == "device" else action, ahead=ahead)
-        return work
-
-    def left(self) -> list[Key]:
-        """What is yet to be performed in this step."""
-        return [key for key in self._to_perform if not self.mine[key].waits]
+        task = Task(op, index, self._state, None if op.lane == "device" else action, ahead=ahead)
+        self._tasks[key] = task
+        return task
 
     @property
     def failure(self) -> BaseException | None:
         """What ended it before its time."""
-        return None if self.fate.failed is None else self.fate.failed.error
+        return None if self._state.failed is None else self._state.failed.error
 
     def done(self) -> bool:
         """Whether everything has ended, well or not; `finish` says which."""
-        return self._ended() or all(
-            work.state == ENDED or (work.state == LAUNCHED and over(work.ticket)) or work.waits
-            for work in self.mine.values()
+        return self._over or all(
+            task.state == ENDED or (task.state == LAUNCHED and has_ended(task.ticket)) or task.is_left
+            for task in self._tasks.values()
         )
 
     def wait(self, verb: str, what: str) -> None:
         """Waits until this op has ended; raises what failed."""
-        work = self._work(verb, what)
-        if work is None or work.state == ENDED:
+        task = self._task(verb, what)
+        if task is None or task.state == ENDED:
             return
         self._check()
-        if work.op.lane == "device" and work.state == PENDING:
-            raise StateError(f"{work} was waited for, and this thread has yet to perform it")
-        self._until_launched(work)
-        self._settle(work)
+        if task.op.lane == "device" and task.state == PENDING:
+            raise StateError(f"{task} was waited for, and this thread has yet to perform it")
+        self._wait_for_launch(task)
+        self._wait_for_end(task)
 
     def perform(self, verb: str, what: str) -> None:
         """Does an op of the device lane in this thread, unless it is done. What it comes after has then ended on the
         CPU, or is in front of it on the device."""
-        work = self._work(verb, what)
-        if work is None or work.state >= LAUNCHED:
+        task = self._task(verb, what)
+        if task is None or task.state >= LAUNCHED:
             return
-        if work.op.lane != "device":
-            advice = f"{work} is of lane {work.op.lane!r}: wait for it"
+        if task.op.lane != "device":
+            advice = f"{task} is of lane {task.op.lane!r}: wait for it"
             raise ValueError(got("verb", verb, "an op of lane 'device'", advice))
         self._check()
         with self._executor._performing:
-            if work.state >= LAUNCHED:
+            if task.state >= LAUNCHED:
                 return
-            if work.state == STARTED:
-                raise StateError(f"{work} is being performed: its action asked for it again")
-            for one in work.after:
-                run = one.fate.run()
+            if task.state == STARTED:
+                raise StateError(f"{task} is being performed: its action asked for it again")
+            for one in task.after:
+                run = one.run_state.run()
                 if one.op.lane != "device":
                     self._bring_before(one)
                 elif run is not None:
                     run.perform(one.op.verb, one.op.what)
-            work.action = self._to_perform.pop((verb, what))
-            self._attempt(work, self._worker.do)
+            task.action = self._to_perform.pop((verb, what))
+            self._attempt(task, self._worker.do)
 
     def gate(self, verb: str, what: str) -> None:
         """What this thread gives to the device from now on comes after this op: so is memory that it reads kept."""
-        work = self._work(verb, what)
-        if work is not None and work.state != ENDED:
+        task = self._task(verb, what)
+        if task is not None and task.state != ENDED:
             self._check()
-            self._bring_before(work)
+            self._bring_before(task)
 
     def finish(self) -> None:
         """Performs what is left to perform, in order, and waits until everything has ended; raises what failed.
 
-        But for what was handed over ahead: that is performed with the next step.
+        What was handed over ahead is left for the next step.
         """
-        if not self._ended():
-            before = [fate.run() for fate in list(self._worker.live) if fate.step < self.fate.step]
-            for run in [one for one in before if one is not None] + [self]:
-                for verb, what in run.left():
+        if not self._over:
+            states = [one for one in list(self._worker.live) if one.step < self._state.step]
+            runs = [run for state in states if (run := state.run()) is not None]
+            for run in [*runs, self]:
+                for verb, what in [key for key in run._to_perform if not run._tasks[key].is_left]:
                     run.perform(verb, what)
-            for (verb, what), work in self.mine.items():
-                if not work.waits:
+            for (verb, what), task in self._tasks.items():
+                if not task.is_left:
                     self.wait(verb, what)
-        if self.fate.failed is not None:
-            self.fate.failed.tell()
+        if self._state.failed is not None:
+            self._state.failed.throw()
 
-    def _ended(self) -> bool:
-        return self.fate.failed is not None or self.fate.left == 0
+    @property
+    def _over(self) -> bool:
+        return self._state.failed is not None or self._state.left == 0
 
-    def _work(self, verb: str, what: str) -> Work | None:
-        work = self.mine.get((verb, what))
-        if work is None:
+    def _task(self, verb: str, what: str) -> Task | None:
+        task = self._tasks.get((verb, what))
+        if task is None:
             self.program.index(verb, what)
             self._check()
-        return work
+        return task
 
     def _check(self) -> None:
         """What does not end in this process, or at all, is not waited for."""
-        if self.fate.failed is not None:
-            self.fate.failed.tell()
-        if self.fate.left:
+        if self._state.failed is not None:
+            self._state.failed.throw()
+        if self._state.left:
             self._executor.check_process()
 
-    def _until_launched(self, work: Work) -> None:
+    def _wait_for_launch(self, task: Task) -> None:
         worker = self._worker
-        while work.state < LAUNCHED:
+        while task.state < LAUNCHED:
             self._check()
-            with worker.changed:
-                if work.state >= LAUNCHED or self.fate.failed is not None:
+            with worker.lock:
+                if task.state >= LAUNCHED or self._state.failed is not None:
                     continue
-                if worker.stuck() and self._nobody_performs():
-                    self._refuse_to_hang(work)
+                if worker.is_stuck() and self._nobody_performs():
+                    self._refuse_to_hang(task)
+                task.is_awaited = True
                 began = time.perf_counter_ns()
-                worker.changed.wait()
-                worker.waited_ns[work.op.lane] += time.perf_counter_ns() - began
+                worker.told_users.wait()
+                worker.waited_ns[task.op.lane] += time.perf_counter_ns() - began
 
     def _nobody_performs(self) -> bool:
-        """Nobody but this thread, that is."""
+        """Whether no other thread performs an op."""
         performing = self._executor._performing
         if performing.acquire(blocking=False):
             performing.release()
             return True
         return False
 
-    def _refuse_to_hang(self, work: Work) -> None:
-        before = [one for head in self._worker.heads() for one in head.after if one.op.lane == "device"]
-        held_up_by = next((one for one in before if one.state == PENDING), None)
+    def _refuse_to_hang(self, task: Task) -> None:
+        held_up = [(head, one) for head in self._worker.heads() for one in head.after if one.op.lane == "device"]
+        head, by = next(((head, one) for head, one in held_up if one.state == PENDING), (task, None))
+        if by is not None and by.run_state.run() is None:
+            says = f"{head} comes after {by}, which nobody can perform any more: its run has been dropped"
+            self._attempt(head, partial(_refuse, says))
         raise StateError(
-            f"{work} was waited for, and the worker cannot go on before this thread performs "
-            f"{held_up_by or 'its ops of lane device'}"
+            f"{task} was waited for, and the worker cannot go on before this thread performs "
+            f"{by or 'its ops of lane device'}"
         )
 
-    def _bring_before(self, one: Work) -> None:
+    def _bring_before(self, one: Task) -> None:
         """What this thread gives to the device from now on comes after the op."""
-        self._until_launched(one)
+        self._wait_for_launch(one)
         ticket = one.ticket
         if ticket is None:
             return
-        if one.op.lane == "cpu" or not hasattr(ticket, "gate") or over(ticket):
-            self._settle(one)
+        if one.op.lane == "cpu" or not hasattr(ticket, "gate") or has_ended(ticket):
+            self._wait_for_end(one)
         else:
             ticket.gate()
 
-    def _settle(self, work: Work) -> None:
-        if work.state != ENDED:
-            self._attempt(work, self._worker.settle)
+    def _wait_for_end(self, task: Task) -> None:
+        if task.state != ENDED:
+            self._attempt(task, self._worker.wait_for)
 
-    def _attempt(self, work: Work, what: Callable[[Work], None]) -> None:
-        """A failure in this thread ends the run as one on the worker does: the worker sees to it."""
+    def _attempt(self, task: Task, what: Callable[[Task], None]) -> None:
+        """A failure in this thread ends the run as one on the worker does, which sees to it between two ops."""
         try:
-            what(work)
+            what(task)
         except BaseException as error:
-            if work.state == LAUNCHED and not isinstance(error, Exception):
+            if task.state == LAUNCHED and not isinstance(error, Exception):
                 raise  # Ctrl-C while waiting: what is waited for goes on
             worker = self._worker
-            worker.inbox.append((error, work))
+            worker.errors.append((error, task))
             worker.tell()
-            with worker.changed:
-                while self.fate.failed is None and not worker.over:
-                    worker.changed.wait()
-            if self.fate.failed is not None:
-                self.fate.failed.told = True
+            with worker.lock:
+                while self._state.failed is None and not worker.over:
+                    worker.told_users.wait()
+            if self._state.failed is not None:
+                self._state.failed.told = True
             raise
 
     def __str__(self) -> str:
-        return str(self.fate)
+        return str(self._state)
 
 
-class _Leaving:
+class InlineRun:
+    """One step in the thread that waits for it: ops begin in the order of the program, and what they launch goes on
+    beside the next ones, until something that comes after it begins.
+
+    >>> InlineRun.finish.__doc__
+    'Does what is left, and waits until everything has ended; raises what failed.'
+    """
+
+    def __init__(
+        self, program: Program, step: int, reach: Reach, actions: Mapping[Key, Action], worker: Worker
+    ) -> None:
+        self.program = program
+        self.failure: BaseException | None = None
+        self._step, self._reach, self._actions, self._worker = step, reach, dict(actions), worker
+        self._todo: Sequence[Key] = list(reach)
+        self._begun = 0
+        self._launched: dict[Key, tuple[Op, Any, Any]] = {}
+        self._failed: Failure | None = None
+
+    def done(self) -> bool:
+        """Whether everything has ended, well or not; `finish` says which."""
+        return self._failed is not None or (self._begun == len(self._todo) and not self._launched)
+
+    def wait(self, verb: str, what: str) -> None:
+        """Does all up to this op, and waits until that has ended; raises what failed."""
+        self.program.index(verb, what)
+        while (verb, what) in self._actions and not self.done():
+            self._begin_next()
+        self._end((verb, what))
+
+    def finish(self) -> None:
+        """Does what is left, and waits until everything has ended; raises what failed."""
+        while self._begun < len(self._todo):
+            self._begin_next()
+        while self._launched:
+            self._end(next(iter(self._launched)))
+        if self._failed is not None:
+            self._failed.throw()
+
+    def _begin_next(self) -> None:
+        if self._failed is not None:
+            self._failed.throw()
+        key = self._todo[self._begun]
+        op = self.program.ops[self.program.index(*key)]
+        for back, before in self._reach[key]:  # what came in earlier steps has ended
+            if back == 0 and before in self._launched:
+                _, ticket, _ = self._launched[before]
+                if op.lane == "device" and hasattr(ticket, "gate") and not has_ended(ticket):
+                    ticket.gate()
+                else:
+                    self._end(before)
+        try:
+            ticket, entry = started(op, self._actions.pop(key), self._step, self.program.name, self._worker.recorder)
+        except BaseException as error:
+            self._fail(error, op)
+            raise
+        self._begun += 1
+        if ticket is not None:
+            self._launched[key] = op, ticket, entry
+
+    def _end(self, key: Key) -> None:
+        if key not in self._launched:
+            return
+        op, ticket, entry = self._launched[key]
+        began = time.perf_counter_ns()
+        try:
+            ticket.wait()
+        except Exception as error:  # after Ctrl-C what is waited for goes on
+            self._fail(error, op)
+            raise
+        self._worker.waited_ns[op.lane] += time.perf_counter_ns() - began
+        if entry is not None:
+            self._worker.recorder.ended(entry, ticket)  # type: ignore[union-attr]
+        del self._launched[key]
+
+    def _fail(self, error: BaseException, op: Op) -> None:
+        """Ends the run after what was launched has ended: it would write to memory that others take to be free."""
+        self._todo, launched, self._launched = self._todo[: self._begun], self._launched, {}
+        self._actions.clear()
+        for _, ticket, _ in launched.values():
+            with contextlib.suppress(BaseException):
+                ticket.wait()
+        self.failure = error
+        self._failed = Failure(error, f"{op.verb} {op.what} of step {self._step} ({self.program.name})")
+
+
+class _Ending:
     """Ends the worker when nobody is left to give it work: it holds neither the executor nor a way back to it."""
 
     def __init__(self, worker: Worker, thread: threading.Thread, process: int) -> None:
@@ -351,33 +454,5 @@ class _Leaving:
             self._thread.join(EXIT_S)
 
 
-def _reach(program: Program, keys: frozenset[Key], ahead: frozenset[str]) -> Reach:
-    """What each op with an action comes after, and in which run before its own, through ops without an action; the
-    latest of each suffices, for lanes keep their order over steps. What is handed over `ahead` comes last."""
-    reach: Reach = {}
-    for index in sorted(range(len(program.ops)), key=lambda index: program.ops[index].verb in ahead):
-        op = program.ops[index]
-        if (op.verb, op.what) not in keys:
-            continue
-        if op.verb in ahead and op.lane != "device":
-            raise ValueError(got("ahead", op.verb, "verbs of the device lane", "Others are begun as soon as they can"))
-        todo = [(ref.back, ref.index) for ref in program.ops[index].after]
-        heapq.heapify(todo)
-        seen: set[int] = set()
-        found = reach[op.verb, op.what] = []
-        while todo:
-            back, other = heapq.heappop(todo)
-            if other in seen:
-                continue
-            seen.add(other)
-            before = program.ops[other]
-            if (before.verb, before.what) in keys:
-                runs = back + (before.verb in ahead) - (op.verb in ahead)
-                if runs < 0:
-                    says = "is handed over a step before what it comes after"
-                    raise ValueError(f"{op.verb} {op.what} {says}, {before.verb} {before.what}")
-                found.append((runs, (before.verb, before.what)))
-            elif before.lane != "device":
-                for ref in before.after:
-                    heapq.heappush(todo, (back + ref.back, ref.index))
-    return reach
+def _refuse(says: str, task: Task) -> None:
+    raise StateError(says)

@@ -5,14 +5,20 @@ A program has two interpreters: `executor` runs it, `simulator` times it on a de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerokern.core.errors import got
 
-__all__ = ["LANES", "VERBS", "Op", "Program", "Ref", "Span"]
+__all__ = ["LANES", "VERBS", "Key", "Op", "Program", "Reach", "Ref", "Span"]
+
+Key = tuple[str, str]
+"""An op by its verb and what it is about."""
+Reach = dict[Key, list[tuple[int, Key]]]
+"""What each op comes after: so many runs ago, this op."""
 
 LANES = ("device", "net", "down", "cpu", "up", "read", "write")
 """compute stream | collectives | device to host | the CPU's worker | host to device | disk to host | host to disk"""
@@ -74,6 +80,8 @@ class Span:
     """updated parameters that ranks exchange, as each of them sends"""
     gathered_again: bool = False
     """forward and backward gather them; else it is done once, for all ranks to see what was updated"""
+    unit: int | None = None
+    """those of one number are gathered together; 0 is what encloses all others; None: alone"""
     record_nbytes: int = 0
     """state that rests on disk: read and written by the update"""
     fetch_nbytes: int = 0
@@ -101,7 +109,7 @@ class Span:
         own_master: bool = True,
         fetched: bool = True,
         stored: bool = True,
-        **others: float,
+        **others: Any,
     ) -> Span:
         """What an update of so many elements moves: a gradient is read, state and parameters are read and written.
 
@@ -114,7 +122,7 @@ class Span:
         """
         moved = round(grad_nbytes + (2 if own_master else 1) * param_nbytes + 2 * state_nbytes)
         crossing = grad_nbytes if fetched else 0, param_nbytes if stored else 0
-        return cls(name, numel, *crossing, moved, **others)  # type: ignore[arg-type]
+        return cls(name, numel, *crossing, moved, **others)
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
@@ -163,6 +171,44 @@ class Program:
     def has(self, verb: str, what: str) -> bool:
         """Whether such an op is part of the step."""
         return (verb, what, 0) in self._places
+
+    def reach(self, keys: Collection[Key], ahead: Collection[str] = ()) -> Reach:
+        """What each of these ops comes after among them, through ops of others, and in which run before its own.
+
+        The latest of each suffices, for lanes keep their order over steps. Ops of the verbs `ahead` are handed over
+        with the step before their own, and come last.
+        """
+        found: Reach = {}
+        for verb, what in keys:
+            self.index(verb, what)
+        for op in sorted(self.ops, key=lambda op: op.verb in ahead):
+            if (op.verb, op.what) not in keys:
+                continue
+            if op.verb in ahead and op.lane != "device":
+                do = "Others are begun as soon as they can"
+                raise ValueError(got("ahead", op.verb, "verbs of the device lane", do))
+            found[op.verb, op.what] = list(self._before(op, keys, ahead))
+        return found
+
+    def _before(self, op: Op, keys: Collection[Key], ahead: Collection[str]) -> Iterator[tuple[int, Key]]:
+        todo = [(ref.back, ref.index) for ref in op.after]
+        heapq.heapify(todo)
+        seen: set[int] = set()
+        while todo:
+            back, index = heapq.heappop(todo)
+            if index in seen:
+                continue
+            seen.add(index)
+            before = self.ops[index]
+            if (before.verb, before.what) in keys:
+                runs = back + (before.verb in ahead) - (op.verb in ahead)
+                if runs < 0:
+                    says = "is handed over a step before what it comes after"
+                    raise ValueError(f"{op.verb} {op.what} {says}, {before.verb} {before.what}")
+                yield runs, (before.verb, before.what)
+            elif before.lane != "device":
+                for ref in before.after:
+                    heapq.heappush(todo, (back + ref.back, ref.index))
 
     def __str__(self) -> str:
         rows = [(str(i), op.lane, op.verb, _named(op), _amount(op), _after(op.after)) for i, op in enumerate(self.ops)]

@@ -59,7 +59,7 @@ def simulate(program: Program, machine: Machine, steps: int = 4) -> Timeline:
     # the last steps lack what would run beside them
     spans = _Simulation(program, machine, max(steps, WARMUP + STEADY + 2)).finish()
     events = [
-        Event(step, op.lane, op.verb, op.what, round(begin * 1e9), round(end * 1e9), op.nbytes)
+        Event(step, op.lane, op.verb, op.what, round(begin * 1e9), round(end * 1e9), op.nbytes, op.turn)
         for step, op, begin, end in spans
         if step < steps
     ]

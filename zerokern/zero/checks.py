@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
-from zerokern.parallel.tensor_parallel import PLACE
+from zerokern.zero.groups import PLACE
 from zerokern.zero.kinds import Placed, is_placed, local_of
 from zerokern.zero.mixed import DTYPES
 from zerokern.zero.shard import shard_of
@@ -27,6 +27,7 @@ from zerokern.zero.units import Unit
 __all__ = [
     "bucket_bytes",
     "gradient",
+    "mixed",
     "model",
     "no_other_wrapper",
     "no_writes_of_one_rank",
@@ -187,6 +188,14 @@ def gradient(name: str, grad: Tensor, placed: Placed | None = None) -> Tensor:
     return grad
 
 
+def mixed(name: str) -> NoReturn:
+    """Within a pass that did not come through the model's forward."""
+    raise StateError(
+        f"a gradient of {name!r} was added to the one that is there, which has yet to be scaled; call zero_grad() "
+        "before a backward pass that does not go through the model's forward, or run such a forward first"
+    )
+
+
 def thawed(name: str) -> NoReturn:
     """Within a pass, between two gradients of one parameter."""
     raise StateError(
@@ -207,6 +216,11 @@ def unreduced(names: Sequence[str]) -> NoReturn:
 def _one(name: str, param: nn.Parameter, built: bool) -> None:
     if shard_of(param) is not None:
         raise StateError(f"{name!r} is sharded already; shard a model once, as a whole")
+    if built and is_placed(param):
+        raise ShardError(
+            f"zk.build made {name!r} as a DTensor, and computes plain tensors alone again; allowed: build, "
+            "parallelize_module, then zk.shard(model, ...)"
+        )
     if param.is_meta and not built:
         raise ValueError(f"{name!r} is on the meta device and has no values; construct the model by zk.build(fn, ...)")
     if isinstance(param, nn.parameter.UninitializedParameter):

@@ -1,19 +1,28 @@
-"""The tensors in what a function is given and gives back: in lists, tuples, mappings and dataclasses, however deep."""
+"""Maps over the tensors in nested lists, tuples, mappings and dataclasses: what functions take and return."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["mapped"]
+__all__ = ["Slot", "fill_slots", "mapped", "take_tensors"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Marks where tensor `number` was in a container."""
+
+    number: int
 
 
 def mapped(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """The same containers, with `change(one)` in the place of each tensor, or other `kind`; what has none is itself.
+    """Returns the same containers with `change(one)` in place of each tensor, or of each instance of another `kind`.
+
+    A container in which nothing changes is returned itself.
 
     >>> import torch
     >>> mapped({"a": [torch.ones(2), 3], "b": "text"}, lambda tensor: tensor.numel())
@@ -25,7 +34,7 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any
         items = {key: mapped(item, change, kind) for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):
             return value
-        return items if type(value) is dict else _rebuilt(value, items)
+        return items if type(value) is dict else _copied_mapping(value, items)
     if isinstance(value, tuple | list):
         found = [mapped(item, change, kind) for item in value]
         if all(one is item for one, item in zip(found, value, strict=True)):
@@ -38,9 +47,42 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any
     return value
 
 
-def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of a class of its own, as model outputs are: its values are exchanged in a copy."""
-    rebuilt: Any = copy.copy(value)
+def _copied_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Exchanges the values in a copy: a mapping of a class of its own, as Hugging Face's model outputs are."""
+    copied: Any = copy.copy(value)
     for key, item in items.items():
-        rebuilt[key] = item
-    return rebuilt
+        copied[key] = item
+    return copied
+
+
+def take_tensors(value: Any, *, leave: type | tuple[type, ...] = ()) -> tuple[Any, list[Tensor]]:
+    """Returns the containers with a `Slot` in place of each tensor, and the tensors, each once.
+
+    Instances of `leave` stay where they are.
+
+    >>> import torch
+    >>> x = torch.ones(1)
+    >>> take_tensors({"a": [x, 3], "b": x})
+    ({'a': [Slot(number=0), 3], 'b': Slot(number=0)}, [tensor([1.])])
+    """
+    tensors: list[Tensor] = []
+    slots: dict[int, Slot] = {}
+
+    def take(tensor: Tensor) -> Any:
+        if isinstance(tensor, leave):
+            return tensor
+        if id(tensor) not in slots:
+            slots[id(tensor)] = Slot(len(tensors))
+            tensors.append(tensor)
+        return slots[id(tensor)]
+
+    return mapped(value, take), tensors
+
+
+def fill_slots(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """Returns the containers with these tensors in place of the slots.
+
+    >>> fill_slots([Slot(0), 3], ["x"])
+    ['x', 3]
+    """
+    return mapped(value, lambda slot: tensors[slot.number], Slot)

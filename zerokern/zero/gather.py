@@ -8,6 +8,7 @@ more, and those that lie in each other or are used from outside.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -47,8 +48,9 @@ class Gatherer:
         sharded = [(unit, memory) for unit in units for memory in unit.memories if memory.sharded]
         self._comes_and_goes = bool(sharded)
         self._fetches = not group.alone and any(memory.rest is not None for _, memory in sharded)
+        here = weakref.ref(self)
         self.reads = Reads(
-            {memory.full.untyped_storage()._cdata: (memory, partial(self.reading, unit)) for unit, memory in sharded}
+            {memory.full.untyped_storage()._cdata: (memory, partial(_reading, here, unit)) for unit, memory in sharded}
         )
         # forwards that are running, whether they tell of reads, and the number of the next node of the graph
         self._running: list[tuple[GatheredUnit, bool, int]] = []
@@ -243,3 +245,10 @@ class Gatherer:
         for unit in self.units:
             unit.pending = 0
         self._end()
+
+
+def _reading(gatherer: weakref.ref[Gatherer], unit: GatheredUnit) -> Callable[[], None]:
+    """What a note of the graph calls before its parameter is read; it keeps the gatherer, as the graph must."""
+    there = gatherer()
+    assert there is not None
+    return partial(there.reading, unit)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +21,12 @@ from zerokern.zero.hooks import in_backward
 from zerokern.zero.params import BucketMemory, Tenant
 from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
-from zerokern.zero.units import Owner, Unit
+from zerokern.zero.units import Unit
 
-__all__ = ["GatheredUnit"]
+__all__ = ["GatheredUnit", "Place"]
+
+Place = tuple[dict[str, Any], str]
+"""The parameters of a module by name, and one of these names."""
 
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
@@ -32,7 +37,7 @@ class GatheredUnit:
     """The buckets of a unit, and the places in modules where its parameters are registered."""
 
     def __init__(
-        self, number: int, unit: Unit, memories: Sequence[BucketMemory], owners: dict[int, list[Owner]]
+        self, number: int, unit: Unit, memories: Sequence[BucketMemory], owners: dict[int, list[Place]]
     ) -> None:
         self.number, self.name, self.memories = number, unit.name, memories
         self.called = f"unit {self.name!r}" if self.name else "the root"
@@ -41,7 +46,7 @@ class GatheredUnit:
         self._params = [tenant.param for tenant in self.tenants]
         self._fulls = [tenant.full for tenant in self.tenants if tenant.full is not None]
         pairs = zip(self._fulls, self._params, strict=True)
-        self._places = [(one.module, one.attribute, param, full) for full, param in pairs for one in owners[id(param)]]
+        self._places = [(*place, param, full) for full, param in pairs for place in owners[id(param)]]
         self._comes_and_goes = [memory for memory in memories if memory.sharded]
         self.computing = 0  # forwards of this unit that are running
         self.pending = 0  # forwards whose backward has not begun
@@ -51,8 +56,9 @@ class GatheredUnit:
         self.apart = 0  # forwards that are running with nothing else
         self.held: set[int] = set()  # units that something has been done with since they were last released
         self._is_in = False
-        modules = {id(module): module for module, *_ in self._places}
-        self._rnns = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
+        tables = {id(table) for table, *_ in self._places}
+        rnns = [one for one in unit.module.modules() if isinstance(one, nn.RNNBase) and id(one._parameters) in tables]
+        self._rnns = list(map(weakref.ref, rnns))
         self._pieces = [home.piece for tenant in self.tenants if (home := shard_of(tenant.param)) is not None]
         self._versions = list(map(_version_of, self._pieces))
         self._handles: list[Handle] = []
@@ -116,6 +122,8 @@ class GatheredUnit:
                 error.args = (f"{self.called} cannot be fetched: {error}",)
             memory.group.give_up(str(error))
             raise
+        if memory.recorder is not None:
+            memory.recorder.fetched()
 
     def _notice_writes(self) -> None:
         """A graph that was made with other values must not go on with these: autograd compares versions."""
@@ -210,15 +218,15 @@ class GatheredUnit:
         with without_waiting():
             frozen_alike = list(map(_is_trained, self._params)) == list(map(_is_trained, self._fulls))
         usual = frozen_alike and not self.lent
-        for module, attribute, param, full in self._places:
-            there = module._parameters
+        for there, attribute, param, full in self._places:
             found = there.get(attribute)
             if found is not param and found is not full:  # by functional_call, say: that is what is to compute
                 self._refuse_stranger(found, param)
             elif usual:
                 there[attribute] = full
             elif isinstance(param, Sharded):
-                full.requires_grad_(param.requires_grad)
+                if not in_backward():  # there what arrives of a frozen one is dropped, and that is noted
+                    full.requires_grad_(param.requires_grad)
                 there[attribute] = full
         self._refresh_rnns()
 
@@ -229,8 +237,7 @@ class GatheredUnit:
 
     def take_out(self) -> None:
         if self._is_in:
-            for module, attribute, param, full in self._places:
-                there = module._parameters
+            for there, attribute, param, full in self._places:
                 if there.get(attribute) is full:
                     there[attribute] = param
             self._refresh_rnns()
@@ -238,7 +245,7 @@ class GatheredUnit:
 
     def _refresh_rnns(self) -> None:
         """Recurrent modules keep a list of their parameters besides."""
-        for module in self._rnns:
+        for module in filter(None, [reference() for reference in self._rnns]):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from zerokern.zero import checks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.fetching import fetched
 from zerokern.zero.flattening import Flattening
-from zerokern.zero.hooks import hooks_after_accumulation
+from zerokern.zero.hooks import NO_PASS, Inbox
 from zerokern.zero.kinds import local_of
 from zerokern.zero.landing import IntoHost
 from zerokern.zero.params import BucketMemory, Tenant, whole_like
@@ -26,16 +27,22 @@ from zerokern.zero.references import References, shares
 from zerokern.zero.shard import Shard, alias, strides
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
-from zerokern.zero.squares import BucketSquares
+from zerokern.zero.squares import BucketSquares, GradReady
 from zerokern.zero.summing import Summing
 
 __all__ = ["GradientBucket"]
 
+SMALL = 64 << 10  # bytes of a gradient on a CPU up to which a call costs more than copying it at once saves
+
 _grad_of = attrgetter("grad")
+_is_trained, _version_of = attrgetter("requires_grad"), attrgetter("_version")
+_handed_out = attrgetter("zk_handed_out")
 
 
 class GradientBucket:
     """What arrived of a bucket's gradients, where they are gathered up (`buffer`) and where they end (`reduced`)."""
+
+    leaves_memory = False  # whether what is reduced goes elsewhere until it is used
 
     def __init__(
         self, number: int, memory: BucketMemory, homes: list[Shard], stage: int, dtype: torch.dtype, losses: int | None
@@ -50,13 +57,29 @@ class GradientBucket:
         self.lends_buffer = shards_gradients(stage) and not self.stays
         self.landing = None if memory.host is None else IntoHost(self.group, memory.host)
         self.summing = Summing(self.group, losses, whole=self.stays, landing=self.landing)
-        # on a device one launch flattens all; on a CPU each goes at once: its memory, and the cache, serve the next
-        self.keeps = memory.device.type != "cpu"
+        # on a device one launch flattens all; on a CPU one call the small ones; each of the others goes at once: its
+        # memory, and the cache, serve the next
+        on_device = memory.device.type != "cpu"
+        self.waits = [
+            one.placed is None and (on_device or one.place.numel * dtype.itemsize <= SMALL) for one in memory.tenants
+        ]
         self.opened = self.closed = self.launched = self.adds = False
         self._kept: set[int] = set()
         self.absent: set[int] = set()  # places that nothing will arrive at in this pass
         self._dropped: set[int] = set()  # places whose gradients of this pass came when they were frozen
-        self.arrived: dict[int, Tensor | None] = {}
+        self.inbox = Inbox()
+        self.arrived = self.inbox.landed
+        self._stored: set[int] = set()  # places of this pass whose gradients lie in the buffer
+        # what autograd accumulates into, by place; while a pass runs, what the user keeps in their `.grad` is put aside
+        self.leaves: list[Tensor] = [one.param if one.full is None else one.full for one in memory.tenants]
+        self._aside: dict[int, Tensor] = {}
+        self._waiting_places = [place for place, waits in enumerate(self.waits) if waits]
+        self._waiting_leaves = [self.leaves[place] for place in self._waiting_places]
+        self._waiting = set(self._waiting_places)
+        self._params: list[Tensor] = [one.param for one in memory.tenants]
+        self.lands_in_params = stage < 3
+        self._user_hooks = [hooks for home in homes for hooks in home.hooks]
+        self.running = False
         self.arrived_places: tuple[int, ...] = ()
         self.beside: list[tuple[int, Tensor]] = []  # from leaves besides the one that modules compute with
         self.late: Tensor | None = None  # what arrived after the buffer had been sent: reduced at the end of the pass
@@ -66,77 +89,142 @@ class GradientBucket:
         self.buffer: Tensor | None = None
         self.reduced: Tensor | None = None
         self.shown: list[Tensor] = []
+        self._pieces: list[Tensor] = []  # this rank's parts of what is shown
         self._references: References | None = None
         # where each lies in a buffer, which begins its storage
         self._spots = [(tenant.shape, strides(tenant.shape), tenant.place.offset) for tenant in self.tenants]
         self._spans: list[Tensor] = []  # of the buffer, by place
         self._places = frozenset(range(len(self.tenants)))
-        self.expected = len(self.tenants)  # with so many, every parameter that wanted a gradient has one
+        self.receive: Callable[[int, Tensor], None] | None = None  # what is added to one that is shown
         self.settle: Callable[[], None] | None = None  # returns once no update reads what is shown
-        self.listeners: list[Callable[[], None]] = []  # are told whenever a pass has reduced this bucket
+        self.ready: GradReady | None = None  # what the last pass has reduced, until the next one opens the bucket
+        self.listeners: list[Callable[[GradReady], None]] = []
         self._guards: list[Callable[[], None]] = []
         self.exposed = False  # zk.shards: the pieces' own .grad is what the user sees and drops
-        self._flattening = Flattening([tenant.place.offset for tenant in self.tenants], dtype)
-        divided = not self.replicated and not self.keeps  # whole ones are plain tensors, which anybody may write
+        places = [tenant.place for tenant in self.tenants]
+        self._flattening = Flattening([one.offset for one in places], [one.numel for one in places], dtype)
+        divided = not self.replicated and not on_device  # whole ones are plain tensors, which anybody may write
         params, here = [tenant.place.param for tenant in self.tenants], self.bucket.pieces(self.group.rank)
         self.squares = BucketSquares(params, here, counted=divided)
 
-    def begin(self) -> None:
-        """A pass begins."""
-        self.expected = sum(tenant.param.requires_grad for tenant in self.tenants)
-        for found, home in zip(self._finders(), self.homes, strict=True):
-            meets = home.leaf is None or home.loan is not None or self.exposed
-            if meets and hooks_after_accumulation(found) is not None:
-                home.adopt_hooks(found)
+    def begin(self, task: int, landed: int | None) -> None:
+        """A pass begins: from here on gradients land in empty `.grad`s. `landed`: the place of one that has already."""
+        trained, leaves = list(map(_is_trained, self._params)), self.leaves
+        alike = self.lands_in_params or trained == list(map(_is_trained, leaves))
+        self.inbox.expected, self.inbox.task = sum(trained), task if alike else NO_PASS
+        self.running = True
+        for place, grad in enumerate(map(_grad_of, leaves)):
+            if grad is None:
+                continue
+            if place != landed:
+                self._aside[place] = grad
+                leaves[place].grad = None
+            elif self._landed(place) is None:
+                self._aside[place] = grad
 
-    def take(self, place: int, grad: Tensor, beside: bool) -> None:
-        """A gradient of this pass, as autograd made it; one from `beside` the usual leaf waits for the bucket's end.
+    def put_back(self) -> None:
+        """Shows again what was put aside, in the place of what has landed."""
+        for place in self.arrived - self._stored:
+            self._take_out(place)
+        with without_waiting():
+            for place, grad in self._aside.items():
+                self.leaves[place].grad = grad
+        self._aside.clear()
+        self.running = False
+
+    def land(self, place: int, *, at_once: bool) -> None:
+        """A gradient of this pass lies in its leaf's `.grad`, or was added to what is shown there."""
+        if not self._counts(place):
+            return
+        if self.closed or at_once:
+            grad = self._take_out(place)
+            if grad is not None:
+                self.receive_one(place, grad)
+            if place in self._aside:
+                self.leaves[place].grad = self._aside[place]
+        elif self._landed(place) is None:
+            self._stored.add(place)  # added to what lies in the buffer and is shown
+        if not self.closed:
+            self.arrived.add(place)
+
+    def hand_over(self, place: int, grad: Tensor) -> None:
+        """A gradient from besides the usual leaf waits for the bucket's end.
 
         It must not be what completes the bucket: it may have come on this rank alone, and all launch at one time.
         """
-        tenant = self.tenants[place]
-        if not tenant.param.requires_grad:
-            self._drop(place)
-            return
-        grad = checks.gradient(tenant.name, grad, tenant.placed)
-        if place in self._dropped:
-            checks.thawed(self.tenants[place].name)
-        if self.closed:
-            self._take_late(place, grad)
-        elif beside:
-            self.beside.append((place, grad.detach()))
-        else:
-            self._put(place, grad)
+        if self._counts(place):
+            grad = self._checked(place, grad)
+            self._take_late(place, grad) if self.closed else self.beside.append((place, grad.detach()))
 
     def add(self, place: int, grad: Tensor) -> None:
         """A part of one that arrives later: it lies there as what an earlier pass has left, to be added to."""
-        if self.closed or not self.tenants[place].param.requires_grad:
-            self.take(place, grad, beside=False)
+        if not self._counts(place):
             return
-        grad = checks.gradient(self.tenants[place].name, grad, self.tenants[place].placed)
-        there = place in self._kept or (place in self.arrived and not self.keeps)
-        self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
-        self._kept.add(place)
-
-    def _put(self, place: int, grad: Tensor) -> None:
-        """What was in order when it arrived; what has become of the parameter since does not matter."""
-        if self.keeps:
-            grad = grad.resolve_neg()
-            before = self.arrived.get(place)
-            self.arrived[place] = grad.detach() if before is None else before + grad
+        grad = self._checked(place, grad)
+        if self.closed:
+            self._take_late(place, grad)
         else:
-            if place in self._kept or place in self.arrived:
-                self._spans[place].add_(grad)
-            else:
-                self._spans[place].copy_(grad)
-            self.arrived[place] = None
+            self._write(place, grad)
+            self._kept.add(place)
+
+    def store(self, place: int, grad: Tensor) -> None:
+        """A whole gradient goes into the buffer before the others."""
+        self._write(place, grad)
+        self._stored.add(place)
+
+    def receive_one(self, place: int, grad: Tensor) -> None:
+        """A whole gradient, which nobody has looked at, goes into the buffer, or to those that are late."""
+        grad = self._checked(place, grad)
+        self._take_late(place, grad) if self.closed else self.store(place, grad)
+
+    def _counts(self, place: int) -> bool:
+        """Whether what arrives there is a gradient: it is dropped if the parameter was frozen since the forward."""
+        with without_waiting():
+            trained = self._params[place].requires_grad
+        if not trained:
+            self._drop(place)
+        elif place in self._dropped:
+            checks.thawed(self.tenants[place].name)
+        return trained
+
+    def _checked(self, place: int, grad: Tensor) -> Tensor:
+        tenant = self.tenants[place]
+        return checks.gradient(tenant.name, grad, tenant.placed)
+
+    def refuse_mixed(self, place: int, *, scaled: bool) -> None:
+        """The first gradient of a pass that nobody saw begin went to what is shown, before that could be scaled."""
+        grad = self.leaves[place].grad
+        if self.replicated and (scaled or self.summing.counts_again) and grad is not None and self.shows(place, grad):
+            checks.mixed(self.tenants[place].name)
+
+    def _write(self, place: int, grad: Tensor) -> None:
+        there = place in self._kept or place in self._stored
+        self._spans[place].add_(grad) if there else self._spans[place].copy_(grad)
+
+    def _landed(self, place: int) -> Tensor | None:
+        """The gradient in a leaf's `.grad`; None where that is what is shown to the user, or an addition to it."""
+        leaf = self.leaves[place]
+        with without_waiting():  # at stage 3 a leaf without memory stands for the parameter
+            grad = leaf.grad
+        shown = self.lands_in_params and (isinstance(grad, Sharded) or self.shows(place, grad))
+        return None if shown else grad
+
+    def _take_out(self, place: int) -> Tensor | None:
+        grad = self._landed(place)
+        if grad is not None:
+            with without_waiting():
+                self.leaves[place].grad = None
+        return grad
 
     def _drop(self, place: int) -> None:
         """Frozen since the forward: autograd drops what arrives then, and all that it would have been added to."""
-        if place in (self.arrived_places if self.closed else self._kept & self.arrived.keys()):
+        if place in (self.arrived_places if self.closed else self._kept & self.arrived):
             checks.thawed(self.tenants[place].name)
+        self._take_out(place)
         self._dropped.add(place)
-        self.arrived.pop(place, None)
+        self.inbox.task = NO_PASS
+        self.arrived.discard(place)
+        self._stored.discard(place)
         self.beside = [one for one in self.beside if one[0] != place]
 
     def _take_late(self, place: int, grad: Tensor) -> None:
@@ -154,26 +242,34 @@ class GradientBucket:
     def _zeros(self) -> Tensor:
         return self.memory.pool.zeros(self.bucket.padded_numel, self.dtype)
 
-    def live(self, place: int) -> bool:
-        """Whether the user kept what `.grad` held, so that it is to be added to."""
-        if self.exposed:
-            return self.homes[place].piece.grad is not None
-        grad = self.tenants[place].param.grad
-        if grad is not None and not self.shows(place, grad):
-            self._adopt(place, grad)
-        return grad is not None
+    def kept_gradients(self) -> dict[int, Tensor]:
+        """What the user has in `.grad`, by place, whatever lands there now."""
+        if self.running and self.lands_in_params and not self.exposed:
+            return self._aside
+        with without_waiting():
+            found = list(map(_grad_of, [home.piece for home in self.homes] if self.exposed else self._params))
+        return {place: grad for place, grad in enumerate(found) if grad is not None}
+
+    def _lives(self) -> set[int]:
+        """Places where the user kept what `.grad` held, so that it is to be added to."""
+        kept = self.kept_gradients()
+        if not self.exposed:
+            for place, grad in list(kept.items()):
+                if not self.shows(place, grad):
+                    self._adopt(place, grad)
+        return set(kept)
 
     def _adopt(self, place: int, grad: Tensor) -> None:
         """A gradient that was set by hand: it counts as reduced already."""
-        home, param = self.homes[place], self.tenants[place].param
+        home = self.homes[place]
         self._show()
-        with fetched([param.grad], written=()):
-            span: Tensor = home.local_gradient(param)  # type: ignore[assignment]
+        with fetched([grad], written=()):
+            span = home.part_of(grad)
             self.reduced_span(place).copy_(span.reshape(-1) if self.replicated else span)
-        param.grad = self.shown[place]
+        self.give([place])
         self.held.add(place)
 
-    def shows(self, place: int, grad: Tensor) -> bool:
+    def shows(self, place: int, grad: Tensor | None) -> bool:
         """Whether this is the gradient that was put where the user looks for it."""
         return bool(self.shown) and self._own(place) is grad
 
@@ -189,27 +285,18 @@ class GradientBucket:
         shown = self.shown[place]
         return shown.span if isinstance(shown, Sharded) else local_of(shown).view(-1)
 
-    def _reduced_spans(self) -> list[Tensor]:
-        return [self.reduced_span(place) for place in range(len(self.shown))]
-
-    def _finders(self) -> list[Tensor]:
-        """Where the user looks for gradients, by place."""
-        return [home.piece for home in self.homes] if self.exposed else [tenant.param for tenant in self.tenants]
-
     def handed_out(self) -> bool:
         """Whether gradients may be written where nobody counts it: plain tensors, and what was taken out of others."""
-        return self.exposed or any(not isinstance(one, Sharded) or one.handed_out for one in self.shown)
+        return self.exposed or self.replicated or any(map(_handed_out, self._pieces))
 
     def spare_what_is_kept(self) -> None:
         """A gradient that `.grad` shows no more, but somebody has kept, stays as it is: the next goes elsewhere."""
+        self.ready = None
         if self.reduced is None or self._references is None:
             return
-        with without_waiting():
-            seen = list(map(_grad_of, self._finders()))
-        live = {i for i, grad in enumerate(seen) if grad is not None and (self.exposed or grad is self.shown[i])}
-        dropped = [shown for place, shown in enumerate(self.shown) if place not in live] if live else list(self.shown)
+        live = {at for at, grad in self.kept_gradients().items() if self.exposed or grad is self.shown[at]}
         views = len(live) if self.exposed and self.replicated else 0
-        if self._references.has_more(self.reduced, dropped, views):
+        if self._references.has_more(self.reduced, live, views):
             self._move(live)
 
     def _move(self, live: set[int], *, out: bool = False) -> None:
@@ -233,11 +320,10 @@ class GradientBucket:
         """What arrives in this pass goes into `buffer`, beside what passes under no_sync left there."""
         self._guard()
         self._guards.clear()
-        self.squares.forget(self._reduced_spans())
+        self.ready = None
         self._lay(buffer)
         with without_waiting():  # whoever waits for gradients waits for `_guard`
-            found = map(_grad_of, self._finders())
-            lives = {place for place, grad in enumerate(found) if grad is not None and self.live(place)}
+            lives = self._lives()
         if self.shown:  # what they show is about to be written
             torch.autograd.graph.increment_version([self.reduced_span(place) for place in lives])
         self.local &= lives
@@ -261,23 +347,43 @@ class GradientBucket:
     def close(self, *, reduces: bool) -> bool:
         """No more is to arrive: zeros where nothing did and nothing was left. Whether to add to `reduced`."""
         assert self.buffer is not None
+        self.closed, self.inbox.task = True, NO_PASS
+        self._collect(self.buffer)
         for place, grad in self.beside:
-            self._put(place, grad)
+            self.store(place, grad)
+            self.arrived.add(place)
         self.beside.clear()
-        self.closed = True
-        waiting = {place: grad for place, grad in self.arrived.items() if grad is not None}
-        self._flattening.run({at: grad for at, grad in waiting.items() if at not in self._kept}, self.buffer)
-        for place in waiting.keys() & self._kept:
-            self._spans[place].add_(waiting[place])
-        for place in self._places - self.arrived.keys() - self._kept:
+        for place in self._places - self._stored - self._kept:
             self._spans[place].zero_()
         if self.adds or not reduces:  # zeros where something else is, or where it is to be shown unreduced
             self._show()
             for place in () if self.in_place else self._places - self.held:
                 self.reduced_span(place).zero_()
         if not reduces:
-            self.local |= set(self.arrived)
+            self.local |= self.arrived
         return self.adds
+
+    def _collect(self, buffer: Tensor) -> None:
+        """What has landed goes into the buffer, in one call for what is copied and one for what is added."""
+        places = self.arrived - self._stored
+        with without_waiting():
+            if places == self._waiting and not places & self._kept and not torch.is_grad_enabled():
+                leaves = self._waiting_leaves
+                if self._flattening.of_all(leaves, self._waiting_places, buffer):
+                    for leaf in leaves:
+                        leaf.grad = None
+                    self._stored |= places
+                    return
+            grads = {place: grad for place in sorted(places) if (grad := self.leaves[place].grad) is not None}
+            for place in grads:
+                self.leaves[place].grad = None
+        for place, grad in grads.items():
+            grads[place] = self._checked(place, grad)
+        self._stored |= grads.keys()
+        self.arrived &= self._stored
+        more = {place: grads.pop(place) for place in list(grads) if place in self._kept}
+        self._flattening.run(more, buffer, add=True)
+        self._flattening.run(grads, buffer)
 
     @property
     def in_place(self) -> bool:
@@ -297,8 +403,7 @@ class GradientBucket:
         late = self._zeros() if self.late is None else self.late
         self._guard()
         assert self.reduced is not None
-        self.squares.forget(self._reduced_spans())
-        squares = self.squares.wanted()
+        self.ready, squares = None, self.squares.wanted()
         (self.summing.begin(late, self.reduced, add=True, scratch=scratch, squares=squares) or Handle()).wait()
         if self.stays:
             self.reduced.add_(late)
@@ -327,25 +432,40 @@ class GradientBucket:
         assert self.reduced is not None
         self.shown = []
         spans = {piece.param: piece for piece in self.bucket.pieces(self.group.rank)}
-        for tenant, home in zip(self.tenants, self.homes, strict=True):
+        for number, (tenant, home) in enumerate(zip(self.tenants, self.homes, strict=True)):
             if self.replicated:
                 self.shown.append(tenant.show(alias(self.reduced, tenant.place.offset, tenant.shape)))
                 continue
             piece = spans.get(tenant.place.param)
-            local = alias(self.reduced, 0 if piece is None else piece.offset, (home.numel,))
+            local: Any = alias(self.reduced, 0 if piece is None else piece.offset, (home.numel,))
+            local.zk_handed_out = False
             named = Sharded.of(local, home.here, name=home.name, kind="gradient")
             named.settle = self.settle
+            named.receive = None if self.receive is None else partial(self.receive, number)
             named.whole = partial(whole_like, self.group, self.bucket.shard_numel, tenant.place, tenant.placed)
             self.shown.append(named)
             del named, local
-        self._references = References(self.reduced, list(self.shown))
+        self._pieces = [] if self.replicated else [one.span for one in self.shown if isinstance(one, Sharded)]
+        self._references = References(self.reduced, self.shown)
 
     def tell(self) -> None:
         """What is reduced is there: for the caller, or, on a device, for its current stream."""
-        if not self.exposed:
-            self.squares.note(self._reduced_spans())
+        assert self.reduced is not None
+        pieces = list(map(self.reduced_span, range(len(self.shown)))) if self.replicated else self._pieces
+        begin = 0 if self.stays else self.group.rank * self.bucket.shard_numel
+        sums = [None] * len(pieces) if self.exposed else self.squares.found(pieces, everything=self.leaves_memory)
+        self.ready = GradReady(
+            self.number,
+            (begin, begin + self.reduced.numel()),
+            self.reduced,
+            pieces,
+            list(map(_version_of, pieces)),
+            sums,
+            self.squares.nonfinite(sums),
+            self.handed_out,
+        )
         for listener in self.listeners:
-            listener()
+            listener(self.ready)
 
     def reads_until(self, wait: Callable[[], None]) -> None:
         """Something reads what is reduced: whoever writes it calls `wait` first."""
@@ -369,16 +489,22 @@ class GradientBucket:
     def give(self, places: Iterable[int]) -> None:
         """Put the gradients where the user looks for them."""
         self._show()
+        aside = self._aside if self.running and self.lands_in_params else None
         for place in places:
             if self.exposed:
                 home = self.homes[place]
                 home.piece.grad = SpanGradient.of(self.reduced_span(place), home.name, home.here.group)
+                continue
+            shown = self._own(place) if self.replicated else self.shown[place]
+            if aside is None:
+                self._params[place].grad = shown
             else:
-                self.tenants[place].param.grad = self._own(place) if self.replicated else self.shown[place]
+                aside[place] = shown
 
     def call_hooks(self, places: Iterable[int]) -> None:
         """Hooks on the accumulation of these gradients, which are reduced, in the order of the model's parameters."""
-        for place in sorted(places, key=lambda place: self.bucket.places[place].param):
+        some = [place for place in places if self.homes[place].has_hooks] if any(self._user_hooks) else []
+        for place in sorted(some, key=lambda place: self.bucket.places[place].param):
             self.homes[place].call_hooks(self.homes[place].piece if self.exposed else self.tenants[place].param)
 
     def refuse_unreduced(self) -> None:
@@ -389,7 +515,10 @@ class GradientBucket:
 
     def reset(self) -> None:
         """Forget a pass, or be ready for the next one."""
+        self.put_back()
         self.arrived.clear()
+        self._stored.clear()
+        self.inbox.task = NO_PASS
         self.beside.clear()
         self.absent.clear()
         self._dropped.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from zerokern.core.errors import ShardError, StateError
-from zerokern.parallel.halves import Halves
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import stands_for
@@ -34,6 +33,7 @@ MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 _pointer_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
+_reference_of = operator.attrgetter("_zk_shard")
 
 
 @functools.cache
@@ -107,12 +107,13 @@ class Guard:
         tenants = [tenant for memory in sharding.memories for tenant in memory.tenants]
         frozen = [tenant for memory in sharding.memories if not memory.bucket.trainable for tenant in memory.tenants]
         self._frozen = [tenant.param for tenant in frozen]
-        self._halves = Halves(sharding)
+        self.before_forward: list[Callable[[], None]] = []  # other checks of a forward with gradients
         # at stage 3 bodies are exchanged all the time, and gradients come through the gathered ones
         self._plain = [] if shards_parameters(sharding.stage) else tenants
         self._params = [tenant.param for tenant in self._plain]
         homes = {home.name: home for home in sharding.homes}
         self._homes = [homes[tenant.name] for tenant in self._plain]
+        self._references = list(map(_reference_of, self._params))
         self._addresses = self._whereabouts()
         self._versions = list(map(_version_of, self._params))
         if self._params:
@@ -127,7 +128,8 @@ class Guard:
 
     def look(self) -> None:
         """Parameters that were added, exchanged, moved or unfrozen are refused; what only left our hands comes back."""
-        self._halves.look()
+        for check in self.before_forward:
+            check()
         found = list(chain.from_iterable(map(dict.values, self._tables)))
         if not self._tables or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
             self._walk()
@@ -187,24 +189,29 @@ class Guard:
                 "zerokern.integrations.transformers.Trainer or TrainerMixin: plain Trainer moves its model"
             )
         versions = list(map(_version_of, self._params))
-        whose = list(map(shard_of, self._params))
-        if versions == self._versions and whose == self._homes:
+        try:
+            here = all(map(operator.is_, map(_reference_of, self._params), self._references))
+        except AttributeError:  # one of them lost it
+            here = False
+        if here and versions == self._versions:
             return
+        whose = list(map(shard_of, self._params))
         for place, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
             if versions[place] != self._versions[place] or whose[place] is not home:
                 self._take_back(param, home)
         self._versions = versions
 
     def _take_back(self, param: nn.Parameter, home: Shard) -> None:
-        give_shard(param, home)
-        node = self.sharding.nodes.get(home.name)
-        if node is None or (param.requires_grad and hooks.accumulates(node, param)):
+        if shard_of(param) is home:
+            return
+        give_shard(param, home)  # with it went what hears of its gradients
+        if home.gradients is None:
             return
         dtype, trained = home.piece.grad_dtype, param.requires_grad
         param.requires_grad_()
         if param.grad_dtype != dtype:
             param.grad_dtype = dtype
-        self.sharding.nodes[home.name] = home.intercept(param)
+        home.land(param)
         param.requires_grad_(trained)
 
     @contextmanager
@@ -215,16 +222,6 @@ class Guard:
         after = map(_version_of, self._params)
         pairs = zip(self._versions, before, after, strict=True)
         self._versions = [now if known == was else known for known, was, now in pairs]
-
-    def refuse_lost(self, home: Shard, param: Tensor) -> None:
-        """A plain gradient was set by hand, and counts as reduced, unless autograd left it there behind our back."""
-        node = self.sharding.nodes.get(home.name)
-        if node is not None and param.requires_grad and param is not home.piece and not hooks.accumulates(node, param):
-            raise StateError(
-                f"the gradient of {home.name!r} is this rank's alone: the parameter was exchanged (by set_, a "
-                "parametrization or a load that swaps) and no forward of the whole model ran since. Call zero_grad(), "
-                "and run the forward through the module that was given to zk.shard"
-            )
 
 
 def _attend(watch: weakref.ref[Guard]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
-    "accumulates",
+    "NO_PASS",
+    "Inbox",
+    "UserHooks",
+    "accumulates_here",
     "accumulator",
     "after_loading",
     "around_forward",
@@ -37,6 +42,8 @@ __all__ = [
     "is_accumulated",
     "is_within_pass",
     "keep_hook",
+    "keep_user_hooks",
+    "landing",
     "made_anew",
     "next_node",
     "on_gradient",
@@ -45,7 +52,7 @@ __all__ = [
     "outside_of_transforms",
     "received",
     "share_hooks",
-    "take_hooks",
+    "weakly",
     "when_gradient_is_there",
     "within_pass",
     "wrap_forward",
@@ -61,6 +68,20 @@ Before = Callable[[Args, Kwargs], tuple[Args, Kwargs] | None]
 After = Callable[[Any], Any]
 
 
+NO_PASS = -2  # the number of none
+
+
+class Inbox:
+    """Which gradients of a bucket have landed in `.grad`, by place, in the backward pass with the number `task`.
+
+    `expected`: the number of gradients that complete the bucket.
+    """
+
+    def __init__(self) -> None:
+        self.landed: set[int] = set()
+        self.task, self.expected = NO_PASS, 0
+
+
 def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None]]) -> object:
     """Ask `receive`, given each complete gradient of a leaf, what to add to its `.grad`, while the result is held.
 
@@ -72,15 +93,99 @@ def before_accumulation(param: Tensor, receive: Callable[[tuple[Tensor | None, .
     return node
 
 
-def accumulates(node: object, param: Tensor) -> bool:
-    """Whether gradients of the leaf still go through the node: `set_` and an exchange of bodies renew it."""
-    return accumulator(param) is node
+class UserHooks(OrderedDict):
+    """What torch keeps of hooks that run after accumulation: it calls `note`, and those of users are kept apart.
+
+    torch registers and removes them here, by handle, and sees none of them; `kept` has them.
+
+    >>> leaf, kept = nn.Parameter(torch.ones(1)), {}
+    >>> keep_user_hooks(leaf, kept, note=lambda param: None)
+    >>> handle = leaf.register_post_accumulate_grad_hook(print)
+    >>> leaf.sum().backward(); len(kept)
+    1
+    >>> handle.remove(); len(kept)
+    0
+    """
+
+    kept: dict[int, Callable[[Tensor], None]]
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        self.kept[key] = hook
+
+    def __delitem__(self, key: Any) -> None:
+        del self.kept[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.kept
+
+
+def keep_user_hooks(
+    leaf: Tensor, kept: dict[int, Callable[[Tensor], None]], note: Callable[[Tensor], None] | None = None
+) -> None:
+    """From now on hooks that run after accumulation into the leaf are kept by handle, and `note` runs instead."""
+    found = UserHooks()
+    found.kept = kept
+    if note is not None:
+        OrderedDict.__setitem__(found, "zerokern", note)
+    with torch._C.DisableTorchFunctionSubclass():
+        leaf._post_accumulate_grad_hooks = found
+
+
+def landing(inbox: Inbox, place: int, receive: Callable[[], None], *, waits: bool) -> Callable[[Tensor], None]:
+    """A hook that notes in the inbox that autograd has put a gradient into a leaf's `.grad`.
+
+    It calls `receive` for a gradient that no running pass expects, that completes the inbox, came before, or is not to
+    wait. This runs once for each parameter in each pass. It must not refer to the leaf: no collector sees that.
+    """
+    landed, receive_, task_of = inbox.landed, _Own(receive), torch._C._current_graph_task_id
+    if not waits:
+        return lambda _: receive_()
+
+    def note(_: Tensor) -> None:
+        if inbox.task == task_of() and place not in landed and len(landed) + 1 < inbox.expected:
+            landed.add(place)
+        else:
+            receive_()
+
+    _skip(note.__code__)
+    return note
+
+
+@functools.cache
+def _skip(code: types.CodeType) -> None:
+    """Torch's compiler traces no frame of this code. What is called from there is `_Own`, or no Python."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(code)
 
 
 def accumulator(leaf: Tensor) -> Any:
     """The node that accumulates the gradient of a leaf, which lives as long as somebody holds it."""
     with torch._C.DisableTorchFunctionSubclass():  # of the leaf itself, whatever it stands for
         return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A call of the method that does not keep its object; once that is gone, of `otherwise`, or of nothing.
+
+    Modules, parameters and units are referred to by what they call back. Strong references both ways would leave a
+    dropped model to the garbage collector, which training loops switch off.
+
+    >>> class Listener:
+    ...     def hear(self, word): return word
+    >>> listener = Listener(); hear = weakly(listener.hear)
+    >>> hear("one"); del listener; hear("two")
+    'one'
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        there = reference()
+        if there is not None:
+            return there(*args, **kwargs)
+        return None if otherwise is None else otherwise(*args, **kwargs)
+
+    return call
 
 
 class _Own:
@@ -118,27 +223,16 @@ def _nothing(*_: Any) -> None:
 hooks_after_accumulation = attrgetter("_post_accumulate_grad_hooks")
 
 
-def take_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]] | None:
-    """Take over what is to be called after accumulation, by handle, from the node that has nothing to do."""
-    found = hooks_after_accumulation(param)
-    if found is not None:
-        param._post_accumulate_grad_hooks = OrderedDict()  # this is what the node knows from here on: None is not heard
-        param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    return found
-
-
 def on_gradient(leaf: Tensor, call: Callable[[Tensor], Tensor | None]) -> Any:
     """Call with the leaf's gradient, before it is handed over; what it returns takes the gradient's place."""
     with torch._C.DisableTorchFunctionSubclass():
         return leaf.register_hook(call)
 
 
-def keep_hook(found: list[dict[int, Callable[[Tensor], None]]], call: Callable[[Tensor], None]) -> Any:
-    """Beside hooks that were taken over; the result's `remove()` takes it out again."""
-    if not found:
-        found.append(OrderedDict())
-    handle = RemovableHandle(found[-1])
-    found[-1][handle.id] = call
+def keep_hook(kept: dict[int, Callable[[Tensor], None]], call: Callable[[Tensor], None]) -> Any:
+    """Beside hooks that are kept; the result's `remove()` takes it out again."""
+    handle = RemovableHandle(kept)
+    kept[handle.id] = call
     return handle
 
 
@@ -157,6 +251,11 @@ def after_loading(module: nn.Module, call: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether autograd is running a pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def accumulates_here() -> bool:
+    """Within an operator: whether autograd itself has called it, and no code of Python's."""
+    return in_backward() and torch._C._is_torch_function_enabled()
 
 
 def current_pass() -> int:
@@ -233,9 +332,26 @@ def when_gradient_is_there(tensor: Tensor, call: Callable[[], None]) -> None:
     tensor.register_hook(_Own(lambda _: call()))
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call when the pass that is running is over, unless it breaks off."""
-    torch.autograd.Variable._execution_engine.queue_callback(_Own(call))
+def at_end_of_backward(call: Callable[[], None], broken: Callable[[], None] = lambda: None) -> None:
+    """Calls `call` when the pass that is running is over, or `broken` as soon as an error has ended it."""
+    torch.autograd.Variable._execution_engine.queue_callback(_End(call, broken))
+
+
+class _End(_Own):
+    """Autograd drops its callbacks with the pass, called or not."""
+
+    def __init__(self, call: Callable[[], None], broken: Callable[[], None]) -> None:
+        super().__init__(call)
+        _skip(_End.__call__.__code__)
+        self._broken: Callable[[], None] | None = broken
+
+    def __call__(self, *args: Any) -> None:
+        super().__call__(*args)
+        self._broken = None
+
+    def __del__(self) -> None:
+        if self._broken is not None:
+            self._broken()
 
 
 def outside_of_transforms() -> AbstractContextManager:
@@ -301,7 +417,21 @@ class _Around:
 
     def __init__(self, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
-        self._forward, self._call = forward, call
+        del self.__wrapped__
+        self._call = call
+        self._kept: Any = forward
+        if isinstance(forward, types.MethodType):  # of the module that this is an attribute of: it must not keep that
+            self._kept = weakref.WeakMethod(forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        found: Any = self._kept() if type(self._kept) is weakref.WeakMethod else self._kept
+        return cast("Callable[..., Any]", found)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":
+            return self._forward
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self._forward, args, kwargs)

@@ -33,6 +33,7 @@ __all__ = [
     "is_divided",
     "is_placed",
     "is_replicated",
+    "known_shard",
     "local_of",
     "over",
     "present",
@@ -49,6 +50,16 @@ Distributed: Any = DTensor  # the base of what takes the place of one
 SLOTS = tuple(DTensor.__slots__)  # where its object keeps what it consists of
 
 
+def known_shard(tensor: Tensor | None) -> Any:
+    """What zk.shard knows of a parameter or of a piece of one, as long as the sharded model lives.
+
+    >>> known_shard(torch.ones(2)) is None
+    True
+    """
+    reference = getattr(tensor, "_zk_shard", None)
+    return None if reference is None else reference()
+
+
 def here_of(tensor: Tensor) -> Here:
     """Which elements of a tensor are on this rank: of a piece, those of its parameter.
 
@@ -59,7 +70,7 @@ def here_of(tensor: Tensor) -> Here:
         return Placed.by(tensor)
     if isinstance(tensor, Sharded):
         return tensor.here
-    shard = getattr(tensor, "_zk_shard", None)
+    shard = known_shard(tensor)
     if shard is not None and tensor is shard.piece:
         return shard.here
     return Here.span(tensor.shape, 0, tensor.numel())
@@ -98,7 +109,7 @@ def rest_of(tensor: Tensor) -> Rest | None:
     own: Rest | None = getattr(tensor, "zk_rest", None)
     if own is not None:
         return own
-    shard = getattr(tensor, "_zk_shard", None)
+    shard = known_shard(tensor)
     return None if shard is None else shard.rest
 
 

@@ -20,12 +20,13 @@ from zerokern.memory import HostPlace, Rest
 from zerokern.memory.copies import Copy
 from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.place import DevicePool
-from zerokern.parallel.tensor_parallel import ShardedDTensor
+from zerokern.schedule.recorder import SpanRecorder
 from zerokern.zero import hooks
 from zerokern.zero.computing import leaf_over
 from zerokern.zero.kinds import Placed, here_of, local_of, version_of
 from zerokern.zero.lifting import Lift, Lifting
 from zerokern.zero.partition import Bucket, Piece
+from zerokern.zero.placed import ShardedDTensor
 from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Owner
@@ -90,6 +91,8 @@ class BucketMemory:
     With a `host` the shard lies there, `kept`, and a gather copies it to the device that computes; or a `lift` does,
     from where it rests.
     """
+
+    recorder: SpanRecorder | None = None  # of the optimizer that steps it
 
     def __init__(
         self,
@@ -208,6 +211,8 @@ class BucketMemory:
         if self.rest is not None and not self._fetched:
             self.rest.fetch()
             self._fetched = True
+            if self.recorder is not None and self.lift is None:
+                self.recorder.fetching("read", self.bucket.shard_numel * self.dtype.itemsize)
 
     def let_go(self) -> None:
         """The shard has been gathered, or need not be."""
@@ -221,6 +226,12 @@ class BucketMemory:
 
         From the host a shard goes to its own span there, beside what computes; on several ranks the others follow it.
         """
+        handle = self._gather(full)
+        if self.recorder is None or full is not None:
+            return handle
+        return self.recorder.sent("Gather", self.nbytes, self.group.size, handle)
+
+    def _gather(self, full: Tensor | None) -> Handle:
         if self.host is None:
             return self.group.all_gather(self.full if full is None else full, self.shard)
         own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)
@@ -301,8 +312,8 @@ def place(
         else:
             piece = mine.get(number)
             start, span = (0, memory.piece(None)) if piece is None else (piece.start, memory.piece(piece))
-        beside = sharding.parts.each[memory.bucket.ranks]
-        home = Shard.of_model(tenant.name, param, start, span, sharding, lost.get(number), beside)
+        ranks = sharding.groups.each[memory.bucket.ranks]
+        home = Shard.of_model(tenant.name, param, start, span, sharding, lost.get(number), ranks)
         if sharding.stage >= 3:
             _forget_weak_references(owners[id(param)])
             _forget_graphs(owners[id(param)])
@@ -311,10 +322,6 @@ def place(
             _lay(tenant, memory)
             give_shard(param, home)
             home.seen_version = version_of(param)
-        if param.requires_grad:  # before the bucket is released: autograd looks at the memory once
-            sharding.nodes[home.name] = hooks.accumulator(param if tenant.full is None else tenant.full)
-            if tenant.full is not None:  # a Function can be given the parameter itself
-                sharding.more_nodes.append(hooks.accumulator(param))
         homes.append(home)
     memory.release()
     return homes

@@ -79,7 +79,7 @@ class Publisher:
     """
 
     def __init__(self, units: Sequence[Unit], memories: Sequence[BucketMemory], *, gathers: bool) -> None:
-        self._units = units
+        self._modules = [weakref.ref(unit.module) for unit in units]
         self._memories = [memory for memory in memories if memory.bucket.trainable]
         self.gathers = gathers and any(not memory.group.alone for memory in memories)
         self.gatherer: Gatherer | None = None
@@ -108,11 +108,16 @@ class Publisher:
 
     def gather_all(self) -> None:
         if self.gathers:
-            for handle in [self._spread(number) for number in range(len(self._memories))]:
+            handles = []
+            for memory in self._memories:
+                handle, recorder = self.launch_gather(memory), memory.recorder
+                size = memory.group.size
+                handles.append(handle if recorder is None else recorder.sent("Gather", memory.nbytes, size, handle))
+            for handle in handles:
                 handle.wait()
 
-    def _spread(self, number: int) -> Handle:
-        memory = self._memories[number]
+    def launch_gather(self, memory: BucketMemory) -> Handle:
+        """Send this rank's span of a bucket to all, between the other collectives of this thread."""
         with during("", of=f"updated parameters from {memory.called} on"):
             return memory.group.all_gather(memory.full)
 
@@ -152,12 +157,14 @@ class Publisher:
         for bucket in self.gradient_buckets:
             bucket.settles(settle)
         if self.gatherer is None:
-            for number, unit in enumerate(self._units[1:], 1):
-                hooks.wrap_forward(unit.module, partial(self._before_forward, number), _unchanged)
+            for number, reference in enumerate(self._modules[1:], 1):
+                module = reference()
+                if module is not None:
+                    hooks.wrap_forward(module, partial(hooks.weakly(self._before_forward), number), _unchanged)
             return
-        self.gatherer.publishing = self._unfinished
+        self.gatherer.publishing = hooks.weakly(self._unfinished)
         for number, gathered in enumerate(self.gatherer.units):
-            gathered.prepare = partial(self._before_forward, number)
+            gathered.prepare = partial(hooks.weakly(self._before_forward), number)
 
     def _before_forward(self, number: int, *_: Any) -> None:
         self._wait(lambda publication: publication.upto(self._last_of[number]))
@@ -193,9 +200,9 @@ class Publisher:
         if self.gatherer is not None:
             self.gatherer.keep_writes()
         self._wait(Publication.finish)
-        self._retire()
+        self.retire()
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Nothing of this step is left, nor of the optimizer that made it."""
         if self._publication is not None:
             self._publication.end()
@@ -210,7 +217,7 @@ class Publisher:
                 self._wait_within(publication, wait)
             except Exception:
                 self._tears()
-                self._retire()  # told once; what can still be done is to load a checkpoint
+                self.retire()  # told once; what can still be done is to load a checkpoint
                 raise
 
     def _wait_within(self, publication: Publication, wait: Callable[[Publication], None]) -> None:

@@ -35,8 +35,8 @@ class Note:
 
     __slots__ = ("before", "full", "offset", "shape", "show", "strides", "version")
 
-    def __init__(self, saved: Tensor, memory: BucketMemory, before: Callable[[], None]) -> None:
-        self.before, self.show, local = before, shown_as(saved), local_of(saved)
+    def __init__(self, saved: Tensor, memory: BucketMemory, before: Callable[[], Callable[[], None]]) -> None:
+        self.before, self.show, local = before(), shown_as(saved), local_of(saved)
         self.offset, self.shape, self.strides = int(local.storage_offset()), local.shape, local.stride()
         self.full = full = memory.full_at(self.offset)
         self.version = full._version
@@ -57,10 +57,10 @@ def _refuse(what: str, shape: tuple[int, ...], found: int, expected: int) -> Non
 class Reads:
     """Hooks for what autograd saves while a unit computes.
 
-    `memories`: by their storage, each with what is called before it is read. A graph keeps what that belongs to.
+    `memories`: by their storage, each with what makes the call before it is read. A graph keeps what that belongs to.
     """
 
-    def __init__(self, memories: Mapping[int, tuple[BucketMemory, Callable[[], None]]]) -> None:
+    def __init__(self, memories: Mapping[int, tuple[BucketMemory, Callable[[], Callable[[], None]]]]) -> None:
         self._memories = dict(memories)
         self._beside: tuple[Reads, Reads] | None = None
 

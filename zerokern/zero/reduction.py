@@ -7,8 +7,10 @@ the reduction that holds the one it needs.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,10 +20,10 @@ from torch import Tensor
 from zerokern.comm import Handle, during
 from zerokern.core.errors import StateError
 from zerokern.core.units import BUFFERS
-from zerokern.parallel.tensor_parallel import Beside
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.groups import RankGroups
 
 __all__ = ["Reduction"]
 
@@ -33,7 +35,7 @@ class Reduction:
     """The gradients of one model."""
 
     def __init__(
-        self, buckets: Sequence[GradientBucket], parts: Sequence[Beside], model_is_there: Callable[[], object]
+        self, buckets: Sequence[GradientBucket], parts: Sequence[RankGroups], model_is_there: Callable[[], object]
     ) -> None:
         """`parts`: the ranks that divide buckets, by the number that a bucket has of theirs; the model's first."""
         self.buckets, self._parts, self._model_is_there = buckets, parts, model_is_there
@@ -53,6 +55,8 @@ class Reduction:
         self._lent: dict[int, Tensor] = {}
         self._pooled = 0
         self.scratch: list[Tensor] = []
+        for bucket in buckets:
+            bucket.receive = partial(_received, weakref.ref(self), bucket.number)
         self.factor: float | Tensor = 1.0  # that clipping has left pending, of what is reduced
 
     @property
@@ -60,40 +64,50 @@ class Reduction:
         """The shared buffers, wherever they are."""
         return [*self._free, *self._lent.values()]
 
-    def arrived(
-        self, bucket: GradientBucket, place: int, beside: bool, grads: tuple[Tensor | None, ...]
-    ) -> tuple[None]:
-        """Called by autograd, once for each parameter and pass; more often for leaves `beside` the usual one.
-
-        Nothing is left to accumulate.
-        """
-        grad = grads[0]
-        if grad is None:
-            return (None,)
-        if not self.active or self._task != hooks.current_pass():
-            self._begin()
-        if not bucket.opened and not bucket.keeps and not beside:
+    def landed(self, bucket: GradientBucket, place: int) -> None:
+        """Autograd has accumulated a gradient that the inbox does not take: the first, the last, a large one."""
+        self.joins_backward(bucket, place)
+        at_once = not bucket.waits[place] or hooks.is_within_pass()
+        if at_once and not bucket.opened:
             self._open(bucket)
-        bucket.take(place, grad, beside)
-        if bucket.absent or bucket.expected <= len(bucket.arrived):
-            self._complete_if_full(bucket)
+        bucket.land(place, at_once=at_once)
+        self._complete_if_full(bucket)
+
+    def handed(self, bucket: GradientBucket, place: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
+        """Autograd hands over a gradient of a leaf besides the usual one; nothing is left to accumulate."""
+        if grads[0] is not None:
+            self.joins_backward()
+            bucket.hand_over(place, grads[0])
         return (None,)
+
+    def received(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
+        """Autograd adds a gradient to what `.grad` shows: the first of a pass that nobody has seen begin."""
+        self.joins_backward(bucket, place)
+        if not bucket.opened:
+            self._open(bucket)
+        bucket.receive_one(place, grad)
 
     def absent(self, bucket: GradientBucket, place: int) -> None:
         """In this pass nothing arrives there."""
         self.joins_backward()
         bucket.absent.add(place)
+        bucket.inbox.task = hooks.NO_PASS  # fewer complete it than are expected
         self._complete_if_full(bucket)
 
+    def _broken(self, task: int) -> None:
+        """An error has ended the pass: `.grad` is what it was; `abandon` does the rest, where ranks are in step."""
+        for bucket in self.buckets if self.active and self._task == task else ():
+            bucket.put_back()
+
     def _complete_if_full(self, bucket: GradientBucket) -> None:
-        there = bucket.arrived.keys() | bucket.absent if bucket.absent else bucket.arrived
-        if bucket.expected <= len(there):
+        there = bucket.arrived | bucket.absent if bucket.absent else bucket.arrived
+        if bucket.inbox.expected <= len(there):
             self._complete(bucket)
 
-    def joins_backward(self) -> None:
-        """Gradients come in this pass, the first perhaps in one within it."""
+    def joins_backward(self, bucket: GradientBucket | None = None, place: int = 0) -> None:
+        """Gradients come in this pass, the first perhaps in one within it; that of a place may have landed."""
         if not self.active or self._task != hooks.current_pass():
-            self._begin()
+            self._begin(bucket, place)
 
     def add(self, bucket: GradientBucket, place: int, grad: Tensor) -> None:
         """A part of a gradient, of some rows of the batch; the last part arrives by autograd, and counts for all."""
@@ -101,7 +115,7 @@ class Reduction:
             self._open(bucket)
         bucket.add(place, grad)
 
-    def _begin(self) -> None:
+    def _begin(self, first: GradientBucket | None, place: int) -> None:
         if self._model_is_there() is None:  # a graph outlived it
             raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
         if self.active:
@@ -112,14 +126,16 @@ class Reduction:
         for part in self._parts:
             part.group.settle()
         self.factor = _of_a_step(self.factor)
+        if first is not None:
+            first.refuse_mixed(place, scaled=isinstance(self.factor, Tensor) or self.factor != 1.0)
         self.settle()
         self.active, self._task = True, hooks.current_pass()
         self._next = 0
         self._completed.clear()
         with without_waiting():  # what is asked here of parameters are no values
             for bucket in self.buckets:
-                bucket.begin()
-        hooks.at_end_of_backward(self._finish)
+                bucket.begin(self._task, place if bucket is first else None)
+        hooks.at_end_of_backward(self._finish, partial(self._broken, self._task))
 
     def settle(self) -> None:
         """Apply the pending factor to the gradients themselves."""
@@ -160,7 +176,7 @@ class Reduction:
         assert bucket.buffer is not None
         adds = bucket.close(reduces=self.synchronizes)
         # what only passes under no_sync brought is reduced with this one
-        bucket.arrived_places = tuple(bucket.arrived.keys() | bucket.local)
+        bucket.arrived_places = tuple(bucket.arrived | bucket.local)
         bucket.arrived.clear()
         if not self.synchronizes:
             return
@@ -169,6 +185,8 @@ class Reduction:
         more = ", added to those of an earlier pass" if bucket.held else ""
         with during(BACKWARD, of=f"gradients from {bucket.memory.called} on{more}"):
             handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
+        if (recorder := bucket.memory.recorder) is not None:
+            handle = recorder.sent("Reduce", bucket.nbytes, bucket.group.size, handle, 2 if bucket.replicated else 1)
         if handle is None:
             bucket.tell()
         else:
@@ -244,6 +262,7 @@ class Reduction:
         self._land()
         with without_waiting():
             for bucket, places in zip(self.buckets, given, strict=True):
+                bucket.put_back()
                 bucket.give(places)
                 if self.synchronizes:
                     bucket.held.update(places)
@@ -311,6 +330,13 @@ class Reduction:
             self._take_back(bucket)
             bucket.reset()
         self.active = False
+
+
+def _received(reduction: weakref.ref[Reduction], number: int, place: int, grad: Tensor) -> None:
+    """What a gradient that is shown is told of, which must not keep its model."""
+    there = reduction()
+    if there is not None:
+        there.received(there.buckets[number], place, grad)
 
 
 def _of_a_step(factor: float | Tensor) -> float | Tensor:

@@ -1,9 +1,10 @@
-"""Who else refers to memory that gradients lie in."""
+"""Counts who else refers to the memory that gradients lie in."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
@@ -14,27 +15,36 @@ __all__ = ["References", "shares"]
 
 
 class References:
-    """How often gradients over one memory are referred to; counted when they are made, for nobody has them then.
-
-    Both times they come in a list that is made for the call.
+    """Counts the references to gradients over one memory when they are made, for nobody else has them then.
 
     >>> memory = torch.zeros(4)
     >>> shown = [memory[:2], memory[2:]]
-    >>> references = References(memory, list(shown))
-    >>> references.has_more(memory, list(shown))
+    >>> references = References(memory, shown)
+    >>> references.has_more(memory, set())
     False
     >>> kept = shown[1]
-    >>> references.has_more(memory, list(shown)), references.has_more(memory, shown[:1])
+    >>> references.has_more(memory, set()), references.has_more(memory, {1})
     (True, False)
     """
 
     def __init__(self, memory: Tensor, shown: Sequence[Tensor]) -> None:
+        self._shown = list(shown)
+        self._parts = [local_of(one) if is_divided(one) else None for one in shown]
+        self._whole = [one for one in self._parts if one is not None]
         self._to_memory = _to_memory(memory)
-        self._to_each = _to_tensors(shown) / max(len(shown), 1)
+        self._to_all = _to_tensors(self._shown) + _to_tensors(self._whole)
 
-    def has_more(self, memory: Tensor, dropped: Sequence[Tensor], views: int = 0) -> bool:
-        """Whether there are more now: to those of them that are `dropped`, or by other views than these."""
-        return _to_memory(memory) > self._to_memory + views or _to_tensors(dropped) > self._to_each * len(dropped)
+    def has_more(self, memory: Tensor, live: AbstractSet[int], views: int = 0) -> bool:
+        """Whether there are more now: to those that are not `live`, by place, or by other views than these."""
+        if _to_memory(memory) > self._to_memory + views:
+            return True
+        if not live:
+            return _to_tensors(self._shown) + _to_tensors(self._whole) > self._to_all
+        places = [place for place in range(len(self._shown)) if place not in live]
+        some = [self._shown[place] for place in places]
+        parts = [part for place in places if (part := self._parts[place]) is not None]
+        each = self._to_all / max(len(self._shown), 1)
+        return _to_tensors(some) + _to_tensors(parts) - len(some) - len(parts) > each * len(some)
 
 
 def _to_memory(tensor: Tensor) -> int:
@@ -42,8 +52,7 @@ def _to_memory(tensor: Tensor) -> int:
 
 
 def _to_tensors(tensors: Sequence[Tensor]) -> int:
-    parts = [local_of(one) for one in tensors if is_divided(one)]
-    return sum(map(sys.getrefcount, tensors)) + sum(map(sys.getrefcount, parts))
+    return sum(map(sys.getrefcount, tensors))
 
 
 def shares(left: Tensor, right: Tensor) -> bool:

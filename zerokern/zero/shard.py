@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from zerokern.kernels import join
 from zerokern.memory.here import Here
 from zerokern.memory.rest import Rest
 from zerokern.zero import hooks
-from zerokern.zero.kinds import Placed, here_of, is_divided, is_placed, over, present, take, version_of
+from zerokern.zero.kinds import Placed, here_of, is_divided, is_placed, known_shard, over, present, take, version_of
 from zerokern.zero.partition import shards_parameters
 from zerokern.zero.sharded import Sharded, Spanned
 
@@ -29,18 +30,36 @@ __all__ += ["give_shard", "plain_shard", "shards_of", "strides"]
 _PLAIN = (Tensor, nn.Parameter)
 
 
+class _Reference(weakref.ref):
+    """A parameter's reference to its shard, which the sharding keeps: shards refer to parameters and gradient buckets,
+    and the other way round it would be a cycle. A copy of the parameter, or what is pickled of it, is nobody's."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _landed(sharding: weakref.ref[Any], number: int, place: int) -> None:
+    there = sharding()
+    if there is None:  # a graph outlived it
+        raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
+    there.reduction.landed(there.gradient_buckets[number], place)
+
+
 def give_shard(param: Tensor, shard: Shard) -> None:
-    """From now on `shard_of` finds it."""
-    param._zk_shard = shard  # type: ignore[attr-defined]
+    """From now on `shard_of` finds it, as long as its sharding lives."""
+    param._zk_shard = _Reference(shard)  # type: ignore[attr-defined]
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """What zk.shard has made of a parameter; None for one that it has never seen.
+    """What zk.shard has made of a parameter; None for one that it has never seen, or whose sharded model is gone.
 
     >>> shard_of(torch.nn.Parameter(torch.ones(2))) is None
     True
     """
-    return getattr(param, "_zk_shard", None)
+    found: Any = known_shard(param)
+    return found
 
 
 def alias(memory: Tensor, offset: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -92,11 +111,14 @@ class Shard:
     rest: Rest | None = None  # where the piece's values are while nobody uses them
     loan: Any = None  # while it is whole in the user's object (stage 3)
     leaf: Tensor | None = None  # stage 3: what modules compute with, which autograd meets
-    gradients: Any = None  # the bucket that zk.shard reduces its gradient in; None: it was frozen then
     place = 0  # among the parameters of its gradient bucket
     placed: Placed | None = None  # of a DTensor, whose local tensor is divided
     seen_version = 0  # of the parameter, as of the last look
-    _sharding: Callable[[], Any] | None = None
+    #: users' hooks on the accumulation of a gradient, by handle: they are called when it has been reduced
+    after_reduction: dict[int, Callable[[Tensor], None]]
+    _before: dict[int, Callable[[Tensor], None]]  # those that there were before zk.shard; their handles know this
+    _gradients: weakref.ref[Any] | None = None
+    _sharding: Any = None  # a reference to it
     _copies = 1
     _initial: Tensor | None = None
     _initial_version = 0
@@ -107,7 +129,6 @@ class Shard:
         self.name, self.here = name, here
         self.piece: Any = piece
         self.shape, self.start, self.numel = here.shape, here.first, here.numel
-        self.after_reduction: list[dict[int, Callable[[Tensor], None]]] = []  # hooks by handle, as torch keeps them
 
     @staticmethod
     def of_model(
@@ -117,11 +138,11 @@ class Shard:
         piece: Tensor,
         sharding: Any,
         initial: Tensor | None,
-        beside: Any = None,
+        ranks: Any = None,
     ) -> Shard:
-        """Of a parameter that zk.shard divides, or replicates. `beside`: the ranks that share it, where they are not
-        those of all of the model. `initial`: what rounding has lost of its values."""
-        ranks = sharding if beside is None else beside
+        """Of a parameter that zk.shard divides, or replicates. `ranks`: those that share it, where they are not those
+        of all of the model. `initial`: what rounding has lost of its values."""
+        ranks = sharding if ranks is None else ranks
         there = here_of(param)
         placed = there if isinstance(there, Placed) else None
         here = replace(there, group=ranks.team)
@@ -134,9 +155,12 @@ class Shard:
         # the sharding keeps autograd's nodes, and these refer to the parameter where no collector sees it: a strong
         # reference from here would keep the model for ever. The module's hooks keep the sharding
         made._sharding = weakref.ref(sharding)
-        made.adopt_hooks(param)
+        made.after_reduction, found = OrderedDict(), hooks.hooks_after_accumulation(param)
+        made._before = getattr(found, "kept", found) or {}
+        hooks.keep_user_hooks(param, made.after_reduction)
         made.keep_initial(initial)
         give_shard(made.piece, made)
+        hooks.keep_user_hooks(made.piece, made.after_reduction)
         return made
 
     @staticmethod
@@ -156,9 +180,14 @@ class Shard:
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {self.here})"
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of a parameter, or what is pickled of it, is nobody's."""
-        return type(None), ()
+    @property
+    def gradients(self) -> Any:
+        """The bucket that its gradient is reduced in; None: zk.shard does not know it, or it was frozen then."""
+        return None if self._gradients is None else self._gradients()
+
+    @gradients.setter
+    def gradients(self, bucket: Any) -> None:
+        self._gradients = None if bucket is None else weakref.ref(bucket)  # the sharding keeps it
 
     @property
     def sharding(self) -> Any:
@@ -215,14 +244,16 @@ class Shard:
             bucket.refuse_unreduced()
         if param is self.piece:
             return grad
-        if self._param is not None:
-            if not self.sharding.replicated:
-                self.sharding.group.join()  # here, not on a thread of the update
-            return _divided_gradient(self._param, self.name)
+        if self._param is None:
+            return self.part_of(grad)
+        if not self.sharding.replicated:
+            self.sharding.group.join()  # here, not on a thread of the update
+        return _divided_gradient(self._param, self.name)
+
+    def part_of(self, grad: Tensor) -> Tensor:
+        """This rank's elements of a gradient that is shown, or was set by hand."""
         if isinstance(grad, Sharded):
             return grad.span
-        if bucket is not None and not bucket.shows(self.place, grad):
-            self.sharding.watch.refuse_lost(self, param)
         if grad.shape != self.shape or is_placed(grad) is not (self.placed is not None):
             allowed = "" if self.placed is None else ", as a DTensor"
             raise StateError(
@@ -265,16 +296,23 @@ class Shard:
         """What the parameter's dtype has just rounded away of its values: a remainder, or the values themselves."""
         self._initial, self._initial_version = initial, self.piece._version
 
-    def intercept(self, leaf: Tensor, *, beside: bool = False) -> object:
-        """The sharding's reduction is handed the gradients of a leaf while the result, or a graph, is held.
+    def land(self, leaf: Tensor) -> None:
+        """Gradients of the leaf that modules compute with go from its `.grad` to the sharding's reduction."""
+        bucket = self.gradients
+        receive = partial(_landed, self._sharding, bucket.number, self.place)
+        note = hooks.landing(bucket.inbox, self.place, receive, waits=bucket.waits[self.place])
+        hooks.keep_user_hooks(leaf, self.after_reduction, note)
 
-        Of the leaf that modules compute with, or of one `beside` that: then two of them may arrive in one pass.
-        """
+    def hand_over(self, leaf: Tensor) -> object:
+        """Gradients of another leaf go to the sharding's reduction while the result, or a graph, is held."""
         if self.gradients is None:
             return hooks.before_accumulation(leaf, self._refuse_gradient)
-        return hooks.before_accumulation(
-            leaf, partial(self.sharding.reduction.arrived, self.gradients, self.place, beside)
-        )
+        return hooks.before_accumulation(leaf, partial(self.sharding.reduction.handed, self.gradients, self.place))
+
+    def is_frozen_or_thawed(self) -> None:
+        """Within a pass, what arrives from here on is asked whether it counts."""
+        if self.gradients is not None:
+            self.gradients.inbox.task = hooks.NO_PASS
 
     def _refuse_gradient(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
         if grads[0] is not None:
@@ -284,19 +322,23 @@ class Shard:
             )
         return (None,)
 
-    def adopt_hooks(self, param: Tensor) -> None:
-        """Hooks on the accumulation of a gradient are called when it has been reduced."""
-        found = hooks.take_hooks(param)
-        if found is not None:
-            self.after_reduction.append(found)
-
     def call_after_reduction(self, call: Callable[[Tensor], None]) -> Any:
         """What to call when the gradient has been reduced; the result's `remove()` ends that."""
         return hooks.keep_hook(self.after_reduction, call)
 
+    @property
+    def hooks(self) -> tuple[dict[int, Callable[[Tensor], None]], ...]:
+        """By handle, those that wait for the reduced gradient."""
+        return self._before, self.after_reduction
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether there are any."""
+        return any(self.hooks)
+
     def call_hooks(self, param: Tensor) -> None:
         """Those that wait for the gradient: it has been reduced, and is `param`'s."""
-        for call in [call for found in self.after_reduction for call in found.values()]:
+        for call in [*self._before.values(), *self.after_reduction.values()]:
             call(param)
 
 

@@ -16,12 +16,13 @@ from zerokern.memory.rest import Rest
 
 from . import hooks
 from .fetching import by_rests, fetched, goes_by_rests
-from .sharded_functions import METADATA, SET_DATA, UNFETCHED_CALLS, UNTRACED, leaves, targets
+from .sharded_functions import FREEZING, METADATA, SET_DATA, UNFETCHED_CALLS, UNTRACED, leaves, targets
 from .sharded_ops import UNFETCHED_RULES, rule_for, written_arguments
 from .sharded_refusals import BELOW_DISPATCH, ShardedUseError, refuse
 
 __all__ = ["Sharded", "ShardedUseError", "Spanned", "leaves"]
 
+ADD_ = torch.ops.aten.add_.Tensor
 KINDS = ("parameter", "gradient", "state")
 
 
@@ -81,6 +82,7 @@ class Sharded(torch.Tensor):
     #: all elements of it, or of another tensor that is sharded alike, from all ranks
     whole: Callable[[Sharded], torch.Tensor] | None = None
     original: Sharded | None = None  # what it was detached of
+    receive: Callable[[torch.Tensor], None] | None = None  # a gradient is given what autograd adds to it
 
     @staticmethod
     def __new__(
@@ -176,7 +178,7 @@ class Sharded(torch.Tensor):
         Sharded(state, shape (2, 3), elements 4:6 of 6 here, torch.float32)
         """
         made = Sharded.of(local, self.here, name=self.name, kind=self.kind, dtype=dtype)
-        made.whole, made.in_forward = self.whole, self.in_forward
+        made.whole, made.in_forward, made.receive = self.whole, self.in_forward, self.receive
         if self.zk_rest is not None and local.untyped_storage()._cdata == self.span.untyped_storage()._cdata:
             local.zk_rest = self.zk_rest  # type: ignore[attr-defined]
         return made
@@ -197,11 +199,16 @@ class Sharded(torch.Tensor):
         """As torch's, of a parameter: the hook is called with it when its reduced gradient is there."""
         if self._leaf is None:
             refuse("Tensor.register_post_accumulate_grad_hook", self, "hook")
-        return self._zk_shard.call_after_reduction(hook)  # type: ignore[attr-defined]
+        return self._home.call_after_reduction(hook)
 
     @property
     def _leaf(self) -> torch.Tensor | None:
-        return getattr(getattr(self, "_zk_shard", None), "leaf", None)
+        return getattr(self._home, "leaf", None)
+
+    @property
+    def _home(self) -> Any:
+        reference = getattr(self, "_zk_shard", None)
+        return None if reference is None else reference()
 
     def __deepcopy__(self, memo: dict) -> Sharded:
         """Of what a state_dict holds; a module that is copied would be of no use with its parameters' parts."""
@@ -246,6 +253,9 @@ class Sharded(torch.Tensor):
     ) -> Any:
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
+                reference = getattr(args[0], "_zk_shard", None) if func in FREEZING else None
+                if reference is not None and (home := reference()) is not None:
+                    home.is_frozen_or_thawed()
                 return func(*args, **(kwargs or {}))
         if func == SET_DATA:  # a new method wrapper at each look-up
             return rebind(*args)
@@ -306,6 +316,9 @@ class Sharded(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is ADD_ and isinstance(args[0], Sharded) and args[0].receive is not None and hooks.accumulates_here():
+            args[0].receive(args[1])
+            return args[0]
         if not all(issubclass(one, Sharded) for one in types):
             return NotImplemented
         given = dict(kwargs or {})

@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["GET_DATA", "METADATA", "SET_DATA", "UNFETCHED_CALLS", "UNTRACED", "WRITING_OPERATORS", "leaves", "targets"]
+__all__ = [
+    "FREEZING",
+    "GET_DATA",
+    "METADATA",
+    "SET_DATA",
+    "UNFETCHED_CALLS",
+    "UNTRACED",
+    "WRITING_OPERATORS",
+    "leaves",
+    "targets",
+]
 
 
 def getters(*excluded: str) -> set[Callable]:
@@ -27,6 +37,7 @@ METADATA = getters("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_i
     "is_floating_point is_complex is_signed is_contiguous is_conj is_neg is_inference is_same_size is_set_to is_shared "
     "requires_grad_ retain_grad detach_ contiguous __format__ __dir__ has_names"
 )
+FREEZING = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}  # type: ignore[attr-defined]
 METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
 UNTRACED = {GET_DATA} | methods("detach clone new_empty new_zeros new_ones new_full new_tensor new_empty_strided")
 UNTRACED |= {torch.clone, torch.detach, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,20 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerokern.comm import Group
-from zerokern.core.errors import ShardError
+from zerokern.core.errors import ShardError, StateError
 from zerokern.io import Nvme
 from zerokern.kernels.flat import warm
 from zerokern.memory.heap import keep_freed, map_large
 from zerokern.memory.place import DevicePool
 from zerokern.memory.room import takes_half
-from zerokern.memory.staging import stream_number
-from zerokern.parallel.experts import MeshParts, watch_experts
-from zerokern.parallel.tensor_parallel import PLACE, refuse_placed
 from zerokern.zero import checks, guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gather import Gatherer
-from zerokern.zero.gathered_unit import GatheredUnit
+from zerokern.zero.gathered_unit import GatheredUnit, Place
 from zerokern.zero.gradients import GradientBucket
+from zerokern.zero.groups import PLACE, GroupsOf, one_group
 from zerokern.zero.kinds import local_of, version_of
 from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
 from zerokern.zero.params import BucketMemory, Tenant, place
@@ -39,10 +38,11 @@ from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
 from zerokern.zero.stand_ins import exchanged, ids, is_leaf_of_its_own
-from zerokern.zero.units import Unit, Units, members, owners_of, units_of
+from zerokern.zero.units import Unit, Units, UnitWrapper, members, owners_of, units_of
 
 __all__ = ["Sharding"]
 
+_seen_version, _version_of = attrgetter("seen_version"), attrgetter("_version")
 KEPT_UNITS = 8  # what a step frees and asks for again: two whole, their gradients, as much of activations
 
 
@@ -59,32 +59,31 @@ class Sharding:
         units: Units = None,
         bucket_bytes: int = 32 << 20,
         tier: str | Nvme = "device",
-        repeated: Any = None,
+        wrapper: UnitWrapper | None = None,
         materialize: Callable[[Unit], None] | None = None,
         reduce: str = "mean",
-        apart: Mapping[nn.Module, Group] | None = None,
+        groups: GroupsOf = one_group,
     ) -> None:
-        """`apart`: modules of which other ranks have the same parameters than of the rest."""
-        self.module, self.stage, self.group = module, stage, group
+        """`wrapper`: what else wraps the forward of units; `groups`: which ranks share which parameters."""
+        # the hooks of the root keep this; whatever else of the model calls it, or is referred to by it, does so weakly
+        self._module = weakref.ref(module)
+        self.stage, self.group = stage, group
         self.op = checks.reduce(reduce)
         self.replicated = not shards_state(stage)
         self.policy = check_policy(mp_policy)
         self.rests = rests_on(check_tier(tier, stage), group.everyone)
-        self.nodes: dict[str, object] = {}  # what autograd asks before it accumulates; it lives as long as it is here
-        self._stream = stream_number(group.device)  # which they were made on
-        self.more_nodes: list[object] = []
+        self._nodes: list[object] = []  # what autograd asks before it accumulates; it lives as long as it is here
         found = units_of(module, units)
         checks.no_other_wrapper(module)
         device = checks.model(module, found, group, built=materialize is not None)
         if shards_parameters(stage):
             checks.one_unit(found)
         params = [pair for unit in found for pair in unit.params]
-        if materialize is not None or getattr(repeated, "micro", 1) > 1:
-            refuse_placed(params, built=materialize is not None)
-        self.parts = MeshParts(module, params, group, apart or {}, replicated=self.replicated)
-        self.teams, beside = self.parts.teams, self.parts.each[0]
+        wrapped = "None" if wrapper is None else wrapper.check(found)
+        self.groups = groups(module, params, group, self.replicated)
+        self.teams, ranks = self.groups.teams, self.groups.each[0]
         # those that norms are summed over, those with copies too, and how many copies of what is no DTensor are summed
-        self.team, self.everyone, self.copies = beside.team, beside.everyone, beside.copies
+        self.team, self.everyone, self.copies = ranks.team, ranks.everyone, ranks.copies
         if not self.replicated:
             checks.no_writes_of_one_rank(module, group.everyone)
         settings = {
@@ -93,27 +92,35 @@ class Sharding:
             "bucket_bytes": checks.bucket_bytes(bucket_bytes),
             "mp_policy": str(self.policy),
             "tier": tier if isinstance(tier, str) else type(tier).__name__,
-            "keep, micro": str(repeated and repeated.check(found)),
+            "keep, micro": wrapped,
             "units": [unit.name for unit in found],
-            PLACE: beside.place,
+            PLACE: ranks.place,
         }
         checks.same_on_all_ranks(group.everyone, settings, found)
-        for one in self.parts.each[1:]:
+        for one in self.groups.each[1:]:
             checks.same_on_all_ranks(one.group.everyone, {PLACE: one.place}, [])
         with torch.no_grad():
             self._broadcast_buffers()
             self._take_in(found, device, bucket_bytes, materialize, tier)
         self._hook_gradients()
-        watch_experts(list(apart or ()), self)
-        self.repeated = repeated
-        if repeated is not None:  # activations/recompute.py; within the hooks that follow
-            repeated.begin(found)
+        self.groups.watch_gradients(self)
+        self.wrapper = wrapper
+        if wrapper is not None:  # within the hooks that follow
+            wrapper.begin(found)
         self._hook_forwards(found)
         for memory in self.memories:
             if memory.rest is not None:
                 memory.rest.is_viewed()
         self.watch = guards.Guard(self)
         guards.install()
+        weakref.finalize(module, _ended, weakref.ref(self.publisher)).atexit = False
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise StateError("these parameters are of a sharded model that is gone; keep the model as long as these")
+        return module
 
     def _take_in(
         self,
@@ -125,13 +132,13 @@ class Sharding:
     ) -> None:
         """Parameters into buckets, one bucket at a time."""
         named = [(name, param, unit) for unit in units for name, param in unit.params]
-        listed = members(units, self.stage, self.policy.param_dtype, self.parts.number)
+        listed = members(units, self.stage, self.policy.param_dtype, self.groups.number)
         itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
-        buckets = partition(listed, self.parts.worlds, max(1, bucket_bytes // itemsize))
+        buckets = partition(listed, self.groups.sizes, max(1, bucket_bytes // itemsize))
         self.memories: list[BucketMemory] = []
         homes: dict[int, Shard] = {}
         owners = owners_of(self.module)
-        self._owners: dict[int, list] = {}
+        self._owners: dict[int, list[Place]] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
         prepared: set[int] = set()
         driver = driver_of(device, [param for _, param, _ in named])
@@ -141,14 +148,15 @@ class Sharding:
             for unit in units:  # in their order: what a constructor draws at random depends on the seed alone
                 if materialize is not None and id(unit) in present:
                     materialize(unit)
-            group = self.parts.each[bucket.ranks].group
+            group = self.groups.each[bucket.ranks].group
             memory = BucketMemory(bucket, group, sharded=divided, pool=pool, **room)
             there = [(spot, *named[spot.param]) for spot in bucket.places]
             tenants = [Tenant.of(name, param, spot) for spot, name, param, _ in there]
             lost = memory.fill(tenants, keeps_initial=bucket.trainable, replicated=self.replicated)
             for tenant, home in zip(tenants, place(self, memory, lost, owners), strict=True):
                 homes[tenant.place.param] = home
-                self._owners[id(tenant.param)] = owners[id(tenant.param)]
+                places = [(owner.module._parameters, owner.attribute) for owner in owners[id(tenant.param)]]
+                self._owners[id(tenant.param)] = places  # not the modules, which would be kept
             self.memories.append(memory)
         self.homes = [homes[number] for number in range(len(named))]
         if tier == "device":
@@ -163,7 +171,7 @@ class Sharding:
     def _broadcast_buffers(self) -> None:
         """Buffers begin with rank 0's values too; as bytes, whatever they are made of."""
         for buffer in self.module.buffers():
-            group = self.parts.group_of_buffer(buffer)
+            group = self.groups.group_of_buffer(buffer)
             if not group.everyone.alone and not buffer.is_meta and buffer.numel():
                 flat = local_of(buffer).detach().to(group.device).reshape(-1).contiguous().view(torch.uint8)
                 group.broadcast(flat).wait()
@@ -175,7 +183,7 @@ class Sharding:
         trained = [(one, wire_dtype(self.policy, one.dtype)) for one in self.memories if one.bucket.trainable]
         self._gradients_nbytes = sum(one.bucket.shard_numel * dtype.itemsize for one, dtype in trained)
         kind = kind_of_bucket(self.rests, self.group, self._gradients_nbytes)
-        losses = self.parts.losses if self.op == "mean" else None
+        losses = self.groups.losses if self.op == "mean" else None
         for memory, dtype in trained:
             homes = [by_name[tenant.name] for tenant in memory.tenants]
             bucket = kind(len(self.gradient_buckets), memory, homes, self.stage, dtype, losses)
@@ -186,11 +194,11 @@ class Sharding:
                     home.piece.grad_dtype = tenant.param.grad_dtype = dtype
         warm(self.group.device, {(bucket.memory.dtype, bucket.dtype) for bucket in self.gradient_buckets})
         self.publisher.gradient_buckets = self.gradient_buckets
-        self.reduction = Reduction(self.gradient_buckets, self.parts.each, weakref.ref(self))
+        self.reduction = Reduction(self.gradient_buckets, self.groups.each, weakref.ref(self))
         for tenant, home in self._trained():
-            for leaf in (tenant.param, tenant.full):
-                if leaf is not None:
-                    home.intercept(leaf)
+            home.land(tenant.param if tenant.full is None else tenant.full)
+            if tenant.full is not None:  # a Function can be given the parameter itself
+                self._nodes.append(home.hand_over(tenant.param))
 
     def _hook_forwards(self, units: Sequence[Unit]) -> None:
         self.gatherer: Gatherer | None = None
@@ -199,7 +207,7 @@ class Sharding:
             for number, unit in enumerate(units):
                 memories = [memory for memory in self.memories if memory.bucket.unit == number]
                 whole.append(GatheredUnit(number, unit, memories, self._owners))
-            self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, self._flush)
+            self.gatherer = self.publisher.gatherer = Gatherer(whole, self.group, hooks.weakly(self._flush))
             if self.group.device.type == "cpu" and (self.rests is not None or not self.group.alone):
                 kept = KEPT_UNITS * max(sum(memory.nbytes for memory in unit.memories) for unit in whole)
                 short = self.rests is not None and takes_half(self._gradients_nbytes + kept)
@@ -214,11 +222,17 @@ class Sharding:
         hooks.wrap_forward(self.module, self._before_root, self._after_root)
         self._buckets_of = [[one for one in self.gradient_buckets if one.memory in unit.memories] for unit in whole]
         for unit, gathered in zip(units[1:], whole[1:], strict=False):
-            hooks.wrap_forward(unit.module, partial(self._before_unit, gathered), partial(self._after_unit, gathered))
+            before, after = hooks.weakly(self._before_unit, _refuse_gone), hooks.weakly(self._after_unit)
+            hooks.wrap_forward(unit.module, partial(before, gathered), partial(after, gathered))
+
+    def nodes(self) -> Iterator[Any]:
+        """The nodes that accumulate the gradients of the parameters that are trained."""
+        leaves = (leaf for bucket in self.gradient_buckets for leaf in bucket.leaves)
+        return (hooks.accumulator(leaf) for leaf in leaves if leaf.requires_grad)
 
     def has_substitute(self, param: nn.Parameter) -> bool:
         """Whether something that is no parameter stands in one of its places."""
-        found = [owner.module._parameters.get(owner.attribute) for owner in self._owners[id(param)]]
+        found = [there.get(attribute) for there, attribute in self._owners[id(param)]]
         return any(one is not None and not isinstance(one, nn.Parameter) for one in found)
 
     def _flush(self, unit: GatheredUnit) -> None:
@@ -228,7 +242,6 @@ class Sharding:
         if not hooks.in_backward():
             self.reduction.abandon()
             if torch.is_grad_enabled():
-                self._follow_stream()
                 checks.not_reduced_by_ddp(self.module)
                 self.watch.look()
         if self.gatherer is not None:
@@ -239,18 +252,6 @@ class Sharding:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    def _follow_stream(self) -> None:
-        """A node accumulates on the stream that it was made on: on another, torch would wait for it, and warn."""
-        number = stream_number(self.group.device)
-        if number == self._stream:
-            return
-        self._stream = number
-        for tenant, home in self._trained():
-            leaf = tenant.param if tenant.full is None else tenant.full
-            if leaf.requires_grad:
-                self.nodes.pop(home.name, None)
-                self.nodes[home.name] = home.intercept(leaf)
-
     def _trained(self) -> Iterator[tuple[Tenant, Shard]]:
         for bucket in self.gradient_buckets:
             yield from zip(bucket.tenants, bucket.homes, strict=True)
@@ -258,6 +259,9 @@ class Sharding:
     def _after_root(self, result: Any) -> Any:
         if result is not None and not hooks.in_backward():
             self.publisher.complete()
+        if self.gatherer is None and torch.is_grad_enabled() and self.gradient_buckets:
+            for output in hooks.graph_tensors(result):
+                hooks.when_gradient_is_there(output, partial(_backward_begins, weakref.ref(self)))
         if self.policy.output_dtype is not None:
             result = cast_floats(result, self.policy.output_dtype)
         if self.gatherer is not None:
@@ -272,18 +276,17 @@ class Sharding:
 
     def _after_unit(self, unit: GatheredUnit, result: Any) -> None:
         assert self.gatherer is not None
-        told = -1
-
-        def begins() -> None:
-            nonlocal told
-            task = hooks.current_pass()
-            if task != told:  # the first of the outputs, in each pass through this graph
-                told = task
-                assert self.gatherer is not None
-                self.gatherer.before_backward(unit)
-
+        begins = partial(hooks.weakly(self._unit_backward_begins, _refuse_gradients), unit, [-1])
         for output in self.gatherer.after_forward(unit, result):
             hooks.when_gradient_is_there(output, begins)
+
+    def _unit_backward_begins(self, unit: GatheredUnit, told: list[int]) -> None:
+        """`told`: the pass that this was last called in, which does nothing for further outputs."""
+        task = hooks.current_pass()
+        if task != told[0]:
+            told[0] = task
+            assert self.gatherer is not None
+            self.gatherer.before_backward(unit)
 
     def use_outside(self, unit: GatheredUnit, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function was given a parameter of a unit that is not at work: gathered, for as long as the pass lasts."""
@@ -307,9 +310,13 @@ class Sharding:
 
     def publish(self) -> None:
         """Let all ranks see what an optimizer has written into the pieces. Every rank calls it."""
+        self.begin_publishing()
+        self.publisher.gather_all()
+
+    def begin_publishing(self) -> None:
+        """As `publish`, but for the gathers, which the caller makes in the order of the buckets."""
         self.publisher.finish()
         self._announce()
-        self.publisher.gather_all()
 
     def publish_later(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
         """As `publish`, of an update that is under way: `ready(i)` returns once it has reached trained bucket i.
@@ -327,13 +334,15 @@ class Sharding:
         if shards_parameters(self.stage):  # pieces are written, and what is shown of them has no version of its own
             self.publisher.announce()
             return
-        pairs = list(zip(self.homes, self.zero_order, strict=True))
         with without_waiting():
-            ours = [pair for pair in pairs if pair[0].seen_version == version_of(pair[1])]
+            version = version_of if any(home.placed is not None for home in self.homes) else _version_of
+            seen, versions = list(map(_seen_version, self.homes)), list(map(version, self.zero_order))
             with self.watch.following():
                 self.publisher.announce()
-            for home, param in ours:  # the optimizer that owns what was written by others has yet to notice
-                home.seen_version = version_of(param)
+            now = map(version, self.zero_order)
+            for home, known, before, after in zip(self.homes, seen, versions, now, strict=True):
+                if known == before:  # the optimizer that owns what was written by others has yet to notice
+                    home.seen_version = after
 
     def fold(self, factor: float | Tensor) -> None:
         """Scale the gradients by a factor when they are next used."""
@@ -383,12 +392,36 @@ class Sharding:
         }
 
 
+def _backward_begins(sharding: weakref.ref[Sharding]) -> None:
+    """The gradient of an output is there. Passes that reach no parameter are none of ours."""
+    there = sharding()
+    if there is None:
+        _refuse_gradients()
+    elif any(map(hooks.is_accumulated, there.nodes())):
+        there.reduction.joins_backward()
+
+
 def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a parameter is told of, which must not keep its model: see `Shard`."""
     there = sharding()
     if there is None or there.gatherer is None:
         return NotImplemented
     return there.use_outside(there.gatherer.units[number], func, args, kwargs)
+
+
+def _ended(publisher: weakref.ref[Publisher]) -> None:
+    """The model is gone, and nobody waits for an update of it that is under way: its optimizer is not kept for that."""
+    there = publisher()
+    if there is not None:
+        there.retire()
+
+
+def _refuse_gradients(*_: Any) -> None:
+    raise StateError("these are gradients of a sharded model that is gone; keep the model until its backward")
+
+
+def _refuse_gone(unit: GatheredUnit, *_: Any) -> None:
+    raise StateError(f"{unit.called} is of a sharded model that is gone; keep the model as long as its parts")
 
 
 def _in_forward(sharding: weakref.ref[Sharding]) -> bool:

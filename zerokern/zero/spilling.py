@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from zerokern.zero.awaited import without_waiting
 from zerokern.zero.gradients import GradientBucket
 
 __all__ = ["SpilledBucket", "kind_of_bucket"]
-
-_grad_of = attrgetter("grad")
 
 
 def kind_of_bucket(rests: Rests | None, group: Group, nbytes: int) -> Callable[..., GradientBucket]:
@@ -46,6 +43,8 @@ def kind_of_bucket(rests: Rests | None, group: Group, nbytes: int) -> Callable[.
 
 class SpilledBucket(GradientBucket):
     """As `GradientBucket`; what is reduced, and what no_sync leaves unreduced, rests on a disk between passes."""
+
+    leaves_memory = True
 
     def __init__(self, *of: Any, rests: Rests) -> None:
         """`of`: as a `GradientBucket`'s."""
@@ -82,7 +81,7 @@ class SpilledBucket(GradientBucket):
         super().spare_what_is_kept()
         if self.rest.is_lent:  # parts of gradients: where all are live, whoever has these follows what is added
             with without_waiting():
-                live = {place for place, grad in enumerate(map(_grad_of, self._finders())) if grad is not None}
+                live = set(self.kept_gradients())
             if len(live) < len(self.tenants):
                 self._move(live)
 
@@ -100,7 +99,7 @@ class SpilledBucket(GradientBucket):
     def _enter(self) -> None:
         """A pass is about to write here; what nobody shows any more is not read for that."""
         with without_waiting():
-            if all(grad is None for grad in map(_grad_of, self._finders())):
+            if not self.kept_gradients():
                 self.rest.forget()
                 if self._unreduced is not None:
                     self._unreduced.forget()
@@ -145,7 +144,6 @@ class SpilledBucket(GradientBucket):
 
     def tell(self) -> None:
         super().tell()
-        self.squares.measure(self._reduced_spans())
         if self._unreduced is not None:
             self._unreduced.forget()
         self._leave()
@@ -165,7 +163,7 @@ class SpilledBucket(GradientBucket):
 
     def call_hooks(self, places: Iterable[int]) -> None:
         places = list(places)
-        if any(any(self.homes[place].after_reduction) for place in places):
+        if any(self.homes[place].has_hooks for place in places):
             with self._present(written=False):  # fetched once for all of them
                 super().call_hooks(places)
 

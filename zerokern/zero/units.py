@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zerokern.activations.tiles import Tile, Tiled
 from zerokern.core.errors import got
-from zerokern.parallel.tensor_parallel import most_of
 from zerokern.zero.kinds import local_of
 from zerokern.zero.partition import Member
+from zerokern.zero.placed import largest_local_numel
 
-__all__ = ["Owner", "Unit", "Units", "in_tiles", "members", "owners_of", "units_of"]
+__all__ = ["Owner", "Unit", "UnitModule", "UnitWrapper", "Units", "members", "owners_of", "units_of"]
 
 Units = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
+
+
+class UnitModule(nn.Module):
+    """A module that is a unit of its own, whatever `units=` names."""
+
+
+class UnitWrapper(Protocol):
+    """Wraps the forward of units, within the hooks that gather them: recomputation, slices of the batch."""
+
+    def check(self, units: Sequence[Unit]) -> str:
+        """What all ranks must have asked for alike, in words; raises where these units cannot be wrapped."""
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Wraps the forward of those units that it is for."""
 
 
 @dataclass
@@ -46,7 +60,7 @@ def units_of(module: nn.Module, units: Units = None) -> list[Unit]:
     >>> units_of(nn.ModuleDict({"head": nn.Linear(2, 2), "blocks": nn.ModuleList([nn.Linear(2, 2)])}))[1].name
     'blocks.0'
     """
-    chosen = _chosen(module, units) | {id(child) for child in module.modules() if isinstance(child, Tile)}
+    chosen = _chosen(module, units) | {id(child) for child in module.modules() if isinstance(child, UnitModule)}
     found = {id(module): Unit("", module)}
     for name, child in module.named_modules():
         if id(child) in chosen and child is not module:
@@ -94,29 +108,6 @@ def _collect(
         _collect(child, f"{prefix}{name}.", found[id(child)], found, seen, visited)
 
 
-def in_tiles(units: Sequence[Unit]) -> tuple[list[Unit], dict[int, list[nn.Parameter]]]:
-    """The units that there will be at stage 3, and by the id of each weight that is tiled what stands for its pieces.
-
-    >>> from zerokern.activations.tiles import tile
-    >>> found, pieces = in_tiles(units_of(tile(nn.Linear(2, 4), tiles=2)))
-    >>> [unit.name for unit in found], len(pieces)
-    (['', 'tiles.0', 'tiles.1'], 1)
-    """
-    tiled = {id(one.weight): one for unit in units for one in unit.module.modules() if type(one) is Tiled}
-    made: list[Unit] = []
-    pieces: dict[int, list[nn.Parameter]] = {}
-    for unit in units:
-        made.append(Unit(unit.name, unit.module, [pair for pair in unit.params if id(pair[1]) not in tiled]))
-        for name, weight in unit.params:
-            for number, rows in enumerate(tiled[id(weight)].rows if id(weight) in tiled else ()):
-                blank = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device="meta")
-                piece = nn.Parameter(blank, weight.requires_grad)
-                pieces.setdefault(id(weight), []).append(piece)
-                at = f"{name.removesuffix('weight')}tiles.{number}"
-                made.append(Unit(at, unit.module, [(f"{at}.weight", piece)]))
-    return [made[0], *(unit for unit in made[1:] if unit.params)], pieces
-
-
 def owners_of(module: nn.Module) -> dict[int, list[Owner]]:
     """Where each parameter is registered, by the parameter's id."""
     owners: dict[int, list[Owner]] = {}
@@ -145,7 +136,7 @@ def members(
             number,
             param.requires_grad,
             groups[id(param)],
-            most_of(param),
+            largest_local_numel(param),
         )
         for param, number in found
     ]

@@ -36,7 +36,8 @@ class Loan:
         self._node: object = None
         if values.is_floating_point():
             self._body.grad_dtype = tenant.param.grad_dtype
-            self._node = home.intercept(self._body.requires_grad_(), beside=True)
+            self._node = home.hand_over(self._body.requires_grad_())
+            hooks.keep_user_hooks(self._body, home.after_reduction)
             if home.leaf is not None:
                 hooks.share_hooks(home.leaf, self._body)
         self._body.requires_grad_(tenant.param.requires_grad)

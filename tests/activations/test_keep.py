@@ -1,0 +1,201 @@
+"""Kept inputs leave the device, or memory, come back in time, and nothing changes by it; what must not move stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from keep_cases import (
+    ROWS,
+    WIDTH,
+    batch,
+    break_off,
+    by,
+    layers,
+    plain,
+    played,
+    same,
+    step,
+    used_again,
+    write_to_an_input,
+)
+from torch import Tensor
+
+import zerokern as zk
+from zerokern.activations import keeping
+from zerokern.activations.keeping import Keeper
+from zerokern.activations.recompute import recompute_with
+
+NBYTES = ROWS * WIDTH * 4
+
+
+@pytest.fixture(params=["cpu", "nvme", pytest.param("nvme from a device", marks=pytest.mark.slow)])
+def keeper(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Keeper]:
+    tier = zk.Nvme(tmp_path, ring_nbytes="1M")
+    if request.param == "nvme":
+        yield Keeper(tier)
+        return
+    with played(stretch=0.001, poison=True):
+        keeper = Keeper("cpu" if request.param == "cpu" else tier)
+        yield keeper
+        del keeper
+
+
+def test_the_same_bits_and_all_but_the_last_leave(keeper: Keeper) -> None:
+    model, x = layers(), batch()
+    expected = step(model, plain, x)
+    for number in range(1, 4):
+        assert same(step(model, by(keeper), x), expected)
+        assert keeper.moved_nbytes == number * 3 * NBYTES
+
+
+def test_room_is_used_again(keeper: Keeper) -> None:
+    model, x = layers(6), batch()
+    step(model, by(keeper), x)
+    held = keeper.held()
+    for rows in (ROWS, ROWS + 40, ROWS, ROWS + 100):
+        step(model, by(keeper), batch(rows))
+        gc.collect()
+    most = 5 * (ROWS + 100) * WIDTH * 4
+    assert sum(keeper.held().values()) <= max(most, sum(held.values()))
+
+
+def test_kwargs_containers_and_shared_tensors_move_once(keeper: Keeper) -> None:
+    model, x, scale = layers(), batch(), {"by": (batch(seed=9), "text")}
+    expected = step(model, plain, x, scale=scale)
+    assert same(step(model, by(keeper), x, scale=scale), expected)
+    assert keeper.moved_nbytes == 4 * NBYTES  # three inputs, and once what all have
+
+
+def test_views_of_one_memory_are_stored_once(keeper: Keeper) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q * k).sigmoid() * v
+
+    def three(run: Any) -> Tensor:
+        x = batch().requires_grad_()
+        whole = torch.cat([x, x + 1, x + 2], 1)
+        q, k, v = whole.split(WIDTH, 1)
+        y = run(attend, q, k, v)
+        y = run(attend, y, y, y)
+        y.sum().backward()
+        return x.grad
+
+    assert torch.equal(three(by(keeper)), three(plain))
+    assert keeper.moved_nbytes == 3 * NBYTES
+
+
+def test_what_must_not_move_stays(keeper: Keeper) -> None:
+    big = torch.nn.Parameter(batch(seed=1))
+    small = torch.ones(WIDTH, requires_grad=True) * 2
+    expanded = torch.ones(1, WIDTH).expand(ROWS, WIDTH)
+    leaf = batch(seed=2).requires_grad_()
+
+    def use(*tensors: Tensor) -> Tensor:
+        return sum((tensor.sin().sum() for tensor in tensors), torch.zeros(()))
+
+    first = recompute_with(keeper, 1, use, (big, big.t(), small, expanded, leaf, batch().to_sparse()), {}, {})
+    second = recompute_with(keeper, 1, use, (small,), {}, {})
+    assert keeper.moved_nbytes == 0
+    (first + second).backward()
+    assert torch.equal(big.grad, 2 * big.detach().cos())
+
+
+def test_they_are_gone_from_memory(keeper: Keeper) -> None:
+    """What was computed with them is there only while it is needed."""
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+
+    def run(layer: Any, x: Tensor) -> Tensor:
+        nonlocal most
+        alive.append(weakref.ref(x.untyped_storage()))
+        most = max(most, sum(one() is not None for one in alive))
+        return by(keeper)(layer, x)
+
+    x = batch().requires_grad_()
+    hidden = x * 1.0
+    for layer in layers(8):
+        hidden = run(layer, hidden)
+    del x
+    assert most <= 4, most  # of this call, of the one before, and on their way out
+
+
+def test_again_in_part_in_any_order_and_nested(keeper: Keeper) -> None:
+    model = layers(3)
+    assert same(used_again(model, by(keeper)), used_again(model, plain))
+
+
+def test_a_write_to_an_input_is_told_as_torch_does(keeper: Keeper) -> None:
+    write_to_an_input(layers(2), keeper)
+
+
+def test_exceptions_release_everything(keeper: Keeper) -> None:
+    model, x = layers(3), batch()
+    for number, where in enumerate(("forward", "recompute", "backward")):
+        break_off(model, keeper, where, number)
+    gc.collect()
+    assert not keeper.held() or keeper.disk is None
+    assert same(step(model, by(keeper), x), step(model, plain, x))
+    assert not keeper.before(keeper.begin())
+
+
+def test_other_hooks_keep_their_own(keeper: Keeper) -> None:
+    model, x = layers(2), batch()
+    expected = step(model, plain, x)
+    with torch.autograd.graph.save_on_cpu():
+        assert same(step(model, by(keeper), x), expected)
+    assert keeper.moved_nbytes == 0
+
+
+def test_on_a_cpu_nothing_is_moved_to_the_cpu() -> None:
+    keeper, model, x = Keeper("cpu"), layers(), batch()
+    assert same(step(model, by(keeper), x), step(model, plain, x))
+    assert keeper.moved_nbytes == 0 and not keeper.held()
+
+
+def test_a_full_disk_is_told_before_anything_is_lost(tmp_path: Path) -> None:
+    keeper, model, x = Keeper(zk.Nvme(tmp_path, ring_nbytes="1M", budget="1536K")), layers(), batch()
+    with pytest.raises(zk.ZerokernError, match="kept inputs"):
+        step(model, by(keeper), x)
+    gc.collect()
+    few = layers(2)
+    assert same(step(few, by(keeper), x), step(few, plain, x))
+
+
+def test_its_files_go_with_it(tmp_path: Path) -> None:
+    keeper = Keeper(zk.Nvme(tmp_path, ring_nbytes="1M"))
+    step(layers(), by(keeper), batch())
+    assert sum(len(files) for *_, files in os.walk(tmp_path))
+    del keeper
+    gc.collect()
+    assert not sum(len(files) for *_, files in os.walk(tmp_path))
+
+
+def test_one_is_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a layer is computed again, the inputs of the one before it are on their way."""
+    said: list[str] = []
+    with played():
+        keeper = Keeper("cpu")
+        fetch = keeping.Kept.fetch
+        order: dict[int, int] = {}
+
+        def noted(kept: Any) -> None:
+            if kept._here is None and kept._going is not None:
+                said.append(f"fetch {order.setdefault(id(kept), len(order))}")
+            fetch(kept)
+
+        monkeypatch.setattr(keeping.Kept, "fetch", noted)
+        model = layers(4, dropout=0.0)
+        names = {id(layer): 3 - number for number, layer in enumerate(model)}
+        hidden = batch().requires_grad_() * 1.0
+        for layer in model:
+            hidden = by(keeper)(lambda x, layer=layer: said.append(f"compute {names[id(layer)]}") or layer(x), hidden)
+        del said[:]
+        hidden.sum().backward()
+        del hidden, keeper
+    assert said == ["fetch 0", "compute 0", "fetch 1", "compute 1", "fetch 2", "compute 2", "compute 3"]

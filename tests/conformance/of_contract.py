@@ -1,0 +1,323 @@
+"""What the contract names and no other program does: things that are common alone, where two of them meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from small_programs import Run, loss_program, program
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from zero_cases import IN, OUT, WIDTH, Block, Net
+
+
+class Sequence(Net):
+    def body(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(nn.Sequential(*self.blocks), 2, x, use_reentrant=False)
+
+
+@loss_program(Sequence)
+def checkpoints_over_several_units(run: Run, model: nn.Module, step: int) -> Tensor:
+    return run.mse(model, step)
+
+
+class CheckpointsInCheckpoints(Net):
+    def body(self, x: Tensor) -> Tensor:
+        def each(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+        return checkpoint(each, x, use_reentrant=False)
+
+
+@loss_program(CheckpointsInCheckpoints)
+def checkpoints_within_checkpoints(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+
+    def head(hidden: Tensor) -> Tensor:
+        return F.mse_loss(F.linear(hidden, model.leave.weight, model.leave.bias), y)
+
+    return checkpoint(head, model.body(model.enter(x)), use_reentrant=False)
+
+
+@loss_program(Net)
+def a_penalty_of_the_input_through_checkpoints(run: Run, model: nn.Module, step: int) -> Tensor:
+    """Double backward, whose first one recomputes."""
+    x, y = run.data(step)
+    x.requires_grad_()
+    hidden = model.enter(x)
+    for block in model.blocks:
+        hidden = checkpoint(block, hidden, use_reentrant=False)
+    out = model.leave(hidden)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, y) + 0.1 * grad.square().mean()
+
+
+class WeightInContext(torch.autograd.Function):
+    """Keeps its weight as fused kernels do that do not ask autograd to save it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad @ ctx.weight, grad.t() @ ctx.x
+
+
+class Fused(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + WeightInContext.apply(F.gelu(self.up(self.norm(x))), self.down.weight)
+
+
+class FusedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Fused(37 + 46 * number, WIDTH) for number in range(3))
+
+
+@loss_program(FusedNet)
+def a_function_that_keeps_a_weight_in_its_context(run: Run, model: nn.Module, step: int) -> Tensor:
+    return run.mse(model, step)
+
+
+@loss_program(Net)
+def a_weight_read_in_backward_by_a_hook(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    hidden = model.enter(x)
+    for block in model.blocks:
+        hidden = block(hidden)
+        hidden.register_hook(lambda grad, block=block: grad * (1 + block.down.weight.detach().mean()))
+    return F.mse_loss(model.leave(hidden), y)
+
+
+@loss_program(Net)
+def weights_masked_outside_of_their_modules(run: Run, model: nn.Module, step: int) -> Tensor:
+    """DropConnect: one weight with a mask before its module runs, another one afterwards."""
+    x, y = run.data(step)
+    block, last = model.blocks[0], model.blocks[2]
+    before = F.linear(model.enter(x), block.up.weight * (block.up.weight.detach().abs() > 0.1)).mean()
+    out = model(x)
+    after = F.linear(out.new_ones(1, last.down.in_features), last.down.weight * 0.5).mean()
+    return F.mse_loss(out, y) + 0.1 * before + 0.1 * after
+
+
+@loss_program(Net)
+def one_module_without_a_graph_with_one_and_recomputed(run: Run, model: nn.Module, step: int) -> Tensor:
+    x, y = run.data(step)
+    with torch.no_grad():
+        target = model(x)
+    again = checkpoint(model, x + 0.1, use_reentrant=False)
+    return F.mse_loss(model(x), y) + F.mse_loss(again, target)
+
+
+@program()
+def a_judge_frozen_while_the_maker_learns_through_it(run: Run) -> None:
+    """Frozen and thawed within one step: the maker learns by a forward that trains nothing of the judge."""
+    maker, judge = run.shard(Net), run.shard(Head)
+    first, second = run.optimizer(maker.parameters()), run.optimizer(judge.parameters())
+    for step in range(3):
+        x, y = run.data(step)
+        judge.requires_grad_(False)
+        run.step(first, -judge(maker(x)).mean())
+        judge.requires_grad_(True)
+        run.step(second, (judge(maker(x).detach()) - judge(y)).mean())
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(21, OUT) for _ in range(2))
+        self.score = nn.Linear(OUT, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.score(x).tanh()
+
+
+class Gated(Net):
+    """Leaves out what `used` does not name, on all ranks."""
+
+    used: tuple[int, ...] = (0, 1, 2)
+
+    def body(self, x: Tensor) -> Tensor:
+        for number in self.used:
+            x = self.blocks[number](x)
+        return x
+
+
+@program()
+def a_unit_left_out_for_steps_and_by_one_of_several_passes(run: Run) -> None:
+    model = run.shard(Gated)
+    optimizer = run.optimizer(model.parameters())
+    for step, (first, last) in enumerate((((0, 2), (0, 2)), ((0, 1, 2), (0, 2)), ((0, 2), (1,)), ((1,), (1, 0, 2)))):
+        model.used = first
+        with run.no_sync(model):
+            run.backward(run.mse(model, 2 * step) / 2)
+        model.used = last
+        run.step(optimizer, run.mse(model, 2 * step + 1) / 2)
+
+
+@program()
+def evaluation_and_whole_parameters_between_two_passes(run: Run) -> None:
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    for step in range(3):
+        with run.no_sync(model):
+            run.backward(run.mse(model, 2 * step) / 2)
+        with torch.no_grad():
+            run.see(run.mse(model, 50))
+        with run.gathered(model), torch.inference_mode():
+            run.see(run.mse(model, 51), model.blocks[1].up.weight.sum())
+        run.step(optimizer, run.mse(model, 2 * step + 1) / 2)
+
+
+class Adapter(nn.Module):
+    """LoRA around a frozen weight; `merge` adds it to the weight, `unmerge` takes it away."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features)
+        self.base.requires_grad_(False)
+        self.is_merged = False
+
+    def change(self, sign: int) -> None:
+        with torch.no_grad():
+            self.base.weight.add_(sign * self.up.weight @ self.down.weight)
+        self.is_merged = sign > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y if self.is_merged else y + self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    net = Net().requires_grad_(False)
+    for block in net.blocks:
+        block.up = Adapter(block.up)
+    return net
+
+
+@program(late=False)
+def adapters_merged_for_evaluation_and_taken_apart(run: Run) -> None:
+    model = run.shard(adapted)
+    optimizer = run.optimizer([param for param in model.parameters() if param.requires_grad])
+    adapters = [block.up for block in model.blocks]
+    for step in range(3):
+        run.step(optimizer, checkpoint(run.mse, model, step, use_reentrant=False))
+        with run.gathered(model, write=True):
+            for adapter in adapters:
+                adapter.change(1)
+        with torch.no_grad():
+            run.see(run.mse(model, 50))
+        with run.gathered(model, write=True):
+            for adapter in adapters:
+                adapter.change(-1)
+
+
+@program(late=False)
+def loss_scaling_over_accumulated_passes(run: Run) -> None:
+    """One rank's overflow skips the step of all; what is accumulated is unscaled once."""
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    for step in range(5):
+        with run.no_sync(model):
+            run.backward(scaler.scale(run.mse(model, 2 * step) / 2))
+        loss = run.mse(model, 2 * step + 1) / 2
+        run.backward(scaler.scale(loss * float("inf") if step == 2 and run.rank == 1 else loss))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        run.see(scaler.get_scale())
+
+
+@program()
+def interrupted_in_a_backward_and_in_a_forward(run: Run) -> None:
+    """Ctrl-C, as a hook raises it; the step is given up, and the next one is as ever."""
+    model = run.shard(Net)
+    optimizer = run.optimizer(model.parameters())
+
+    def strike(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    for step in range(5):
+        handle = None
+        if step == 1:
+            handle = model.blocks[1].register_full_backward_hook(strike)
+        elif step == 3:
+            handle = model.blocks[1].up.register_forward_hook(strike)
+        try:
+            loss = run.mse(model, step)
+            if step == 1:
+                loss.backward()
+            else:
+                run.backward(loss)
+            optimizer.step()
+        except KeyboardInterrupt:
+            run.see(step)
+        if handle is not None:
+            handle.remove()
+        optimizer.zero_grad()
+
+
+@program()
+def hooks_on_several_gradients_at_once(run: Run) -> None:
+    """They hear each gradient of this rank once in a pass, as under DDP."""
+    model = run.shard(Net)
+    heard: list[Tensor] = []
+    params = [*model.blocks[1].parameters(), model.leave.weight]
+    torch.autograd.graph.register_multi_grad_hook(
+        params, lambda grads: heard.extend(grad.detach().clone() for grad in grads if grad is not None)
+    )
+    run.train(model, 2)
+    run.see(len(heard), *heard)
+
+
+@loss_program(Net)
+def some_values_exchanged_for_one_call(run: Run, model: nn.Module, step: int) -> Tensor:
+    """functional_call with detached tensors for one unit; the others train."""
+    x, y = run.data(step)
+    other = {name: torch.full(param.shape, 0.01) for name, param in model.named_parameters() if "blocks.1." in name}
+    return F.mse_loss(functional_call(model, other, (x,)), y)
+
+
+class Deep(nn.Module):
+    """Units in units in units; the innermost is used twice, and its weight is the outermost one's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(IN, WIDTH)
+        self.blocks = nn.ModuleList(Outer() for _ in range(2))
+        self.leave = nn.Linear(WIDTH, OUT)
+        self.blocks[1].own.weight = self.blocks[0].inner[0].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.leave(x)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, 21)
+        self.inner = nn.ModuleList(Block(21) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.inner
+        return first(last(first(x))) + self.own(x).mean()
+
+
+@program()
+def units_three_deep_with_a_weight_across_them(run: Run) -> None:
+    units = lambda module: isinstance(module, Outer | Block | nn.LayerNorm)  # noqa: E731
+    run.train(run.shard(Deep, **({} if type(run).__name__ == "Plain" else {"units": units})))

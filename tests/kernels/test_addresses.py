@@ -1,0 +1,152 @@
+"""The native reading of gradients' addresses: right, and None as soon as anything is not as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from tables import each
+
+import zerokern as zk
+from zerokern.kernels import addresses
+from zerokern.kernels.addresses import Cells, GradientReader, reader_of
+
+Params = list[torch.nn.Parameter]
+
+
+def make(dtype: torch.dtype = torch.float32) -> Params:
+    params = [torch.nn.Parameter(torch.ones(4, numel, dtype=dtype)) for numel in (1, 5, 1000)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params
+
+
+def reader(params: Params) -> GradientReader:
+    made = reader_of(
+        params,
+        [p.data_ptr() for p in params],
+        [p.numel() for p in params],
+        [p.dtype for p in params],
+        [p.grad.dtype for p in params],
+    )
+    assert made is not None, "this torch does not offer its C interface"
+    return made
+
+
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_addresses_are_those_of_the_gradients_of_now(dtype: torch.dtype) -> None:
+    params = make(dtype)
+    read = reader(params).read
+    for _ in range(3):
+        found = read()
+        assert found is not None
+        assert found.tolist() == [param.grad.data_ptr() for param in params]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+
+
+def no_grad(param: torch.nn.Parameter) -> None:
+    param.grad = None
+
+
+def sparse(param: torch.nn.Parameter) -> None:
+    param.grad = param.detach().to_sparse()
+
+
+def transposed(param: torch.nn.Parameter) -> None:
+    param.grad = torch.ones(5, 4).t()
+
+
+def other_dtype(param: torch.nn.Parameter) -> None:
+    param.grad.data = param.grad.data.to(torch.bfloat16)
+
+
+def cut(param: torch.nn.Parameter) -> None:
+    param.grad.data = torch.ones(3)
+
+
+def moved(param: torch.nn.Parameter) -> None:
+    param.data = param.data.clone()
+
+
+def swapped(param: torch.nn.Parameter) -> None:
+    other = torch.nn.Parameter(torch.zeros_like(param))
+    other.grad = torch.zeros_like(param)
+    param.grad = None
+    torch.utils.swap_tensors(param, other)
+
+
+def half_the_parameter(param: torch.nn.Parameter) -> None:
+    param.data = param.data[:2]
+
+
+def parameter_transposed(param: torch.nn.Parameter) -> None:
+    param.data = param.data.t()
+
+
+def parameter_of_another_dtype(param: torch.nn.Parameter) -> None:
+    param.data = param.data.view(-1).view(torch.float16)[: param.numel()].view(param.shape)
+
+
+CHANGES = [no_grad, sparse, transposed, other_dtype, cut, moved, swapped]
+CHANGES += [half_the_parameter, parameter_transposed, parameter_of_another_dtype]
+
+
+@each("change", CHANGES)
+def test_any_change_gives_none(change: Callable[[torch.nn.Parameter], None]) -> None:
+    params = make()
+    read = reader(params).read
+    assert read() is not None
+    change(params[1])
+    assert read() is None
+
+
+def test_parameters_that_never_had_a_gradient_give_none() -> None:
+    params = [torch.ones(3), torch.nn.Parameter(torch.ones(3))]
+    made = reader_of(params, [p.data_ptr() for p in params], [3, 3], [torch.float32] * 2, [torch.float32] * 2)
+    assert made is not None and made.read() is None
+
+
+def test_a_torch_that_lacks_a_function_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    addresses.torch_calls.cache_clear()
+    monkeypatch.setitem(addresses._IMPORTS, "grad", ("libc10.so", "no_such_symbol"))
+    with caplog.at_level(logging.WARNING, "zerokern"):
+        assert [reader_of(make(), [], [], [], []), reader_of(make(), [], [], [], [])] == [None, None]
+    addresses.torch_calls.cache_clear()
+    assert len(caplog.records) == 1
+    assert "no_such_symbol" in caplog.text
+
+
+def test_the_python_path_finds_the_same() -> None:
+    params = make(torch.bfloat16)
+    opt = zk.AdamW(params)
+    opt.step()
+    survey = opt.holdings.bound.binding.survey
+    assert survey._reader is not None, "the native reader did not run"
+    native = survey.pointers(opt.param_groups)
+    survey._reader = None
+    assert survey.pointers(opt.param_groups) == native is not None
+
+
+def test_writes_are_counted_where_the_objects_have_their_bodies_now() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(40)]
+    cells = Cells(weights)
+    other = torch.nn.Parameter(torch.zeros(2))
+    torch.utils.swap_tensors(weights[30], other)
+    assert not cells.unchanged()
+    cells.raise_versions()
+    assert [one._version for one in weights] == [1] * 40 and other._version == 0
+
+
+def test_another_torch_counts_writes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_cell", lambda: None)
+    weight = torch.nn.Parameter(torch.ones(2))
+    cells = Cells([weight])
+    cells.raise_versions()
+    assert weight._version == 1 and cells.unchanged()
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.zeros(2)))
+    assert not cells.unchanged()

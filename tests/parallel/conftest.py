@@ -1,0 +1,11 @@
+"""The tests of parallelism stand on the worlds of tests/zero, and on what tests/checkpoint compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "zero"), str(HERE.parent / "checkpoint")]
+
+from one_thread import imported_and_done_with, one_thread  # noqa: E402, F401

@@ -1,0 +1,116 @@
+"""Operations between ranks as they are counted and named: the n-th of its kind, what it moves, what it is about."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Ledger", "Operation", "during", "phase", "subject"]
+
+REMEMBERED = 256  # operations that were begun last, for those who are stuck where this rank has been
+
+_thread = threading.local()
+
+
+class during:
+    """Context manager: names the public call or hook that this thread is in, for messages if it waits for long.
+
+    The outermost name counts, for that is what the user wrote. `of` says what the collectives within are about, the
+    same on all ranks: those of different things never match, even where they move as much. There the innermost counts.
+
+    >>> with during("zk.save"), during("the forward of 'layers.3'", of="unit 'layers.3'"):
+    ...     phase(), subject()
+    ('zk.save', "unit 'layers.3'")
+    """
+
+    __slots__ = ("_before", "_of", "_what")
+
+    def __init__(self, what: str, of: str = "") -> None:
+        self._what, self._of = what, of
+
+    def __enter__(self) -> None:
+        self._before = before = getattr(_thread, "at", ("", ""))
+        _thread.at = (before[0] or self._what, self._of or before[1])
+
+    def __exit__(self, *error: object) -> None:
+        _thread.at = self._before
+
+
+def phase() -> str:
+    """The call or hook that this thread is in; empty outside of `during`."""
+    return getattr(_thread, "at", ("", ""))[0]
+
+
+def subject() -> str:
+    """What a collective that is begun now is about."""
+    return getattr(_thread, "at", ("", ""))[1]
+
+
+class Operation:
+    """The `count`-th operation of a kind in a group; `detail` says what it moves.
+
+    `source`: the only rank that has to take part, where it is one. `counted`, `part`: the kind and number that ranks
+    count a later round of it by.
+    """
+
+    __slots__ = ("count", "counted", "detail", "kind", "part", "phase", "source", "thread", "warned")
+
+    def __init__(
+        self, kind: str, count: int, detail: str, source: int | None = None, *, counted: str = "", part: int = -1
+    ) -> None:
+        self.kind, self.count, self.detail, self.source = kind, count, detail, source
+        self.counted, self.part = (counted, part) if counted else (kind, count)
+        self.phase, self.thread, self.warned = "", 0, False
+
+    def __str__(self) -> str:
+        return f"{self.kind} number {self.count} ({self.detail})"
+
+    @property
+    def place(self) -> str:
+        """What the waiting thread is in, in the user's words where there are some."""
+        return f"{self.phase} ({self})" if self.phase else str(self)
+
+
+class Ledger:
+    """Counts the operations that this process has begun in one process group, by kind: all ranks count alike.
+
+    >>> ledger = Ledger(0, 2)
+    >>> str(ledger.begin("all_gather", "4 elements")), str(ledger.begin("all_gather", "2 elements")), ledger.counts
+    ('all_gather number 0 (4 elements)', 'all_gather number 1 (2 elements)', {'all_gather': 2})
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.counts: dict[str, int] = {}
+        self.record: deque[Operation] = deque(maxlen=REMEMBERED)  # what was begun last
+        self.publishing: Callable[[], bool] = lambda: False  # whether a thread may be about to publish
+        self.thread = self.publisher = threading.main_thread().ident  # those that began what came last
+
+    def begin(self, kind: str, detail: str, source: int | None = None) -> Operation:
+        """The next operation of a kind."""
+        count = self._next(kind)
+        if kind == "publish":
+            self.publisher = threading.get_ident()
+        else:
+            self.thread = threading.get_ident()
+        about = subject()
+        operation = Operation(kind, count, f"{about}: {detail}" if about else detail, source)
+        self.record.append(operation)
+        return operation
+
+    def again(self, operation: Operation) -> Operation:
+        """The second round of an operation."""
+        counted = f"{operation.kind}, second round"
+        part = self._next(counted)
+        return Operation(operation.kind, operation.count, operation.detail, counted=counted, part=part)
+
+    def step(self) -> int:
+        """The position of the next step of an order that ranks agree on, or have recorded."""
+        self.thread = threading.get_ident()
+        return self._next("agree")
+
+    def _next(self, kind: str) -> int:
+        count = self.counts.get(kind, 0)
+        self.counts[kind] = count + 1
+        return count

@@ -1,0 +1,286 @@
+"""The observer of a process group: finds out why an operation does not end, ends it, and names ranks that are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from zerokern.comm.observer import Observer
+from zerokern.comm.operations import Ledger, Operation
+from zerokern.core.errors import CommError
+from zerokern.debug.agreement import Agreement, Disagreement, Failure, ranks_in_words
+from zerokern.debug.processes import THIS_PROCESS, UPDATE
+
+__all__ = ["GroupWatch"]
+
+TICK_S = 0.25
+STUCK_S = 0.5
+POLL_S = 2.0
+LONGEST_S = 4.0  # between two looks at the store
+QUIET_S = 5.0  # without a collective
+ANSWER_S = 1.0  # what a rank that is still there has for saying that it has failed too
+STORE_S = 10.0  # what the store has, all in all
+ADORNMENT = re.compile(r"^\[[^\]]*\] ?|\. This is typically.*$", re.DOTALL)
+
+
+class GroupWatch(Observer):
+    """Notes what is waited for, with a thread that wakes now and then to see whether that has lasted long.
+
+    The thread talks to the store only then. It is needed because gloo's wait cannot be interrupted, only ended.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        store: Any,
+        timeout_s: float,
+        sever: Callable[[], None],
+        closed: Callable[[], list[int]],
+        *,
+        polls: bool = False,
+    ) -> None:
+        super().__init__(ledger, store, timeout_s, sever, closed, polls=polls)
+        self.agreement = Agreement(store, ledger, timeout_s, THIS_PROCESS)
+        self._polls = polls
+        self._waits: list[tuple[Operation, float]] = []
+        self._last: Operation | None = None
+        self._thread: threading.Thread | None = None
+        self._next_look, self._pause = 0.0, STUCK_S
+        self._explaining = False
+        self._begun, self._quiet_since = -1, 0.0
+
+    @contextlib.contextmanager
+    def meeting(self, group: Any, store: Any, name: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Ends with a page of the store that no earlier run has written on.
+
+        Once for each process group: later, one rank may still hold a group that another has let go.
+        """
+        agreement, process, mine = self.agreement, self.agreement.process, ranks[self.ledger.rank]
+        process.join(agreement.group, store, mine, name, list(ranks))
+        told = group.exchange([secrets.token_hex(8), process.token])
+        process.known.update(zip(ranks, (token for _, token in told), strict=True))
+        yield
+        page = f"{name}/{told[0][0]}"
+        agreement.move(dist.PrefixStore(f"zerokern/{page}", store))
+        process.join(agreement.group, store, mine, page, list(ranks))
+
+    def awaiting_update(self) -> contextlib.AbstractContextManager[None]:
+        update = Operation(UPDATE, 0, "of the parameters")
+        return self.agreement.process.waiting(update, self.agreement.group)
+
+    def _end(self) -> None:
+        """Ends all transfers of this group and of those that are tied to it."""
+        self._sever()
+        if self.failure is None:
+            return
+        reason = f"among other ranks that share its model, {self.failure.reason}"
+        for other in [one for one in list(self._tied) if one.failure is None]:
+            telling = threading.Thread(target=other.give_up, args=(reason,), daemon=True)
+            telling.start()
+            telling.join(STORE_S)
+
+    @contextlib.contextmanager
+    def waiting(self, operation: Operation) -> Iterator[None]:
+        """Around a wait: what the transport raises becomes an error that names the operation and the ranks."""
+        self.check(operation)
+        if self._thread is None:
+            self._start()
+        entry = (operation, time.monotonic())
+        process = self.agreement.process
+        before = process.begin_wait(self.agreement.group, operation)
+        self._waits.append(entry)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failed(operation, error) from error
+        except BaseException:  # Ctrl-C: it waits no longer
+            process.end_wait(operation, before)
+            with contextlib.suppress(RuntimeError):
+                process.say()
+            raise
+        finally:
+            self._waits.remove(entry)
+            process.end_wait(operation, before)
+
+    def launched(self, operation: Operation) -> None:
+        """Nobody is seen to wait on a device: the last launch stands for that, and the store is asked now and then."""
+        self._last = operation
+        if self._thread is None:
+            self._start()
+
+    def give_up(self, reason: str) -> None:
+        """This rank cannot go on: the others are told why, wherever they wait, and the group is at its end."""
+        if self.failure is None:
+            self.failure = Failure(f"rank {self.agreement.rank}: {reason}")
+            with contextlib.suppress(RuntimeError):
+                self.agreement.fail(self.failure)
+            self._end()
+
+    def follow(self, key: str) -> None:
+        self.agreement.follow(key)
+
+    def check(self, operation: Operation) -> None:
+        if self.failure is not None:
+            raise self._comm_error(operation, "was not begun, for this group has failed before", self.failure)
+
+    def agree(self, key: str, group: Any) -> None:
+        """As `Agreement.agree`; where ranks cannot agree, the group ends."""
+        operation = Operation("agree", self.agreement.position, repr(key))
+        self.check(operation)
+        try:
+            self.agreement.agree(key, self._interrupted)
+        except Disagreement as error:
+            self.failure = self.failure or self._cause(operation, error.failure)
+            raise self.failed(operation, error) from None
+        except RuntimeError as error:
+            raise self.failed(operation, error) from error
+
+    def failed(self, operation: Operation, error: RuntimeError) -> CommError:
+        """Finds out why a transfer ended, and who is gone; ends all other transfers as well, here and elsewhere."""
+        self._explaining = True
+        self.agreement.process.ended.update(self.agreement.group.pages)
+        said = ADORNMENT.sub("", str(error)) or type(error).__name__
+        answers: list[Failure] = []
+        # a store on a machine that has stopped does not answer, and has no limit of its own
+        asking = threading.Thread(target=lambda: answers.append(self._ask(operation, said)), daemon=True)
+        asking.start()
+        asking.join(STORE_S)
+        if self.failure is None:
+            silent = f"rank {self.agreement.rank} in {operation}: {said}; the group's store does not answer either"
+            self.failure = answers[0] if answers else Failure(silent)
+        self._end()
+        return self._comm_error(operation, "did not end", self.failure)
+
+    def unlike(self, operation: Operation) -> CommError:
+        """What has arrived belongs to another request: all ranks see that, so all of them say what theirs is."""
+        limit = time.monotonic() + ANSWER_S
+        with contextlib.suppress(RuntimeError):
+            while self.failure is None and time.monotonic() < limit:
+                self.failure = self.agreement.look(operation)
+                time.sleep(0.05)
+        return self.failed(operation, RuntimeError("ranks asked for different things at the same time"))
+
+    def _comm_error(self, operation: Operation, what: str, failure: Failure) -> CommError:
+        ranks = tuple(range(self.agreement.size))
+        message = f"{operation} of {ranks_in_words(ranks)} {what}: {failure.reason}"
+        return CommError(message, operation=operation.kind, ranks=ranks, gone=failure.gone)
+
+    def _ask(self, operation: Operation, said: str) -> Failure:
+        """The reason, told to all others as well."""
+        closed: list[int] = []
+        try:
+            self.agreement.process.say()
+            if self.failure is not None:
+                self.agreement.fail(self.failure)
+                return self.failure
+            closed = self._closed()
+            failure = self._inquire(operation, said, closed)
+            self.agreement.fail(failure)
+            return failure
+        except RuntimeError:
+            # whoever served the store has most likely closed its connection with this rank first
+            return Failure(
+                f"{ranks_in_words(closed)} closed the connection, and the store is gone that the ranks talk through: "
+                f"with the rank that served it, as a rule rank 0; {said}",
+                tuple(closed),
+            )
+
+    def _inquire(self, operation: Operation, said: str, closed: list[int]) -> Failure:
+        """Gone are those that closed their connection and do not say that they failed."""
+        agreement = self.agreement
+        told = agreement.process.told(agreement.group, operation)
+        if told is not None:
+            return Failure(told)
+        limit = time.monotonic() + ANSWER_S
+        while set(closed) - agreement.failing() and time.monotonic() < limit:
+            time.sleep(0.05)
+        failing = agreement.failing()
+        gone = tuple(rank for rank in closed if rank not in failing)
+        if gone:
+            are = "is" if len(gone) == 1 else "are"
+            return Failure(f"{ranks_in_words(gone)} {are} gone ({said}). Start again from a checkpoint", gone)
+        failed = agreement.failed()
+        if failed:
+            return min(failed.items(), key=lambda item: (not item[1].gone, item[0]))[1]
+        late = agreement.late(operation)
+        if not late:
+            return Failure(f"rank {agreement.rank} failed in {operation}: {said}")
+        elsewhere = "; ".join(f"rank {rank} was last in {where}" for rank, where in late.items() if where)
+        return Failure(
+            f"{ranks_in_words(late)} did not take part in {operation} in time ({said})"
+            + (f"; {elsewhere}" if elsewhere else "")
+        )
+
+    def _cause(self, operation: Operation, failure: Failure) -> Failure:
+        """That ranks differ, unless one of them is gone: then that is what the others must hear of."""
+        closed = [] if failure.told else self._closed()
+        return self._inquire(operation, "its connection is closed", closed) if closed else failure
+
+    def _interrupted(self) -> str | None:
+        closed = self._closed()
+        return f"{ranks_in_words(closed)} closed the connection" if closed else None
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=_live, args=(weakref.ref(self),), name="zerokern watch", daemon=True)
+        self._thread.start()
+
+    def tick(self) -> None:
+        """One look of the thread."""
+        now = time.monotonic()
+        if self._polls:
+            stuck, self._pause = [(self._last, now)] if self._last is not None else [], POLL_S
+        else:
+            stuck = [(operation, since) for operation, since in list(self._waits) if now - since >= STUCK_S]
+        if not stuck:
+            self._next_look, self._pause = 0.0, STUCK_S
+            self._rest(now)
+            return
+        if now < self._next_look or self.agreement.lost or self.failure is not None or self._explaining:
+            return
+        self._next_look, self._pause = now + self._pause, min(2 * self._pause, LONGEST_S)
+        try:
+            for operation, since in stuck:
+                failure = self.agreement.look(operation) if not self._polls or self.agreement.troubled() else None
+                if failure is not None:
+                    failure = self._cause(operation, failure)
+                    # before the connections close: whoever is closed and says nothing is gone
+                    self.agreement.fail(failure)
+                    break
+                self.agreement.warn(operation, now - since)
+        except RuntimeError:
+            self.agreement.lost = True
+            return
+        if failure is not None and not self._explaining:
+            self.failure = failure
+            self._end()
+
+    def _rest(self, now: float) -> None:
+        """A process in which nobody has waited for long says once where it was: others may wait for it."""
+        begun = sum(self.agreement.ledger.counts.values())
+        if begun != self._begun:
+            self._begun, self._quiet_since = begun, now
+        elif now - self._quiet_since >= QUIET_S and not self.agreement.lost:
+            self._quiet_since = math.inf
+            try:
+                self.agreement.process.say()
+            except RuntimeError:
+                self.agreement.lost = True
+
+
+def _live(watch: weakref.ref[GroupWatch]) -> None:
+    while True:
+        time.sleep(TICK_S)
+        one = watch()
+        if one is None:
+            return
+        one.tick()
+        del one

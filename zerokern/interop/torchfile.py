@@ -1,0 +1,363 @@
+"""Reads what others have pickled, and files of torch.save, without importing or running anything that they name.
+
+torch.load(weights_only=True) makes the values. It believes the numbers in a pickle, though: ten bytes ask for a tensor
+or a bytearray of 2 GB; a storage is as long as the pickle says, whatever its record has; a compressed record is mapped
+as if it were none; no checksum is compared. So the pickle is read here first, with records in the place of objects.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import mmap
+import os
+import pickle
+import pickletools
+import re
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokern.checkpoint.envelope import STORAGES
+from zerokern.checkpoint.index import itemsize, unfit
+from zerokern.core.errors import BudgetError, IoError
+from zerokern.memory.room import amount, room
+
+__all__ = ["BROKEN", "Archive", "Stored", "Unmade", "damaged", "dcp_metadata", "loaded", "look"]
+
+DTYPES = STORAGES | {
+    "UntypedStorage": torch.uint8, "QInt8Storage": torch.int8, "QUInt8Storage": torch.uint8,
+    "QInt32Storage": torch.int32,
+}  # fmt: skip
+MOST_NAMES = 1000  # of classes in one pickle: each takes a thousand bytes, however short its name is
+MOST_DIMENSIONS = 256
+MOST_TEXT = 64 << 20  # bytes of a pickle that is longer than the file which it lies compressed in
+PIECE = 1 << 20
+LEGACY = 5  # pickles at the beginning of a file without a zip: magic number, protocol, machine, content, storages
+# What reading a damaged zip may raise, RuntimeError where its flags say that it is encrypted.
+BROKEN = (zipfile.BadZipFile, zlib.error, OSError, EOFError, KeyError, ValueError, RuntimeError)
+SIZED = ("bytearray", "Tensor", "Parameter", "Storage")  # torch's own reader makes these of a number: a length
+DCP = "torch.distributed.checkpoint."
+# What torch.distributed.checkpoint has written into .metadata, from torch 2.1 on.
+ALLOWED = frozenset(
+    {f"{DCP}metadata.{name}" for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )}
+    | {f"{DCP}filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")}
+    | {f"{DCP}_hf_utils._HFStorageInfo", "torch.distributed._shard.sharded_tensor.metadata.TensorProperties"}
+    | {"torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING", "torch.serialization._get_layout"}
+    | {f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local")
+       for kind in ("", "Posix", "PurePosix", "Windows")}
+)  # fmt: skip
+
+
+class Unmade:
+    """An object of a pickle that is not made: what its constructor would be given, and what it would set.
+
+    >>> record = Unmade(3)
+    >>> record.__setstate__({"offset": 5})
+    >>> record.arguments, record["offset"]
+    ((3,), 5)
+    """
+
+    name = ""
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        if self.name.endswith(SIZED) and any(type(one) is int for one in arguments):
+            raise ValueError(f"{self.name}{arguments[:4]} has so many elements, and none of them is in the file")
+        # torch's reader copies what an object is made of: the same list again and again, if the file says so.
+        self.spend(sum(len(one) for one in (arguments, *arguments) if isinstance(one, list | tuple | dict)))
+        self.arguments = arguments
+
+    def spend(self, count: int) -> None:
+        """Takes so many elements from what its file can have asked for."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Drops an item of an object that is some kind of dict."""
+
+    def append(self, value: Any) -> None:
+        """Drops an item of an object that is some kind of list."""
+
+    def __getitem__(self, key: str) -> Any:
+        if not isinstance(self.state, dict) or key not in self.state:
+            raise KeyError(f"{self.name or 'a record'} has no {key}")
+        return self.state[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.state.get(key, default) if isinstance(self.state, dict) else default
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that has not been read: its elements lie in a storage."""
+
+    dtype: torch.dtype
+    storage: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class DtypeName(str):
+    """A dtype by its name. Pickles write it as a global of torch."""
+
+    __slots__ = ()
+
+
+class Inert(pickle.Unpickler):
+    """Makes containers, numbers, text and records of a pickle; imports nothing and calls nothing.
+
+    `records`: how many bytes each storage has in the file, by its name, where that is known.
+    """
+
+    def __init__(
+        self, data: bytes, path: Path, allowed: frozenset[str] | None, records: Mapping[str, int] | None
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self.path, self.allowed, self.records = path, allowed, records
+        self._classes: dict[str, type[Unmade]] = {}
+        self._left = len(data)  # a pickle has more bytes than elements, unless it names some of them again and again
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full == "collections.OrderedDict":
+            return lambda: OrderedDict()
+        if full == "torch.Size":
+            return _size
+        if module == "torch" and _is_dtype(name):
+            return DtypeName(name)
+        if self.allowed is None and module == "torch._utils":
+            if name.startswith("_rebuild_tensor"):
+                return self._stored
+            if name.startswith("_rebuild_parameter"):
+                return lambda data, *_: data
+        if self.allowed is not None and full not in self.allowed:
+            raise unfit(
+                self.path,
+                f"names {full}, which no index of torch.distributed.checkpoint needs: torch would run it. "
+                "Nothing was run; do not load this checkpoint with anything unless you know who wrote it, and why",
+                errno.EPERM,
+                key=full,
+            )
+        if full not in self._classes:
+            if len(self._classes) == MOST_NAMES:
+                raise ValueError(f"it names more than {MOST_NAMES} classes")
+            self._classes[full] = type("Unmade", (Unmade,), {"name": full, "spend": self._spend})
+        return self._classes[full]
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self.allowed is not None:
+            raise pickle.UnpicklingError("an index refers to no storages")
+        return pid
+
+    def _spend(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("it is made of more elements than it has bytes")
+
+    def _stored(self, storage: Any, offset: int, size: Any, stride: Any, *more: Any) -> Stored:
+        """Takes the place of torch._utils._rebuild_tensor and its kind; the third version gets a dtype."""
+        _, kind, key, _, count, *_ = storage
+        named = next((one for one in more if isinstance(one, DtypeName)), None)
+        dtype = DTYPES[kind.name.rpartition(".")[2]] if named is None else getattr(torch, named)
+        found = Stored(dtype, str(key), offset, _size(size), _size(stride))
+        if any(type(one) is not int or one < 0 for one in (count, offset, *found.size, *found.stride)):
+            raise ValueError(f"a tensor has the size {found.size} at {offset}")
+        nbytes = count if named is not None else count * dtype.itemsize
+        there = nbytes if self.records is None else self.records.get(found.storage)
+        if there != nbytes:
+            says = "is not there" if there is None else f"has {there} bytes"
+            raise ValueError(f"record {found.storage} is to have {nbytes} bytes, and {says}")
+        last = offset + sum((n - 1) * step for n, step in zip(found.size, found.stride, strict=True))
+        if all(found.size) and (last + 1) * dtype.itemsize > nbytes:
+            raise ValueError(f"a tensor of {found.size} reaches beyond the {nbytes} bytes of its record")
+        return found
+
+
+def _size(sizes: Any = ()) -> tuple[Any, ...]:
+    if len(sizes) > MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(sizes)} dimensions")
+    return tuple(sizes)
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        return itemsize(name) > 0
+    except ValueError:
+        return False
+
+
+def look(
+    data: bytes, path: Path, allowed: frozenset[str] | None = None, records: Mapping[str, int] | None = None
+) -> Any:
+    """Returns what a pickle of `path` says: a `Stored` in the place of each tensor, records for all other objects.
+
+    `allowed`: the only names that may be in it.
+    """
+    try:
+        for operation, argument, at in pickletools.genops(data):
+            # Python's reader makes room for all places of its memo up to this one: 12 bytes would take 4 GB.
+            if operation.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(data):
+                raise ValueError(f"byte {at} fills place {argument} of a memo, and {len(data)} bytes cannot")
+        return Inert(data, path, allowed, records).load()
+    except IoError:
+        raise
+    # A damaged pickle raises whatever the operation that it happens to become raises.
+    except Exception as error:
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def dcp_metadata(data: bytes, path: Path) -> Unmade:
+    """Returns the index of a checkpoint of torch.distributed.checkpoint, the bytes of `path`, as records."""
+    found = look(data, path, ALLOWED)
+    if not isinstance(found, Unmade) or not isinstance(found.state, dict) or "state_dict_metadata" not in found.state:
+        raise damaged(path, "it holds no Metadata")
+    return found
+
+
+def damaged(path: Path, why: str) -> IoError:
+    """The error for a file that cannot be what its writer wrote."""
+    return unfit(
+        path, f"was truncated or edited, or is something else: {why}. Restore it from a copy, or load another one"
+    )
+
+
+def loaded(file: Any, path: Path, key: str = "", *, mapped: bool = False) -> Any:
+    """Returns tensors and plain values that torch.save wrote. Another class is refused by name, not imported."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"an object of {found[1]}" if found else "what is no tensor and no plain value"
+        says = f"holds {what}, and loading that would run its code; nothing was run. Save state_dicts and plain"
+        does = "values, with torch.save where that class is known, and load that file"
+        raise _unreadable(path, key, f"{says} {does}", errno.EPERM) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        first = str(error).strip().partition("\n")[0]
+        says = f"is truncated, damaged or no file of torch.save: {first}. Restore it from a copy"
+        raise _unreadable(path, key, says, errno.EBADMSG) from error
+
+
+def _unreadable(path: Path, key: str, says: str, number: int) -> IoError:
+    return IoError(f"{path}: {key or 'it'} {says}", path=str(path), errno=number, key=key or None)
+
+
+class Archive:
+    """A file of torch.save; `content` is what its pickle says, with a `Stored` in the place of each tensor.
+
+    `mapped`: whether its tensors can stay in the file. `summed`: whether all of its records have a checksum; the form
+    before torch 1.6, which is no zip, has none.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"w": torch.ones(2)}, f"{folder}/a.pt")
+    ...     archive = Archive(Path(folder, "a.pt"))
+    >>> archive.mapped, archive.content["w"].size
+    (True, (2,))
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.mapped = self.summed = False
+        self._root = ""  # the folder of all records within a zip
+        self._checked: set[str] = set()
+        try:
+            zipped = zipfile.is_zipfile(path)
+        except zipfile.BadZipFile as error:
+            raise damaged(path, str(error)) from error
+        self.content: Any = self._look_at_zip() if zipped else self._look_at_legacy()
+
+    def values(self, key: str = "") -> Any:
+        """Returns what torch.load reads from it."""
+        return loaded(self.path, self.path, key, mapped=self.mapped)
+
+    def check(self, stored: Any, key: str) -> None:
+        """Raises if the record of this tensor is not what was written, as far as its checksum tells; once."""
+        if not isinstance(stored, Stored) or stored.storage in self._checked or not self._root:
+            return
+        with self._open(key) as archive, archive.open(self._record(stored)) as record:
+            while record.read(PIECE):  # the last one compares
+                pass
+        self._checked.add(stored.storage)
+
+    def tensor(self, stored: Stored, key: str) -> Tensor:
+        """Reads one tensor, its checksum compared."""
+        with self._open(key) as archive:
+            data = bytearray(archive.read(self._record(stored)))
+        whole = torch.frombuffer(data, dtype=stored.dtype) if data else torch.empty(0, dtype=stored.dtype)
+        return whole.as_strided(stored.size, stored.stride, stored.offset)
+
+    def _record(self, stored: Stored) -> str:
+        return f"{self._root}data/{stored.storage}"
+
+    def _look_at_zip(self) -> Any:
+        with self._open() as archive:
+            entries = {one.filename: one for one in archive.infolist()}
+            names = [name for name in entries if name.endswith("/data.pkl")]
+            if len(names) != 1 or len(entries) != len(archive.infolist()):
+                raise ValueError("it is no file of torch.save")
+            self._root = names[0].removesuffix("data.pkl")
+            self.mapped = all(one.compress_type == zipfile.ZIP_STORED for one in entries.values())
+            self.summed = all(hasattr(one, "CRC") or not one.file_size for one in entries.values())
+            size = os.stat(self.path).st_size
+            stored = sum(one.compress_size for one in entries.values())
+            if stored > size or (self.mapped and any(one.file_size != one.compress_size for one in entries.values())):
+                raise ValueError(f"its records take {stored} bytes, and it has {size}")
+            if not self.mapped:
+                self._refuse_without_room(size, sum(one.file_size for one in entries.values()))
+            if entries[names[0]].file_size > size + MOST_TEXT:
+                raise ValueError(f"its pickle takes {entries[names[0]].file_size} bytes, and the file has {size}")
+            data = f"{self._root}data/"
+            records = {name.removeprefix(data): one.file_size for name, one in entries.items() if name.startswith(data)}
+            return look(archive.read(names[0]), self.path, records=records)
+
+    def _refuse_without_room(self, size: int, unpacked: int) -> None:
+        """What is compressed has to be unpacked into memory; a zip of a few megabytes can say that it is gigabytes."""
+        left = min(room().values(), default=unpacked)
+        if unpacked > left:
+            raise BudgetError(
+                f"{self.path} has {amount(size)}, is compressed and takes {amount(unpacked)} unpacked, which is more "
+                f"than there is ({amount(left)}). Repack it without compression (zip -0): then it is read in place"
+            )
+
+    def _look_at_legacy(self) -> Any:
+        found = []
+        try:
+            with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                for _ in range(LEGACY):
+                    begin = data.tell()
+                    for _operation in pickletools.genops(data):  # type: ignore[arg-type]  # it reads like a file
+                        pass
+                    found.append(look(data[begin : data.tell()], self.path))
+        except ValueError as error:
+            raise damaged(self.path, str(error)) from error
+        return found[3]
+
+    @contextmanager
+    def _open(self, key: str = "") -> Iterator[Any]:
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                for one in archive.infolist():
+                    if not one.CRC:  # its writer was told to leave it out: nothing is compared with what is not there
+                        del one.CRC
+                yield archive
+        except (IoError, BudgetError):
+            raise
+        except BROKEN as error:
+            found = damaged(self.path, f"{key}: {error}" if key else str(error))
+            found.key = key or None
+            raise found from error

@@ -1,0 +1,522 @@
+"""What one rank of a training run holds, by role and tier, and moves in a step, by role and lane: all in bytes.
+
+A unit at rest is fetched for forward and again for backward, but the one where forward turns, and what belongs to no
+unit, which stay in between; it is updated where it rests. The bytes of a step are those of
+`zerokern.schedule.program_of`, which a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import TypeVar
+
+from zerokern.core.errors import got
+from zerokern.core.units import BUFFERS
+from zerokern.planner.amounts import parse_device_memory
+from zerokern.planner.model import Buckets, BucketSize, ModelSpec
+from zerokern.planner.program import Volume, between_ranks, traffic_of
+from zerokern.planner.recipe import Arrangement, Recipe, StateRole, itemsize, short
+from zerokern.schedule import Program
+from zerokern.zero.partition import STAGES, check_stage, shards_gradients, shards_parameters, shards_state
+
+__all__ = [
+    "LANES",
+    "STATES",
+    "WORKING",
+    "Footprint",
+    "HeldMemory",
+    "Holding",
+    "Move",
+    "Share",
+    "lanes_to",
+    "with_recipe",
+]
+
+STATES = ("parameters", "gradients", "master", "remainder", "exp_avg", "exp_avg_sq", "sum", "momentum_buffer")
+_HOST_COPIES = ("host parameters", "host gradients", "shadow")  # of the parameters that are updated in host memory
+WORKING = ("gathered", "buffers", "scratch", "ring", *_HOST_COPIES, "checkpoints", "activations", "logits")
+LANES = {"up": "to the device", "down": "to the host", "read": "from disk", "write": "to disk", "net": "to other ranks"}
+"""in the order of a table"""
+_BACK = {"up": "down", "read": "write"}
+_ALL_REDUCES = 2  # of a layer along tp in each pass: behind its attention, and behind its MLP
+_PLACES = (("device", "cpu"), ("cpu", "cpu"), ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
+_F = TypeVar("_F", bound="Footprint")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes of one role in one tier; `format` says what they are made of."""
+
+    role: str
+    format: str
+    tier: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes of one role that cross one lane in a step."""
+
+    role: str
+    lane: str
+    nbytes: int
+
+
+class HeldMemory:
+    """Sums of what is held."""
+
+    held: Sequence[Holding]
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """Bytes per rank by role, all tiers together."""
+        return _summed(self.held, lambda one: one.role)
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Bytes per rank by tier, all roles together; "device" is where parameters are computed with."""
+        return _summed(self.held, lambda one: one.tier)
+
+    @property
+    def states(self) -> int:
+        """Bytes per rank of parameters, gradients and optimizer state: what the ZeRO paper counts."""
+        return sum(one.nbytes for one in self.held if one.role in STATES)
+
+    @property
+    def total(self) -> int:
+        """Bytes per rank on the device; activations are among them only where the shape of a transformer says them."""
+        return self.tiers.get("device", 0)
+
+
+def _summed(held: Iterable[Holding], key: Callable[[Holding], str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in held:
+        found[key(one)] = found.get(key(one), 0) + one.nbytes
+    return found
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part at one stage, item by item.
+
+    `padding`: elements of all buckets that belong to no parameter. `arriving`: bytes of a bucket's gradients as
+    autograd makes them, which lie beside the rest while backward runs.
+    """
+
+    held: tuple[Holding, ...]
+    padding: int
+    arriving: int
+
+
+@dataclass(frozen=True)
+class Footprint(HeldMemory):
+    """The numbers of a plan. `budget`: bytes of host memory ("cpu") and of disk ("nvme") that one rank may have."""
+
+    subject: ModelSpec
+    recipe: Recipe
+    settings: Arrangement
+    stage: int
+    device_memory: Mapping[str, int] = field(default_factory=dict)
+    budget: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those that can be planned so: all of them, or the third alone where parameters rest off the device."""
+        return (self.stage,) if self.recipe.rests else STAGES
+
+    @property
+    def world(self) -> int:
+        """Ranks that divide parameters among them."""
+        return self.settings.world
+
+    @property
+    def ranks(self) -> int:
+        """All ranks: of every dimension of a mesh."""
+        return self.settings.ranks
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model, or of the part that a rank of tp x pp shares, without padding."""
+        return self.subject.numel
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """The buckets of this stage."""
+        return self.subject.buckets(self.stage, self.world, self.settings.bucket_bytes)
+
+    @cached_property
+    def held(self) -> tuple[Holding, ...]:  # type: ignore[override]
+        """Rank 0's bytes, item by item, which no other rank's exceed by more than the padding at a cut."""
+        working = _working_at_rest if self.recipe.rests else _working
+        ring = self.recipe.ring_nbytes
+        if self.settings.device != "cpu":
+            ring += self.recipe.param_ring_nbytes + self.recipe.keep_ring_nbytes
+        found = [*_states(self), *working(self), Holding("ring", "", "cpu", ring), *_activations(self)]
+        return tuple(one for one in found if one.nbytes)
+
+    @cached_property
+    def share(self) -> Share:
+        """One rank's part, item by item."""
+        arriving = max((kind.largest_numel * kind.itemsize for kind in self.buckets.trained), default=0)
+        return Share(self.held, self.buckets.padding, arriving)
+
+    @cached_property
+    def pinned(self) -> int:
+        """Bytes that a rank's optimizer locks in host memory (`tier="cpu"`), in whole pages; CUDA has them pinned.
+
+        >>> zk.plan("1B", tier="cpu").pinned / 1e9
+        14.0000...
+        """
+        return _pinned(self)
+
+    @cached_property
+    def program(self) -> Program:
+        """The step in order: what is gathered, computed, released, reduced, updated and published."""
+        return between_ranks(self.buckets.sizes, self.subject.units, self.recipe, self.stage, self.settings)
+
+    @cached_property
+    def traffic(self) -> Volume:
+        """What one optimizer step moves between the ranks."""
+        return traffic_of(self.program, self.world)
+
+    @cached_property
+    def sent(self) -> dict[str, int | None]:
+        """Bytes that one rank sends in a step, by dimension of its mesh. None: the model does not say.
+
+        >>> zk.plan("8B", stage=3, mesh={"replicate": 2, "dp": 4, "tp": 2}).sent
+        {'replicate': 2000000000, 'dp': 18000000000, 'tp': None}
+        """
+        return _sent(self)
+
+    @cached_property
+    def moves(self) -> list[Move]:
+        """What a rank moves over its link and to and from its disk; what ranks send each other is `traffic`."""
+        sums: dict[tuple[str, str], int] = {}
+        for one in _moves(self):
+            sums[one.role, one.lane] = sums.get((one.role, one.lane), 0) + one.nbytes
+        return [Move(role, lane, nbytes) for (role, lane), nbytes in sums.items() if nbytes]
+
+    def moved(self, lane: str) -> int:
+        """Returns bytes over one lane in a step, of one rank: "down", "up", "read", "write".
+
+        >>> on_disk = zk.plan("1B", stage=3, param_tier="nvme", tier="nvme", schedule="overlap")
+        >>> {lane: on_disk.moved(lane) / 1e9 for lane in ("up", "down", "read", "write")}
+        {'up': 4.0, 'down': 2.0, 'read': 14.0, 'write': 12.0}
+        """
+        return sum(one.nbytes for one in self.moves if one.lane == lane)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of inputs that leave the device in a step, and come back."""
+        return max((one.nbytes for one in self.moves if one.role == "checkpoints"), default=0)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Bytes that a rank lacks, by the memory that does not have them; empty where all of it fits.
+
+        >>> zk.plan("8B", stage=3, param_tier="cpu", tier="cpu", host_memory="100GB").missing
+        {'host memory': 12000000000}
+        """
+        found = {name: self.total - most for name, most in self.device_memory.items()}
+        names = {"cpu": "host memory", "nvme": "disk"}
+        held = dict(self.tiers)
+        if self.settings.device == "cpu":  # whose memory is the host's
+            held["cpu"] = held.get("cpu", 0) + self.total
+        found |= {names[tier]: held.get(tier, 0) - most for tier, most in self.budget.items()}
+        return {name: nbytes for name, nbytes in found.items() if nbytes > 0}
+
+    def fits(self, device_memory: int | str) -> bool:
+        """Returns whether `total` is at most a device's memory: bytes, '80GB', '80GiB' or a name such as 'h100'.
+
+        >>> zk.plan("7.5B", world=8, stage=3).fits("h100")
+        True
+        """
+        (nbytes,) = parse_device_memory(device_memory).values()
+        return self.total <= nbytes
+
+    def spilling(self: _F) -> _F:
+        """Returns the same, but gradients of parameters at rest wait on the disk if host memory has no room for them.
+
+        The rule is that of zerokern.memory.room, before anything is there.
+        """
+        most = self.budget.get("cpu")
+        has_disk = "nvme" in (self.recipe.param_tier, self.recipe.tier)
+        if most is None or not self.recipe.rests or not has_disk:
+            return self
+        if self.settings.device == "cpu":
+            wait = self.recipe.param_tier == "nvme" and 2 * self.roles.get("gradients", 0) > most
+        else:
+            wait = self.tiers.get("cpu", 0) > most
+        return replace(self, settings=replace(self.settings, spills=True)) if wait else self
+
+    @cached_property
+    def _others(self: _F) -> dict[int, _F]:
+        return {stage: self if stage == self.stage else replace(self, stage=stage) for stage in self.stages}
+
+    def at(self: _F, stage: int) -> _F:
+        """Returns the same run at another stage.
+
+        >>> [zk.plan("1T", world=1024).at(stage).states // 10**9 for stage in (0, 3)]
+        [14000, 13]
+        """
+        if check_stage(stage) not in self._others:
+            raise ValueError(got("stage", stage, f"{self.stage}, for parameters that rest off the device"))
+        return self._others[stage]
+
+    def in_other_formats(self: _F) -> list[_F]:
+        """Returns the same run in every state and master format that its parameters can have, the exact ones first."""
+        recipes = self.recipe.alternatives(self.subject.main_dtype)
+        return [with_recipe(self, recipe, self.stage) for recipe in recipes]
+
+    def would_fit(self: _F) -> list[_F]:
+        """Returns the same run with what is needed least off the device, as far as it fits: exact formats, then lossy.
+
+        >>> found = zk.plan("20B", device_memory="v100", host_memory="128GiB", disk="1TB").would_fit()
+        >>> [(one.recipe.param_tier, one.recipe.tier, one.recipe.is_lossy()) for one in found][:3]
+        [('cpu', 'nvme', False), ('nvme', 'nvme', False), ('cpu', 'nvme', True)]
+        """
+        exact, dtype = self.recipe, self.subject.main_dtype
+        lossy = [one for one in (exact if exact.is_lossy() else None, exact.smallest_lossy(dtype)) if one is not None]
+        if exact.is_lossy():
+            exact = replace(exact, state_format="fp32", master_format=None)
+        recipes = [exact, *sorted(lossy, key=lambda one: one.state_nbytes(dtype))[:1]]
+        keeps = dict.fromkeys((self.recipe.keep, *(("cpu", "nvme") if self.recipe.keep else ())))
+        found: list[_F] = []
+        for recipe, keep, (param_tier, tier) in product(recipes, keeps, _PLACES):
+            one = with_recipe(self, recipe.placed(tier, param_tier, keep).on(self.settings.device, 3), 3)
+            if not one.missing and all(one.recipe != other.recipe for other in found):
+                found.append(one)
+        return found
+
+
+def with_recipe(run: _F, recipe: Recipe, stage: int) -> _F:
+    """Returns the same run with another recipe, whose gradients wait on the disk only where they have to."""
+    return replace(run, recipe=recipe, stage=stage, settings=replace(run.settings, spills=False)).spilling()
+
+
+def _states(run: Footprint) -> Iterator[Holding]:
+    """Yields parameters, gradients and optimizer state, in the tiers where they are updated."""
+    recipe, settings, trained = run.recipe, run.settings, run.buckets.trained
+    host = "cpu" if recipe.rests and settings.device != "cpu" else "device"
+    for kind in run.buckets.kinds:
+        numel = kind.shard_numel if shards_parameters(run.stage) else kind.padded_numel
+        yield Holding("parameters", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
+    for kind in trained:
+        wire = recipe.wire_dtype(kind.dtype)
+        nbytes = _gradient_numel(kind, run) * itemsize(wire)
+        yield Holding("gradients", short(wire), "nvme" if settings.spills else host, nbytes)
+    yield from _optimizer_state(run)
+    has_copies = recipe.has_host_copies(settings.device)
+    for kind in trained if has_copies else ():
+        wire, (numel, _) = recipe.wire_dtype(kind.dtype), kind.updated(shards_state(run.stage))
+        yield Holding("host parameters", short(kind.dtype), "cpu", numel * kind.itemsize)
+        yield Holding("host gradients", short(wire), "cpu", numel * itemsize(wire))
+    # parameters that a delayed update has made wait beside those that are in use, unless host copies can hold them
+    waits = recipe.optimizer != "none" if recipe.rests else has_copies and settings.device != "cpu"
+    for kind in trained if recipe.delays and waits else ():
+        numel, _ = kind.updated(shards_state(run.stage))
+        yield Holding("shadow", short(kind.dtype), recipe.param_tier, numel * kind.itemsize)
+
+
+def _optimizer_state(run: Footprint) -> Iterator[Holding]:
+    for kind in run.buckets.trained:
+        for state in run.recipe.state_of(kind.dtype):
+            nbytes = state.nbytes(*kind.updated(shards_state(run.stage)))
+            yield Holding(state.role, state.format, run.recipe.tier, nbytes)
+
+
+def _gradient_numel(kind: BucketSize, run: Footprint) -> int:
+    """Below stage 2 the reduced shard lies in the whole bucket, unless the next micro-batch needs that again."""
+    if shards_gradients(run.stage):
+        return kind.shard_numel
+    settings = run.settings
+    moves_out = run.world > 1 and settings.accumulate > 1 and not settings.no_sync and shards_state(run.stage)
+    return kind.padded_numel + (kind.shard_numel if moves_out else 0)
+
+
+def _working(run: Footprint) -> Iterator[Holding]:
+    """What exists besides the states while a step runs."""
+    settings, buckets, stage = run.settings, run.buckets, run.stage
+    if not settings.has_others:
+        return
+    wire = [(kind, itemsize(run.recipe.wire_dtype(kind.dtype))) for kind in buckets.trained]
+    largest = max((kind.largest_numel * size for kind, size in wire), default=0)
+    if shards_parameters(stage) and run.world > 1 and (run.subject.units or settings.pp > 1):
+        stays = settings.pp > 1  # from a step's first micro-batch to its last
+        nbytes = sum(bucket.nbytes for bucket in buckets.sizes) if stays else buckets.gathered_nbytes
+        yield Holding("gathered", "", "device", nbytes)
+    if run.world > 1 and shards_gradients(stage):
+        if settings.accumulate > 1 and settings.no_sync:
+            nbytes = sum(kind.padded_numel * size for kind, size in wire)
+        else:
+            nbytes = min(BUFFERS, sum(kind.count for kind in buckets.trained)) * largest
+        yield Holding("buffers", "", "device", nbytes)
+    if settings.device == "cpu":
+        yield Holding("scratch", "", "device", _scratch_nbytes(largest, stage, settings))
+
+
+def _working_at_rest(run: Footprint) -> Iterator[Holding]:
+    """A unit that computes, one on its way, on a CPU one that its update has handed over, and gradients that leave."""
+    settings, buckets, recipe = run.settings, run.buckets, run.recipe
+    if run.subject.units:
+        hands_over = settings.device == "cpu" and recipe.schedule == "overlap" and recipe.param_tier == "nvme"
+        units_nbytes = (sum(bucket.shard_nbytes for bucket in unit) for unit in buckets.beside_root)
+        handed = max(units_nbytes, default=0) if hands_over else 0
+        yield Holding("gathered", "", "device", buckets.gathered_nbytes + handed)
+    wire = {kind.dtype: itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained}
+    largest = max((kind.largest_numel * wire[kind.dtype] for kind in buckets.trained), default=0)
+    units = ([bucket for bucket in unit if bucket.trainable] for unit in buckets.by_unit)
+    of_unit = max((sum(bucket.padded_numel * wire[bucket.dtype] for bucket in unit) for unit in units), default=0)
+    if settings.micro > 1 and run.subject.units:  # slices are added in a unit's own gradients, which leave together
+        largest = of_unit
+    if settings.spills and settings.device == "cpu":  # of a unit that is updated, a bucket on its way
+        yield Holding("buffers", "", "device", of_unit + largest)
+    else:
+        yield Holding("buffers", "", "device", BUFFERS * largest)
+    if settings.device == "cpu" and settings.has_others:
+        yield Holding("scratch", "", "device", _scratch_nbytes(largest, run.stage, settings))
+
+
+def _scratch_nbytes(largest: int, stage: int, settings: Arrangement) -> int:
+    """What the spans of other ranks are received into: of the largest bucket, and in the round among copies of it.
+
+    >>> [_scratch_nbytes(1024, stage, Arrangement(2, "cpu", 1, 1, False, replicate=2)) for stage in (0, 1)]
+    [512, 768]
+    """
+    span = largest // settings.world
+    first, second = (settings.world - 1) * span, (settings.replicate - 1) * -(-span // settings.replicate)
+    if shards_state(stage):
+        return first + second
+    return max(first, (settings.replicate - 1) * -(-largest // settings.replicate))
+
+
+def _activations(run: Footprint) -> Iterator[Holding]:
+    """Activations, logits and loss; or what checkpoints keep, off the device all but the last one's and room for one
+    that comes, and what computes beside them."""
+    shape, keep = run.subject.activated, run.recipe.keep
+    if shape is None:
+        return
+    rows = None if keep is None else -(-(shape.batch or 1) // run.settings.micro)
+    activations, logits = shape.peak(rows)
+    yield Holding("activations", "", "device", activations)
+    yield Holding("logits", "", "device", logits)
+    if keep is not None:
+        away = 0 if keep == "device" else shape.checkpoints - shape.checkpoint
+        yield Holding("checkpoints", "", keep, away)
+        yield Holding("checkpoints", "", "device", min(shape.checkpoints - away + shape.checkpoint, shape.checkpoints))
+
+
+def _pinned(run: Footprint) -> int:
+    recipe, settings = run.recipe, run.settings
+    has_copies = recipe.has_host_copies(settings.device)
+    if recipe.optimizer == "none" or not (has_copies or recipe.tier == "cpu"):
+        return 0
+    from zerokern.memory.layout import nbytes_of  # its package needs torch, other plans do not
+
+    pieces = run.subject.pieces(run.stage, run.world, settings.bucket_bytes)
+    nbytes = _with_host_copies(pieces, recipe) if has_copies else _state_alone(pieces, recipe)
+    return nbytes_of([((one,), 1) for one in nbytes])
+
+
+def _kept_state(recipe: Recipe, dtype: str) -> list[StateRole]:
+    """In the order of the optimizers: moments, then what makes the parameter exact."""
+    return sorted(recipe.state_of(dtype), key=lambda one: one.role in ("master", "remainder"))
+
+
+def _with_host_copies(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iterator[int]:
+    """All values, all gradients, then all tensors of one key after those of another, if they are not on disk."""
+    yield from (numel * itemsize(dtype) for numel, dtype in pieces)
+    yield from (numel * itemsize(recipe.wire_dtype(dtype)) for numel, dtype in pieces)
+    here = () if recipe.tier == "nvme" else pieces
+    states = [tensor for numel, dtype in here for role in _kept_state(recipe, dtype) for tensor in role.tensors(numel)]
+    yield from (nbytes for _, nbytes in sorted(states, key=lambda tensor: tensor[0]))
+
+
+def _state_alone(pieces: Sequence[tuple[int, str]], recipe: Recipe) -> Iterator[int]:
+    """State, parameter by parameter."""
+    for numel, dtype in pieces:
+        for role in _kept_state(recipe, dtype):
+            yield from (nbytes for _, nbytes in role.tensors(numel))
+
+
+def lanes_to(tier: str | None, device: str) -> tuple[str, ...]:
+    """Returns the lanes by which what rests in a tier comes to the device.
+
+    >>> lanes_to("nvme", "cuda"), lanes_to("cpu", "cuda"), lanes_to("nvme", "cpu"), lanes_to("device", "cuda")
+    (('read', 'up'), ('up',), ('read',), ())
+    """
+    link = () if device == "cpu" else ("up",)
+    return {"nvme": ("read", *link), "cpu": link}.get(tier or "", ())
+
+
+def _moves(run: Footprint) -> Iterator[Move]:
+    recipe, settings, trained = run.recipe, run.settings, run.buckets.trained
+    if recipe.rests:
+        yield from _moves_at_rest(run)
+    elif recipe.has_host_copies(settings.device) and settings.device != "cpu":
+        for kind in trained:
+            numel, _ = kind.updated(shards_state(run.stage))
+            yield Move("gradients", "down", numel * itemsize(recipe.wire_dtype(kind.dtype)))
+            yield Move("parameters", "up", numel * kind.itemsize)
+    if recipe.tier == "nvme":
+        for one in _optimizer_state(run):
+            yield from (Move(one.role, lane, one.nbytes) for lane in ("read", "write"))
+    shape = run.subject.activated
+    if shape is not None:
+        away = (shape.checkpoints - shape.checkpoint) * settings.accumulate
+        for lane in lanes_to(recipe.keep, settings.device):
+            yield Move("checkpoints", _BACK[lane], away)
+            yield Move("checkpoints", lane, away)
+
+
+def _moves_at_rest(run: Footprint) -> Iterator[Move]:
+    """Parameters are fetched and stored. Gradients of each micro-batch leave, and what waits on the disk is read to
+    add to it, then by the update."""
+    recipe, settings, buckets = run.recipe, run.settings, run.buckets
+    whole, root = (sum(bucket.shard_nbytes for bucket in some) for some in (buckets.sizes, buckets.root))
+    for lane in lanes_to(recipe.param_tier, settings.device):
+        yield Move("parameters", lane, settings.accumulate * (2 * whole - root - buckets.last_unit_nbytes))
+    if recipe.optimizer != "none" and recipe.param_tier == "nvme":
+        updated = sum(kind.own_numel * kind.itemsize for kind in buckets.trained)
+        yield Move("parameters", "write", updated)
+        if recipe.schedule == "sync":  # the update comes after both fetches, and so reads for itself
+            yield Move("parameters", "read", updated)
+    own = sum(kind.own_numel * itemsize(recipe.wire_dtype(kind.dtype)) for kind in buckets.trained)
+    if settings.device != "cpu":
+        yield Move("gradients", "down", own * settings.accumulate)
+    if settings.spills:
+        yield Move("gradients", "write", own * settings.accumulate)
+        yield Move("gradients", "read", own * settings.accumulate)
+
+
+def _sent(run: Footprint) -> dict[str, int | None]:
+    settings, shape, recipe = run.settings, run.subject.activated, run.recipe
+    found: dict[str, int | None] = {}
+    passed = 0 if shape is None else shape.checkpoint * settings.accumulate  # bytes between two layers
+    if settings.pp > 1:  # activations to the next stage, their gradients to the one before
+        found["pp"] = min(2, settings.pp - 1) * passed if shape else None
+    if settings.replicate > 1:  # what the reduction along dp leaves of a bucket becomes the mean of all copies
+        times, total = 1 if settings.no_sync else settings.accumulate, 0
+        for bucket in [bucket for bucket in run.buckets.sizes if bucket.trainable]:
+            numel = bucket.shard_numel if shards_state(run.stage) else bucket.padded_numel
+            total += times * _all_reduced(numel, settings.replicate) * itemsize(recipe.wire_dtype(bucket.dtype))
+        found["replicate"] = total
+    if settings.world > 1:
+        found["dp"] = run.traffic.sent_nbytes
+    if settings.tp > 1:
+        passes = 2 if recipe.keep is None else 3  # forward, again where it is recomputed, backward
+        count = passes * _ALL_REDUCES * settings.accumulate
+        found["tp"] = count * shape.layers * _all_reduced(shape.checkpoint, settings.tp) if shape else None
+    return found
+
+
+def _all_reduced(amount: int, size: int) -> int:
+    """What each of `size` ranks sends: a reduce-scatter and an all-gather.
+
+    >>> _all_reduced(128, 2), _all_reduced(128, 4)
+    (128, 192)
+    """
+    return 2 * (size - 1) * -(-amount // size)
