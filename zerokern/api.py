@@ -23,7 +23,7 @@ from zerokern.memory.heap import give_back, map_large
 from zerokern.memory.tier import config_of
 from zerokern.parallel.experts import groups_of
 from zerokern.parallel.halves import refuse_half_backwards
-from zerokern.zero import home_of
+from zerokern.zero import shard_of
 from zerokern.zero.partition import check_stage, shards_parameters
 from zerokern.zero.sharding import Sharding
 from zerokern.zero.units import Units
@@ -130,7 +130,7 @@ def shard(
 def sharding_of(module: nn.Module) -> Sharding:
     """What zk.shard keeps of a module that it has sharded."""
     for param in module.parameters():
-        home = home_of(param)
+        home = shard_of(param)
         if home is not None:
             return home.sharding
     raise StateError(f"{type(module).__name__} is not sharded; call zk.shard(model) first")
@@ -168,8 +168,8 @@ def shards(model: nn.Module) -> list[nn.Parameter]:
     >>> [(piece.zk_name, piece.numel()) for piece in zk.shards(model)]
     [('weight', 2), ('bias', 1)]
     """
-    pieces = {id(home_of(piece)): piece for piece in sharding_of(model).expose()}
-    homes = [home_of(param) for param in model.parameters()]
+    pieces = {id(shard_of(piece)): piece for piece in sharding_of(model).expose()}
+    homes = [shard_of(param) for param in model.parameters()]
     return [pieces[id(home)] for home in homes if home is not None and id(home) in pieces]
 
 

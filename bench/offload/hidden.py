@@ -26,10 +26,10 @@ from zerokern.examples.played import PlayedTraining
 from zerokern.examples.played_device import PlayedDevice
 from zerokern.examples.trace.timeline import hidden, step_begins
 from zerokern.optim.device import put_in_place
-from zerokern.optim.dtensors import Alone
 from zerokern.optim.parts import parts_of
 from zerokern.schedule import Delayed, Machine, Program, Span, flow_bound, program_of, simulate
 from zerokern.schedule.recorder import Event, Recorder
+from zerokern.zero.shard import shards_of
 
 from .. import foretold
 from ..foretold import Outcome, Say, Told, compare
@@ -154,7 +154,7 @@ def program_for(case: Case, rates: Rates) -> Program:
     forward, backward = case.seconds(case.forward_ms), case.seconds(case.backward_ms)
     pieces = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in case.units]
     spans = []
-    for part in parts_of(pieces, [Alone("", piece) for piece in pieces]):
+    for part in parts_of(pieces, shards_of(pieces, [""] * len(pieces))):
         numel = sum(case.units[unit] for unit in part.members)
         span = Span.of(
             part.name,

@@ -21,7 +21,7 @@ import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.kernels import join
 from zerokern.optim import convert_state
-from zerokern.zero.homes import home_of
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -241,10 +241,10 @@ def converted_on_ranks(world: World, path: str) -> None:
         expected = convert_state(opt.state_dict(), state_format="int8")["state"]
         found = used.state_dict()["state"]
         for number, (mine, param) in enumerate(zip(target.parameters(), source.parameters(), strict=True)):
-            home, entry = home_of(mine), found[number]
+            home, entry = shard_of(mine), found[number]
             assert home is not None and isinstance(entry["exp_avg.codes"], Sharded)
             high = home.piece.detach()
-            assert torch.equal(join(high, entry["remainder"].local), home_of(param).piece.detach())
+            assert torch.equal(join(high, entry["remainder"].local), shard_of(param).piece.detach())
             for key in ("exp_avg.codes", "exp_avg_scale", "exp_avg_sq.codes", "exp_avg_sq_scale"):
                 assert torch.equal(entry[key].local, expected[number][key].local), key
         target(torch.ones(2, 100, dtype=BF16)).pow(2).mean().backward()

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zerokern as zk
-from zerokern.zero import home_of
+from zerokern.zero import shard_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "comm"))
 from ranks import run_ranks  # noqa: F401
@@ -165,7 +165,7 @@ def trainer(case: Case, world: int, folder: Path | str, **more: Any) -> pl.Train
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
-    if not any(home_of(param) is not None for param in module.parameters()):
+    if not any(shard_of(param) is not None for param in module.parameters()):
         return {name: param.detach().clone() for name, param in module.named_parameters()}
     with zk.gathered(module):
         return {name: param.detach().clone() for name, param in module.named_parameters()}

@@ -95,7 +95,7 @@ def test_what_is_called_exists() -> None:
 
 
 def test_quoted_messages_exist() -> None:
-    quotes = doc_pages.quoted("troubleshooting.md")
+    quotes = doc_pages.quoted("troubleshooting.md") + doc_pages.quoted("contract.md")
     assert [quote for quote in quotes if not doc_pages.is_said(quote, doc_pages.messages())] == []
 
 

@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "one_rank_skips_alone",
         "zerokern/optim/accord.py",
-        "mine = [math.inf if broken else own, bool(said), torn, self.makes_state, mark, mark * mark]",
-        "mine = [own, bool(said), torn, self.makes_state, mark, mark * mark]",
+        "mine = [math.inf if broken else own, bool(said), torn, makes, mark, mark * mark]",
+        "mine = [own, bool(said), torn, makes, mark, mark * mark]",
         "A rank whose GradScaler found an infinity skips the step, and the others make it.",
         ("tests/optim/test_shard.py",),
     ),
@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "factor_of_a_failed_step_lost",
-        "zerokern/optim/local.py",
+        "zerokern/optim/shards.py",
         "for sharding, factor in self._folds if undone else ():",
         "for sharding, factor in () if undone else ():",
         "A clip factor that a failed step took up is not there for the next one.",

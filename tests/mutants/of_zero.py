@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     Mutant(
         "write_to_a_whole_parameter_not_seen_by_its_piece",
-        "zerokern/zero/homes.py",
+        "zerokern/zero/shard.py",
         "torch.autograd.graph.increment_version(self.piece)\n            self.seen_version",
         "self.seen_version",
         "A sharded parameter that was written from outside keeps its old master.",

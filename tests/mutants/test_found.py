@@ -32,7 +32,7 @@ from zerokern.optim.exchange import Inflow
 from zerokern.optim.formats import Slot
 from zerokern.optim.state import begin
 from zerokern.schedule.passes import Ahead, turn
-from zerokern.zero.homes import home_of
+from zerokern.zero.shard import shard_of
 
 
 class Addresses:
@@ -185,7 +185,7 @@ def test_the_factor_of_a_step_that_is_skipped_is_no_part_of_the_next(kind: type)
         model(x, False).backward()
         plain(x, False).backward()
         if not turns:
-            home_of(model.one.weight).sharding.fold(kind(float("nan")))
+            shard_of(model.one.weight).sharding.fold(kind(float("nan")))
     for sharded, param in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(sharded.grad.whole(sharded.grad), param.grad)
 
@@ -344,7 +344,7 @@ def test_a_second_pass_at_stage_0_adds_up_over_the_ranks_once() -> None:
 def test_a_unit_that_is_gathered_asks_for_its_update_first() -> None:
     model = Sum()
     zk.shard(model, stage=3, units=[model.one, model.other])
-    units, asked = home_of(model.one.weight).sharding.gatherer.units, []
+    units, asked = shard_of(model.one.weight).sharding.gatherer.units, []
     for unit in units:
         unit.prepare = lambda unit=unit: asked.append(unit.number)
     model(torch.randn(4, 16), True)

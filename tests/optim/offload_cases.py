@@ -27,7 +27,7 @@ from zero_cases import IN, OUT, Block, batch
 
 import zerokern as zk
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.zero.homes import home_of
+from zerokern.zero.shard import shard_of
 
 BUCKET_NBYTES = 1024  # several buckets at every stage
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -230,7 +230,7 @@ def held(row: Row, model: nn.Module, step: int, last: bool) -> contextlib.Abstra
 def on_device(device: PlayedDevice, row: Row, model: nn.Module) -> None:
     """The memory that a model's parameters have here plays being the device's."""
     for param in model.parameters():
-        home = home_of(param)
+        home = shard_of(param)
         for one in (param,) if home is None else (param, home.piece):
             device.own(one)
         if row.wrap == "fsdp2":

@@ -15,7 +15,7 @@ from torch import Tensor
 from zerokern.core.units import BLOCK
 from zerokern.debug.fake import FakeWorld
 from zerokern.kernels import split
-from zerokern.zero.homes import Home, alias, give_home
+from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded
 
 SIZES = (1, 127, 128, 129, 1000, 0)  # some ranks own nothing of most of them
@@ -41,7 +41,7 @@ class Divided:
         self.factor: float | Tensor = 1.0
         self.published, self.fails = 0, False
         self.zero_order: list[torch.nn.Parameter] = []
-        self.homes: list[Home] = []
+        self.homes: list[Shard] = []
         self._fulls: list[Tensor] = []
         for number, value in enumerate(values or [p.detach() for p in make_params(sizes)]):
             shape = torch.Size((shapes or {}).get(number, value.shape))
@@ -59,13 +59,13 @@ class Divided:
         piece = alias(full, start, (end - start,))
         lossy = dtype is not torch.float32
         param = torch.nn.Parameter(alias(full, 0, shape))
-        home = Home(f"layer.{number}", param, start, piece, self, wide[start:end].clone() if lossy else None)
+        home = Shard.of_model(f"layer.{number}", param, start, piece, self, wide[start:end].clone() if lossy else None)
         home.piece.grad_dtype = None
         if self.stage == 3:
             body = Sharded(home.piece.detach(), shape, start, name=home.name, group=self.group)
             torch.utils.swap_tensors(param, torch.nn.Parameter(body))
         param.grad_dtype = None
-        give_home(param, home)
+        give_shard(param, home)
         home.seen_version = param._version
         self.zero_order.append(param)
         self.homes.append(home)

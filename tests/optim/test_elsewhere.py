@@ -255,7 +255,7 @@ def test_state_moves_between_memory_and_elsewhere(
     else:
         twins.train(1, 2)
         for param, value in zip((*twins.params, *twins.straight), saved_values(twins), strict=True):
-            param.data.copy_(value)
+            param.detach().copy_(value)
         twins.both(lambda optimizer, _: optimizer.load_state_dict(saved[1]))
         twins.train(1, 5)
         assert twins.agree()

@@ -27,7 +27,6 @@ def layered(world: World, stage: int) -> tuple[nn.Module, Any]:
     return model, MAKERS["adamw"](model.parameters(), schedule="overlap")
 
 
-@pytest.mark.filterwarnings("ignore:the update failed on this rank")
 @each("ranks, stage, part", [(2, 1, 0), (2, 3, 1), (3, 2, 2), (2, 3, 3)])
 def test_a_part_that_fails_beside_a_forward_keeps_nobody_waiting(
     ranks: int, stage: int, part: int, monkeypatch: pytest.MonkeyPatch
@@ -55,7 +54,6 @@ def test_a_part_that_fails_beside_a_forward_keeps_nobody_waiting(
     on_threads(ranks, work, timeout=20.0)
 
 
-@pytest.mark.filterwarnings("ignore:the update failed on this rank")
 @each(
     "stage, asked, trained",
     [(1, "flush", False), (3, "flush", True), (3, "state_dict", False), (1, "evaluation", True), (3, "read", True)],
@@ -109,7 +107,6 @@ class Skips(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("ignore:the update failed on this rank")
 @each("stage", [1, 3])
 def test_a_part_that_fails_for_a_unit_which_the_next_forward_leaves_out(
     stage: int, monkeypatch: pytest.MonkeyPatch

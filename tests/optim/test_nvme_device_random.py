@@ -19,7 +19,7 @@ from zerokern.examples.played_device import PlayedDevice
 
 
 class OnDevice(Life):
-    """Besides, parameters are frozen for a while, written by `.data` and stepped with what autograd accumulates."""
+    """Besides, parameters are frozen for a while, written by views and stepped with what autograd accumulates."""
 
     def __init__(self, tier: Tier, seed: int, device: PlayedDevice, schedule: Any) -> None:
         super().__init__(tier, seed)
@@ -33,7 +33,7 @@ class OnDevice(Life):
         twins.ours = MAKERS[name](twins.params, tier=tier(ring_nbytes=1 << 19), schedule=schedule, **settings)
         twins.reference = MAKERS[name](twins.straight, tier="cpu", schedule=schedule, **settings)
         self.device, self.told = device, [*self.told, str(schedule)]
-        self.handles = [[param.data for param in params] for _, params in twins.pairs]
+        self.handles = [[param.detach() for param in params] for _, params in twins.pairs]
         self.deeds += [self.write_by_handle, self.flush, self.freeze, self.accumulate]
 
     def step(self) -> None:
@@ -65,7 +65,7 @@ class OnDevice(Life):
         number, value = self.number(), self.draw.gauss(0.0, 50.0)
         for handles, (_, params) in zip(self.handles, self.twins.pairs, strict=True):
             params[number].data = torch.full_like(params[number], value)
-            handles[number] = params[number].data
+            handles[number] = params[number].detach()
 
     def write_by_handle(self) -> None:
         number, value = self.number(), self.draw.gauss(0.0, 5.0)
@@ -88,7 +88,7 @@ class OnDevice(Life):
         super().grow()
         self.device.own(self.twins.params[-1])
         for handles, (_, params) in zip(self.handles, self.twins.pairs, strict=True):
-            handles.append(params[-1].data)
+            handles.append(params[-1].detach())
 
     def agrees(self) -> bool:
         self.device.synchronize()

@@ -52,7 +52,7 @@ def assert_torn(twins: Twins, failed: pytest.ExceptionInfo[zk.IoError]) -> None:
 def heal(twins: Twins) -> None:
     """As a user does: the model first, then its optimizer."""
     for param, value in zip(twins.params, copies(twins.straight), strict=True):
-        param.data.copy_(value)
+        param.detach().copy_(value)
     twins.ours.load_state_dict(twins.reference.state_dict())
 
 

@@ -57,7 +57,7 @@ def test_loading_takes_no_more_room_and_overwrites_in_place(tier: Tier) -> None:
     records = dict(twins.ours.holdings.disk.records)
     for optimizer, params in twins.pairs:
         for param, value in zip(params, values, strict=True):
-            param.data.copy_(value)
+            param.detach().copy_(value)
         optimizer.load_state_dict(saved)
     twins.train(2, 1)
     assert twins.agree()

@@ -14,7 +14,7 @@ from torch import nn
 import zerokern as zk
 from zerokern.core.errors import StateError
 from zerokern.examples.played_device import PlayedDevice
-from zerokern.zero.homes import home_of
+from zerokern.zero.shard import shard_of
 
 
 def built(device: PlayedDevice, stage: int | None = None) -> nn.Sequential:
@@ -80,7 +80,7 @@ def test_listeners_go_with_their_optimizer(device: PlayedDevice) -> None:
     params = list(model.parameters())
 
     def hooked() -> int:
-        return sum(len(bucket.listeners) for bucket in home_of(params[0]).sharding.gradient_buckets)
+        return sum(len(bucket.listeners) for bucket in shard_of(params[0]).sharding.gradient_buckets)
 
     assert hooked()
     model(torch.randn(4, 24))  # publishes the last step
@@ -123,3 +123,31 @@ def test_a_checkpoint_replaces_what_is_pending_without_a_warning() -> None:
     assert torch.equal(model.weight, weight)
     optimizer.flush()
     assert torch.equal(model.weight, expected)
+
+
+def test_a_pending_update_of_a_parameter_that_is_frozen_is_refused_by_name() -> None:
+    model = nn.Linear(3, 2)
+    saved = pending(model).state_dict()
+    frozen = nn.Linear(3, 2)
+    frozen.load_state_dict(model.state_dict())
+    frozen.bias.requires_grad_(False)
+    optimizer = zk.SGD(frozen.named_parameters(), lr=0.5, momentum=0.9, schedule=zk.Delayed(after=0))
+    with pytest.raises(StateError, match=r"^bias is frozen, and this state has an update.*requires_grad=True"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
+    frozen.bias.requires_grad_(True)
+    optimizer.load_state_dict(saved)
+    optimizer.flush()
+    assert torch.equal(frozen.bias, saved["state"][1]["pending"])
+
+
+def test_a_frozen_parameter_may_be_loaded_with_the_values_that_it_has() -> None:
+    model = nn.Linear(3, 2)
+    saved = pending(model).state_dict()
+    frozen = nn.Linear(3, 2)
+    frozen.load_state_dict({"weight": model.weight, "bias": saved["state"][1]["pending"]})
+    frozen.bias.requires_grad_(False)
+    optimizer = zk.SGD(frozen.parameters(), lr=0.5, momentum=0.9, schedule=zk.Delayed(after=0))
+    optimizer.load_state_dict(saved)
+    optimizer.flush()
+    assert torch.equal(frozen.weight, saved["state"][0]["pending"])

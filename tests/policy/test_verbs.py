@@ -41,7 +41,7 @@ class Verb:
 
 ENVIRON = frozenset({"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"})
 CALLED = frozenset(f"torch.distributed.{name}" for name in COLLECTIVES)
-KINDS = ("zerokern/zero/kinds.py", "zerokern/optim/dtensors.py")
+KINDS = ("zerokern/zero/kinds.py", "zerokern/zero/shard.py")
 DTENSOR = frozenset({"torch.distributed.tensor.DTensor"})
 PINS = frozenset({"pin_memory", "cudaHostRegister", "cudaHostAlloc", "zk_host_register"})
 STREAMS = ("zerokern/schedule/executor.py", "zerokern/memory/staging.py")

@@ -113,7 +113,7 @@ def test_a_model_that_cannot_be(case: str, stage: int) -> None:
     model = make()
     says(refusal(lambda: zk.shard(model, stage=stage), REFUSED), words)
     if isinstance(model, nn.Module):
-        assert all(not hasattr(param, "_zk_home") for param in model.parameters()), "half sharded"
+        assert all(not hasattr(param, "_zk_shard") for param in model.parameters()), "half sharded"
 
 
 def twice(world: World, first: int, second: int) -> None:
@@ -125,7 +125,7 @@ def twice(world: World, first: int, second: int) -> None:
     optimizer = make_adamw(model.parameters())
     mse(model, 0, world).backward()
     optimizer.step()
-    assert not hasattr(larger["head"].weight, "_zk_home")
+    assert not hasattr(larger["head"].weight, "_zk_shard")
 
 
 @each("size, first, second", [(1, 1, 1), (2, 2, 3), (1, 3, 2)])
@@ -165,7 +165,7 @@ def differing(world: World, case: str, stage: int) -> str:
     if world.rank == 1:
         change(model)
     message = refusal(lambda: world.shard(model, stage=stage), zk.ZerokernError)
-    assert all(type(param) is nn.Parameter and not hasattr(param, "_zk_home") for param in model.parameters())
+    assert all(type(param) is nn.Parameter and not hasattr(param, "_zk_shard") for param in model.parameters())
     model = world.shard(built(Net), stage=stage)  # the group goes on
     assert all(torch.equal(value, before[name]) for name, value in full(model).items())
     return message

@@ -197,7 +197,7 @@ def accumulated(model: nn.Module, step: int, world: World) -> None:
 
 
 def without_reduction(model: nn.Module, step: int, world: World) -> None:
-    if next(model.parameters()).grad is None and hasattr(next(model.parameters()), "_zk_home"):
+    if next(model.parameters()).grad is None and hasattr(next(model.parameters()), "_zk_shard"):
         with zk.no_sync(model), zk.gathered(model):
             penalty(model).backward()
     else:

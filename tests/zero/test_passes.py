@@ -18,8 +18,8 @@ from zerokern.comm.group import Group
 from zerokern.schedule import Program
 from zerokern.schedule.passes import Ahead, step_of
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.homes import home_of
 from zerokern.zero.params import BucketMemory
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharding import Sharding
 
 Said = tuple[str, str, int]
@@ -133,7 +133,7 @@ def watched(world: World, noted: Noted, stage: int) -> Layered:
 
 
 def sharding_of(model: Layered) -> Sharding:
-    home = home_of(model.end.weight)
+    home = shard_of(model.end.weight)
     assert home is not None
     return home.sharding
 

@@ -164,4 +164,4 @@ def test_a_parameter_that_is_pickled_leaves_its_home_behind() -> None:
     model = zk.shard(built(Net), stage=3)
     with zk.gathered(model):
         twin = pickled(model.leave.weight)
-    assert twin.__dict__ == {"_zk_home": None}
+    assert twin.__dict__ == {"_zk_shard": None}

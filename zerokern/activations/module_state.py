@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as Norm
 
-from zerokern.zero.homes import home_of
+from zerokern.zero.shard import shard_of
 
 __all__ = ["ModuleState"]
 
@@ -79,7 +79,7 @@ class ModuleState:
 
 def _is_exchanged(value: Any) -> bool:
     """Returns whether functional_call or a user has put a plain tensor in the place of a parameter."""
-    return value is not None and not isinstance(value, nn.Parameter) and home_of(value) is None
+    return value is not None and not isinstance(value, nn.Parameter) and shard_of(value) is None
 
 
 def _written_to(owner: nn.Module) -> set[str] | None:

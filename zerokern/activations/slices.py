@@ -23,7 +23,7 @@ from zerokern.activations.batches import IN_SLICES, Results, SlicedBatch
 from zerokern.core.errors import StateError
 from zerokern.zero import hooks
 from zerokern.zero.handing import InParts, Summed, Way, way_to
-from zerokern.zero.homes import home_of
+from zerokern.zero.shard import shard_of
 
 __all__ = ["KEPT_OUTSIDE", "in_slices", "refuse_statistics"]
 
@@ -162,7 +162,7 @@ class _Graph:
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         ends = [InParts(shape) if cut else Summed() for shape, cut in self._like]
         given = {node: way_to(node, leaf) for node, leaf in self.leaves.items()}
-        for home in filter(None, map(home_of, self.leaves.values())):
+        for home in filter(None, map(shard_of, self.leaves.values())):
             if home.sharding.gatherer is not None:  # whose pass this is, not that of the first slice
                 home.sharding.gatherer.joins_backward()
         entries = [weakref.ref(one.inputs[0].node) for one in self._slices if one is not None and one.inputs]

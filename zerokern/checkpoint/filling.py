@@ -25,9 +25,9 @@ from zerokern.io.pieces import Width
 from zerokern.kernels import decode_int8
 from zerokern.kernels.formats import BLOCK
 from zerokern.memory.here import Cuboid, Here
-from zerokern.optim.local import PENDING
-from zerokern.zero.homes import Home, here_of_state, home_of
+from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import here_of, local_of, present, rest_of
+from zerokern.zero.shard import Shard, here_of_state, shard_of
 
 __all__ = ["Batch", "Restore"]
 
@@ -127,10 +127,10 @@ class Restore:
         }
         for name, kept in self._extra_tensors.items():
             read(f"model.{name}", kept)
-        initials: list[tuple[Home, Tensor, Tensor]] = []
+        initials: list[tuple[Shard, Tensor, Tensor]] = []
         for name, (key, dtype) in plan.initials.items():
             tensor = target.tensors[name]
-            home = home_of(tensor)
+            home = shard_of(tensor)
             assert home is not None
             lost = torch.empty(home.numel, dtype=dtype, device=home.piece.device)
             read(key, home.here.show(lost, name=home.name))

@@ -15,9 +15,9 @@ from zerokern.checkpoint.optimizers import AnyOptimizer, Wanted, from_plain
 from zerokern.checkpoint.source import Source
 from zerokern.checkpoint.training_state import TrainingState, aliases, extra_states
 from zerokern.core.errors import StateError
-from zerokern.optim.local import PENDING
-from zerokern.zero.homes import here_of_state, home_of
+from zerokern.optim.shards import PENDING
 from zerokern.zero.kinds import local_of
+from zerokern.zero.shard import here_of_state, shard_of
 
 __all__ = ["LoadPlan", "StatePlan", "TensorPlan"]
 
@@ -163,7 +163,7 @@ class LoadPlan:
             lost = self._row(initial)[0]
             beside = {"master" if lost is torch.float32 else "remainder": (initial, lost)}
             if dtype is tensor.dtype:
-                if home_of(tensor) is not None:
+                if shard_of(tensor) is not None:
                     self.initials[name] = initial, lost
                 elif not self.lossy:
                     self._say(f"{name}: it is kept more exactly than {dtype} has it; {_TO_SHARD}{_LOSSY}")

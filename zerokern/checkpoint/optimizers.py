@@ -20,8 +20,8 @@ from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.disk import Disk
 from zerokern.optim.exchange import Exchange, Inflow
-from zerokern.optim.local import LATE, NOT_DELAYED, PENDING
-from zerokern.zero.homes import here_of_state, home_of
+from zerokern.optim.shards import LATE, NOT_DELAYED, PENDING
+from zerokern.zero.shard import here_of_state, shard_of
 
 __all__ = ["AnyOptimizer", "OurOptimizer", "Wanted", "from_plain", "optimizer_of", "plain"]
 
@@ -64,7 +64,7 @@ class AnyOptimizer:
         """Returns the state of each parameter."""
         found: list[dict[str, Any] | None] = []
         for param in self.params:
-            home = home_of(param)
+            home = shard_of(param)
             entry = {key: value for key, value in (self.opt.state.get(param) or {}).items() if value is not None}
             if home is not None and param is home.piece:
                 entry = {
@@ -234,7 +234,7 @@ def from_plain(value: Any, like: Any = None) -> Any:
 
 def _stand_in(param: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Makes zeros of the shape that an optimizer asks for, without the memory for them."""
-    home = home_of(param)
+    home = shard_of(param)
     if home is not None and param is home.piece and shape:
         per = 1 if shape == home.shape else -(-home.shape.numel() // shape.numel())
         shape = torch.Size([-(-home.numel // per)])

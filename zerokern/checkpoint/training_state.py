@@ -19,8 +19,8 @@ from zerokern.checkpoint.storage import OnDiskPart
 from zerokern.core.errors import StateError, got
 from zerokern.core.ports import plugs
 from zerokern.optim.exchange import Column
-from zerokern.zero.homes import here_of_state, home_of
 from zerokern.zero.kinds import here_of, is_divided, local_of, present, shardings_of
+from zerokern.zero.shard import here_of_state, shard_of
 
 __all__ = [
     "WRAPPERS", "NamedSpan", "TrainingState", "aliases", "announce_writes", "extra_states", "finish_updates",
@@ -150,9 +150,10 @@ def finish_updates(model: nn.Module, *, replaced: bool = False) -> None:
 
     `replaced`: they are about to be, so that an update which failed does not matter.
     """
-    for sharding in shardings_of(map(home_of, named_tensors(model).values())):
+    for sharding in shardings_of(map(shard_of, named_tensors(model).values())):
+        sharding.publisher.complete()
         if replaced:
-            sharding.publisher.forget()
+            sharding.publisher.failure = None
         sharding.publisher.finish()
 
 
@@ -171,7 +172,7 @@ def announce_writes(model: nn.Module) -> None:
     for tensor in named.values():
         written += [tensor, local_of(tensor)] if is_divided(tensor) else [tensor]
     torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
-    for sharding in shardings_of(map(home_of, named.values())):
+    for sharding in shardings_of(map(shard_of, named.values())):
         if sharding.gatherer is not None:
             sharding.gatherer.settle()
         sharding.publisher.announce()
@@ -193,7 +194,7 @@ class TrainingState:
         self.layout = layout_of(model)
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}
         for name, tensor in self.tensors.items():
-            home = home_of(tensor)
+            home = shard_of(tensor)
             if home is not None:
                 self._names.setdefault(id(home.piece), name)
         self.params = [self._named(one) for one in self.optimizers]  # names, in the order of the groups
@@ -246,7 +247,7 @@ class TrainingState:
         items: dict[str, Any] = {}
         for name, tensor in self.tensors.items():
             items[f"model.{name}"] = tensor.detach()
-            home = home_of(tensor)
+            home = shard_of(tensor)
             initial = None if home is None else home.initial(tensor)
             if home is not None and initial is not None:
                 items[f"initial.{name}"] = home.here.show(initial, name=home.name)

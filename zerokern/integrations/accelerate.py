@@ -23,7 +23,7 @@ from zerokern import checkpoint
 from zerokern.api import sharding_of
 from zerokern.integrations.sharded_model import check_model, check_optimizer, is_sharded, trains
 from zerokern.optim.base import FusedOptimizer
-from zerokern.zero import home_of
+from zerokern.zero import shard_of
 
 __all__ = ["FOLDER", "Accelerator", "unwrapped"]
 
@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clips as Accelerate does; the norm of divided gradients is that of all ranks."""
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if all(home_of(param) is None for param in listed):
+        if all(shard_of(param) is None for param in listed):
             return super().clip_grad_norm_(listed, max_norm, norm_type)
         self.unscale_gradients()
         return zk.clip_grad_norm_(listed, max_norm, norm_type)

@@ -24,7 +24,7 @@ from zerokern.core.errors import ShardError, got
 from zerokern.core.units import Stage
 from zerokern.integrations.sharded_model import check_optimizer
 from zerokern.optim.base import FusedOptimizer
-from zerokern.zero import home_of
+from zerokern.zero import shard_of
 from zerokern.zero.kinds import shardings_of
 from zerokern.zero.sharding import Sharding
 
@@ -53,7 +53,7 @@ class ZerokernStrategy(DDPStrategy):
         self._own_norms: dict[FusedOptimizer, float | None] = {}
 
     def _shardings(self) -> list[Sharding]:
-        return shardings_of(map(home_of, self._module.parameters()))
+        return shardings_of(map(shard_of, self._module.parameters()))
 
     def setup(self, trainer: Any) -> None:
         trainer.accelerator.setup(trainer)
@@ -72,7 +72,7 @@ class ZerokernStrategy(DDPStrategy):
 
     def _check_sharded(self) -> None:
         for name, param in self._module.named_parameters():
-            if param.requires_grad and home_of(param) is None:
+            if param.requires_grad and shard_of(param) is None:
                 raise ShardError(got("parameter", name, "those of what configure_model() shards: one module for all"))
         for one in self._shardings():
             if self.stage not in (None, one.stage):

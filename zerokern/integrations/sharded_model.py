@@ -9,7 +9,7 @@ from torch import nn
 
 from zerokern.api import sharding_of
 from zerokern.core.errors import StateError, got
-from zerokern.zero import home_of
+from zerokern.zero import shard_of
 
 __all__ = ["check_model", "check_optimizer", "is_sharded", "trains"]
 
@@ -23,7 +23,7 @@ def is_sharded(model: nn.Module) -> bool:
     >>> is_sharded(nn.Linear(2, 1)), is_sharded(zk.shard(nn.Linear(2, 1)))
     (False, True)
     """
-    return any(home_of(param) is not None for param in model.parameters())
+    return any(shard_of(param) is not None for param in model.parameters())
 
 
 def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
@@ -35,7 +35,7 @@ def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     >>> trains(opt, model), trains(opt, other)
     (True, False)
     """
-    homes = (home_of(param) for group in optimizer.param_groups for param in group["params"])
+    homes = (shard_of(param) for group in optimizer.param_groups for param in group["params"])
     return any(home is not None and home.sharding is sharding_of(model) for home in homes)
 
 
@@ -64,7 +64,7 @@ def check_model(model: nn.Module, accelerator: Any) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, scaled: bool) -> None:
     """Raises for an optimizer that would update, or judge by its own part alone, what is divided among ranks."""
-    pairs = [(one, home_of(one)) for group in optimizer.param_groups for one in group["params"]]
+    pairs = [(one, shard_of(one)) for group in optimizer.param_groups for one in group["params"]]
     divided = [(one, home) for one, home in pairs if home is not None and not home.sharding.replicated]
     strangers = [home for one, home in divided if scaled or one is not home.piece]
     if strangers and not getattr(optimizer, "_zk_shards", False):

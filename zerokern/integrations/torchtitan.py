@@ -33,7 +33,7 @@ import zerokern as zk
 from zerokern.comm import Group
 from zerokern.core.errors import StateError, got
 from zerokern.optim.base import FusedOptimizer
-from zerokern.zero import home_of
+from zerokern.zero import shard_of
 from zerokern.zero.kinds import is_placed
 from zerokern.zero.partition import check_stage, shards_parameters
 
@@ -300,7 +300,7 @@ def _skip_next_call(model: nn.Module, name: str) -> None:
 def clip(parameters: Any, max_norm: float, *args: Any, pp_mesh: Any = None, **kwargs: Any) -> Tensor:
     """Clips as torchtitan does, and gradients of `zk.shard` by `zk.clip_grad_norm_`."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not any(home_of(param) is not None for param in params):
+    if not any(shard_of(param) is not None for param in params):
         return torchtitans_clip(params, max_norm, *args, pp_mesh=pp_mesh, **kwargs)
     kwargs.pop("ep_enabled", None)
     return zk.clip_grad_norm_(params, max_norm, *args, **kwargs, group=pp_mesh)

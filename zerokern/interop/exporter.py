@@ -31,8 +31,8 @@ from zerokern.io.renaming import Folder
 from zerokern.kernels import join
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.exchange import Column, Exchange
-from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import here_of, present
+from zerokern.zero.shard import Shard, shard_of
 
 __all__ = ["export"]
 
@@ -400,7 +400,7 @@ def exact_parts(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, list[
     layout = layout_of(model)
     known = _known(opt) if isinstance(opt, FusedOptimizer) else {}
     for name, param in named_tensors(model).items():
-        home = home_of(param)
+        home = shard_of(param)
         piece, where, entry = known.get(id(param)) or known.get(id(getattr(home, "piece", None))) or (None, home, None)
         values = None
         if piece is not None and entry:
@@ -462,7 +462,7 @@ def _from_disk(piece: Tensor, entry: Mapping[str, Any]) -> Values | None:
     return take
 
 
-def _initial(home: Home, param: Tensor) -> Values | None:
+def _initial(home: Shard, param: Tensor) -> Values | None:
     """Takes what zk.shard or zk.load_pretrained has kept for an optimizer that has not stepped yet."""
     kept = home.initial(param)
     if kept is None:

@@ -23,7 +23,7 @@ from zerokern.interop.exported import headers_of
 from zerokern.interop.tensorfile import FLOATS, TensorBytes
 from zerokern.io.advice import on_disk
 from zerokern.kernels import split
-from zerokern.zero.homes import Home, home_of
+from zerokern.zero.shard import Shard, shard_of
 
 __all__ = ["Unmatched", "load_pretrained"]
 
@@ -266,13 +266,13 @@ def _equal(one: TensorBytes, other: TensorBytes, files: OpenFiles) -> bool:
 
 
 def _read(model: nn.Module, loads: Sequence[_Load], files: OpenFiles, progress: Progress) -> None:
-    kept: list[tuple[Home, Tensor, Tensor]] = []
+    kept: list[tuple[Shard, Tensor, Tensor]] = []
     try:
         with torch.no_grad():
             for path, group in groupby(loads, key=lambda load: load.entry.path):
                 with on_disk(path, "cannot read"), files.open(path) as fd:
                     for load in group:
-                        home = home_of(load.span.tensor)
+                        home = shard_of(load.span.tensor)
                         lost = _room_for_lost(home, load)
                         with load.span.opened(written=True) as flat:
                             _read_into(flat, fd, load, home, lost, progress)
@@ -285,7 +285,7 @@ def _read(model: nn.Module, loads: Sequence[_Load], files: OpenFiles, progress: 
         home.keep_initial(lost)  # the next optimizer begins with the exact values
 
 
-def _room_for_lost(home: Home | None, load: _Load) -> Tensor | None:
+def _room_for_lost(home: Shard | None, load: _Load) -> Tensor | None:
     """Makes room for what rounding takes from this rank's piece of a parameter that is trained."""
     target = load.span.dtype
     exact = load.itemsize == 1 or torch.promote_types(load.dtype, target) == target
@@ -295,7 +295,7 @@ def _room_for_lost(home: Home | None, load: _Load) -> Tensor | None:
     return torch.empty(home.numel, dtype=dtype, device=home.piece.device)
 
 
-def _read_into(flat: Tensor, fd: int, load: _Load, home: Home | None, lost: Tensor | None, progress: Progress) -> None:
+def _read_into(flat: Tensor, fd: int, load: _Load, home: Shard | None, lost: Tensor | None, progress: Progress) -> None:
     step = PIECE_NBYTES // load.itemsize
     straight = flat.dtype == load.dtype and flat.device.type == "cpu"
     room = torch.empty(0 if straight else min(step, len(flat)), dtype=load.dtype)
@@ -314,7 +314,7 @@ def _read_into(flat: Tensor, fd: int, load: _Load, home: Home | None, lost: Tens
         progress(values.nbytes)
 
 
-def _convert(values: Tensor, into: Tensor, load: _Load, begin: int, home: Home | None, lost: Tensor | None) -> None:
+def _convert(values: Tensor, into: Tensor, load: _Load, begin: int, home: Shard | None, lost: Tensor | None) -> None:
     """Converts what the file has from element `begin` of the span on; `lost` gets what rounding takes."""
     if values.dtype == into.dtype or home is None or into.dtype not in (torch.bfloat16, torch.float16):
         into.copy_(values)

@@ -114,12 +114,16 @@ class Accord:
     ) -> tuple[list[float], dict[str, str]]:
         self.met = True
         terms = [sums[0]]
-        for number, (own, team, mark) in enumerate(zip(sums[1:], self.teams, self._marks, strict=True)):
-            mine = [math.inf if broken else own, bool(said), torn, self.makes_state, mark, mark * mark]
+        for number, team in enumerate(self._deciding):  # the party last: it adds up what teams have
+            last = team is self.party
+            own = added(terms) if last else sums[1 + number]
+            mark = 0 if last else self._marks[number]  # the party's settings may differ
+            makes = self.makes_state or (last and self._anyone_makes_state)
+            mine = [math.inf if broken else own, bool(said), torn, makes, mark, mark * mark]
             word = torch.tensor(mine, dtype=torch.float64, device=team.device)
             norm_of_all(team, word, "sum", "opt.step")
             term, failed, torn_ones, makers, marks, squares = word.tolist()
-            terms.append(term)
+            terms = [term] if last else [*terms, term]
             torn = torn or torn_ones > 0
             self._anyone_makes_state |= makers > 0
             if failed:
@@ -127,16 +131,6 @@ class Accord:
             elif team.size * int(squares) != int(marks) ** 2:  # they are not all the same; marks are whole, and exact
                 own_settings = {_own_name(team): self._settings_of(self.groups_of[number])}
                 said = {**said, **_different(_exchanged(_groups_of([team]), own_settings))}
-        if self.party is not None:  # whose settings may be others
-            makes = self.makes_state or self._anyone_makes_state
-            mine = [math.inf if broken else added(terms), bool(said), torn, makes]
-            word = torch.tensor(mine, dtype=torch.float64, device=self.party.device)
-            norm_of_all(self.party, word, "sum", "opt.step")
-            total, failed, torn_ones, makers = word.tolist()
-            terms = [total]
-            torn = torn or torn_ones > 0
-            self._anyone_makes_state |= makers > 0
-            said = _exchanged(self.party.join(), said) if failed else said
         self.agreed, self.torn = bool(said), torn
         return terms, said
 

@@ -24,8 +24,8 @@ from zerokern.optim.disk import refuse_copy
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
-from zerokern.optim.local import LATE, sharded
 from zerokern.optim.outside import WatchedState, plain
+from zerokern.optim.shards import LATE, sharded
 from zerokern.optim.spelling import Spelling
 from zerokern.optim.statistics import Reporting
 from zerokern.optim.step import StepRunner

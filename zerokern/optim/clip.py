@@ -16,13 +16,12 @@ from zerokern.core.errors import got
 from zerokern.kernels import sumsq
 from zerokern.kernels.ops import sumsq_there
 from zerokern.optim.accord import norm_of_all
-from zerokern.optim.dtensors import spans_of
-from zerokern.optim.local import with_gradients
 from zerokern.optim.scaling import gradient_of, scale_gradients
+from zerokern.optim.shards import with_gradients
 from zerokern.optim.survey import added
 from zerokern.zero.fetching import fetched, in_turns
-from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import is_divided
+from zerokern.zero.shard import Shard, gradients_of_dtensors, shard_of
 from zerokern.zero.squares import KnownSquares, Seen, sumsq_of_each
 
 __all__ = ["clip_grad_norm_"]
@@ -52,9 +51,9 @@ def clip_grad_norm_(
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
     params = _listed(parameters)
-    homes = [(param, home) for param in params if (home := home_of(param)) is not None]
+    homes = [(param, home) for param in params if (home := shard_of(param)) is not None]
     divided = [(param, home) for param, home in homes if home.team is not None]
-    tensors = [param for param in params if home_of(param) is None and is_divided(param)]
+    tensors = [param for param in params if shard_of(param) is None and is_divided(param)]
     place = next((home.sharding.group.device for _, home in homes), params[0].device if params else "cpu")
     party = Party.of(group, place)
     if not divided and not tensors and party is None:
@@ -63,7 +62,7 @@ def clip_grad_norm_(
     if kind not in (2.0, math.inf):
         raise ValueError(got("norm_type", norm_type, "2.0 or inf for parameters that are divided"))
     known = {id(param) for param in (*tensors, *(param for param, _ in divided))}
-    spans: list[Any] = spans_of(tensors)
+    spans: list[Any] = gradients_of_dtensors(tensors)
     plain = [param for param in params if id(param) not in known and param.grad is not None]
     total = _total(divided, spans, plain, kind, foreach, party)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -98,16 +97,16 @@ def _listed(parameters: Tensor | torch.nn.Module | Iterable[Tensor]) -> list[Ten
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _by_sharding(divided: Iterable[tuple[Tensor, Home]]) -> dict[Any, list[tuple[Tensor, Home]]]:
+def _by_sharding(divided: Iterable[tuple[Tensor, Shard]]) -> dict[Any, list[tuple[Tensor, Shard]]]:
     """The parameters of each model."""
-    made: dict[Any, list[tuple[Tensor, Home]]] = {}
+    made: dict[Any, list[tuple[Tensor, Shard]]] = {}
     for param, home in divided:
         made.setdefault(home.sharding, []).append((param, home))
     return made
 
 
 def _total(
-    divided: list[tuple[Tensor, Home]],
+    divided: list[tuple[Tensor, Shard]],
     spans: list[tuple[Any, list[Tensor]]],
     plain: list[Tensor],
     kind: float,
@@ -134,7 +133,7 @@ def _total(
         own = torch.stack(terms).sum() if kind == 2.0 else torch.stack(terms).amax()
         totals.append(own.reshape(1))
         norm_of_all(group, totals[-1], "sum" if kind == 2.0 else "max", "zk.clip_grad_norm_")
-    copied = [1 if (home := home_of(param)) is None else home.copies for param in plain]
+    copied = [1 if (home := shard_of(param)) is None else home.copies for param in plain]
     for copies in sorted(set(copied)):
         whole = [p.grad for p, its in zip(plain, copied, strict=True) if its == copies and p.grad is not None]
         alone = get_total_norm(whole, kind, foreach=foreach)
@@ -148,7 +147,7 @@ def _total(
     return found[0].sqrt() if kind == 2.0 else found[0]
 
 
-def _measure(grads: list[Tensor], kind: float, place: torch.device, homes: Sequence[Home] = ()) -> Tensor:
+def _measure(grads: list[Tensor], kind: float, place: torch.device, homes: Sequence[Shard] = ()) -> Tensor:
     """The sum of squares, or the largest magnitude, NaN if there is any; `homes`: of these gradients' parameters."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=place)

@@ -19,13 +19,12 @@ from zerokern.optim import loading
 from zerokern.optim.base import FusedOptimizer
 from zerokern.optim.device_binding import DeviceBinding
 from zerokern.optim.disk import Disk, OnDisk, Stretch, housed, on_disk_of, settle, stand_ins
-from zerokern.optim.dtensors import Alone
 from zerokern.optim.formats import ON_DISK, Layout
 from zerokern.optim.holdings import Bound, Holdings
-from zerokern.optim.local import LATE, PENDING
+from zerokern.optim.shards import LATE, PENDING
 from zerokern.optim.state import Checked, Entry, laid_out, make
 from zerokern.optim.survey import Groups
-from zerokern.zero.kinds import Residence, present
+from zerokern.zero.shard import Shard, plain_shard
 
 __all__ = ["Column", "Exchange", "Inflow", "Round"]
 
@@ -58,13 +57,13 @@ class Exchange:
         """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
         self._runner.wait_until_whole(self.opt.param_groups)
 
-    def held(self) -> list[tuple[Tensor, Tensor, Residence, Entry | None]]:
+    def held(self) -> list[tuple[Tensor, Tensor, Shard, Entry | None]]:
         """Each parameter, what is updated in its place, where that lies, and its state."""
-        local, state = self._here.local, self._here.held
-        if local is None:
-            return [(param, param, Alone("", param), state.get(param)) for param in self.params]
-        triples = zip(local.everyone, local.pieces, local.homes, strict=True)
-        return [(param, piece, home, state.get(piece)) for param, piece, home in triples]
+        shards, state = self._here.shards, self._here.held
+        if shards.stand_alone:  # or of parameters that no step has looked at
+            return [(param, param, plain_shard("", param), state.get(param)) for param in self.params]
+        triples = zip(shards.everyone, shards.pieces, shards.homes, strict=True)
+        return [(param, piece, shard, state.get(piece)) for param, piece, shard in triples]
 
     def entries(self) -> list[dict[str, Any] | None]:
         """The state of each parameter: what lies in memory as it is shown, what lies on disk as columns."""
@@ -117,7 +116,7 @@ class Exchange:
 
     def pieces(self) -> list[Tensor]:
         """What is updated for each parameter: itself, its piece, or a twin in host memory."""
-        return self.params if self._here.local is None else self._here.local.pieces
+        return self.params if self._here.shards.stand_alone else self._here.shards.pieces
 
     def inflow(self) -> Inflow | None:
         """The room on disk that `take_room` has made, to be filled."""
@@ -126,26 +125,12 @@ class Exchange:
 
     def look(self) -> None:
         """Follow what was written to parameters."""
-        if self._here.local is not None:
-            self._here.local.refetch()
-            self._here.local.look()
+        self._here.shards.refetch()
+        self._here.shards.look()
 
     def pend(self, numbers: Sequence[int]) -> None:
         """The twins of these hold values that an update made and nobody has published."""
-        local = self._here.local
-        host = None if local is None else local.host
-        if local is None or host is None:
-            return
-        twins = host.of(local.near[number] for number in numbers)
-        if twins and host.copies is not None:
-            ticket = host.store(twins, None)
-            if ticket is not None:
-                ticket.wait()
-        for twin in twins:
-            with present(twin.values), present(twin.near):
-                twin.pending = not torch.equal(twin.values.detach(), twin.near.detach().to(twin.values.device))
-            twin.loaded = twin.bits if twin.pending else None
-        local.bound([twin.values for twin in twins], self._here.state)
+        self._here.shards.pend(numbers, self._here.state)
 
     def counters(self) -> dict[str, Any]:
         """What the optimizer counts beside its state."""
@@ -153,8 +138,7 @@ class Exchange:
 
     def filled(self, counters: dict[str, Any] | None) -> None:
         """All that `take_room` made room for has been written: the optimizer goes on from there."""
-        if self._here.local is not None:
-            self._here.local.look()
+        self._here.shards.look()
         self._here.renew()
         if counters is not None:
             self.opt.decision.begin(**counters)
@@ -167,8 +151,7 @@ def _emptied(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:
         here.bound = Bound()
         for state in (here.held, here.state):
             state.clear()
-        if here.local is not None:
-            here.local.export(here.state)  # forgets what it has shown
+        here.shards.export(here.state)  # forgets what it has shown
     return laid_out(entries, loading.room_for(here, entries))
 
 

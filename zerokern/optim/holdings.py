@@ -22,9 +22,9 @@ from zerokern.optim.disk import Disk, in_memory
 from zerokern.optim.disk_binding import DiskBinding
 from zerokern.optim.formats import TAKES_LESS, Algorithm, FormatKey
 from zerokern.optim.hosted import ColumnsOf, Host
-from zerokern.optim.local import LATE, Local
 from zerokern.optim.outside import Elsewhere, WatchedState, Witness, follow, tracked, watched
 from zerokern.optim.resting_binding import RestingBinding
+from zerokern.optim.shards import LATE, Shards
 from zerokern.optim.survey import Groups, Survey
 from zerokern.schedule import Delayed, check_schedule
 from zerokern.schedule.recorder import Recorder
@@ -86,7 +86,7 @@ class Holdings:
         config = config_of(tier)
         self.disk = None if config is None else Disk(config, own_name("state") if _has_company() else "")
         self.state: WatchedState = WatchedState()
-        self.local: Local | None = None  # what is known of parameters that have stand-ins, once there are some
+        self.shards = Shards(())  # of the parameters, once they have been looked at
         self.host: Host | None = None
         self.recorder: Recorder | None = None  # notes what runs; set before the first step
         self.bound = Bound()
@@ -113,21 +113,24 @@ class Holdings:
     @property
     def is_scheduled(self) -> bool:
         """Whether the update goes through the schedule's worker."""
-        local = self.local
-        return local is not None and (local.host is not None or (self.schedule == "overlap" and local.defers))
+        return self.shards.host is not None or (self.schedule == "overlap" and self.shards.defers)
 
     @property
     def moves_on_disk(self) -> bool:
         """Whether an update reads and writes what rests on a disk, and so may fail on one rank alone."""
-        shardings = () if self.local is None else self.local.shardings
-        return self.disk is not None or any(getattr(one, "rests", None) is not None for one in shardings)
+        return self.disk is not None or any(getattr(one, "rests", None) is not None for one in self.shards.shardings)
 
     @property
     def held(self) -> WatchedState:
         """The state by what is updated here: parameters, or this rank's pieces of them."""
         if self.closed:
             return WatchedState()
-        return self.state if self.local is None else self.local.state
+        return self.state if self.shards.in_place else self.shards.state
+
+    @property
+    def local(self) -> Shards | None:
+        """The shards, where a step is about more than the parameters themselves."""
+        return None if self.shards.stand_alone else self.shards
 
     def let_go(self) -> None:
         """In a forked child, where memory of the room is not, whoever reads the state is told so by name."""
@@ -139,7 +142,7 @@ class Holdings:
         if self.closed:
             return
         self.closed, self.state = because, Elsewhere(because)
-        self.bound, self.local, self.host = Bound(), None, None
+        self.bound, self.shards, self.host = Bound(), Shards(()), None
         if self.disk is not None:
             self.disk.close(because)
 
@@ -185,19 +188,26 @@ class Holdings:
             return self.host, lambda place, dtype: ()
         return self.host, lambda place, dtype: self.algorithm.layout(owners[place], dtype).columns
 
+    def shards_of(self, groups: Groups, *, hosted: bool = True) -> Shards:
+        """The shards of these parameters: those of before, or others where the parameters are, or are elsewhere.
+
+        `hosted`: with copies in host memory, if the tier asks for such.
+        """
+        last, host = self.shards, self.hosting(groups) if hosted else None
+        known = last.knows(groups) and (host is None) == (last.host is None)
+        return last if known else Shards(groups, host, last, self.group)
+
     def catch_up(self) -> None:
         """Follow writes that no step has seen yet, so that what is saved is consistent."""
-        if self.local is not None:
-            self.local.adopt(self.state)
-            self.local.look()
+        self.shards.adopt(self.state)
+        self.shards.look()
         if self.bound.witness is not None:
             self.bound.witness.catch_up(self.held)
 
     def refresh(self) -> None:
         """Masters and remainders begin anew from the parameters, however these were written."""
-        if self.local is not None:
-            self.local.adopt(self.state)
-            self.local.refetch()
+        self.shards.adopt(self.state)
+        self.shards.refetch()
         follow(tracked(self.held), self.held)
         if self.bound.witness is not None:
             self.bound.witness.look()
@@ -209,7 +219,7 @@ class Holdings:
             made = WatchedState(in_memory(self.disk, made))
         elif isinstance(binding, DeviceBinding):
             made = WatchedState(binding.shown(made))
-        return made if self.local is None else WatchedState(self.local.saved(made, self.state))
+        return self.shards.saved(made, self.state)
 
     def renew(self, *, loaded: bool = True) -> None:
         """The state is another one: what points at it is made anew."""
@@ -236,11 +246,11 @@ class Holdings:
         previous = last if binding is None and last and last.intact(self.held) else None
         self.state = watched(self.state)
         self.bound.binding = None
-        local, subject = self.local, (self.algorithm, survey, groups, self.held)
+        subject = self.algorithm, survey, groups, self.held
         begins: dict[str, Any] = {  # what new state and its witness begin with
             "initial": [self.algorithm.first_moment(group) for group in groups],
             "witness": witness,
-            "exact": None if local is None else partial(local.exact, kept=self.disk is not None),
+            "exact": partial(self.shards.exact, kept=self.disk is not None),
         }
         if self.disk is not None:
             made: Binding = DiskBinding(*subject, self.disk, **begins)
@@ -253,7 +263,6 @@ class Holdings:
             room = self.room if survey.device is None else None
             kind = Binding if all(rest_of(one) is None for one in survey.params) else RestingBinding
             made = kind(*subject, previous=previous if type(previous) is kind else None, room=room, **begins)
-        if local is not None:
-            local.bound(survey.params, self.state)
+        self.shards.bound(survey.params, self.state)
         self.bound = Bound(made, made.witness, formats)
         return made

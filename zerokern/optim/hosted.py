@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from zerokern.core import env
 from zerokern.kernels.ops import fingerprints
-from zerokern.memory import HostTier, NextRest, Wanted, placement
+from zerokern.memory import NextRest, Wanted, placement
 from zerokern.memory.copies import Copies, Copy
 from zerokern.optim import device
 from zerokern.optim.device import driver_of, put_in_place
 from zerokern.optim.formats import Slot
 from zerokern.zero.fetching import fetched, in_turns
-from zerokern.zero.homes import alias
 from zerokern.zero.kinds import present, rest_of
+from zerokern.zero.shard import alias
 
 __all__ = ["Host", "Twin"]
 
@@ -95,7 +95,7 @@ class Twin:
 class Host:
     """The twins of one optimizer. `delays`: parameters change when they are published, not when twins are stored."""
 
-    room: HostTier
+    room: Any  # a HostTier; None where there are no twins
     delays: bool
     twins: dict[int, Twin] = field(default_factory=dict)
     late: bool = False  # an update waits to be published: on all ranks or none, whatever is pending on this one
@@ -368,11 +368,17 @@ class Host:
                 return
         with torch.no_grad(), present(values), present(twin.values, written=True):
             alias(twin.values, 0, twin.values.shape).copy_(values)  # its master comes with it, and is not to begin anew
-        if self.copies is not None:
-            ticket = self.store([twin], None)
-            assert ticket is not None
+        self.wait_for([twin])
+
+    def wait_for(self, twins: Sequence[Twin]) -> None:
+        """These have been given values that wait to be published, where they are others than the parameters'."""
+        ticket = self.store(twins, None) if twins else None
+        if ticket is not None:
             ticket.wait()
-        twin.pending, twin.loaded = True, twin.bits
+        for twin in twins:
+            with present(twin.values), present(twin.near):
+                twin.pending = not torch.equal(twin.values.detach(), twin.near.detach().to(twin.values.device))
+            twin.loaded = twin.bits if twin.pending else None
 
 
 def _resting(near: Tensor, grad: Tensor, rest: NextRest) -> Twin:

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from zerokern.optim.hosted import Host, Twin
-from zerokern.optim.local import Local
 from zerokern.optim.parts import Part
+from zerokern.optim.shards import Shards
 from zerokern.zero.squares import GradReady
 
 __all__ = ["Departure", "Leaving"]
@@ -53,7 +53,7 @@ class Departure:
 class Leaving:
     """Listens to the buckets of one optimizer's parameters."""
 
-    def __init__(self, local: Local, parts: Sequence[Part], early: bool) -> None:
+    def __init__(self, local: Shards, parts: Sequence[Part], early: bool) -> None:
         self.local = local
         self._expected: dict[int, int] = {}
         self._arrived: dict[int, int] = {}
@@ -72,7 +72,7 @@ class Leaving:
                 self._removers.append(partial(bucket.listeners.remove, listener))
 
     @classmethod
-    def of(cls, last: Leaving | None, local: Local, parts: Sequence[Part], early: bool) -> Leaving:
+    def of(cls, last: Leaving | None, local: Shards, parts: Sequence[Part], early: bool) -> Leaving:
         """Those of other parameters are gone."""
         if last is not None:
             last.remove()

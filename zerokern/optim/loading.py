@@ -15,12 +15,11 @@ from zerokern.memory import HostTier
 from zerokern.optim.disk import housed, put_down
 from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Holdings
-from zerokern.optim.local import LATE, NOT_DELAYED, PENDING, Local, localised, sharded
 from zerokern.optim.outside import WatchedState
+from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.state import Checked, Entry, check_entry, copied
 from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of
-from zerokern.zero.kinds import present
 
 __all__ = ["keep", "merged_groups", "room_for", "take_over"]
 
@@ -67,16 +66,14 @@ def take_over(
     merged = merged_groups(here.algorithm, groups, state_dict["param_groups"])
     said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
     # an update may be pending of parameters that have no other state; twins that there are forget theirs
-    apart = (bool(state_dict["state"]) or any(said) or here.host is not None) and here.is_apart(groups)
-    stands_in = apart or sharded(groups) or here.group is not None
-    local = localised(here.local, groups, host=here.hosting(groups), group=here.group) if stands_in else None
-    subject = (groups, merged, state_dict) if local is None else local.loading(groups, merged, state_dict)
-    rest, pending = _set_apart(subject[2], local, [param for group in merged for param in group["params"]])
-    state = _loaded_state(here, *subject[:2], rest, keep, waiting=pending)
+    shards = here.shards_of(groups, hosted=bool(state_dict["state"]) or any(said) or here.host is not None)
+    own, loaded, state_dict = shards.loading(groups, merged, state_dict)
+    rest, pending = _set_apart(state_dict, shards)
+    state = _loaded_state(here, own, loaded, rest, keep, waiting=pending)
     for mine, group in zip(groups, merged, strict=True):
         mine.update(group)
-    here.local = local
-    here.state = WatchedState(state if local is None else local.loaded(state, pending))
+    here.shards = Shards(()) if shards.stand_alone else shards  # which would keep parameters that leave the groups
+    here.state = WatchedState(shards.loaded(state, pending))
     here.renew(loaded=filled)
     runner.set_late(any(said) if said else bool(pending))
 
@@ -137,27 +134,19 @@ def _refuse_extra(name: str, entry: Entry, layout: Layout) -> None:
         )
 
 
-def _set_apart(
-    state_dict: dict[str, Any], local: Local | None, everyone: Sequence[Tensor]
-) -> tuple[dict[str, Any], dict[int, Tensor]]:
+def _set_apart(state_dict: dict[str, Any], shards: Shards) -> tuple[dict[str, Any], dict[int, Tensor]]:
     """Without the values that a delayed update left pending, and these, by their place among the parameters."""
     order = [key for group in state_dict["param_groups"] for key in group["params"]]
     entries = {key: entry for key, entry in state_dict["state"].items() if isinstance(entry, dict) and PENDING in entry}
     if not entries:
         return state_dict, {}
     places = {place: key for place, key in enumerate(order) if key in entries}
-    near = everyone if local is None else local.near
     for place, key in places.items():
-        values, mine = entries[key][PENDING], near[place]
+        values, mine = entries[key][PENDING], shards.near[place]
         if (values.shape, values.dtype) != (mine.shape, mine.dtype):
             what = f"{PENDING!r} of parameter {place}", f"{tuple(values.shape)} {values.dtype}"
             raise StateError(got(*what, f"{tuple(mine.shape)} {mine.dtype}, as the parameter; nothing is cast"))
-    if local is None or local.host is None or not local.host.delays:
-        for place, key in places.items():
-            with present(near[place]):
-                if not torch.equal(entries[key][PENDING].to(near[place].device), near[place]):
-                    raise StateError(NOT_DELAYED)
-        places = {}
+    places = {place: key for place, key in places.items() if shards.check_pending(place, entries[key][PENDING])}
     rest = {key: {name: one for name, one in entry.items() if name != PENDING} for key, entry in entries.items()}
     # copies: what was loaded in place may be the twins themselves, which follow their parameters first
     pending = {place: entries[key][PENDING].clone() for place, key in places.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerokern.zero.kinds import Residence
+from zerokern.zero.shard import Shard
 
 __all__ = ["Part", "parts_of"]
 
@@ -25,13 +25,13 @@ class Part:
     bucket: int = -1
 
 
-def parts_of(pieces: Sequence[Tensor], homes: Sequence[Residence]) -> list[Part]:
+def parts_of(pieces: Sequence[Tensor], homes: Sequence[Shard]) -> list[Part]:
     """In the order in which forwards need them, as far as that is known: parameters in theirs, then buckets in theirs.
 
     >>> import torch
-    >>> from zerokern.optim.dtensors import Alone
+    >>> from zerokern.zero.shard import shards_of
     >>> some = [torch.empty(3 << 20), torch.ones(1), torch.ones(2)]
-    >>> [part.members for part in parts_of(some, [Alone("", one) for one in some])]
+    >>> [part.members for part in parts_of(some, shards_of(some, "abc"))]
     [(0,), (1, 2)]
     """
     parts: list[Part] = []

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from zerokern.zero.fetching import fetched, in_turns
-from zerokern.zero.homes import home_of
-from zerokern.zero.kinds import Residence
+from zerokern.zero.shard import Shard, shard_of
 
 __all__ = ["gradient_of", "scale_gradients"]
 
 
-def gradient_of(param: Tensor, home: Residence) -> Tensor | None:
+def gradient_of(param: Tensor, home: Shard) -> Tensor | None:
     """This rank's span of a gradient, which is with the piece where the piece is what is trained (`zk.shards`)."""
     found = home.local_gradient(param)
     return home.piece.grad if found is None else found
@@ -24,7 +23,7 @@ def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply this rank's span of each gradient in place."""
     found = []
     for param in params:
-        home = home_of(param)
+        home = shard_of(param)
         grad = param.grad if home is None else gradient_of(param, home)
         if grad is not None:
             found.append(grad)

@@ -22,9 +22,9 @@ from zerokern.optim import device
 from zerokern.optim.accord import say_outcome
 from zerokern.optim.interrupts import whole
 from zerokern.optim.leaving import Departure, Leaving
-from zerokern.optim.local import LATE, PENDING, Local, localised
 from zerokern.optim.outside import watched
 from zerokern.optim.parts import Part, parts_of
+from zerokern.optim.shards import LATE, PENDING, Shards
 from zerokern.optim.survey import Groups, Survey
 from zerokern.optim.update import Update, buckets_of
 from zerokern.schedule import Delayed, Program
@@ -53,7 +53,7 @@ class StepRunner:
         self.leaving: Leaving | None = None
         self._groups: Groups = ()
         self._executors: dict[bool, Executor] = {}  # by whether they run inline
-        self._parts: tuple[Local | None, list[Part]] = (None, [])
+        self._parts: tuple[Shards | None, list[Part]] = (None, [])
         self._program: tuple[tuple[Any, ...], Program] | None = None
         self._unpublished: Update | None = None  # a delayed update that was made
         self._fetched: dict[str, Any] = {}  # tickets of gradients on their way, by part
@@ -85,7 +85,7 @@ class StepRunner:
 
     # Before the update: parameters and gradients.
 
-    def localise(self, groups: Groups) -> Local:
+    def localise(self, groups: Groups) -> Shards:
         """What stands for the parameters; where they are others than before, what was pending is published first."""
         here = self._holdings
         last, stepped = here.local, here.bound.binding is not None
@@ -95,13 +95,14 @@ class StepRunner:
         if last is not None and last.host is not None and last.host.late and not last.knows(groups):
             last.look()
             self._publish_pending(last)
-        local = here.local = localised(last, groups, here.state, stepped, here.hosting(groups), here.group)
+        local = here.shards = here.shards_of(groups)
+        local.adopt(here.state, refuse_plain=stepped and last is None)
         if here.recorder is not None and local is not last:
             for _, memory, name in buckets_of(local, self._parts_of(local)):
                 memory.recorder = SpanRecorder(here.recorder, name)
         return local
 
-    def read_gradients(self, local: Local, *, unscaled: bool) -> None:
+    def read_gradients(self, local: Shards, *, unscaled: bool) -> None:
         """Fetches gradients to where the update reads them; what an earlier step made and kept back is published.
 
         `unscaled`: GradScaler has written into gradients, which it does not count as writing.
@@ -127,7 +128,12 @@ class StepRunner:
         local.lend(grads)
 
     def _fetch(
-        self, local: Local, parts: Sequence[Part], grads: dict[int, Tensor], early: dict[str, Departure], unscaled: bool
+        self,
+        local: Shards,
+        parts: Sequence[Part],
+        grads: dict[int, Tensor],
+        early: dict[str, Departure],
+        unscaled: bool,
     ) -> None:
         host = local.host
         assert host is not None
@@ -160,7 +166,7 @@ class StepRunner:
         for ticket in self._on_their_way:
             ticket.gate()
 
-    def _parts_of(self, local: Local) -> list[Part]:
+    def _parts_of(self, local: Shards) -> list[Part]:
         if self._parts[0] is not local:
             self._parts = (local, parts_of(local.pieces, local.homes))
         return self._parts[1]
@@ -216,13 +222,13 @@ class StepRunner:
         elif update.publish_when_done:
             self.finish(self._groups)
 
-    def _taken(self, local: Local, binding: Binding) -> list[Part]:
+    def _taken(self, local: Shards, binding: Binding) -> list[Part]:
         """The parts that the update is about, in the order in which forwards need them."""
         there = set(binding.survey.numbers)
         return [part for part in self._parts_of(local) if not there.isdisjoint(part.members)]
 
     def _run_inline(
-        self, local: Local | None, update: Update, taken: Sequence[Part], prepare: Callable[[Binding], None]
+        self, local: Shards | None, update: Update, taken: Sequence[Part], prepare: Callable[[Binding], None]
     ) -> None:
         here, binding = self._holdings, update.binding
         ran: list[Update] = []
@@ -255,7 +261,7 @@ class StepRunner:
         last = next(op for op in reversed(update.run.program.ops) if op.verb in ("Step", "Store"))
         update.run.wait(last.verb, last.what)
 
-    def _begin(self, local: Local | None, update: Update, taken: Sequence[Part], lazily: bool) -> None:
+    def _begin(self, local: Shards | None, update: Update, taken: Sequence[Part], lazily: bool) -> None:
         """Hands the program to its executor, with an action for each op that is the optimizer's."""
         here, inline, tickets = self._holdings, self._runs_inline, self._fetched
         actions = dict(update.actions(local, taken, tickets, late=here.delays, lazily=lazily, inline=inline))
@@ -288,7 +294,7 @@ class StepRunner:
 
     # How parameters become those of the step.
 
-    def _publish(self, local: Local, update: Update | None) -> None:
+    def _publish(self, local: Shards, update: Update | None) -> None:
         """Lets all ranks see what was updated: until then their parameters are of different steps."""
         here = self._holdings
         here.torn = local.accord.publishes = True
@@ -304,7 +310,7 @@ class StepRunner:
         here.torn = False
         self.set_late(False)
 
-    def _publish_pending(self, local: Local) -> None:
+    def _publish_pending(self, local: Shards) -> None:
         """Publishes a delayed update that was made."""
         self._holdings.torn = True
         update, self._unpublished = self._unpublished, None
@@ -321,7 +327,7 @@ class StepRunner:
             for group in self._groups:
                 group[LATE] = late
 
-    def _publish_later(self, local: Local, update: Update, taken: Sequence[Part]) -> None:
+    def _publish_later(self, local: Shards, update: Update, taken: Sequence[Part]) -> None:
         """Counts parameters as those of this step from here on; forwards wait until they are."""
         if update.binding.rests_on_disk and not local.accord.in_company:  # others go on, whatever fails here
             self._take_first(update, taken)
@@ -341,7 +347,7 @@ class StepRunner:
             say_outcome(error, torn=self._holdings.torn)
             raise
 
-    def _wait_for_first(self, local: Local, update: Update) -> None:
+    def _wait_for_first(self, local: Shards, update: Update) -> None:
         """Waits for what is complete when `step()` returns: all that no forward of a unit waits for."""
         for part in self._parts_of(local):
             if part.sharding is None:
@@ -352,24 +358,23 @@ class StepRunner:
             else:
                 sharding.publish()
 
-    def _tear(self, error: Exception) -> bool:
-        """An update cannot be published. Returns whether what all ranks do together goes on until the next step, in
-        which the others hear of it: they would wait for this rank."""
+    def _tear(self) -> None:
         self._holdings.torn = True
-        return bool(self._holdings.untold) and not isinstance(error, CommError)
 
     def _perform_bucket(self, update: Update, names: dict[int, str], bucket: int) -> None:
         if bucket in names:
             self._perform(update, names[bucket])
 
     def _perform(self, update: Update, name: str) -> None:
-        if not update.run.program.has("Publish", name):
+        if update.failed or not update.run.program.has("Publish", name):
             return
         try:
             update.run.perform("Publish", name)
         except Exception as error:
-            self._give_up(update, error)
-            raise
+            if not self._give_up(update, error):
+                raise
+            for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
+                publisher.failure = error  # the forward ends: other ranks wait in it
 
     # What became of it.
 
@@ -400,28 +405,29 @@ class StepRunner:
         local = self._holdings.local
         return local.accord.reported(changed) if local is not None and self.agrees else nullcontext()
 
-    def _give_up(self, update: Update, error: BaseException) -> None:
-        """Ends an update that failed, once."""
+    def _give_up(self, update: Update, error: BaseException) -> bool:
+        """Ends an update that failed, once. Returns whether other ranks wait here, and have yet to hear of it."""
         if self.pending is not update:
-            return
+            return update.failed
         here, self.pending = self._holdings, None
         update.binding.break_off()
         if not here.is_scheduled or not isinstance(error, Exception):
             here.torn = here.torn or update.torn
-            return
+            return False
         local = here.local
         accord = None if local is None else local.accord
         told = accord is not None and self.agrees and accord.agreed
         if local is not None and accord is not None and accord.in_company and not told:
-            here.untold = str(error)
+            here.untold, update.failed = str(error), not isinstance(error, CommError)
             if not update.counted:
                 self._owes_publish = True
-            elif not isinstance(error, CommError):  # others publish it part by part, and their forwards wait for it
+            elif update.failed:  # others publish it part by part, and their forwards wait for it
                 with contextlib.suppress(CommError):
                     self._gather_rest(local, update)
         here.torn = here.torn or update.torn or bool(here.untold)
+        return update.failed
 
-    def _gather_rest(self, local: Local, update: Update) -> None:
+    def _gather_rest(self, local: Shards, update: Update) -> None:
         """Sends what is left of an update that other ranks publish part by part, and that has failed on this one."""
         for part in self._parts_of(local):
             if part.sharding is not None and part.sharding.publisher.gathers and part.name not in update.gathered:
@@ -449,7 +455,7 @@ class StepRunner:
                 with contextlib.suppress(CommError):
                     local.publish()  # the others do, and wait for this rank's part
 
-    def _publish_with_others(self, local: Local) -> None:
+    def _publish_with_others(self, local: Shards) -> None:
         """Publishes what other ranks publish before they meet this one, also of an update that has failed here."""
         owes, self._owes_publish = self._owes_publish, False
         if owes:
@@ -496,15 +502,12 @@ class StepRunner:
     def drop(self, groups: Groups) -> None:
         """Ends what is pending, whatever becomes of it: state is about to be replaced."""
         self._groups = groups
-        publishers = () if self._holdings.local is None else self._holdings.local.publishers
         if self.pending is not None:
             with contextlib.suppress(Exception):  # where it failed, the optimizer is torn now
                 self.finish(groups)
-            for publisher in publishers:
-                with contextlib.suppress(Exception):
-                    publisher.finish()
-        for publisher in publishers:
-            publisher.forget()
+        for publisher in () if self._holdings.local is None else self._holdings.local.publishers:
+            with contextlib.suppress(Exception):
+                publisher.finish()
 
     def close(self, groups: Groups) -> None:
         """Ends the worker's part of what is pending. Nothing is published, so that no other rank is waited for."""

@@ -22,8 +22,8 @@ from zerokern.kernels.addresses import Cells, reader_of
 from zerokern.kernels.cpu import sumsq_pointers
 from zerokern.optim import checks, device
 from zerokern.optim.formats import Layout
-from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import rest_of
+from zerokern.zero.shard import shard_of
 from zerokern.zero.squares import KnownSquares, Seen, sumsq_of_each
 
 Groups = Sequence[dict[str, Any]]
@@ -120,7 +120,7 @@ class Survey:
         self.rests = any(rest_of(param) is not None for param in self.params)  # then so may gradients
         # whether gradients may have been measured where they were reduced; a device measures its own
         of_pieces = bool(starts) and self.device is None
-        self._squares = KnownSquares([home_of(param) for param in self.params]) if of_pieces else None
+        self._squares = KnownSquares([shard_of(param) for param in self.params]) if of_pieces else None
         self._look(dense_grads)
 
     def pointers(self, groups: Groups) -> array[int] | None:

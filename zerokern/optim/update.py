@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerokern.optim.binding import Binding
     from zerokern.optim.decide import Decision
     from zerokern.optim.hosted import Host, Twin
-    from zerokern.optim.local import Local
+    from zerokern.optim.shards import Shards
 
 __all__ = ["Update", "buckets_of"]
 
@@ -36,6 +36,7 @@ class Update:
         self.binding, self.decision, self.by_parts = binding, decision, by_parts
         self.in_place = False  # gradients are read where the program has them
         self.publish_when_done = False
+        self.failed = False  # here, and other ranks have yet to hear of it
         self.began = False  # to be made, at once; of one before it the binding says the same
         self.counted: bool | None = False  # steps and versions count it; None: that was broken off
         self.gathered: set[str] = set()  # parts that all ranks have, or are about to
@@ -110,7 +111,7 @@ class Update:
 
     def actions(
         self,
-        local: Local | None,
+        local: Shards | None,
         parts: Sequence[Part],
         tickets: Tickets,
         *,
@@ -137,7 +138,7 @@ class Update:
             if sharding.publisher.gathers and memory.bucket.trainable:
                 yield ("Gather", name), partial(sharding.publisher.launch_gather, memory)
 
-    def _actions_of(self, part: Part, turn: int, local: Local, ticket: Any, ready: Any, lazily: bool) -> Actions:
+    def _actions_of(self, part: Part, turn: int, local: Shards, ticket: Any, ready: Any, lazily: bool) -> Actions:
         name, host, survey = part.name, local.host, self.binding.survey
         rows = self._rows
         members = [member for member in part.members if member in rows]
@@ -164,7 +165,7 @@ class Update:
         return {number: row for row, number in enumerate(self.binding.survey.numbers)}
 
     def program(
-        self, schedule: str | Delayed, local: Local | None, parts: Sequence[Part], tickets: Tickets, *, lazily: bool
+        self, schedule: str | Delayed, local: Shards | None, parts: Sequence[Part], tickets: Tickets, *, lazily: bool
     ) -> Program:
         """The step program of this update."""
         survey, rows = self.binding.survey, self._rows
@@ -236,7 +237,7 @@ def _gathered(sharding: Any, memory: Any) -> dict[str, Any]:
     return {"gather_nbytes": sent * (2 if again else 1), "gathered_again": again}
 
 
-def buckets_of(local: Local, parts: Sequence[Part]) -> Iterator[tuple[Any, Any, str]]:
+def buckets_of(local: Shards, parts: Sequence[Part]) -> Iterator[tuple[Any, Any, str]]:
     """The buckets of all models, by the names of their spans: those that none of the parts updates as well."""
     names = {id(part.sharding.gradient_buckets[part.bucket].memory): part.name for part in parts if part.bucket >= 0}
     for index, sharding in enumerate(local.shardings):

@@ -21,8 +21,8 @@ from zerokern.parallel.backward_halves import for_inputs, for_weights
 from zerokern.parallel.tied_stages import Ties, refuse_replaced, refuse_strange
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
-from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import shardings_of
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharding import Sharding
 
 __all__ = ["PipelineStage"]
@@ -204,13 +204,13 @@ class PipelineStage(TorchStage):
     def _found(self) -> list[Sharding]:
         """What zk.shard has made of this module."""
         params = list(self.submod.parameters())
-        stranger = next((name for name, one in self.submod.named_parameters() if home_of(one) is None), None)
+        stranger = next((name for name, one in self.submod.named_parameters() if shard_of(one) is None), None)
         if stranger is not None:
             raise StateError(
                 f"{stranger!r} of the module of pipeline stage {self.stage_index} is not sharded: call "
                 'zk.shard(module, mesh=mesh["dp"]) first, or take torch.distributed.pipelining.PipelineStage'
             )
-        return list(shardings_of(map(home_of, params)))
+        return list(shardings_of(map(shard_of, params)))
 
     def _begin(self) -> None:
         """The first forward of a step."""

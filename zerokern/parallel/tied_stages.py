@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from zerokern.comm import Group, Party, during
 from zerokern.core.errors import StateError, got
 from zerokern.zero.fetching import fetched
-from zerokern.zero.homes import Home, home_of
 from zerokern.zero.kinds import local_of, present
+from zerokern.zero.shard import Shard, shard_of
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["Ties", "refuse_replaced", "refuse_strange"]
@@ -64,7 +64,7 @@ class StageCopy:
 
     stage: int
     param: nn.Parameter
-    home: Home
+    home: Shard
 
     @property
     def bucket(self) -> Any:
@@ -188,11 +188,11 @@ class Ties:
         self._pg = stages[0].group or dist.group.WORLD
         self._everyone = _joined(self._pg, stages[0].device)
         for param in (param for stage in stages for param in stage.submod.parameters()):
-            home_of(param).stages = 1  # type: ignore[union-attr]
+            shard_of(param).stages = 1  # type: ignore[union-attr]
         here: dict[str, list[StageCopy]] = {}
         for stage in sorted(stages, key=lambda one: one.stage_index):
             for name, param in stage.tied.items():
-                home = home_of(param)
+                home = shard_of(param)
                 assert home is not None  # the stage has looked
                 here.setdefault(name, []).append(StageCopy(stage.stage_index, param, home))
         each = self._everyone.exchange([copy.described(name) for name, some in here.items() for copy in some])

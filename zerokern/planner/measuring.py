@@ -15,8 +15,8 @@ from zerokern.optim.disk import on_disk_of
 from zerokern.planner import table
 from zerokern.planner.footprint import STATES, WORKING, Footprint, HeldMemory, Holding
 from zerokern.planner.recipe import short
-from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import local_of, shardings_of
+from zerokern.zero.shard import shard_of
 
 if TYPE_CHECKING:
     from zerokern.memory import Rest
@@ -82,7 +82,7 @@ def measure(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Measu
     params = list(model.parameters())
     if not params:
         raise ValueError(f"{type(model).__name__} has no parameters, so that there is nothing to measure")
-    shardings = shardings_of(map(home_of, params))
+    shardings = shardings_of(map(shard_of, params))
     tally = _Tally(params[0].device.type, _resting_of(shardings))
     for role, tensor in _of_model(params, shardings):
         tally.add(role, tensor)
@@ -147,7 +147,7 @@ def _of_model(params: Iterable[nn.Parameter], shardings: Iterable[Sharding]) -> 
         for role, tensors in sharding.holdings().items():
             yield from ((role, tensor) for tensor in tensors)
     for param in params:
-        if home_of(param) is None:
+        if shard_of(param) is None:
             yield "parameters", param.detach()
         if param.grad is not None:
             yield "gradients", param.grad

@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerokern.zero.homes import Home, home_of
+    from zerokern.zero.shard import Shard, shard_of
     from zerokern.zero.sharded import Sharded
     from zerokern.zero.sharding import Sharding
 
-__all__ = ["Home", "Sharded", "Sharding", "home_of"]
+__all__ = ["Shard", "Sharded", "Sharding", "shard_of"]
 
-_FILES = {"Home": "homes", "Sharded": "sharded", "Sharding": "sharding", "home_of": "homes"}
+_FILES = {"Shard": "shard", "Sharded": "sharded", "Sharding": "sharding", "shard_of": "shard"}
 
 
 def __getattr__(name: str) -> Any:

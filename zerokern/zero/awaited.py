@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokern.zero.kinds import Distributed, residence_of
+from zerokern.zero.kinds import Distributed, known_shard
 from zerokern.zero.sharded import leaves
 from zerokern.zero.sharded_functions import METADATA
 
@@ -58,7 +58,7 @@ _ARRIVED: dict[type, type] = {waits: there for there, waits in _WAITS.items()}
 
 
 def _wait(param: Any) -> None:
-    home = residence_of(param)
+    home = known_shard(param)
     if home is not None:
         home.sharding.publisher.arrive(home.gradients.number)
     arrived([param])

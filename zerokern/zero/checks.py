@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from zerokern.comm import Group
 from zerokern.core.errors import ShardError, StateError, got
 from zerokern.zero.groups import PLACE
-from zerokern.zero.homes import home_of
 from zerokern.zero.kinds import Placed, is_placed, local_of
 from zerokern.zero.mixed import DTYPES
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Unit
 
@@ -214,7 +214,7 @@ def unreduced(names: Sequence[str]) -> NoReturn:
 
 
 def _one(name: str, param: nn.Parameter, built: bool) -> None:
-    if home_of(param) is not None:
+    if shard_of(param) is not None:
         raise StateError(f"{name!r} is sharded already; shard a model once, as a whole")
     if built and is_placed(param):
         raise ShardError(

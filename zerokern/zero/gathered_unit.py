@@ -17,9 +17,9 @@ from zerokern.core.errors import IoError
 from zerokern.zero import guards, hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import be_gathered, be_resting
-from zerokern.zero.homes import home_of
 from zerokern.zero.hooks import in_backward
 from zerokern.zero.params import BucketMemory, Tenant
+from zerokern.zero.shard import shard_of
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Unit
 
@@ -59,7 +59,7 @@ class GatheredUnit:
         tables = {id(table) for table, *_ in self._places}
         rnns = [one for one in unit.module.modules() if isinstance(one, nn.RNNBase) and id(one._parameters) in tables]
         self._rnns = list(map(weakref.ref, rnns))
-        self._pieces = [home.piece for tenant in self.tenants if (home := home_of(tenant.param)) is not None]
+        self._pieces = [home.piece for tenant in self.tenants if (home := shard_of(tenant.param)) is not None]
         self._versions = list(map(_version_of, self._pieces))
         self._handles: list[Handle] = []
         self._coming: list[BucketMemory] = []  # from where they rest, and computed with as they are
@@ -153,7 +153,7 @@ class GatheredUnit:
 
     @staticmethod
     def _keep(tenant: Tenant, piece: Tensor) -> None:
-        home, full = home_of(tenant.param), tenant.full
+        home, full = shard_of(tenant.param), tenant.full
         assert home is not None and full is not None
         written = home.here.cut(full).to(piece.device)
         with nullcontext() if home.rest is None else home.rest.used():

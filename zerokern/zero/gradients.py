@@ -18,13 +18,13 @@ from zerokern.zero import checks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.fetching import fetched
 from zerokern.zero.flattening import Flattening
-from zerokern.zero.homes import Home, alias, strides
 from zerokern.zero.hooks import NO_PASS, Inbox
 from zerokern.zero.kinds import local_of
 from zerokern.zero.landing import IntoHost
 from zerokern.zero.params import BucketMemory, Tenant, whole_like
 from zerokern.zero.partition import shards_gradients, shards_state
 from zerokern.zero.references import References, shares
+from zerokern.zero.shard import Shard, alias, strides
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.span_gradients import SpanGradient
 from zerokern.zero.squares import BucketSquares, GradReady
@@ -45,7 +45,7 @@ class GradientBucket:
     leaves_memory = False  # whether what is reduced goes elsewhere until it is used
 
     def __init__(
-        self, number: int, memory: BucketMemory, homes: list[Home], stage: int, dtype: torch.dtype, losses: int | None
+        self, number: int, memory: BucketMemory, homes: list[Shard], stage: int, dtype: torch.dtype, losses: int | None
     ) -> None:
         self.number, self.memory, self.homes, self.dtype = number, memory, homes, dtype
         self.group, self.bucket = memory.group, memory.bucket

@@ -18,9 +18,9 @@ from zerokern.core.errors import ShardError, StateError
 from zerokern.zero import hooks
 from zerokern.zero.awaited import without_waiting
 from zerokern.zero.computing import stands_for
-from zerokern.zero.homes import Home, give_home, home_of
-from zerokern.zero.kinds import Residence, local_of, shardings_of
+from zerokern.zero.kinds import local_of, shardings_of
 from zerokern.zero.partition import shards_parameters
+from zerokern.zero.shard import Shard, give_shard, shard_of
 
 if TYPE_CHECKING:
     from zerokern.zero.sharding import Sharding
@@ -33,7 +33,7 @@ MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 _pointer_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
-_reference_of = operator.attrgetter("_zk_home")
+_reference_of = operator.attrgetter("_zk_shard")
 
 
 @functools.cache
@@ -48,8 +48,8 @@ def _known_to_the_user(param: torch.Tensor) -> torch.Tensor | None:
     return stands_for(param)
 
 
-def _homes(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Home]]:
-    everyone = ((param, home_of(param)) for group in optimizer.param_groups for param in group["params"])
+def _homes(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Shard]]:
+    everyone = ((param, shard_of(param)) for group in optimizer.param_groups for param in group["params"])
     return [(param, home) for param, home in everyone if home is not None]
 
 
@@ -78,7 +78,7 @@ def _before(optimizer: torch.optim.Optimizer) -> None:
         sharding.settle()
 
 
-def refuse_lent(homes: Iterable[Residence | None]) -> None:
+def refuse_lent(homes: Iterable[Shard | None]) -> None:
     """A step within zk.gathered would not be seen there, and be overwritten at its end."""
     for home in homes:
         if home is not None and home.loan is not None:
@@ -195,16 +195,16 @@ class Guard:
             here = False
         if here and versions == self._versions:
             return
-        whose = list(map(home_of, self._params))
+        whose = list(map(shard_of, self._params))
         for place, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
             if versions[place] != self._versions[place] or whose[place] is not home:
                 self._take_back(param, home)
         self._versions = versions
 
-    def _take_back(self, param: nn.Parameter, home: Home) -> None:
-        if home_of(param) is home:
+    def _take_back(self, param: nn.Parameter, home: Shard) -> None:
+        if shard_of(param) is home:
             return
-        give_home(param, home)  # with it went what hears of its gradients
+        give_shard(param, home)  # with it went what hears of its gradients
         if home.gradients is None:
             return
         dtype, trained = home.piece.grad_dtype, param.requires_grad

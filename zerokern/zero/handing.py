@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerokern.zero import hooks
-from zerokern.zero.homes import home_of
+from zerokern.zero.shard import shard_of
 
 __all__ = ["HandedOver", "InParts", "NotWanted", "Summed", "Way", "way_to"]
 
@@ -141,7 +141,7 @@ def way_to(node: Any, leaf: Tensor) -> Way:
     accumulates = hooks.is_accumulated(node)
     if accumulates is False:
         return NotWanted()
-    home = home_of(leaf)
+    home = shard_of(leaf)
     if accumulates is None:  # torch.autograd.grad
         return Summed()
     if home is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import get_process_group_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from zerokern.core.errors import StateError
-from zerokern.kernels import join
 from zerokern.kernels.formats import BLOCK, blocks
 from zerokern.memory.here import Here
 from zerokern.memory.rest import Rest
@@ -30,15 +29,14 @@ __all__ = [
     "SLOTS",
     "Distributed",
     "Placed",
-    "Residence",
     "here_of",
     "is_divided",
     "is_placed",
     "is_replicated",
+    "known_shard",
     "local_of",
     "over",
     "present",
-    "residence_of",
     "rest_of",
     "rests_of_gradients",
     "shardings_of",
@@ -52,13 +50,13 @@ Distributed: Any = DTensor  # the base of what takes the place of one
 SLOTS = tuple(DTensor.__slots__)  # where its object keeps what it consists of
 
 
-def residence_of(tensor: Tensor | None) -> Residence | None:
+def known_shard(tensor: Tensor | None) -> Any:
     """What zk.shard knows of a parameter or of a piece of one, as long as the sharded model lives.
 
-    >>> residence_of(torch.ones(2)) is None
+    >>> known_shard(torch.ones(2)) is None
     True
     """
-    reference = getattr(tensor, "_zk_home", None)
+    reference = getattr(tensor, "_zk_shard", None)
     return None if reference is None else reference()
 
 
@@ -72,9 +70,9 @@ def here_of(tensor: Tensor) -> Here:
         return Placed.by(tensor)
     if isinstance(tensor, Sharded):
         return tensor.here
-    home = residence_of(tensor)
-    if home is not None and tensor is home.piece:
-        return home.here
+    shard = known_shard(tensor)
+    if shard is not None and tensor is shard.piece:
+        return shard.here
     return Here.span(tensor.shape, 0, tensor.numel())
 
 
@@ -111,8 +109,8 @@ def rest_of(tensor: Tensor) -> Rest | None:
     own: Rest | None = getattr(tensor, "zk_rest", None)
     if own is not None:
         return own
-    home = residence_of(tensor)
-    return None if home is None else home.rest
+    shard = known_shard(tensor)
+    return None if shard is None else shard.rest
 
 
 def rests_of_gradients(params: Iterable[Tensor]) -> list[Rest | None]:
@@ -328,81 +326,11 @@ def over(
     return DTensor(local, like._spec, requires_grad=False)
 
 
-class Residence:
-    """Where a parameter lives: what an optimizer asks, whoever has divided it.
-
-    `piece`: this rank's elements of it, 1-D, which stand in for it. `here`: which they are, of it and of its state.
-    `sharding`: those who live together, and the ranks that they are divided among; None for who lives alone.
-    """
-
-    piece: Tensor
-    sharding: Any = None
-    gradients: Any = None  # the bucket that zk.shard reduces its gradient in
-    loan: Any = None  # while it is whole in the user's object (stage 3)
-    copies = 1  # how many of the ranks that its gradient is summed over have the same elements
-    rest: Rest | None = None  # where the piece's values are while nobody uses them
-
-    def __init__(self, name: str, here: Here, piece: Tensor, trained: bool) -> None:
-        self.name, self.here = name, here
-        self.shape, self.start, self.numel = here.shape, here.first, here.numel
-        self.piece = nn.Parameter(piece, requires_grad=trained)
-        self.piece.zk_name = name  # type: ignore[attr-defined]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {self.here})"
-
-    @property
-    def team(self) -> Any:
-        """The ranks that its gradient's norm is summed over; None where each has all of it."""
-        return None if self.sharding is None else self.sharding.team
-
-    @property
-    def whole(self) -> Tensor | None:
-        """The model's parameter, where its values lie in the same memory as the piece."""
-        return None
-
-    def look(self, param: Tensor) -> None:
-        """Writes to the parameter count as writes to the piece; our own have been accounted for by `publish`."""
-        raise NotImplementedError
-
-    def stays(self, param: Tensor) -> bool:
-        """Whether this is that parameter still, divided as it was."""
-        raise NotImplementedError
-
-    def local_gradient(self, param: Tensor) -> Tensor | None:
-        """This rank's elements of the parameter's gradient, 1-D; None where it has none."""
-        raise NotImplementedError
-
-    def take_initial(self) -> Tensor | None:
-        """What the piece's dtype rounded away of the values that it began with, a bf16 remainder or the fp32 values
-        themselves, where that is known: once."""
-
-    def take_exact(self) -> Tensor | None:
-        """Those values, in fp32: once."""
-        initial = self.take_initial()
-        if initial is None or initial.dtype is torch.float32:
-            return initial
-        with present(self.piece):
-            return join(self.piece.detach(), initial)
-
-    def take(self, key: str, value: Any, *, own: bool = False) -> Any:
-        """This rank's elements of a value of state that is shown or was loaded."""
-        if key == "step" or not isinstance(value, Tensor):
-            return value
-        return take(self.here.of(key), value, f"{self.name}: state {key!r}", own=own)
-
-    def show(self, key: str, value: Any, before: Any = None) -> Any:
-        """State of the piece under its parameter's name; `before`, if it shows that already."""
-        if key == "step" or not isinstance(value, Tensor):
-            return value
-        return self.here.of(key).show(value, before, f"{self.name}.{key}")
-
-
-def shardings_of(homes: Iterable[Residence | None]) -> list[Any]:
-    """The shardings of all who do not live alone, each once.
+def shardings_of(shards: Iterable[Any]) -> list[Any]:
+    """What these are sharded with, each once; None is nothing's shard.
 
     >>> shardings_of([None])
     []
     """
-    found = [home.sharding for home in homes if home is not None]
+    found = [shard.sharding for shard in shards if shard is not None]
     return list({id(one): one for one in found if one is not None}.values())

@@ -23,11 +23,11 @@ from zerokern.memory.tier import DevicePool
 from zerokern.schedule.recorder import SpanRecorder
 from zerokern.zero import hooks
 from zerokern.zero.computing import leaf_over
-from zerokern.zero.homes import Home, alias, give_home
 from zerokern.zero.kinds import Placed, here_of, local_of, version_of
 from zerokern.zero.lifting import Lift, Lifting
 from zerokern.zero.partition import Bucket, Piece
 from zerokern.zero.placed import ShardedDTensor
+from zerokern.zero.shard import Shard, alias, give_shard
 from zerokern.zero.sharded import Sharded
 from zerokern.zero.units import Owner
 
@@ -301,7 +301,7 @@ class BucketMemory:
 
 def place(
     sharding: Sharding, memory: BucketMemory, lost: dict[int, Tensor], owners: dict[int, list[Owner]]
-) -> list[Home]:
+) -> list[Shard]:
     """Point the parameters of a filled bucket at it, at their shard of it where it is sharded; returns their homes."""
     mine = {piece.param: piece for piece in memory.bucket.pieces(memory.group.rank)}
     homes = []
@@ -313,14 +313,14 @@ def place(
             piece = mine.get(number)
             start, span = (0, memory.piece(None)) if piece is None else (piece.start, memory.piece(piece))
         ranks = sharding.groups.each[memory.bucket.ranks]
-        home = Home(tenant.name, param, start, span, sharding, lost.get(number), ranks)
+        home = Shard.of_model(tenant.name, param, start, span, sharding, lost.get(number), ranks)
         if sharding.stage >= 3:
             _forget_weak_references(owners[id(param)])
             _forget_graphs(owners[id(param)])
             _shard(tenant, memory, home)
         else:
             _lay(tenant, memory)
-            give_home(param, home)
+            give_shard(param, home)
             home.seen_version = version_of(param)
         homes.append(home)
     memory.release()
@@ -363,20 +363,20 @@ def _lay(tenant: Tenant, memory: BucketMemory) -> None:
     exchange_bodies(param, body, tenant.name)
 
 
-def _shard(tenant: Tenant, memory: BucketMemory, home: Home) -> None:
+def _shard(tenant: Tenant, memory: BucketMemory, home: Shard) -> None:
     param, view = tenant.param, tenant.show(memory.view(tenant))
     full = leaf_over(view, param)
-    give_home(full, home)
+    give_shard(full, home)
     tenant.full = home.leaf = full
     hooks.share_hooks(param, full)
     local = home.piece.detach()
     body = (Sharded if tenant.placed is None else ShardedDTensor).of(local, home.here, name=home.name)
-    home.rest = local.zk_rest = memory.rest  # type: ignore[attr-defined]
+    home.rest = local.zk_rest = memory.rest
     body.whole = partial(whole_like, memory.group, memory.bucket.shard_numel, tenant.place, tenant.placed)
     body.requires_grad_(param.requires_grad)
     body.__dict__.update(param.__dict__)
     body._is_param = True
-    give_home(body, home)
+    give_shard(body, home)
     exchange_bodies(param, body, home.name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,16 +16,12 @@ from zerokern.zero import hooks
 from zerokern.zero.awaited import arrived, awaited, without_waiting
 from zerokern.zero.gather import Gatherer
 from zerokern.zero.gradients import GradientBucket
-from zerokern.zero.homes import home_of
 from zerokern.zero.params import BucketMemory
+from zerokern.zero.shard import shard_of
 from zerokern.zero.units import Unit
 
 __all__ = ["Publication", "Publisher"]
 
-_GOES_ON = (
-    "the update failed on this rank: {error}. The next opt.step() raises on all ranks; until then forwards go on with "
-    "parameters of different steps, since other ranks wait for this one in them"
-)
 _WRITTEN = (
     "{name!r} was written while its update was under way, and the two cannot be told apart any more; load the model, "
     'then its optimizer. With schedule="overlap", call opt.flush() after step() and before writing to parameters'
@@ -56,19 +51,13 @@ class Publication:
         while self._next <= min(last, len(self._memories) - 1):
             memory = self._memories[self._next]
             self._ready(self._next)
-            if self._ready is not _passes:
-                with without_waiting():
-                    self._refuse_writes(memory)
+            with without_waiting():
+                self._refuse_writes(memory)
             arrived(self._params[self._next])
             self._next += 1
 
     def finish(self) -> None:
         self.upto(len(self._memories))
-
-    def pass_by(self) -> None:
-        """The update has failed, and its buckets pass for published when other ranks have them: what is gathered ahead
-        depends on it, and must be the same on all."""
-        self._ready = _passes
 
     def end(self) -> None:
         """Nobody need wait any more, whatever has become of it."""
@@ -99,11 +88,11 @@ class Publisher:
         self._hooked = False
         tenants = [tenant for memory in self._memories for tenant in memory.tenants]
         self._read = [one.param if one.full is None else one.full for one in tenants]
-        homes = [home_of(one) for one in self._read]
+        homes = [shard_of(one) for one in self._read]
         self._pieces = [home.piece for home in homes if home is not None]
         self._announced = [piece._version for piece in self._pieces]
-        self._failed: Callable[[Exception], bool] = _nobody_waits
-        self._unraised: Exception | None = None  # what forwards went on after
+        self._tears: Callable[[], object] = _nothing
+        self.failure: Exception | None = None  # of an update, while other ranks may wait for this one; see `finish`
         numbers = [number for number, unit in enumerate(units) for _ in unit.params]
         self._last_of = [-1] * len(units)  # of the buckets that are trained, the last that a unit has parameters in
         for number, memory in enumerate(self._memories):
@@ -150,9 +139,9 @@ class Publisher:
             group.settle(besides=self)
             group.publishing.add(self)
 
-    def begin(self, ready: Callable[[int], None], failed: Callable[[Exception], bool]) -> None:
-        """An update is under way: `ready(i)` returns once bucket i has it, and is whole. `failed` hears of errors, and
-        says whether forwards go on all the same.
+    def begin(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
+        """An update is under way: `ready(i)` returns once bucket i has it, and is whole. `tears` is called where it
+        cannot be published.
 
         `upto(0)` comes next: modules that belong to no unit have no forward that would wait.
         """
@@ -160,7 +149,7 @@ class Publisher:
             self._hooked = True
             self._hook()
         self._publication = Publication(self._memories, ready)
-        self._failed, self._unraised = failed, None
+        self._tears, self.failure = tears, None
 
     def _hook(self) -> None:
         """Once an optimizer leaves updates under way: who needs parameters waits for them."""
@@ -178,7 +167,7 @@ class Publisher:
             gathered.prepare = partial(hooks.weakly(self._before_forward), number)
 
     def _before_forward(self, number: int, *_: Any) -> None:
-        self._wait(lambda publication: publication.upto(self._last_of[number]), may_go_on=True)
+        self._wait(lambda publication: publication.upto(self._last_of[number]))
 
     def _unfinished(self) -> bool:
         return self._publication is not None and not self._publication.complete
@@ -196,40 +185,40 @@ class Publisher:
         """Returns once the trained bucket of this number is that of the last step on this rank."""
         self._wait(lambda publication: publication.upto(number))
 
-    def finish(self, *, may_go_on: bool = False) -> None:
+    def finish(self) -> None:
         """Returns once all parameters are those of the last step on this rank, and what was written to them since.
 
-        `may_go_on`: other ranks wait for what comes next, so that a failure is not raised here if the next step does.
-        Else what forwards went on after is raised, once.
+        Raises, once, why the update failed that made them.
         """
+        self.complete()
+        error, self.failure = self.failure, None
+        if error is not None:
+            raise error
+
+    def complete(self) -> None:
+        """As `finish`, and raises nothing of an update that failed: other ranks wait for what this one does next."""
         if self.gatherer is not None:
             self.gatherer.keep_writes()
-        self._wait(Publication.finish, may_go_on=may_go_on)
+        self._wait(Publication.finish)
         self.retire()
 
     def retire(self) -> None:
         """Nothing of this step is left, nor of the optimizer that made it."""
         if self._publication is not None:
             self._publication.end()
-        self._publication, self._failed = None, _nobody_waits
+        self._publication, self._tears = None, _nothing
         for memory in self._memories:
             memory.group.publishing.discard(self)
 
-    def _wait(self, wait: Callable[[Publication], None], *, may_go_on: bool = False) -> None:
+    def _wait(self, wait: Callable[[Publication], None]) -> None:
         publication = self._publication
         if publication is not None:
             try:
                 self._wait_within(publication, wait)
-            except Exception as error:
-                if not (self._failed(error) and may_go_on):
-                    self.retire()  # told once; what can still be done is to load a checkpoint
-                    raise
-                self._unraised = error
-                publication.pass_by()
-                wait(publication)
-                warnings.warn(_GOES_ON.format(error=error), stacklevel=2)
-        if not may_go_on:
-            self.raise_what_failed()
+            except Exception:
+                self._tears()
+                self.retire()  # told once; what can still be done is to load a checkpoint
+                raise
 
     def _wait_within(self, publication: Publication, wait: Callable[[Publication], None]) -> None:
         with ExitStack() as stack:
@@ -237,17 +226,6 @@ class Publisher:
                 for group in {id(memory.group): memory.group for memory in self._memories}.values():
                     stack.enter_context(group.awaiting_update())
             wait(publication)
-
-    def raise_what_failed(self) -> None:
-        """Who reads parameters, to keep them perhaps, hears of an update that failed and that forwards passed by."""
-        error, self._unraised = self._unraised, None
-        if error is not None:
-            self.retire()
-            raise error
-
-    def forget(self) -> None:
-        """Parameters are about to be loaded: it does not matter any more how their update ended."""
-        self._unraised = None
 
 
 def _finish(publisher: weakref.ref[Publisher]) -> None:
@@ -260,9 +238,5 @@ def _unchanged(result: Any) -> None:
     pass
 
 
-def _passes(bucket: int) -> None:
+def _nothing() -> None:
     pass
-
-
-def _nobody_waits(error: Exception) -> bool:
-    return False

@@ -207,7 +207,7 @@ class Sharded(torch.Tensor):
 
     @property
     def _home(self) -> Any:
-        reference = getattr(self, "_zk_home", None)
+        reference = getattr(self, "_zk_shard", None)
         return None if reference is None else reference()
 
     def __deepcopy__(self, memo: dict) -> Sharded:
@@ -253,7 +253,7 @@ class Sharded(torch.Tensor):
     ) -> Any:
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                reference = getattr(args[0], "_zk_home", None) if func in FREEZING else None
+                reference = getattr(args[0], "_zk_shard", None) if func in FREEZING else None
                 if reference is not None and (home := reference()) is not None:
                     home.is_frozen_or_thawed()
                 return func(*args, **(kwargs or {}))

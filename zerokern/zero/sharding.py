@@ -25,7 +25,6 @@ from zerokern.zero.gather import Gatherer
 from zerokern.zero.gathered_unit import GatheredUnit, Place
 from zerokern.zero.gradients import GradientBucket
 from zerokern.zero.groups import PLACE, GroupsOf, one_group
-from zerokern.zero.homes import Home
 from zerokern.zero.kinds import local_of, version_of
 from zerokern.zero.mixed import cast_floats, check_policy, wire_dtype
 from zerokern.zero.params import BucketMemory, Tenant, place
@@ -33,6 +32,7 @@ from zerokern.zero.partition import partition, shards_parameters, shards_state
 from zerokern.zero.publishing import Publisher
 from zerokern.zero.reduction import Reduction
 from zerokern.zero.resting import check_tier, driver_of, laid_out, lies_on, rests_on
+from zerokern.zero.shard import Shard
 from zerokern.zero.sharded import Sharded, leaves
 from zerokern.zero.sharded_functions import GET_DATA
 from zerokern.zero.spilling import kind_of_bucket
@@ -46,7 +46,7 @@ KEPT_UNITS = 8  # what a step frees and asks for again: two whole, their gradien
 
 
 class Sharding:
-    """What `zk.shard` makes of a module; found again through any of its parameters (`home_of`)."""
+    """What `zk.shard` makes of a module; found again through any of its parameters (`shard_of`)."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Sharding:
         itemsize = max(getattr(torch, member.dtype).itemsize for member in listed)
         buckets = partition(listed, self.groups.sizes, max(1, bucket_bytes // itemsize))
         self.memories: list[BucketMemory] = []
-        homes: dict[int, Home] = {}
+        homes: dict[int, Shard] = {}
         owners = owners_of(self.module)
         self._owners: dict[int, list[Place]] = {}
         pool, divided = DevicePool(device), shards_parameters(self.stage)
@@ -251,13 +251,13 @@ class Sharding:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    def _trained(self) -> Iterator[tuple[Tenant, Home]]:
+    def _trained(self) -> Iterator[tuple[Tenant, Shard]]:
         for bucket in self.gradient_buckets:
             yield from zip(bucket.tenants, bucket.homes, strict=True)
 
     def _after_root(self, result: Any) -> Any:
         if result is not None and not hooks.in_backward():
-            self.publisher.finish(may_go_on=True)
+            self.publisher.complete()
         if self.gatherer is None and torch.is_grad_enabled() and self.gradient_buckets:
             for output in hooks.graph_tensors(result):
                 hooks.when_gradient_is_there(output, partial(_backward_begins, weakref.ref(self)))
@@ -266,7 +266,7 @@ class Sharding:
         if self.gatherer is not None:
             self._after_unit(self.gatherer.root, result)
         if result is not None and not torch.is_grad_enabled():  # no backward follows, which other ranks would wait in
-            self.publisher.raise_what_failed()
+            self.publisher.finish()
         return result
 
     def _before_unit(self, unit: GatheredUnit, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -317,15 +317,15 @@ class Sharding:
         self.publisher.finish()
         self._announce()
 
-    def publish_later(self, ready: Callable[[int], None], failed: Callable[[Exception], bool]) -> None:
+    def publish_later(self, ready: Callable[[int], None], tears: Callable[[], object]) -> None:
         """As `publish`, of an update that is under way: `ready(i)` returns once it has reached trained bucket i.
 
-        `publisher.prepare()` came before it began; `failed` is called where it turns out that it cannot be published.
+        `publisher.prepare()` came before it began; `tears` is called where it turns out that it cannot be published.
         The caller waits for the root's buckets (`publisher.upto(0)`), forwards for those that they need, and all are
         waited for at the latest when the root's forward ends.
         """
         self._announce()
-        self.publisher.begin(ready, failed)
+        self.publisher.begin(ready, tears)
 
     def _announce(self) -> None:
         if self.gatherer is not None:
@@ -401,7 +401,7 @@ def _backward_begins(sharding: weakref.ref[Sharding]) -> None:
 
 
 def _use(sharding: weakref.ref[Sharding], number: int, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a parameter is told of, which must not keep its model: see `Home`."""
+    """What a parameter is told of, which must not keep its model: see `Shard`."""
     there = sharding()
     if there is None or there.gatherer is None:
         return NotImplemented

@@ -13,9 +13,9 @@ from zerokern.comm import during
 from zerokern.core.errors import ShardError
 from zerokern.zero import hooks
 from zerokern.zero.gathered_unit import GatheredUnit
-from zerokern.zero.homes import alias, home_of
 from zerokern.zero.kinds import SLOTS, is_placed, present, shardings_of
 from zerokern.zero.params import BucketMemory, Tenant
+from zerokern.zero.shard import alias, shard_of
 from zerokern.zero.sharded import Sharded
 
 __all__ = ["whole"]
@@ -27,7 +27,7 @@ class Loan:
     """A parameter that is whole for a while. Graphs made with it may outlive that: their gradients are reduced."""
 
     def __init__(self, unit: GatheredUnit, tenant: Tenant, values: Tensor) -> None:
-        home = home_of(tenant.param)
+        home = shard_of(tenant.param)
         assert home is not None
         self._unit, self._tenant, self._home = unit, tenant, home
         self.kept = False
@@ -93,9 +93,9 @@ class Loan:
 @contextmanager
 def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
     """Sharded parameters among `params` have their full values within; `write` keeps this rank's span of them."""
-    shardings = shardings_of(map(home_of, params))
+    shardings = shardings_of(map(shard_of, params))
     for sharding in shardings:
-        sharding.publisher.finish(may_go_on=sharding.gatherer is not None)
+        sharding.publisher.complete()
     asked = {id(param) for param in params if isinstance(param, Sharded)}
     loans = [
         loan
@@ -111,7 +111,7 @@ def whole(params: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
             loan.begin()
             begun.append(loan)
         for sharding in shardings:  # now that other ranks have what they wait for
-            sharding.publisher.raise_what_failed()
+            sharding.publisher.finish()
         yield
         if write:
             _keep(params)
@@ -146,7 +146,7 @@ def _lend(unit: GatheredUnit, memory: BucketMemory, tenants: Sequence[Tenant]) -
 
 def _keep(params: Sequence[nn.Parameter]) -> None:
     """What was written is to last: here, or when the context ends that made a parameter whole."""
-    homes = [home_of(param) for param in params]
+    homes = [shard_of(param) for param in params]
     for home in homes:
         if home is not None and home.loan is not None:
             home.loan.kept = True

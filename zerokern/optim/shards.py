@@ -1,8 +1,8 @@
-"""Parameters that zk.shard divides: their pieces on this rank stand in for them, and their state is shown whole.
+"""The parameters of one optimizer as shards: where their gradients and values are, and where users see their state.
 
-Within an optimizer everything is about pieces: 1-D, with gradients and state of their length. What users see, under
-`opt.state` and in a state_dict, belongs to their parameters and has the logical shape. Where a `Host` is given, the
-pieces are twins, in host memory, of what is `near` to the compute: pieces of sharded parameters, or plain parameters.
+Within an optimizer everything is about what is updated here: this rank's piece of each parameter, or, where a `Host` is
+given, a copy of that in host memory. What users see, under `opt.state` and in a state_dict, belongs to their parameters
+and has the logical shape.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 
 from zerokern.comm import Party, during
-from zerokern.core.errors import StateError
+from zerokern.core.errors import StateError, got
 from zerokern.kernels.addresses import Whereabouts
 from zerokern.optim import checks
 from zerokern.optim.accord import Accord, norm_of_all
-from zerokern.optim.dtensors import Alone, homes_of, refuse_int8
 from zerokern.optim.hosted import ColumnsOf, Host, Twin
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.scaling import scale_gradients
 from zerokern.optim.survey import Groups, names_of, same_objects
 from zerokern.zero.awaited import without_waiting
-from zerokern.zero.homes import home_of
-from zerokern.zero.kinds import Residence, is_divided, present, shardings_of
+from zerokern.zero.kinds import is_divided, present, shardings_of
+from zerokern.zero.shard import Shard, plain_shard, shard_of, shards_of
 
-__all__ = ["LATE", "NOT_DELAYED", "PENDING", "Local", "localised", "sharded"]
+__all__ = ["LATE", "NOT_DELAYED", "PENDING", "Shards", "sharded"]
 
 LATE = "delayed_pending"  # in param_groups: whether an update waits to be published
 PENDING = "pending"  # in a state_dict: values of a parameter that an update has made and no step has published
@@ -36,6 +35,10 @@ NOT_DELAYED = (
     "schedule=zk.Delayed(...), and flush() that, or call opt.flush() before saving"
 )
 
+_FROZEN = (
+    "{name} is frozen, and this state has an update of it that was pending when it was saved, which would be lost; "
+    "load it with requires_grad=True, and freeze the parameter after opt.flush()"
+)
 _TOO_LATE = (
     "{name}: its optimizer has stepped before zk.shard divided it, so its state is of another shape. Build the "
     "optimizer after zk.shard (or fully_shard); to keep the state, take state_dict() and load it into that one"
@@ -48,126 +51,129 @@ _EXPOSED = (
 
 def sharded(groups: Groups) -> bool:
     """Whether any parameter is divided or replicated by zk.shard, or is a DTensor."""
-    return any(is_divided(param) or home_of(param) is not None for group in groups for param in group["params"])
+    return any(is_divided(param) or shard_of(param) is not None for group in groups for param in group["params"])
 
 
-def localised(
-    last: Local | None,
-    groups: Groups,
-    state: WatchedState | None = None,
-    stepped: bool = False,
-    host: tuple[Host, ColumnsOf] | None = None,
-    group: Any = None,
-) -> Local:
-    """What is known of the parameters, anew if they are others, or elsewhere; `state` as it has been assigned since."""
-    local = last if last is not None and last.knows(groups) else Local(groups, host, last, group)
-    if state is not None:
-        local.adopt(state, refuse_plain=stepped and last is None)
-    return local
+class Shards:
+    """The shards of an optimizer's parameters (`everyone`), in their order.
 
-
-class Local:
-    """The parameters of one optimizer, and their pieces in the same order.
-
-    `shares`: for each of them the number of the sum that its gradient goes into; 0 is what counts here alone.
-    `starts`: the elements of the whole parameters that the pieces begin with.
+    `near`: this rank's piece of each, beside the compute. `pieces`: what is updated, these or their copies in host
+    memory. `shares`: for each the number of the sum that its gradient goes into; 0 is what counts here alone. `starts`:
+    the elements of the whole parameters that the pieces begin with. `state`: by piece.
     """
 
     def __init__(
-        self, groups: Groups, host: tuple[Host, ColumnsOf] | None = None, last: Local | None = None, group: Any = None
+        self,
+        groups: Groups,
+        host: tuple[Host, ColumnsOf] | None = None,
+        last: Shards | None = None,
+        group: Any = None,
     ) -> None:
         self.everyone: list[Tensor] = [param for group in groups for param in group["params"]]
-        self.homes: list[Residence] = homes_of(self.everyone, names_of(groups), () if last is None else last.homes)
-        pairs = list(zip(self.everyone, self.homes, strict=True))
-        # what a program steps itself, a plain parameter or a piece, is shown as it is
-        self._shown = [Alone(home.name, param) if param is home.piece else home for param, home in pairs]
-        self.near: list[Tensor] = [home.piece for home in self.homes]
-        self.host = None if host is None else host[0]
-        self._trained = [one.requires_grad for one in self.near]
-        self.pieces = self.near if host is None else host[0].take_in(self.near, self._grad_dtypes(), host[1])
+        self.homes: list[Shard] = shards_of(self.everyone, names_of(groups), () if last is None else last.homes)
+        self.near: list[Tensor] = [shard.piece for shard in self.homes]
+        self._copies = Host(None, delays=False) if host is None else host[0]  # or none: then nothing is asked of it
+        self.pieces = self.near
+        if host is not None:
+            self.pieces = self._copies.take_in(self.near, self._grad_dtypes(), host[1])
         self.shardings = shardings_of(self.homes)
+        self.publishers = [one.publisher for one in self.shardings if one.publisher is not None]
         # replicated gradients are plain tensors: nobody could wait for who reads them where they lie
-        self.defers = any(s.publisher is not None and (host or not s.replicated) for s in self.shardings)
-        self.publishers = [s.publisher for s in self.shardings if s.publisher is not None]
+        self.defers = any(one.publisher is not None and (host or not one.replicated) for one in self.shardings)
         self.accord = Accord(self.shardings, Party.of(group, self.near[0].device if self.near else "cpu"))
-        self.teams = self.accord.teams
-        self._copies = [home.copies for home in self.homes]
         self.shares = self.accord.share_out(self.homes)
-        self.starts = [home.start for home in self.homes]
+        self.starts = [shard.start for shard in self.homes]
+        self._trained = [one.requires_grad for one in self.near]
+        self._counts = [shard.copies for shard in self.homes]
+        pairs = list(zip(self.everyone, self.homes, strict=True))
+        self._stand_ins = [(param, shard) for param, shard in pairs if param is not shard.piece]
+        self._followed = [(param, shard) for param, shard in pairs if shard.sharding is not None]
+        # what a program steps itself, a plain parameter or a piece, is shown as it is
+        self._shown = [plain_shard(shard.name, param) if param is shard.piece else shard for param, shard in pairs]
+        self._of_piece = {id(piece): shard for piece, shard in zip(self.pieces, self.homes, strict=True)}
         self.state = WatchedState()
-        self._home_of = {id(piece): home for piece, home in zip(self.pieces, self.homes, strict=True)}
-        self._stand_ins = [(param, home) for param, home in pairs if param is not home.piece]
-        # a program that steps what zk.shards returned may write to the model's parameters all the same
-        stepped = [(home.whole, home) for param, home in pairs if param is home.piece]
-        self._written_to = self._stand_ins + [(whole, home) for whole, home in stepped if whole is not None]
-        self._outer: Mapping[Any, Any] | None = None
-        self._exported: dict[int, dict[str, Any]] = {}
+        self._outer: Mapping[Any, Any] | None = None  # the optimizer's own state, as of the last look
+        self._exported: dict[int, dict[str, Any]] = {}  # what was shown there, by the piece's id
         self._views = Whereabouts([])
         self._lent: list[int] = []
-        self._fold: float | Tensor = 1.0
         self._borrowed: list[tuple[Tensor, Tensor | None]] = []
+        self._fold: float | Tensor = 1.0
         self._folds: list[tuple[Any, float | Tensor]] = []
+
+    @property
+    def host(self) -> Host | None:
+        """Where the copies in host memory are, if such are updated."""
+        return self._copies if self.pieces is not self.near else None
+
+    @property
+    def stand_alone(self) -> bool:
+        """Whether a step is about the parameters themselves, and nobody else's: nothing needs to be prepared for it."""
+        return self.pieces is self.near and not self.shardings and self.accord.party is None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the optimizer's state is that of what is updated, tensor by tensor."""
+        return self.pieces is self.near and not self._stand_ins
 
     def knows(self, groups: Groups) -> bool:
         """Whether these are the parameters, and they live where they did."""
         everyone = [param for group in groups for param in group["params"]]
-        same = same_objects(everyone, self.everyone)
-        known = same and all(home.stays(param) for param, home in zip(everyone, self.homes, strict=True))
-        known = known and self._copies == [home.copies for home in self.homes]  # stages tell each other of theirs
-        return known and (self.host is None or self._trained == [one.requires_grad for one in self.near])
+        known = same_objects(everyone, self.everyone)
+        known = known and all(shard.fits(param) for param, shard in zip(everyone, self.homes, strict=True))
+        known = known and self._counts == [shard.copies for shard in self.homes]  # stages tell each other of theirs
+        return known and not self.changes_over
 
     @property
     def changes_over(self) -> bool:
-        """Whether state is to belong to something else: what is trained has a twin, what is frozen none."""
-        return self.host is not None and self._trained != [one.requires_grad for one in self.near]
+        """Whether state is to belong to something else: what is trained has a host copy, what is frozen none."""
+        return self.pieces is not self.near and self._trained != [one.requires_grad for one in self.near]
 
     def _grad_dtypes(self) -> list[torch.dtype]:
         """What gradients come in, as far as that is known before they do."""
         made = []
-        for param, home, near in zip(self.everyone, self.homes, self.near, strict=True):
-            found = home.local_gradient(param)
+        for param, shard, near in zip(self.everyone, self.homes, self.near, strict=True):
+            found = shard.local_gradient(param)
             made.append(found.dtype if found is not None else getattr(near, "grad_dtype", None) or near.dtype)
         return made
 
     def groups(self, groups: Groups) -> list[dict[str, Any]]:
         """The optimizer's groups, or these with loaded values, over pieces; messages call those by their parameters."""
         made, start = [], 0
-        self.accord.groups_of = [[] for _ in self.teams]
+        self.accord.groups_of = [[] for _ in self.accord.teams]
         for number, group in enumerate(groups):
             some = slice(start, start := start + len(group["params"]))
             for team in self.accord.teams_of(self.shares[some]):
                 self.accord.groups_of[team].append(number)
             if group.get("state_format") == "int8":
-                refuse_int8(self.homes[some])
-            names = [home.name for home in self.homes[some]]
+                _refuse_int8(self.homes[some])
+            names = [shard.name for shard in self.homes[some]]
             made.append({"param_names": names, **group, "params": self.pieces[some]})
         return made
 
     def look(self) -> None:
         """Writes to whole parameters count as writes to their pieces; our own have been accounted for by `publish`."""
-        for param, home in self._written_to:
-            home.look(param)
-        if self.host is not None:
-            self.host.look()
+        for param, shard in self._followed:
+            shard.look(param)
+        self._copies.look()
 
     def gradients(self) -> dict[int, Tensor]:
         """The gradients that there are near the compute, by their place."""
         found: dict[int, Tensor] = {}
-        for place, (param, home, near) in enumerate(zip(self.everyone, self.homes, self.near, strict=True)):
-            grad = home.local_gradient(param)
+        for place, (param, shard, near) in enumerate(zip(self.everyone, self.homes, self.near, strict=True)):
+            grad = shard.local_gradient(param)
             if grad is None and near.grad is not None and param is not near:
-                raise StateError(_EXPOSED.format(name=home.name))
+                raise StateError(_EXPOSED.format(name=shard.name))
             if grad is None:
                 continue
             grad = grad.resolve_neg() if grad.is_neg() else grad
             plain = grad.dtype == near.dtype and grad.shape == near.shape and grad.is_contiguous()
             if not plain or grad.device != near.device or grad.layout is not torch.strided:
-                checks.gradient(home.name, near, grad)
+                checks.gradient(shard.name, near, grad)
             found[place] = grad
         return found
 
     def lend(self, places: Iterable[int]) -> None:
-        """Let the twins of these have the gradients that are fetched for them, until `leave`."""
+        """Let the host copies of these have the gradients that are fetched for them, until `leave`."""
         self._lent = list(places)
         for place in self._lent:
             twin = self.twin(place)
@@ -175,8 +181,8 @@ class Local:
             twin.values.grad = twin.grad
 
     def twin(self, place: int) -> Twin:
-        assert self.host is not None
-        found = self.host.of([self.near[place]])
+        """The host copy of a parameter that is trained."""
+        found = self._copies.of([self.near[place]])
         if not found:
             raise StateError(f"parameter {place} has a gradient, and does not require one; allowed: requires_grad=True")
         return found[0]
@@ -190,11 +196,11 @@ class Local:
         """Lend the gradients to the pieces, until `leave`."""
         with without_waiting():
             self.look()
-            for param, home in self._stand_ins:
-                piece, grad = home.piece, home.local_gradient(param)
+            for param, shard in self._stand_ins:
+                piece, grad = shard.piece, shard.local_gradient(param)
                 before = piece.grad
                 if grad is None and before is not None:
-                    raise StateError(_EXPOSED.format(name=home.name))
+                    raise StateError(_EXPOSED.format(name=shard.name))
                 if grad is not before:
                     piece.grad = grad
                     self._borrowed.append((piece, before))
@@ -213,64 +219,76 @@ class Local:
 
         `refuse_plain`: state that was made before its parameter was sharded is no state for it.
         """
+        if self.in_place:
+            self.state = outer
+            return
         if outer is self._outer and not outer.mark.changed and self._views.unchanged():
             return
         made: dict[Any, Any] = {}
-        for param, piece, home in zip(self.everyone, self.pieces, self._shown, strict=True):
+        for param, piece, shard in zip(self.everyone, self.pieces, self._shown, strict=True):
             entry = outer.get(param)
             if entry is None:
                 continue
-            if entry and refuse_plain and home.sharding is not None:
-                raise StateError(_TOO_LATE.format(name=home.name))
+            if entry and refuse_plain and shard.sharding is not None:
+                raise StateError(_TOO_LATE.format(name=shard.name))
             mine, shown = self.state.get(piece) or {}, self._exported.get(id(piece), {})
             made[piece] = {
                 key: mine[key]
                 if key in mine and value is shown.get(key) and in_place(value, mine[key])
-                else home.take(key, value, own=True)
+                else shard.take(key, value, own=True)
                 for key, value in entry.items()
             }
         made.update(self._others(outer))
-        for near, piece, entry in zip(self.near, self.pieces, map(made.get, self.pieces), strict=True):
+        for place, piece in enumerate(self.pieces):
+            entry = made.get(piece)
             if entry and PENDING in entry and entry[PENDING].data_ptr() != piece.data_ptr():
                 values = entry.pop(PENDING)
-                if self.host is not None and self.host.delays:
-                    self.host.pend(near, values)
-                    self._show_pending(entry, near, piece)
-                else:
-                    with present(values), present(near):
-                        if not torch.equal(values.to(near.device), near):
-                            raise StateError(NOT_DELAYED)
+                if self.check_pending(place, values):
+                    self._copies.pend(self.near[place], values)
+                    self._show_pending(entry, place)
         self.state = WatchedState(made)
         outer.watch_all()
         self._outer = outer
+
+    def check_pending(self, place: int, values: Tensor) -> bool:
+        """Whether values that an update left pending are to wait here; refuses those that would be lost."""
+        near = self.near[place]
+        waits = self._copies.delays and bool(self._copies.of([near]))  # one that was trained may have a copy
+        if not waits:
+            with present(values), present(near):
+                if not torch.equal(values.to(near.device), near):
+                    frozen = _FROZEN.format(name=self.homes[place].name)
+                    raise StateError(frozen if self._copies.delays else NOT_DELAYED)
+        return waits
 
     def _others(self, outer: Mapping[Any, Any]) -> dict[Any, Any]:
         """State under keys that are none of the parameters."""
         known = set(map(id, self.everyone))
         return {key: entry for key, entry in outer.items() if id(key) not in known}
 
-    def shown(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> dict[Any, Any]:
+    def shown(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """State of pieces as it is shown of their parameters; tensors that `outer` shows already are the same ones."""
+        if self.in_place:
+            return state
         made = self._others(outer)
-        for param, piece, home in zip(self.everyone, self.pieces, self._shown, strict=True):
+        for param, piece, shard in zip(self.everyone, self.pieces, self._shown, strict=True):
             entry = state.get(piece)
             if entry is not None:
                 before = outer.get(param) or {}
-                made[param] = {key: home.show(key, value, before.get(key)) for key, value in entry.items()}
+                made[param] = {key: shard.show(key, value, before.get(key)) for key, value in entry.items()}
         return made
 
     def export(self, outer: WatchedState) -> None:
         """Show in the optimizer's state what has been made here."""
+        if self.in_place:
+            return
         for param, entry in self.shown(self.state, outer).items():
             if outer.get(param) is not entry:
                 outer[param] = entry
         outer.watch_all()
-        self._exported = {
-            id(piece): dict(outer[param])
-            for param, piece in zip(self.everyone, self.pieces, strict=True)
-            if param in outer
-        }
-        wholes = [piece for piece, home in zip(self.pieces, self._shown, strict=True) if home.sharding is not None]
+        pairs = list(zip(self.everyone, self.pieces, strict=True))
+        self._exported = {id(piece): dict(outer[param]) for param, piece in pairs if param in outer}
+        wholes = [piece for piece, shard in zip(self.pieces, self._shown, strict=True) if shard.sharding is not None]
         shown = [one for piece in wholes for one in self._exported.get(id(piece), {}).values()]
         self._views = Whereabouts([one for one in shown if type(one) is Tensor])
         self._outer = outer
@@ -283,19 +301,20 @@ class Local:
         mine = {id(piece): piece for piece in pieces}
         for piece in mine.values():
             self.exact(piece, kept=True)
-        if self.host is not None and self.host.delays:
-            for near, piece in zip(self.near, self.pieces, strict=True):
+        if self._copies.delays:
+            for place, piece in enumerate(self.pieces):
                 if id(piece) in mine or self.state.get(piece):
-                    self._show_pending(self.state[piece], near, piece)
+                    self._show_pending(self.state[piece], place)
             self.state.watch_all()  # that was us: what is bound stays bound
         self.export(outer)
 
-    def _show_pending(self, entry: dict[str, Any], near: Tensor, piece: Tensor) -> None:
-        """Let the entry have the twin's values, pending or not: who flattens a state_dict of a fresh optimizer asks it
-        for its keys."""
-        twin = None if self.host is None else self.host.twins.get(id(near))
-        if twin is not None and twin.values is piece:  # what is frozen has nothing pending, and may be exchanged
-            entry.setdefault(PENDING, piece.detach() if twin.shown is None else twin.shown)
+    def _show_pending(self, entry: dict[str, Any], place: int) -> None:
+        """Let the entry have the host copy's values, pending or not: who flattens a state_dict of a fresh optimizer
+        asks it for its keys."""
+        piece = self.pieces[place]
+        for twin in self._copies.of([self.near[place]]):
+            if twin.values is piece:  # what is frozen has nothing pending, and may be exchanged
+                entry.setdefault(PENDING, piece.detach() if twin.shown is None else twin.shown)
 
     def loading(
         self, groups: Groups, merged: Groups, state_dict: dict[str, Any]
@@ -303,49 +322,53 @@ class Local:
         """Groups, merged groups and a state_dict as if they were about the pieces."""
         ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         state = dict(state_dict["state"])
-        for key, home in zip(ids, self._shown, strict=True):
+        for key, shard in zip(ids, self._shown, strict=True):
             if key in state:
-                state[key] = {name: home.take(name, value) for name, value in state[key].items()}
+                state[key] = {name: shard.take(name, value) for name, value in state[key].items()}
         return self.groups(groups), self.groups(merged), {**state_dict, "state": state}
 
-    def saved(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> dict[Any, Any]:
+    def saved(self, state: Mapping[Any, Any], outer: Mapping[Any, Any]) -> WatchedState:
         """As `shown`, with copies of pending values: who loads a checkpoint writes into what a state_dict shows."""
         waiting = {key: entry for key, entry in state.items() if isinstance(entry, dict) and PENDING in entry}
         copies = {}
         for key, entry in waiting.items():
             with present(entry[PENDING]):
                 copies[key] = {**entry, PENDING: entry[PENDING].clone()}
-        return self.shown({**state, **copies}, outer)
+        return WatchedState(self.shown({**state, **copies}, outer))
 
     def refetch(self) -> None:
         """Parameters may have been written in ways that nobody counts: what they hold is what counts."""
-        if self.host is not None:
-            self.host.follow(list(self.host.twins.values()))
+        self._copies.follow(list(self._copies.twins.values()))
 
     def loaded(self, state: Mapping[Any, Any], pending: Mapping[int, Tensor]) -> WatchedState:
         """Take loaded state of pieces over; returns it as it is shown."""
         mine = set(map(id, self.pieces))
-        self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine})
-        outer = WatchedState({key: entry for key, entry in state.items() if id(key) not in mine})
-        if self.host is not None:
-            # replaced, not lost: nobody need be warned of it
-            self.host.refetch([one for one in self.host.twins.values() if one.pending or one.rest is not None])
+        self.state = WatchedState({key: entry for key, entry in state.items() if id(key) in mine or self.in_place})
+        outer = self.state if self.in_place else WatchedState({k: v for k, v in state.items() if id(k) not in mine})
+        # replaced, not lost: nobody need be warned of it
+        self._copies.refetch([one for one in self._copies.twins.values() if one.pending or one.rest is not None])
         self.look()
-        if self.host is not None:
-            for place, values in pending.items():
-                self.host.pend(self.near[place], values)
-        self.bound(self.state, outer)
+        for place, values in pending.items():
+            self._copies.pend(self.near[place], values)
+        self.bound([piece for piece in self.state if id(piece) in mine], outer)
         return outer
+
+    def pend(self, places: Iterable[int], outer: WatchedState) -> None:
+        """The host copies of these have been filled with values that an update made and nobody has published."""
+        twins = self._copies.of(self.near[place] for place in places)
+        self._copies.wait_for(twins)
+        if twins:
+            self.bound([twin.values for twin in twins], outer)
 
     def exact(self, piece: Tensor, *, kept: bool = False) -> Tensor | None:
         """The fp32 values that a piece began with, if its dtype rounded them, or what is `kept` of them: once."""
-        home = self._home_of[id(piece)]
-        initial = home.take_initial() if kept else home.take_exact()
+        shard = self._of_piece.get(id(piece))
+        initial = None if shard is None else shard.take_initial(kept=kept)
         return None if initial is None else initial.to(piece.device)
 
     def take_fold(self) -> float | Tensor:
         """The factor of all gradients that clipping has left pending; one that is not that of all is applied here."""
-        if self.host is None:
+        if self.pieces is self.near:
             return self._folded([place for place, piece in enumerate(self.pieces) if piece.grad is not None])
         fold, self._fold = self._fold, 1.0
         return fold
@@ -374,20 +397,19 @@ class Local:
         broken = torch.isfinite(sums[0]).logical_not()
         if found_inf is not None:
             broken = broken | (found_inf.reshape(()) != 0)
-        for number, (own, team) in enumerate(zip(sums[1:], self.teams, strict=True), 1):
+        for number, (own, team) in enumerate(zip(sums[1:], self.accord.teams, strict=True), 1):
             term = out[number : number + 1]
             term.copy_(torch.where(broken, torch.inf, own))
             norm_of_all(team, term, "sum", "opt.step")
         if self.accord.party is not None:
-            terms = out[: 1 + len(self.teams)]
+            terms = out[: 1 + len(self.accord.teams)]
             total = torch.where(broken, torch.inf, terms.sum()).reshape(1)
             norm_of_all(self.accord.party, total, "sum", "opt.step")
             terms.zero_()[:1].copy_(total)
 
     def announce(self) -> None:
         """What the host has updated counts as what is near the compute: at once, or, with a delay, as of now."""
-        if self.host is not None:
-            self.host.publish(self.host.of(self.near[place] for place in self._lent))
+        self._copies.publish(self._copies.of(self.near[place] for place in self._lent))
 
     def publish(self) -> None:
         """Let all ranks see what was updated."""
@@ -397,12 +419,20 @@ class Local:
                 sharding.publish()
 
 
+def _refuse_int8(shards: Iterable[Shard]) -> None:
+    """Blocks are counted from a whole parameter's element 0, so no block may be on two ranks."""
+    for shard in shards:
+        if shard.here.misaligned:
+            do = f"{shard.here.misaligned}, so {shard.name} goes into a param_group with state_format='fp32'"
+            raise ValueError(got("state_format", "int8", "'fp32' or 'bf16'", do))
+
+
 def in_place(shown: Any, value: Any) -> bool:
     """Whether what is shown of a value still lies in its memory; what is not a plain view of it cannot leave that."""
     return shown is value or type(shown) is not Tensor or shown.data_ptr() == value.data_ptr()
 
 
 def with_gradients(sharding: Any) -> set[int]:
-    """The ids of the homes of all parameters of a model that have gradients."""
-    homes = [(param, home) for param in sharding.zero_order if (home := home_of(param)) is not None]
-    return {id(home) for param, home in homes if param.grad is not None or home.piece.grad is not None}
+    """The ids of the shards of all parameters of a model that have gradients."""
+    pairs = [(param, shard) for param in sharding.zero_order if (shard := shard_of(param)) is not None]
+    return {id(shard) for param, shard in pairs if param.grad is not None or shard.piece.grad is not None}
