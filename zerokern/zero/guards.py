@@ -189,10 +189,10 @@ class Guard:
             )
         versions = list(map(_version_of, self._params))
         try:
-            known = all(map(operator.is_, map(_home_of, self._params), self._homes))
+            at_home = all(map(operator.is_, map(_home_of, self._params), self._homes))
         except AttributeError:  # one of them lost it
-            known = False
-        if known and versions == self._versions:
+            at_home = False
+        if at_home and versions == self._versions:
             return
         whose = list(map(home_of, self._params))
         for place, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
