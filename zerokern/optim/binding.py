@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zerokern.core.errors import KernelError
-from zerokern.kernels.addresses import Whereabouts
 from zerokern.memory import HostTier
+from zerokern.memory.addresses import Whereabouts
 from zerokern.optim.formats import Algorithm, Slot
 from zerokern.optim.outside import WatchedState, Witness
 from zerokern.optim.rows import Row, Turns, count_step, row_ranges, set_groups, table_of

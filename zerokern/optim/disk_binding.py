@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zerokern.kernels.addresses import Whereabouts
 from zerokern.memory import Rest, Slot, flow, flowing
+from zerokern.memory.addresses import Whereabouts
 from zerokern.memory.stream import Record
 from zerokern.optim.binding import Binding
 from zerokern.optim.disk import Disk, Stretch, begin_with, described, moved_in, on_disk_of, settle, stand_ins

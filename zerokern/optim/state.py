@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError
 from zerokern.kernels import join, split
-from zerokern.kernels.addresses import Whereabouts
 from zerokern.memory import DeviceTier, HostTier
+from zerokern.memory.addresses import Whereabouts
 from zerokern.optim.formats import TAKES_LESS, Layout, Slot, format_name
 from zerokern.optim.survey import Groups, Survey, names_of
 from zerokern.zero.kinds import is_divided
