@@ -129,7 +129,7 @@ class Run:
     def whole(self) -> dict[str, Tensor]:
         """Everything that training goes on from, in whole tensors: parameters, buffers, optimizer state."""
         if isinstance(self.opt, FusedOptimizer):
-            self.opt.course.finish(self.opt.param_groups)
+            self.opt.runner.finish(self.opt.param_groups)
         found = {_plain(name): one.detach() for name, one in _tensors(self.model)}
         state, places = self.opt.state_dict(), _names(self.model, self.opt)
         for place, entry in state["state"].items():

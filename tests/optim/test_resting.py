@@ -77,7 +77,7 @@ def test_the_twins_are_in_memory_only_while_they_are_updated(state: str, tmp_pat
     *_, (model, opt) = pair(tmp_path, state)
     for x in batches(4):
         step(model, [opt], x)
-    opt.course.finish(opt.param_groups)
+    opt.runner.finish(opt.param_groups)
     sharding_of(model).rests.drain()
     twins = opt.holdings.host.twins.values()
     assert any(twin.pending for twin in twins)
@@ -111,7 +111,7 @@ def keep_what_is_pending(model: Model, opt: Any, number: int, seen: list[Any]) -
     if number == 3:
         model.kept = opt.state[model.blocks[1][0].weight]["pending"].local
     if number > 3:
-        opt.course.finish(opt.param_groups)
+        opt.runner.finish(opt.param_groups)
         seen.append(model.kept.float().sum().item())
 
 

@@ -68,14 +68,55 @@ delayed
 
 RESIDENT = """\
 resident
- 0 device Forward  a  2e+09 flops              after -1:5
- 1 device Forward  b  6e+09 flops              after 0, -1:7
- 2 device Backward b  1.2e+10 flops            after 1
- 3 net    Reduce   b  6.0 kB                   after 2
- 4 device Backward a  4e+09 flops              after 2
- 5 device Step     a  26.0 kB, 1,000 elements  after 3, 4
- 6 device Step     b  78.0 kB, 3,000 elements  after 3, 4
- 7 net    Gather   b  6.0 kB                   after 6"""
+ 0 device Forward  a    2e+09 flops               after -1:5
+ 1 device Forward  b    6e+09 flops               after 0, -1:6
+ 2 device Backward b    1.2e+10 flops             after 1
+ 3 net    Reduce   b    6.0 kB                    after 2
+ 4 device Backward a    4e+09 flops               after 2
+ 5 device Step     all  104.0 kB, 4,000 elements  after 3, 4
+ 6 net    Gather   b    6.0 kB                    after 5"""
+
+UNITS = tuple(
+    Span(name, 10, reduce_nbytes=8, gather_nbytes=16, gathered_again=True, unit=unit)
+    for name, unit in (("root", 0), ("a", 1), ("b", 2), ("b's other", 2), ("c", 3))
+)
+
+BY_UNITS = """\
+overlap
+  0 net    Gather   root           8 B          after -1:25
+  1 net    Gather   a              8 B          after -1:27
+  2 net    Gather   b              8 B          after -1:29
+  3 net    Gather   b's other      8 B          after -1:31
+  4 device Forward  a                           after 0, 1, -1:27
+  5 net    Gather   c              8 B          after 4, -1:33
+  6 device Forward  b                           after 0, 2..4, -1:29
+  7 device Forward  b's other                   after 0, 2, 3, 6, -1:31
+  8 device Forward  c                           after 0, 5, 7, -1:33
+  9 device Forward  root                        after 0, 8, -1:25
+ 10 device Backward root                        after 0, 9
+ 11 net    Gather   b (2)          8 B          after 10
+ 12 net    Gather   b's other (2)  8 B          after 10
+ 13 device Backward c                           after 0, 5, 10
+ 14 net    Reduce   c              8 B          after 13
+ 15 net    Gather   a (2)          8 B          after 13
+ 16 device Backward b's other                   after 0, 11..13
+ 17 device Backward b                           after 0, 11, 12, 16
+ 18 net    Reduce   b's other      8 B          after 17
+ 19 net    Reduce   b              8 B          after 17
+ 20 device Backward a                           after 0, 15, 17
+ 21 net    Reduce   a              8 B          after 20
+ 22 net    Reduce   root           8 B          after 20
+ 23 cpu    Norm     all            50 elements  after 14, 18, 19, 21, 22
+ 24 cpu    Step     root           10 elements  after 23
+ 25 device Publish  root                        after 24
+ 26 cpu    Step     a              10 elements  after 23
+ 27 device Publish  a                           after 26
+ 28 cpu    Step     b              10 elements  after 23
+ 29 device Publish  b                           after 28
+ 30 cpu    Step     b's other      10 elements  after 23
+ 31 device Publish  b's other                   after 30
+ 32 cpu    Step     c              10 elements  after 23
+ 33 device Publish  c                           after 32"""
 
 
 class TestText:
@@ -86,6 +127,7 @@ class TestText:
             (program_of("overlap", SPANS), OVERLAP),
             (program_of(Delayed(after=3), SPANS), DELAYED),
             (resident(SPANS), RESIDENT),
+            (program_of("overlap", UNITS), BY_UNITS),
         ],
         ids=lambda value: value.name if isinstance(value, Program) else "",
     )

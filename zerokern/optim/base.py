@@ -6,7 +6,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,20 +16,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zerokern.comm import during
-from zerokern.core.errors import CommError, StateError, got
+from zerokern.core.errors import StateError, got
 from zerokern.optim import checks, device, loading
-from zerokern.optim.accord import say_outcome
-from zerokern.optim.binding import Binding
-from zerokern.optim.course import Course
 from zerokern.optim.decide import Decision
 from zerokern.optim.disk import refuse_copy
 from zerokern.optim.formats import Algorithm, as_saved, formats_of
 from zerokern.optim.holdings import Chosen, Holdings
 from zerokern.optim.interrupts import whole
-from zerokern.optim.local import LATE, Local, sharded
+from zerokern.optim.local import LATE, sharded
 from zerokern.optim.outside import WatchedState, plain
 from zerokern.optim.spelling import Spelling
 from zerokern.optim.statistics import Reporting
+from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, Survey
 from zerokern.zero import guards
 from zerokern.zero.awaited import without_waiting
@@ -59,7 +57,8 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     Nothing is kept about a parameter before the first `step()` that finds a gradient on it, so parameters may be
     exchanged until then. A step is one native call for all parameters.
 
-    `holdings`: its state, and where that lies. `decision`: whether a step is carried out. `course`: when.
+    `holdings`: its state, and where that lies. `decision`: whether a step is carried out. `runner`: when, and
+    what becomes of it.
     """
 
     _algorithm: ClassVar[Algorithm]
@@ -78,7 +77,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     def _furnish(self, tier: Any, schedule: Any, decision: Decision, group: Any) -> None:
         self.decision = decision
         self.holdings = Holdings(self._algorithm, tier, schedule, type(self).__name__, group)
-        self.course = Course(self.holdings, decision)
+        self.runner = StepRunner(self.holdings, decision)
         self._stepping = threading.Lock()
         if self.holdings.disk is not None:
             self.holdings.disk.gives_way = partial(_give_way, weakref.ref(self))
@@ -86,8 +85,8 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     @property  # type: ignore[override]
     def state(self) -> WatchedState:
         """As torch's. Whoever asks for it while an update is under way waits: it is about to write there."""
-        if self.course.under_way is not None and not self._stepping.locked():
-            self.course.under_way.finish()
+        if self.runner.pending is not None and not self._stepping.locked():
+            self.runner.pending.run.finish()
         return self.holdings.state
 
     @state.setter
@@ -115,13 +114,13 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
 
         For parameters on a GPU, reading it waits for the step.
         """
-        self.course.look_at_decision()
+        self.runner.wait_for_decision()
         return self.decision.grad_norm
 
     @property
     def skipped_steps(self) -> int:
         """Steps that changed nothing: the norm was not finite, or GradScaler had found an infinity. Waits too."""
-        self.course.look_at_decision()
+        self.runner.wait_for_decision()
         return self.decision.skipped_steps
 
     def __repr__(self) -> str:
@@ -133,7 +132,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; where an update that is under way still reads gradients, zeroing them in place waits for it."""
         if not set_to_none:
-            self.course.release_gradients()
+            self.runner.release_gradients()
         with without_waiting():  # gradients are not what parameters are awaited for
             super().zero_grad(set_to_none)
 
@@ -173,7 +172,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
                 self._step()
         except BaseException as error:
             if not known:
-                self._tell(error)
+                self.runner.tell(error)
             raise
         finally:
             self._stepping.release()
@@ -182,7 +181,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
     def _step(self) -> None:
         here, groups = self.holdings, self.param_groups
         here.refuse_elsewhere()
-        self.course.finish(groups)
+        self.runner.finish(groups)
         for publisher in () if here.local is None else here.local.publishers:
             publisher.finish()
         here.refuse_if_torn()
@@ -192,14 +191,14 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
 
     def _update_pieces(self, settings: list[dict[str, Any]]) -> None:
         """The update of what stands for parameters: this rank's pieces, twins on the host. Every rank takes part."""
-        local = self.course.localise(self.param_groups)
+        local = self.runner.localise(self.param_groups)
         guards.refuse_lent(local.homes)
         local.accord.settings = [one | formats_of(of) for one, of in zip(settings, self.param_groups, strict=True)]
         done = False
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         with whole("the step") if local.accord.in_company else nullcontext():  # which other ranks are in
             try:
-                self.course.enter(local, unscaled=unscaled)
+                self.runner.read_gradients(local, unscaled=unscaled)
                 done = self._update(local.groups(self.param_groups), settings)
                 local.accord.begin()  # what is raised from here on is no failure of the step
             finally:
@@ -229,12 +228,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         self._ask(survey, pointers)
         bind = partial(here.bind, binding, survey, groups, formats, self.decision, intact=intact)
         prepare = methodcaller("prepare", settings, pointers)
-        if self.holdings.is_scheduled:
-            self.course.submit(survey, bind, prepare, first=binding is None)
-        elif (scale := self.decision.take()) is not None:
-            made = self._carry_out(survey, bind, prepare, scale)
-            if local is not None:
-                self._publish(local, made)
+        self.runner.submit(survey, bind, prepare, first=binding is None)
         del held  # until here no other thread could free a gradient under the native calls
         return True
 
@@ -254,74 +248,6 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
             reading=None if local is None or local.host is None else local.host.reading,
         )
 
-    def _carry_out(
-        self,
-        survey: Survey,
-        bind: Callable[[], Binding],
-        prepare: Callable[[Binding], None],
-        scale: float,
-    ) -> Binding | None:
-        """The update, as one of all ranks where it may fail on some; returns what it was made with, if they agree."""
-        accord = None if self.holdings.local is None else self.holdings.local.accord
-        if accord is None:  # nobody to agree with
-            if survey.params:
-                made = bind()
-                prepare(made)
-                self._run(made, scale)
-            return None
-        with accord.prepared():
-            binding = bind() if survey.params else None
-        ran: list[Binding] = []
-        reported = accord.reported(lambda: any(one.carried_out or one.torn for one in ran))
-        with reported if self.holdings.moves_on_disk else nullcontext():
-            if binding is not None:
-                prepare(binding)
-                ran.append(binding)
-                self._run(binding, scale)
-        return binding
-
-    def _run(self, binding: Binding, scale: float) -> None:
-        self.holdings.torn = True
-        try:
-            binding.run(scale)
-        except BaseException:  # refused, or Ctrl-C, which Python delivers before a native call or after it
-            if binding.carried_out:
-                binding.stepped()
-            self.holdings.torn = binding.torn
-            raise
-        binding.stepped()
-        self.holdings.torn = False
-
-    def _tell(self, error: BaseException) -> None:
-        """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
-        here, local = self.holdings, self.holdings.local
-        accord = None if local is None else local.accord
-        if local is None or accord is None or not accord.in_company:
-            if self.course.agrees or (here.moves_on_disk and here.torn):
-                say_outcome(error, torn=here.torn)
-            return
-        decided_there = local.host is None and device.holds(local.pieces)  # nobody here has added up
-        if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
-            with suppress(CommError):
-                self.course.keep_up(local)
-                accord.refuse(here.untold or str(error), torn=here.torn, reports=self.course.agrees)
-        if accord.agreed:
-            here.torn, here.untold = accord.torn, ""
-            say_outcome(error, torn=accord.torn)
-        elif accord.met:
-            here.torn, here.untold = True, str(error)
-            if isinstance(error, Exception) and not accord.publishes and not here.is_scheduled:
-                with suppress(CommError):
-                    local.publish()  # the others do, and wait for this rank's part
-
-    def _publish(self, local: Local, binding: Binding | None) -> None:
-        """Every rank's parameters to all: until then they are of different steps."""
-        self.holdings.torn = local.accord.publishes = True
-        local.publish()
-        if binding is not None:
-            binding.witness.stepped()
-        self.holdings.torn = False
-
     @torch._disable_dynamo
     def flush(self) -> None:
         """Finish what is under way, and publish an update that was kept back (`schedule=zk.Delayed(...)`).
@@ -337,7 +263,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         >>> opt.flush(); weight.data
         tensor([0.5000, 0.5000])
         """
-        self.course.flush(self.param_groups)
+        self.runner.flush(self.param_groups)
 
     @torch._disable_dynamo
     def close(self) -> None:
@@ -370,13 +296,13 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         known = here.torn and not here.untold
         try:
             if publish:
-                self.course.flush(self.param_groups)
+                self.runner.flush(self.param_groups)
         except StateError:
             if not known:  # else the step that failed has said so
                 raise
         finally:
             try:
-                self.course.end(self.param_groups)
+                self.runner.close(self.param_groups)
                 here.close(_CLOSED)
             finally:
                 self._stepping.release()
@@ -403,7 +329,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         tensor([0, 0, 0], dtype=torch.int16)
         """
         self.holdings.refuse_if_closed()
-        self.course.finish(self.param_groups)
+        self.runner.finish(self.param_groups)
         self.holdings.refresh()
 
     def state_dict(self) -> dict[str, Any]:
@@ -412,7 +338,7 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         State on disk is read into memory, all of it. With `zk.Delayed`, state is that after the last update, published
         or not, and "pending" beside it are the parameter's values then: whoever loads both goes on as if nothing was.
         """
-        self.course.settle(self.param_groups)
+        self.runner.wait_until_whole(self.param_groups)
         held = self.holdings.state
         try:
             self.state = WatchedState({key: as_saved(entry) for key, entry in self.holdings.shown().items()})
@@ -430,14 +356,14 @@ class FusedOptimizer(Spelling, Reporting, torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        loading.take_over(self.holdings, self.course, self.param_groups, state_dict, loading.keep)
+        loading.take_over(self.holdings, self.runner, self.param_groups, state_dict, loading.keep)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         here = self.holdings
         here.refuse_elsewhere()
-        self.course.finish(self.param_groups)
+        self.runner.finish(self.param_groups)
         refuse_copy(here.state)
         here.catch_up()
         shown = plain(here.shown())
@@ -471,7 +397,7 @@ def _give_way(there: weakref.ref[FusedOptimizer]) -> str:
         return ""
     try:
         path = opt.tier.path
-        opt.course.end(opt.param_groups)
+        opt.runner.close(opt.param_groups)
         late = any(group.get(LATE, False) for group in opt.param_groups)
         opt.holdings.close(because := _REPLACED.format(path=path, pending=_PENDING if late else ""))
         return because

@@ -37,7 +37,7 @@ class Exchange:
 
     def __init__(self, opt: FusedOptimizer) -> None:
         self.opt = opt
-        self._here, self._course = opt.holdings, opt.course
+        self._here, self._runner = opt.holdings, opt.runner
 
     @property
     def params(self) -> list[Tensor]:
@@ -56,7 +56,7 @@ class Exchange:
 
     def settle(self) -> None:
         """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
-        self._course.settle(self.opt.param_groups)
+        self._runner.wait_until_whole(self.opt.param_groups)
 
     def held(self) -> list[tuple[Tensor, Tensor, Residence, Entry | None]]:
         """Each parameter, what is updated in its place, where that lies, and its state."""
@@ -112,7 +112,7 @@ class Exchange:
         ]
         state_dict = {"state": {n: entry for n, entry in enumerate(entries) if entry}, "param_groups": groups}
         keep = _emptied if self.disk is None else _roomed
-        loading.take_over(self._here, self._course, self.opt.param_groups, state_dict, keep, filled=False)
+        loading.take_over(self._here, self._runner, self.opt.param_groups, state_dict, keep, filled=False)
         self._here.torn = True
 
     def pieces(self) -> list[Tensor]:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from zerokern.core.errors import StateError, got
 from zerokern.memory import HostPlace
-from zerokern.optim.course import Course
 from zerokern.optim.disk import housed, put_down
 from zerokern.optim.formats import Algorithm, Layout, as_kept
 from zerokern.optim.holdings import Holdings
 from zerokern.optim.local import LATE, NOT_DELAYED, PENDING, Local, localised, sharded
 from zerokern.optim.outside import WatchedState
 from zerokern.optim.state import Checked, Entry, check_entry, copied
+from zerokern.optim.step import StepRunner
 from zerokern.optim.survey import Groups, names_of
 from zerokern.zero.kinds import present
 
@@ -57,12 +57,12 @@ def merged_groups(algorithm: Algorithm, groups: Groups, saved_groups: Groups) ->
 
 
 def take_over(
-    here: Holdings, course: Course, groups: Groups, state_dict: dict[str, Any], keep: Keep, *, filled: bool = True
+    here: Holdings, runner: StepRunner, groups: Groups, state_dict: dict[str, Any], keep: Keep, *, filled: bool = True
 ) -> None:
     """Groups and state are those of the state_dict, whose entries are held as `keep` keeps them; not `filled`: where it
     has made room for them."""
     here.refuse_elsewhere()
-    course.abandon(groups)
+    runner.drop(groups)
     state_dict = {**state_dict, "state": {key: as_kept(entry) for key, entry in state_dict["state"].items()}}
     merged = merged_groups(here.algorithm, groups, state_dict["param_groups"])
     said = [saved[LATE] for saved in state_dict["param_groups"] if LATE in saved]
@@ -78,7 +78,7 @@ def take_over(
     here.local = local
     here.state = WatchedState(state if local is None else local.loaded(state, pending))
     here.renew(loaded=filled)
-    course.keep_back(any(said) if said else bool(pending))
+    runner.set_late(any(said) if said else bool(pending))
 
 
 def keep(here: Holdings, entries: Sequence[Checked]) -> list[Entry]:

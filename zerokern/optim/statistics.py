@@ -13,22 +13,21 @@ from zerokern.optim.disk import on_disk_of
 from zerokern.zero.kinds import local_of
 
 if TYPE_CHECKING:
-    from zerokern.optim.course import Course
     from zerokern.optim.holdings import Holdings
+    from zerokern.optim.step import StepRunner
 
 __all__ = ["Reporting"]
 
-_LANES = {"update": ("cpu",), "ranks": ("net",), "link": ("down", "up"), "disk": ("read", "write")}
+_LANES = {"update": ("cpu",), "ranks": ("net",), "link": ("down", "up"), "disk": ("read", "write", "ring")}
 
 
 class Reporting:
-    """The part of an optimizer that loggers ask."""
+    """Mixin of optimizers that measures steps, and tells loggers of the last one."""
 
     holdings: Holdings
-    course: Course
+    runner: StepRunner
     param_groups: list[dict[str, Any]]
-    _began: Mapping[str, float] = {}
-    _last: Mapping[str, float] = {}
+    _waited_ns: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {})  # until the step before, and until the last one
     _steps = 0
     _step_s = 0.0
 
@@ -54,7 +53,11 @@ class Reporting:
         """
         opt: Any = self
         norm = opt.grad_norm
-        waited = self._last if self._last else dict.fromkeys(_waited({}, 0), 0.0)
+        before, now = self._waited_ns
+        waited = {
+            f"waited_s/{what}": sum(now.get(lane, 0) - before.get(lane, 0) for lane in lanes) / 1e9
+            for what, lanes in _LANES.items()
+        }
         return {
             "steps": self._steps,
             "skipped_steps": opt.skipped_steps,
@@ -66,7 +69,7 @@ class Reporting:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Around a step: what came since the one before is its."""
+        """Measures the step within; what was waited for since the one before is its."""
         began = time.perf_counter()
         try:
             yield
@@ -74,15 +77,8 @@ class Reporting:
             self._step_s = time.perf_counter() - began
             self._steps += 1
             disk = self.holdings.disk
-            now = _waited(self.course.waited_ns, disk.ring.waited_ns if disk is not None and disk.is_open else 0)
-            self._last = {name: value - self._began.get(name, 0.0) for name, value in now.items()}
-            self._began = now
-
-
-def _waited(lanes: Mapping[str, int], ring_ns: int) -> dict[str, float]:
-    found = {what: sum(lanes.get(lane, 0) for lane in of) for what, of in _LANES.items()}
-    found["disk"] += ring_ns
-    return {f"waited_s/{what}": ns / 1e9 for what, ns in found.items()}
+            ring_ns = disk.ring.waited_ns if disk is not None and disk.is_open else 0
+            self._waited_ns = self._waited_ns[1], {**self.runner.waited_ns, "ring": ring_ns}
 
 
 def _bytes_of(holdings: Holdings) -> dict[str, float]:

@@ -99,6 +99,7 @@ class StepShape:
             reduce_nbytes=round(reduced),
             gather_nbytes=round(part.numel * itemsize(part.dtype) * sent * gathers),
             gathered_again=shards_parameters(stage),
+            unit=ROOT if part.encloses else None,
             **at_rest,
         )
 
@@ -124,7 +125,7 @@ def _parts(plan: Footprint) -> Iterator[Lump]:
     for load in plan.buckets.sizes:
         rests = plan.recipe.rests
         for part in _pieces(load, shards_state(plan.stage)):
-            yield replace(part, rests=rests, encloses=rests and plan.buckets.in_units and load.unit == ROOT)
+            yield replace(part, rests=rests, encloses=plan.buckets.in_units and load.unit == ROOT)
 
 
 def _pieces(load: BucketSize, is_sharded: bool) -> Iterator[Lump]:

@@ -11,20 +11,33 @@ with the traceback of where it happened. The next program then begins afresh.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from zerokern.core.errors import StateError, got
 from zerokern.schedule.program import Key, Op, Program, Reach
 from zerokern.schedule.recorder import Recorder
-from zerokern.schedule.worker import ENDED, LAUNCHED, PENDING, STARTED, Action, RunState, Task, Worker, has_ended
+from zerokern.schedule.worker import (
+    ENDED,
+    LAUNCHED,
+    PENDING,
+    STARTED,
+    Action,
+    Failure,
+    RunState,
+    Task,
+    Worker,
+    has_ended,
+    started,
+)
 
-__all__ = ["Action", "Executor", "Run"]
+__all__ = ["Action", "Executor", "InlineRun", "Run"]
 
 EXIT_S = 30.0  # that what is under way may take when the interpreter ends
 
@@ -71,7 +84,7 @@ class Executor:
         """For how long threads have waited for ops, by lane."""
         return self._worker.waited_ns
 
-    def submit(self, program: Program, actions: Mapping[Key, Action], *, ahead: Iterable[str] = ()) -> Run:
+    def submit(self, program: Program, actions: Mapping[Key, Action], *, ahead: Iterable[str] = ()) -> Run | InlineRun:
         """Begins a program and returns at once; raises a failure that nobody has been told of.
 
         `ahead`: verbs of the device lane whose ops belong to the next step. They are handed over with what they wait
@@ -83,9 +96,14 @@ class Executor:
             worker.failure.throw()
         if worker.closing:
             raise StateError("this executor is closed; make another one")
+        if worker.recorder is not None:
+            worker.recorder.submitted(self._steps + 1)
         early = frozenset(ahead)
         reach = self._reach_of(program, actions, early)
-        if self._thread is None and not self.inline:
+        if self.inline:
+            self._steps += 1
+            return InlineRun(program, self._steps, reach, actions, worker)
+        if self._thread is None:
             self._start()
         run = Run(self, program, self._steps + 1)
         with worker.lock:
@@ -166,15 +184,12 @@ class Run:
         self._executor = executor
         self._worker = executor._worker
         self._to_perform: dict[Key, Action] = {}
-        self._in_turn: deque[tuple[Key, Task]] = deque()  # if inline, what is yet to be done
 
     def _add(self, key: Key, op: Op, index: int, action: Action, *, ahead: bool) -> Task:
         if op.lane == "device":
             self._to_perform[key] = action
         task = Task(op, index, self._state, None if op.lane == "device" else action, ahead=ahead)
         self._tasks[key] = task
-        if self._executor.inline:
-            self._in_turn.append((key, task))
         return task
 
     @property
@@ -195,7 +210,7 @@ class Run:
         if task is None or task.state == ENDED:
             return
         self._check()
-        if task.op.lane == "device" and task.state == PENDING and not self._executor.inline:
+        if task.op.lane == "device" and task.state == PENDING:
             raise StateError(f"{task} was waited for, and this thread has yet to perform it")
         self._wait_for_launch(task)
         self._wait_for_end(task)
@@ -211,23 +226,18 @@ class Run:
             raise ValueError(got("verb", verb, "an op of lane 'device'", advice))
         self._check()
         with self._executor._performing:
-            self._perform((verb, what), task)
-
-    def _perform(self, key: Key, task: Task) -> None:
-        """Does an op in this thread, after what it comes after."""
-        if task.state >= LAUNCHED:
-            return
-        if task.state == STARTED:
-            raise StateError(f"{task} is being performed: its action asked for it again")
-        for one in task.after:
-            run = one.run_state.run()
-            if one.op.lane != "device":
-                self._bring_before(one)
-            elif run is not None:
-                run.perform(one.op.verb, one.op.what)
-        if task.op.lane == "device":
-            task.action = self._to_perform.pop(key)
-        self._attempt(task, self._worker.do)
+            if task.state >= LAUNCHED:
+                return
+            if task.state == STARTED:
+                raise StateError(f"{task} is being performed: its action asked for it again")
+            for one in task.after:
+                run = one.run_state.run()
+                if one.op.lane != "device":
+                    self._bring_before(one)
+                elif run is not None:
+                    run.perform(one.op.verb, one.op.what)
+            task.action = self._to_perform.pop((verb, what))
+            self._attempt(task, self._worker.do)
 
     def gate(self, verb: str, what: str) -> None:
         """What this thread gives to the device from now on comes after this op: so is memory that it reads kept."""
@@ -244,7 +254,7 @@ class Run:
         if not self._over:
             states = [one for one in list(self._worker.live) if one.step < self._state.step]
             runs = [run for state in states if (run := state.run()) is not None]
-            for run in [*runs, self] if not self._executor.inline else ():
+            for run in [*runs, self]:
                 for verb, what in [key for key in run._to_perform if not run._tasks[key].is_left]:
                     run.perform(verb, what)
             for (verb, what), task in self._tasks.items():
@@ -272,13 +282,6 @@ class Run:
             self._executor.check_process()
 
     def _wait_for_launch(self, task: Task) -> None:
-        if self._executor.inline:
-            with self._executor._performing:
-                while task.state < LAUNCHED:
-                    self._check()
-                    self._perform(*self._in_turn[0])
-                    self._in_turn.popleft()
-            return
         worker = self._worker
         while task.state < LAUNCHED:
             self._check()
@@ -334,20 +337,103 @@ class Run:
             if task.state == LAUNCHED and not isinstance(error, Exception):
                 raise  # Ctrl-C while waiting: what is waited for goes on
             worker = self._worker
-            if self._executor.inline:
-                worker.fail(error, task)
-            else:
-                worker.errors.append((error, task))
-                worker.tell()
-                with worker.lock:
-                    while self._state.failed is None and not worker.over:
-                        worker.told_users.wait()
+            worker.errors.append((error, task))
+            worker.tell()
+            with worker.lock:
+                while self._state.failed is None and not worker.over:
+                    worker.told_users.wait()
             if self._state.failed is not None:
                 self._state.failed.told = True
             raise
 
     def __str__(self) -> str:
         return str(self._state)
+
+
+class InlineRun:
+    """One step in the thread that waits for it: ops begin in the order of the program, and what they launch goes on
+    beside the next ones, until something that comes after it begins.
+
+    >>> InlineRun.finish.__doc__
+    'Does what is left, and waits until everything has ended; raises what failed.'
+    """
+
+    def __init__(
+        self, program: Program, step: int, reach: Reach, actions: Mapping[Key, Action], worker: Worker
+    ) -> None:
+        self.program = program
+        self.failure: BaseException | None = None
+        self._step, self._reach, self._actions, self._worker = step, reach, dict(actions), worker
+        self._todo: Sequence[Key] = list(reach)
+        self._begun = 0
+        self._launched: dict[Key, tuple[Op, Any, Any]] = {}
+        self._failed: Failure | None = None
+
+    def done(self) -> bool:
+        """Whether everything has ended, well or not; `finish` says which."""
+        return self._failed is not None or (self._begun == len(self._todo) and not self._launched)
+
+    def wait(self, verb: str, what: str) -> None:
+        """Does all up to this op, and waits until that has ended; raises what failed."""
+        self.program.index(verb, what)
+        while (verb, what) in self._actions and not self.done():
+            self._begin_next()
+        self._end((verb, what))
+
+    def finish(self) -> None:
+        """Does what is left, and waits until everything has ended; raises what failed."""
+        while self._begun < len(self._todo):
+            self._begin_next()
+        while self._launched:
+            self._end(next(iter(self._launched)))
+        if self._failed is not None:
+            self._failed.throw()
+
+    def _begin_next(self) -> None:
+        if self._failed is not None:
+            self._failed.throw()
+        key = self._todo[self._begun]
+        op = self.program.ops[self.program.index(*key)]
+        for back, before in self._reach[key]:  # what came in earlier steps has ended
+            if back == 0 and before in self._launched:
+                _, ticket, _ = self._launched[before]
+                if op.lane == "device" and hasattr(ticket, "gate") and not has_ended(ticket):
+                    ticket.gate()
+                else:
+                    self._end(before)
+        try:
+            ticket, entry = started(op, self._actions.pop(key), self._step, self.program.name, self._worker.recorder)
+        except BaseException as error:
+            self._fail(error, op)
+            raise
+        self._begun += 1
+        if ticket is not None:
+            self._launched[key] = op, ticket, entry
+
+    def _end(self, key: Key) -> None:
+        if key not in self._launched:
+            return
+        op, ticket, entry = self._launched[key]
+        began = time.perf_counter_ns()
+        try:
+            ticket.wait()
+        except Exception as error:  # after Ctrl-C what is waited for goes on
+            self._fail(error, op)
+            raise
+        self._worker.waited_ns[op.lane] += time.perf_counter_ns() - began
+        if entry is not None:
+            self._worker.recorder.ended(entry, ticket)  # type: ignore[union-attr]
+        del self._launched[key]
+
+    def _fail(self, error: BaseException, op: Op) -> None:
+        """Ends the run after what was launched has ended: it would write to memory that others take to be free."""
+        self._todo, launched, self._launched = self._todo[: self._begun], self._launched, {}
+        self._actions.clear()
+        for _, ticket, _ in launched.values():
+            with contextlib.suppress(BaseException):
+                ticket.wait()
+        self.failure = error
+        self._failed = Failure(error, f"{op.verb} {op.what} of step {self._step} ({self.program.name})")
 
 
 class _Ending:

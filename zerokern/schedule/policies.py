@@ -101,21 +101,23 @@ def program_of(
     return _overlap(spans, at_once, on_disk) if schedule == "overlap" else _delayed(spans, shadow, on_disk)
 
 
-def resident(spans: Sequence[Span]) -> Program:
-    """The same step with everything on the device: what offload is compared with.
+def resident(spans: Sequence[Span], lane: str = "device") -> Program:
+    """The step of an update that is made at once, where parameters and state are: what "sync" is without offload.
+
+    `lane`: "cpu" where the device that computes is the host.
 
     >>> print(resident([Span("a", 10, step_nbytes=280)]))
     resident
-     0 device Forward  a                      after -1:2
-     1 device Backward a                      after 0
-     2 device Step     a  280 B, 10 elements  after 1
+     0 device Forward  a                        after -1:2
+     1 device Backward a                        after 0
+     2 device Step     all  280 B, 10 elements  after 1
     """
     sketch = Sketch("resident")
-    sketch.compute(
-        spans, lambda place: [OpKey("Gather" if spans[place].gather_nbytes else "Step", spans[place].name, 1)]
-    )
+    updated = OpKey("Step", "all", 1)
+    sketch.compute(spans, lambda place: [OpKey("Gather", spans[place].name, 1) if _shown(spans[place]) else updated])
+    nbytes, numel = sum(span.step_nbytes for span in spans), sum(span.numel for span in spans)
+    last = sketch.add("Step", "all", lane, map(reduced, spans), nbytes, numel)
     for span in spans:
-        last = sketch.add("Step", span.name, "device", map(reduced, spans), span.step_nbytes, span.numel)
         sketch.gather(span, last)
     return sketch.program()
 
@@ -159,9 +161,8 @@ def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> Program:
 
     What ranks show each other they gather then, and nothing runs beside it.
     """
-    shown = {span.name: bool(span.gather_nbytes) and not span.gathered_again for span in spans}
-    seen: list[OpKey] = [OpKey("Gather" if shown[span.name] else "Publish", span.name, 1) for span in spans]
-    stored = [OpKey(_stored(span), span.name, 1) for span in spans]
+    seen: list[OpKey] = [OpKey("Gather" if _shown(span) else "Publish", span.name, 1) for span in spans]
+    stored = [OpKey("Store" if span.param_nbytes else "Step", span.name, 1) for span in spans]
     sketch = Sketch("delayed", on_disk)
     sketch.compute(spans, lambda place: seen if place == 0 else [], fetched=True)
     # All of it is stored before the first is published. The others follow that one, so that edges stay linear.
@@ -171,21 +172,16 @@ def _delayed(spans: Sequence[Span], shadow: bool, on_disk: bool) -> Program:
         published += sketch.publish(span, published[:1] or ready, span.param_nbytes if shadow else 0)
     after = published
     for span in spans:
-        if shown[span.name]:
-            after = sketch.gather(span, after)
+        after = sketch.gather(span, after) or after
     norm = sketch.norm(spans, map(fetched, spans))
     for span in reversed(spans):  # as the next gradients come: what they are fetched into is free sooner
         free: OpKey = OpKey("Publish", span.name)
         read: list[OpKey] = [OpKey("Store", span.name, 1)] if span.param_nbytes else []
         last = sketch.step(span, [*norm, *read] if shadow else [*norm, free])
-        last = sketch.store(span, [*last, free]) or last
-        if not shown[span.name]:
-            sketch.gather(span, last)
+        sketch.store(span, [*last, free])
     return sketch.program()
 
 
-def _stored(span: Span) -> str:
-    """What updated parameters wait for `Publish` after."""
-    if span.gather_nbytes and span.gathered_again:
-        return "Gather"
-    return "Store" if span.param_nbytes else "Step"
+def _shown(span: Span) -> bool:
+    """Whether ranks gather what was updated before the next forward, and then no more."""
+    return bool(span.gather_nbytes) and not span.gathered_again

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerokern.core.errors import got
 
@@ -80,6 +80,8 @@ class Span:
     """updated parameters that ranks exchange, as each of them sends"""
     gathered_again: bool = False
     """forward and backward gather them; else it is done once, for all ranks to see what was updated"""
+    unit: int | None = None
+    """those of one number are gathered together; 0 is what encloses all others; None: alone"""
     record_nbytes: int = 0
     """state that rests on disk: read and written by the update"""
     fetch_nbytes: int = 0
@@ -107,7 +109,7 @@ class Span:
         own_master: bool = True,
         fetched: bool = True,
         stored: bool = True,
-        **others: float,
+        **others: Any,
     ) -> Span:
         """What an update of so many elements moves: a gradient is read, state and parameters are read and written.
 
@@ -120,7 +122,7 @@ class Span:
         """
         moved = round(grad_nbytes + (2 if own_master else 1) * param_nbytes + 2 * state_nbytes)
         crossing = grad_nbytes if fetched else 0, param_nbytes if stored else 0
-        return cls(name, numel, *crossing, moved, **others)  # type: ignore[arg-type]
+        return cls(name, numel, *crossing, moved, **others)
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from zerokern.core.errors import got
 
-__all__ = ["Event", "Launched", "Recorder"]
+__all__ = ["Event", "Launched", "Recorder", "SpanRecorder"]
 
 LIMIT = 1 << 16
 
@@ -56,6 +58,18 @@ class Recorder:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise ValueError(got("limit", limit, "a whole number of events from 1 on"))
         self._kept: deque[Event | Launched] = deque(maxlen=limit)
+        self._step, self._turns = 1, Counter[tuple[str, str]]()
+
+    def submitted(self, step: int) -> None:
+        """A step's program has been submitted: what begins outside of it from here on belongs to the next step."""
+        self._step = step + 1
+        self._turns.clear()
+
+    def begin(self, lane: str, verb: str, what: str, nbytes: int = 0) -> Launched:
+        """Notes that an op begins which no executor runs: one of the model's own, in the step that it is part of."""
+        turn = self._turns[verb, what]
+        self._turns[verb, what] += 1
+        return self.launched(self._step, lane, verb, what, time.perf_counter_ns(), nbytes, turn)
 
     def note(
         self, step: int, lane: str, verb: str, what: str, begin_ns: int, end_ns: int, nbytes: int = 0, turn: int = 0
@@ -94,3 +108,50 @@ def _event(one: Event | Launched) -> Event:
     if isinstance(one, Event):
         return one
     return Event(one.step, one.lane, one.verb, one.what, one.begin_ns, one.end_ns, one.nbytes, one.turn)
+
+
+class SpanRecorder:
+    """Notes what a model does with one of its buckets, under the name that the bucket has in a step program."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+        self._coming: Launched | None = None
+
+    def sent(self, verb: str, nbytes: int, ranks: int, handle: Any, times: int = 1) -> Any:
+        """Notes a collective over so many bytes, until the handle that this returns has been waited for."""
+        if ranks == 1:
+            return handle
+        sent = times * max(1, nbytes // ranks * (ranks - 1))
+        entry = self._recorder.begin("net", verb, self._name, sent)
+        if handle is None:
+            self._recorder.ended(entry)
+            return None
+        return _Noted(handle, partial(self._recorder.ended, entry))
+
+    def fetching(self, lane: str, nbytes: int) -> None:
+        """Notes that its parameters are on their way to where they are gathered from, until `fetched`."""
+        what = f"{self._name} parameters{' on disk' if lane == 'read' else ''}"
+        self._coming = self._recorder.begin(lane, "Fetch", what, nbytes)
+
+    def fetched(self) -> None:
+        """Notes that its parameters are there."""
+        entry, self._coming = self._coming, None
+        if entry is not None:
+            self._recorder.ended(entry)
+
+
+class _Noted:
+    """A collective's handle whose end is noted."""
+
+    def __init__(self, handle: Any, ended: Callable[[], None]) -> None:
+        self._handle, self._ended = handle, ended
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._ended()
+
+    def advance(self) -> bool:
+        return bool(self._handle.advance())
+
+    def done(self) -> bool:
+        return bool(self._handle.done())

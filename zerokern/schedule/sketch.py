@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from .passes import ROOT, step_of
 from .program import Op, Program, Ref, Span
 
 __all__ = ["NORM", "OpKey", "Sketch", "fetched", "reduced"]
@@ -44,16 +45,45 @@ class Sketch:
         self._records: list[str] = []
 
     def compute(self, spans: Sequence[Span], begin: Callable[[int], list[OpKey]], fetched: bool = False) -> None:
-        """Forward, backward and reduction; with `fetched` gradients leave for the host as they become complete."""
-        last: list[OpKey] = []
+        """Forward, backward and reduction; with `fetched` gradients leave for the host as they become complete.
+
+        Spans that are `gathered_again` are so unit by unit, before forward and before backward, as a pass does it.
+        """
+        units: dict[int, list[int]] = {ROOT: []}
         for place, span in enumerate(spans):
-            last = self.add("Forward", span.name, "device", [*last, *begin(place)], flops=span.forward_flops)
-        for span in reversed(spans):
-            last = self.add("Backward", span.name, "device", last, flops=span.backward_flops)
-            if span.reduce_nbytes:
-                self.add("Reduce", span.name, "net", last, span.reduce_nbytes)
-            if fetched:
-                self.fetch(span, [reduced(span), OpKey("Step", span.name, 1)])
+            units.setdefault(place + 1 if span.unit is None else span.unit, []).append(place)
+        last: list[OpKey] = []
+        there: dict[int, list[OpKey]] = {}
+        ready = begin(0)
+        for verb, unit in step_of([one for one in units if one != ROOT], [0] * (max(units) + 1)):
+            places = units[unit] if verb == "Forward" else units[unit][::-1]
+            if verb == "Gather":
+                again = int(unit in there)
+                there[unit] = []
+                for place in sorted(places):
+                    span = spans[place]
+                    if span.gather_nbytes and span.gathered_again:
+                        # others follow it in their lane, so that edges stay linear
+                        after = [*last, *([] if again else begin(place)), *ready]
+                        what, nbytes, ready = span.name, span.gather_nbytes // 2, []
+                        there[unit] += self.add("Gather", what, "net", after, nbytes, turn=again)
+                continue
+            for place in places if verb != "Release" else ():
+                span = spans[place]
+                if verb == "Reduce":
+                    self._leave(span, last, fetched)
+                    continue
+                needed = [*last, *there.get(ROOT, ()), *there.get(unit, ())]
+                if verb == "Forward":
+                    last = self.add(verb, span.name, "device", [*needed, *begin(place)], flops=span.forward_flops)
+                else:
+                    last = self.add(verb, span.name, "device", needed, flops=span.backward_flops)
+
+    def _leave(self, span: Span, computed: list[OpKey], fetched: bool) -> None:
+        if span.reduce_nbytes:
+            computed = self.add("Reduce", span.name, "net", computed, span.reduce_nbytes)
+        if fetched:
+            self.fetch(span, [*computed, OpKey("Step", span.name, 1)])
 
     def fetch(self, span: Span, after: Iterable[OpKey], turn: int = 0) -> list[OpKey]:
         return self.add("Fetch", span.name, "down", after, span.grad_nbytes, turn=turn) if span.grad_nbytes else []
@@ -88,7 +118,10 @@ class Sketch:
         return self.add("Store", span.name, "up", after, span.param_nbytes) if span.param_nbytes else []
 
     def gather(self, span: Span, after: Iterable[OpKey]) -> list[OpKey]:
-        return self.add("Gather", span.name, "net", after, span.gather_nbytes) if span.gather_nbytes else []
+        """Shows all ranks what was updated, unless each use gathers it anew."""
+        if span.gathered_again or not span.gather_nbytes:
+            return []
+        return self.add("Gather", span.name, "net", after, span.gather_nbytes)
 
     def publish(self, span: Span, after: Iterable[OpKey], nbytes: int = 0) -> list[OpKey]:
         return self.add("Publish", span.name, "device", after, nbytes)

@@ -20,7 +20,7 @@ from zerokern.schedule.recorder import Recorder
 if TYPE_CHECKING:
     from zerokern.schedule.executor import Run
 
-__all__ = ["ENDED", "LAUNCHED", "PENDING", "STARTED", "Action", "Failure", "RunState", "Task", "Worker", "has_ended"]
+__all__ = ["ENDED", "LAUNCHED", "PENDING", "STARTED", "Action", "Failure", "RunState", "Task", "Worker"]
 
 Action = Callable[[], "Ticket | None"]
 PENDING, STARTED, LAUNCHED, ENDED = range(4)
@@ -34,9 +34,13 @@ class Failure:
     False
     """
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, op: str = "") -> None:
         self.error = error
         self.told = False
+        if op:
+            with contextlib.suppress(Exception):
+                notes = [*getattr(error, "__notes__", ()), f"in {op}, as the executor ran it"]
+                vars(error)["__notes__"] = notes
         self._traceback = error.__traceback__
 
     def throw(self) -> None:
@@ -141,7 +145,7 @@ class Worker:
         self.live = [state for state in self.live if not state.is_over()]
         self.live.append(run._state)
         self.recent.appendleft(run._tasks)
-        for task in run._tasks.values() if not run._executor.inline else ():
+        for task in run._tasks.values():
             if task.op.lane != "device":
                 self._lanes[task.op.lane].append(task)
         self.tell()
@@ -209,23 +213,15 @@ class Worker:
         """Runs an action and keeps its ticket."""
         action, task.action, task.after = task.action, None, []
         task.state = STARTED
-        op, step, recorder = task.op, task.run_state.step + task.ahead, self.recorder
-        if op.lane == "device":
+        if task.op.lane == "device":
             task.run_state.to_perform -= 1
             task.run_state.ahead -= task.ahead
-        begin = 0 if recorder is None else time.perf_counter_ns()
-        ticket = None if action is None else action()
-        if ticket is None:
-            if recorder is not None:
-                recorder.note(step, op.lane, op.verb, op.what, begin, time.perf_counter_ns(), op.nbytes, op.turn)
+        state = task.run_state
+        task.ticket, task.entry = started(task.op, action, state.step + task.ahead, state.name, self.recorder)
+        if task.ticket is None:
             self._advance(task, ENDED)
             return
-        if not hasattr(ticket, "wait"):
-            raise TypeError(got(f"the result of {task}", ticket, "None, or a ticket with wait() and done()"))
-        if recorder is not None:
-            task.entry = recorder.launched(step, op.lane, op.verb, op.what, begin, op.nbytes, op.turn)
-        task.ticket = ticket
-        self._launched[op.lane].append(task)
+        self._launched[task.op.lane].append(task)
         self._advance(task, LAUNCHED)
 
     def wait_for(self, task: Task) -> None:
@@ -312,10 +308,7 @@ class Worker:
             self.recent.clear()
             for lane in self._lanes.values():
                 lane.clear()
-            with contextlib.suppress(Exception):
-                notes = [*getattr(error, "__notes__", ()), f"in {task}, as the executor ran it"]
-                vars(error)["__notes__"] = notes
-            self.failure = Failure(error)
+            self.failure = Failure(error, str(task))
             for state in ended:
                 state.failed = self.failure
             self.tell()
@@ -347,6 +340,22 @@ class Worker:
             self.live = []
             self.over = True
             self.tell()
+
+
+def started(op: Op, action: Action | None, step: int, program: str, recorder: Recorder | None) -> tuple[Any, Any]:
+    """Runs the action of an op. Returns its ticket, if it gives one, and what the recorder is told its end with."""
+    begin = 0 if recorder is None else time.perf_counter_ns()
+    ticket = None if action is None else action()
+    if ticket is None:
+        if recorder is not None:
+            recorder.note(step, op.lane, op.verb, op.what, begin, time.perf_counter_ns(), op.nbytes, op.turn)
+        return None, None
+    if not hasattr(ticket, "wait"):
+        what = f"the result of {op.verb} {op.what} of step {step} ({program})"
+        raise TypeError(got(what, ticket, "None, or a ticket with wait() and done()"))
+    if recorder is None:
+        return ticket, None
+    return ticket, recorder.launched(step, op.lane, op.verb, op.what, begin, op.nbytes, op.turn)
 
 
 def has_ended(ticket: Any) -> bool:

@@ -122,6 +122,8 @@ class GatheredUnit:
                 error.args = (f"{self.called} cannot be fetched: {error}",)
             memory.group.give_up(str(error))
             raise
+        if memory.recorder is not None:
+            memory.recorder.fetched()
 
     def _notice_writes(self) -> None:
         """A graph that was made with other values must not go on with these: autograd compares versions."""

@@ -33,7 +33,7 @@ MIXING = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 _pointer_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 _is_trained = operator.attrgetter("requires_grad")
-_home_of = operator.attrgetter("_zk_home")
+_reference_of = operator.attrgetter("_zk_home")
 
 
 @functools.cache
@@ -113,6 +113,7 @@ class Guard:
         self._params = [tenant.param for tenant in self._plain]
         homes = {home.name: home for home in sharding.homes}
         self._homes = [homes[tenant.name] for tenant in self._plain]
+        self._references = list(map(_reference_of, self._params))
         self._addresses = self._whereabouts()
         self._versions = list(map(_version_of, self._params))
         if self._params:
@@ -189,10 +190,10 @@ class Guard:
             )
         versions = list(map(_version_of, self._params))
         try:
-            known = all(map(operator.is_, map(_home_of, self._params), self._homes))
+            here = all(map(operator.is_, map(_reference_of, self._params), self._references))
         except AttributeError:  # one of them lost it
-            known = False
-        if known and versions == self._versions:
+            here = False
+        if here and versions == self._versions:
             return
         whose = list(map(home_of, self._params))
         for place, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):

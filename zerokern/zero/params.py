@@ -20,6 +20,7 @@ from zerokern.memory import HostPlace, Rest
 from zerokern.memory.copies import Copy
 from zerokern.memory.pages import on_huge_pages
 from zerokern.memory.place import DevicePool
+from zerokern.schedule.recorder import SpanRecorder
 from zerokern.zero import hooks
 from zerokern.zero.computing import leaf_over
 from zerokern.zero.homes import Home, alias, give_home
@@ -90,6 +91,8 @@ class BucketMemory:
     With a `host` the shard lies there, `kept`, and a gather copies it to the device that computes; or a `lift` does,
     from where it rests.
     """
+
+    recorder: SpanRecorder | None = None  # of the optimizer that steps it
 
     def __init__(
         self,
@@ -208,6 +211,8 @@ class BucketMemory:
         if self.rest is not None and not self._fetched:
             self.rest.fetch()
             self._fetched = True
+            if self.recorder is not None and self.lift is None:
+                self.recorder.fetching("read", self.bucket.shard_numel * self.dtype.itemsize)
 
     def let_go(self) -> None:
         """The shard has been gathered, or need not be."""
@@ -221,6 +226,12 @@ class BucketMemory:
 
         From the host a shard goes to its own span there, beside what computes; on several ranks the others follow it.
         """
+        handle = self._gather(full)
+        if self.recorder is None or full is not None:
+            return handle
+        return self.recorder.sent("Gather", self.nbytes, self.group.size, handle)
+
+    def _gather(self, full: Tensor | None) -> Handle:
         if self.host is None:
             return self.group.all_gather(self.full if full is None else full, self.shard)
         own = self.own if full is None else alias(full, self.group.rank * self.bucket.shard_numel, self.shard.shape)

@@ -119,11 +119,16 @@ class Publisher:
 
     def gather_all(self) -> None:
         if self.gathers:
-            for handle in [self._spread(number) for number in range(len(self._memories))]:
+            handles = []
+            for memory in self._memories:
+                handle, recorder = self.launch_gather(memory), memory.recorder
+                size = memory.group.size
+                handles.append(handle if recorder is None else recorder.sent("Gather", memory.nbytes, size, handle))
+            for handle in handles:
                 handle.wait()
 
-    def _spread(self, number: int) -> Handle:
-        memory = self._memories[number]
+    def launch_gather(self, memory: BucketMemory) -> Handle:
+        """Send this rank's span of a bucket to all, between the other collectives of this thread."""
         with during("", of=f"updated parameters from {memory.called} on"):
             return memory.group.all_gather(memory.full)
 

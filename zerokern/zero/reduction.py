@@ -185,6 +185,8 @@ class Reduction:
         more = ", added to those of an earlier pass" if bucket.held else ""
         with during(BACKWARD, of=f"gradients from {bucket.memory.called} on{more}"):
             handle = bucket.reduce(bucket.buffer, adds, self._scratch_for(bucket))
+        if (recorder := bucket.memory.recorder) is not None:
+            handle = recorder.sent("Reduce", bucket.nbytes, bucket.group.size, handle, 2 if bucket.replicated else 1)
         if handle is None:
             bucket.tell()
         else:

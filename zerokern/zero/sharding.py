@@ -310,9 +310,13 @@ class Sharding:
 
     def publish(self) -> None:
         """Let all ranks see what an optimizer has written into the pieces. Every rank calls it."""
+        self.begin_publishing()
+        self.publisher.gather_all()
+
+    def begin_publishing(self) -> None:
+        """As `publish`, but for the gathers, which the caller makes in the order of the buckets."""
         self.publisher.finish()
         self._announce()
-        self.publisher.gather_all()
 
     def publish_later(self, ready: Callable[[int], None], failed: Callable[[Exception], bool]) -> None:
         """As `publish`, of an update that is under way: `ready(i)` returns once it has reached trained bucket i.

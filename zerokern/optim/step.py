@@ -1,0 +1,517 @@
+"""Runs each update as a step program: gives its ops their actions, and accounts for what became of it.
+
+Under "sync" the program runs inline, in the thread that calls `step()`. Under "overlap" and `Delayed` a worker runs it
+beside what the program does next; at most one update is pending then. It has one of three outcomes. Nothing was
+changed, and the step may be tried again; or it was made; or it was broken off, and the optimizer is torn until a load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from zerokern.comm import during
+from zerokern.core.errors import CommError
+from zerokern.optim import device
+from zerokern.optim.accord import say_outcome
+from zerokern.optim.interrupts import whole
+from zerokern.optim.leaving import Departure, Leaving
+from zerokern.optim.local import LATE, PENDING, Local, localised
+from zerokern.optim.outside import watched
+from zerokern.optim.parts import Part, parts_of
+from zerokern.optim.survey import Groups, Survey
+from zerokern.optim.update import Update, buckets_of
+from zerokern.schedule import Delayed, Program
+from zerokern.schedule.executor import Executor
+from zerokern.schedule.recorder import SpanRecorder
+
+if TYPE_CHECKING:
+    from zerokern.optim.binding import Binding
+    from zerokern.optim.decide import Decision
+    from zerokern.optim.holdings import Holdings
+
+__all__ = ["StepRunner"]
+
+CALLS = "delayed_calls"  # in param_groups: how often `step()` was called, which says when the delay begins
+
+
+class StepRunner:
+    """The updates of one optimizer, of which one may be pending.
+
+    Whatever uses the optimizer calls `finish` first, with the groups as they are then.
+    """
+
+    def __init__(self, holdings: Holdings, decision: Decision) -> None:
+        self._holdings, self._decision = holdings, decision
+        self.pending: Update | None = None
+        self.leaving: Leaving | None = None
+        self._groups: Groups = ()
+        self._executors: dict[bool, Executor] = {}  # by whether they run inline
+        self._parts: tuple[Local | None, list[Part]] = (None, [])
+        self._program: tuple[tuple[Any, ...], Program] | None = None
+        self._unpublished: Update | None = None  # a delayed update that was made
+        self._fetched: dict[str, Any] = {}  # tickets of gradients on their way, by part
+        self._gates: list[Any] = []
+        self._on_their_way: list[Any] = []
+        self._owes_publish = False  # an update failed here, and other ranks publish it
+
+    @property
+    def waited_ns(self) -> Mapping[str, int]:
+        """For how long threads have waited for ops of updates, by lane."""
+        waited = [one.waited_ns for one in self._executors.values()]
+        return waited[0] if len(waited) == 1 else sum(map(Counter, waited), Counter())
+
+    @property
+    def _runs_inline(self) -> bool:
+        return self._holdings.schedule == "sync" or not self._holdings.is_scheduled
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks tell each other how the update went before `step()` returns."""
+        return self._holdings.moves_on_disk and self._runs_inline
+
+    def _executor(self) -> Executor:
+        inline = self._runs_inline
+        found = self._executors.get(inline)
+        if found is None:
+            found = self._executors[inline] = Executor(self._holdings.recorder, inline=inline)
+        return found
+
+    # Before the update: parameters and gradients.
+
+    def localise(self, groups: Groups) -> Local:
+        """What stands for the parameters; where they are others than before, what was pending is published first."""
+        here = self._holdings
+        last, stepped = here.local, here.bound.binding is not None
+        here.state = watched(here.state)
+        if last is not None and last.changes_over:
+            here.catch_up()  # who follows what was written knows it by what it was
+        if last is not None and last.host is not None and last.host.late and not last.knows(groups):
+            last.look()
+            self._publish_pending(last)
+        local = here.local = localised(last, groups, here.state, stepped, here.hosting(groups), here.group)
+        if here.recorder is not None and local is not last:
+            for _, memory, name in buckets_of(local, self._parts_of(local)):
+                memory.recorder = SpanRecorder(here.recorder, name)
+        return local
+
+    def read_gradients(self, local: Local, *, unscaled: bool) -> None:
+        """Fetches gradients to where the update reads them; what an earlier step made and kept back is published.
+
+        `unscaled`: GradScaler has written into gradients, which it does not count as writing.
+        """
+        host = local.host
+        if host is None:
+            local.enter()
+            return
+        local.look()
+        if host.late:
+            self._publish_pending(local)
+        parts = self._parts_of(local)
+        if self.leaving is None or self.leaving.local is not local:
+            self.leaving = Leaving.of(self.leaving, local, parts, self._holdings.schedule != "sync")
+        early = self.leaving.departures()
+        try:
+            grads = local.gradients()
+            local.fold_near(grads)
+            self._fetch(local, parts, grads, early, unscaled)
+        finally:
+            for departure in early.values():
+                departure.forget()
+        local.lend(grads)
+
+    def _fetch(
+        self, local: Local, parts: Sequence[Part], grads: dict[int, Tensor], early: dict[str, Departure], unscaled: bool
+    ) -> None:
+        host = local.host
+        assert host is not None
+        self._fetched, self._gates = {}, []
+        for departure in early.values() if unscaled else ():
+            departure.forget()
+        for departure in early.values():
+            departure.compare()
+        for part in reversed(parts):  # as the program has it, and as gradients came
+            pairs = [(local.twin(place), grads[place]) for place in part.members if place in grads]
+            left = early.get(part.name)
+            again = host.fetch(pairs)
+            ticket = again if again is not None or left is None else left.ticket  # of one stream: the last ends last
+            if ticket is None:
+                continue
+            self._fetched[part.name] = ticket
+            if part.sharding is not None:
+                part.sharding.gradient_buckets[part.bucket].reads_until(ticket.gate)
+                continue
+            shown = [local.everyone[place].grad for place in part.members if place in grads]
+            kept = [twin.keeps(grad) for (twin, _), grad in zip(pairs, shown, strict=True) if grad is not None]
+            if any(kept):
+                self._gates.append(ticket)
+
+    def release_gradients(self) -> None:
+        """Returns once gradients may be written: what reads them has done so."""
+        update = self.pending
+        if update is not None and update.in_place:
+            update.run.finish()
+        for ticket in self._on_their_way:
+            ticket.gate()
+
+    def _parts_of(self, local: Local) -> list[Part]:
+        if self._parts[0] is not local:
+            self._parts = (local, parts_of(local.pieces, local.homes))
+        return self._parts[1]
+
+    # The update itself.
+
+    def submit(
+        self, survey: Survey, bind: Callable[[], Binding], prepare: Callable[[Binding], None], *, first: bool
+    ) -> None:
+        """Makes the update, or begins it: returns when as much of it is done as the schedule promises.
+
+        `first`: of its kind, so that state may have to be made, which no step that is skipped makes.
+        """
+        here, local = self._holdings, self._holdings.local
+        accord = None if local is None else local.accord
+        inline = self._runs_inline
+        lazily = not inline and here.schedule == "overlap"
+        if inline or lazily or first or not survey.params or (accord is not None and accord.meets):
+            for ticket in self._fetched.values():
+                ticket.wait()
+            if self._decision.take() is None:
+                if local is not None and local.host is not None:
+                    local.host.consumed(list(local.host.twins.values()), updated=False)
+                self._count_call()
+                return
+        with nullcontext() if accord is None else accord.prepared():
+            binding = bind() if survey.params else None
+        if binding is None:
+            with self._reported(lambda: False):
+                pass
+            if local is not None:
+                self._publish(local, None)
+            self._count_call()
+            return
+        update = Update(binding, self._decision, by_parts=here.is_scheduled)
+        taken = [] if local is None else self._taken(local, binding)
+        if update.by_parts:
+            order = taken[::-1] if here.delays else taken
+            binding.arrange([part.members for part in order])
+        if inline:
+            self._run_inline(local, update, taken, prepare)
+            return
+        assert local is not None
+        prepare(binding)
+        for publisher in local.publishers if lazily else ():
+            publisher.prepare()
+        with whole("the step"):  # a Ctrl-C now would leave a run that nobody knows of; what is waited for comes later
+            self._begin(local, update, taken, lazily)
+            if lazily:
+                self._publish_later(local, update, taken)
+        if lazily:
+            self._wait_for_first(local, update)
+        elif update.publish_when_done:
+            self.finish(self._groups)
+
+    def _taken(self, local: Local, binding: Binding) -> list[Part]:
+        """The parts that the update is about, in the order in which forwards need them."""
+        there = set(binding.survey.numbers)
+        return [part for part in self._parts_of(local) if not there.isdisjoint(part.members)]
+
+    def _run_inline(
+        self, local: Local | None, update: Update, taken: Sequence[Part], prepare: Callable[[Binding], None]
+    ) -> None:
+        here, binding = self._holdings, update.binding
+        ran: list[Update] = []
+        with whole("the step") if update.by_parts else nullcontext():  # one that is made at once is one call
+            try:
+                with self._reported(lambda: any(one.changed for one in ran)):
+                    prepare(binding)
+                    ran.append(update)
+                    self._begin(local, update, taken, lazily=False)
+                    here.torn = True
+                    self._wait_until_made(update)
+                    update.count()
+            except BaseException as error:  # refused, here or on another rank, or the second Ctrl-C
+                if update.began and update.counted is False and binding.carried_out:
+                    update.count()
+                here.torn = update.torn if ran else here.torn
+                self._give_up(update, error)
+                raise
+            here.torn, self.pending = False, None
+            if local is not None:
+                self._publish(local, update)
+            else:
+                update.run.finish()
+
+    def _wait_until_made(self, update: Update) -> None:
+        """Does all but gathers and what follows them."""
+        if not update.by_parts:
+            update.run.wait("Step", "all")
+            return
+        last = next(op for op in reversed(update.run.program.ops) if op.verb in ("Step", "Store"))
+        update.run.wait(last.verb, last.what)
+
+    def _begin(self, local: Local | None, update: Update, taken: Sequence[Part], lazily: bool) -> None:
+        """Hands the program to its executor, with an action for each op that is the optimizer's."""
+        here, inline, tickets = self._holdings, self._runs_inline, self._fetched
+        actions = dict(update.actions(local, taken, tickets, late=here.delays, lazily=lazily, inline=inline))
+        crosses = local is not None and local.host is not None and local.host.copies is not None
+        key = (update.binding, here.schedule, lazily, crosses, frozenset(tickets))
+        if self._program is None or self._program[0] != key:
+            self._program = (key, update.program(here.schedule, local, taken, tickets, lazily=lazily))
+        ahead = ("Publish",) if here.delays and not inline else ()
+        update.run = self._executor().submit(self._program[1], actions, ahead=ahead)
+        self.pending = update
+        update.publish_when_done = not lazily and not self._is_late()
+        self._count_call()
+        for ticket in self._gates:
+            ticket.gate()  # what the program does to gradients from here on, it does behind their copies
+        self._on_their_way = list(self._fetched.values())
+        self._fetched, self._gates = {}, []
+
+    def _is_late(self) -> bool:
+        """Whether this call's update is published by the next one."""
+        return isinstance(schedule := self._holdings.schedule, Delayed) and self._calls() >= schedule.after
+
+    def _calls(self) -> int:
+        return max((group.get(CALLS, 0) for group in self._groups), default=0)
+
+    def _count_call(self) -> None:
+        if self._holdings.delays:
+            calls = self._calls() + 1
+            for group in self._groups:
+                group[CALLS] = calls
+
+    # How parameters become those of the step.
+
+    def _publish(self, local: Local, update: Update | None) -> None:
+        """Lets all ranks see what was updated: until then their parameters are of different steps."""
+        here = self._holdings
+        here.torn = local.accord.publishes = True
+        if update is None:
+            local.publish()
+        else:
+            local.announce()
+            with during("opt.flush"):  # unless it is part of a step
+                for sharding in local.shardings:
+                    sharding.publish() if sharding.publisher is None else sharding.begin_publishing()
+                update.run.finish()
+            update.binding.witness.stepped()
+        here.torn = False
+        self.set_late(False)
+
+    def _publish_pending(self, local: Local) -> None:
+        """Publishes a delayed update that was made."""
+        self._holdings.torn = True
+        update, self._unpublished = self._unpublished, None
+        if update is not None:
+            update.publish()
+        local.publish()
+        self._holdings.torn = False
+        self.set_late(False)
+
+    def set_late(self, late: bool) -> None:
+        """Says, to all ranks and checkpoints, whether an update waits for the next `step()`."""
+        if self._holdings.host is not None and self._holdings.delays:
+            self._holdings.host.late = late
+            for group in self._groups:
+                group[LATE] = late
+
+    def _publish_later(self, local: Local, update: Update, taken: Sequence[Part]) -> None:
+        """Counts parameters as those of this step from here on; forwards wait until they are."""
+        if update.binding.rests_on_disk and not local.accord.in_company:  # others go on, whatever fails here
+            self._take_first(update, taken)
+        update.count()
+        local.announce()
+        for sharding in [one for one in local.shardings if one.publisher is not None]:
+            names = {part.bucket: part.name for part in self._parts_of(local) if part.sharding is sharding}
+            sharding.publish_later(partial(self._perform_bucket, update, names), self._tear)
+        update.binding.witness.stepped()
+
+    def _take_first(self, update: Update, taken: Sequence[Part]) -> None:
+        """Waits for the first part. A disk that cannot be read shows before the step counts: then all is as it was."""
+        try:
+            update.run.wait("Step", taken[0].name)
+        except Exception as error:
+            self._give_up(update, error)
+            say_outcome(error, torn=self._holdings.torn)
+            raise
+
+    def _wait_for_first(self, local: Local, update: Update) -> None:
+        """Waits for what is complete when `step()` returns: all that no forward of a unit waits for."""
+        for part in self._parts_of(local):
+            if part.sharding is None:
+                self._perform(update, part.name)
+        for sharding in local.shardings:
+            if sharding.publisher is not None:
+                sharding.publisher.upto(0)
+            else:
+                sharding.publish()
+
+    def _tear(self, error: Exception) -> bool:
+        """An update cannot be published. Returns whether what all ranks do together goes on until the next step, in
+        which the others hear of it: they would wait for this rank."""
+        self._holdings.torn = True
+        return bool(self._holdings.untold) and not isinstance(error, CommError)
+
+    def _perform_bucket(self, update: Update, names: dict[int, str], bucket: int) -> None:
+        if bucket in names:
+            self._perform(update, names[bucket])
+
+    def _perform(self, update: Update, name: str) -> None:
+        if not update.run.program.has("Publish", name):
+            return
+        try:
+            update.run.perform("Publish", name)
+        except Exception as error:
+            self._give_up(update, error)
+            raise
+
+    # What became of it.
+
+    def finish(self, groups: Groups) -> None:
+        """Returns once what an earlier call left pending is done and accounted for; raises what went wrong with it."""
+        here = self._holdings
+        self._groups = groups
+        update = self.pending
+        if update is None:
+            return
+        try:
+            update.run.finish()
+        except Exception as error:
+            self._give_up(update, error)
+            raise
+        self.pending = None
+        if self._decision.scale is None:
+            return
+        update.count()
+        self._unpublished = update if here.delays else None
+        if update.publish_when_done and here.local is not None:
+            self._publish_pending(here.local)
+        else:
+            self.set_late(True)
+
+    def _reported(self, changed: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Around an update that ends with its step: where it fails on one rank, it fails on all of them."""
+        local = self._holdings.local
+        return local.accord.reported(changed) if local is not None and self.agrees else nullcontext()
+
+    def _give_up(self, update: Update, error: BaseException) -> None:
+        """Ends an update that failed, once."""
+        if self.pending is not update:
+            return
+        here, self.pending = self._holdings, None
+        update.binding.break_off()
+        if not here.is_scheduled or not isinstance(error, Exception):
+            here.torn = here.torn or update.torn
+            return
+        local = here.local
+        accord = None if local is None else local.accord
+        told = accord is not None and self.agrees and accord.agreed
+        if local is not None and accord is not None and accord.in_company and not told:
+            here.untold = str(error)
+            if not update.counted:
+                self._owes_publish = True
+            elif not isinstance(error, CommError):  # others publish it part by part, and their forwards wait for it
+                with contextlib.suppress(CommError):
+                    self._gather_rest(local, update)
+        here.torn = here.torn or update.torn or bool(here.untold)
+
+    def _gather_rest(self, local: Local, update: Update) -> None:
+        """Sends what is left of an update that other ranks publish part by part, and that has failed on this one."""
+        for part in self._parts_of(local):
+            if part.sharding is not None and part.sharding.publisher.gathers and part.name not in update.gathered:
+                part.sharding.publisher.gather(part.bucket).wait()
+
+    def tell(self, error: BaseException) -> None:
+        """A step has failed here: the other ranks hear of it where they wait for this one, or in their next step."""
+        here, local = self._holdings, self._holdings.local
+        accord = None if local is None else local.accord
+        if local is None or accord is None or not accord.in_company:
+            if self.agrees or (here.moves_on_disk and here.torn):
+                say_outcome(error, torn=here.torn)
+            return
+        decided_there = local.host is None and device.holds(local.pieces)  # nobody here has added up
+        if isinstance(error, Exception) and not isinstance(error, CommError) and not decided_there:
+            with contextlib.suppress(CommError):
+                self._publish_with_others(local)
+                accord.refuse(here.untold or str(error), torn=here.torn, reports=self.agrees)
+        if accord.agreed:
+            here.torn, here.untold = accord.torn, ""
+            say_outcome(error, torn=accord.torn)
+        elif accord.met:
+            here.torn, here.untold = True, str(error)
+            if isinstance(error, Exception) and not accord.publishes and not here.is_scheduled:
+                with contextlib.suppress(CommError):
+                    local.publish()  # the others do, and wait for this rank's part
+
+    def _publish_with_others(self, local: Local) -> None:
+        """Publishes what other ranks publish before they meet this one, also of an update that has failed here."""
+        owes, self._owes_publish = self._owes_publish, False
+        if owes:
+            local.publish()
+        elif local.host is not None and local.host.late and not local.accord.met:
+            self._publish_pending(local)
+
+    # For the rest of the optimizer.
+
+    def wait_for_decision(self) -> None:
+        """Returns once the last step's norm, and whether it was skipped, are known."""
+        if self.pending is not None and not self._decision.known:
+            self.pending.run.wait("Norm", "all")
+
+    def wait_until_whole(self, groups: Groups) -> None:
+        """Returns once the state is that of the last step, and consistent; refuses where it cannot be."""
+        self._holdings.refuse_elsewhere()
+        self.finish(groups)
+        self._holdings.refuse_if_torn()
+        self._holdings.catch_up()
+
+    def flush(self, groups: Groups) -> None:
+        """Returns once nothing is pending, and nothing waits to be published."""
+        here = self._holdings
+        here.refuse_elsewhere()
+        try:
+            self.finish(groups)
+            here.refuse_if_torn()
+        finally:
+            if self._owes_publish and here.local is not None:
+                self._publish_with_others(here.local)
+        if here.local is None and any(PENDING in entry for entry in here.state.values() if isinstance(entry, dict)):
+            self.localise(groups)
+        local = here.local
+        if local is None:
+            return
+        for publisher in local.publishers:
+            publisher.finish()
+        if local.host is not None:
+            local.look()
+            if local.host.late:
+                self._publish_pending(local)
+
+    def drop(self, groups: Groups) -> None:
+        """Ends what is pending, whatever becomes of it: state is about to be replaced."""
+        self._groups = groups
+        publishers = () if self._holdings.local is None else self._holdings.local.publishers
+        if self.pending is not None:
+            with contextlib.suppress(Exception):  # where it failed, the optimizer is torn now
+                self.finish(groups)
+            for publisher in publishers:
+                with contextlib.suppress(Exception):
+                    publisher.finish()
+        for publisher in publishers:
+            publisher.forget()
+
+    def close(self, groups: Groups) -> None:
+        """Ends the worker's part of what is pending. Nothing is published, so that no other rank is waited for."""
+        with contextlib.suppress(Exception):  # nobody asks any more what became of it
+            self.finish(groups)
+        if self.leaving is not None:
+            self.leaving.remove()
+        self._fetched, self._gates, self._on_their_way = {}, [], []
+        self.pending = self.leaving = self._unpublished = self._program = None
+        self._owes_publish, self._parts, self._executors = False, (None, []), {}

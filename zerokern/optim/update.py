@@ -1,0 +1,270 @@
+"""One update: what its ops do, the spans of its step program, and how far it came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from zerokern.core.errors import StateError
+from zerokern.optim.parts import Part
+from zerokern.schedule import Delayed, Program, Span, program_of, resident
+from zerokern.zero.partition import shards_parameters, shards_state
+
+if TYPE_CHECKING:
+    from zerokern.optim.binding import Binding
+    from zerokern.optim.decide import Decision
+    from zerokern.optim.hosted import Host, Twin
+    from zerokern.optim.local import Local
+
+__all__ = ["Update", "buckets_of"]
+
+_EDITED = (
+    "a gradient was changed in place after step() and before the update had read it; keep gradients until the next "
+    "backward, or call opt.zero_grad(), which waits"
+)
+Actions = Iterator[tuple[tuple[str, str], Callable[[], Any]]]
+Tickets = Mapping[str, Any]
+
+
+class Update:
+    """One update that has been prepared, and how far it came. `by_parts`: it is made part by part, else at once."""
+
+    def __init__(self, binding: Binding, decision: Decision, *, by_parts: bool) -> None:
+        self.binding, self.decision, self.by_parts = binding, decision, by_parts
+        self.in_place = False  # gradients are read where the program has them
+        self.publish_when_done = False
+        self.began = False  # to be made, at once; of one before it the binding says the same
+        self.counted: bool | None = False  # steps and versions count it; None: that was broken off
+        self.gathered: set[str] = set()  # parts that all ranks have, or are about to
+        self.run: Any = None
+
+    def count(self) -> None:
+        """Counts it as made, once."""
+        if not self.counted:
+            self.counted = None
+            self.binding.stepped()
+            self.counted = True
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything may have been written, or counts as if it had been."""
+        if self.by_parts or self.counted is not False:
+            return self.counted is not False or self.binding.begun
+        return self.began and (self.binding.carried_out or self.binding.torn)
+
+    @property
+    def torn(self) -> bool:
+        """Whether it was broken off with something written."""
+        return self.counted is None or (self.changed if self.by_parts else self.began and self.binding.torn)
+
+    def make(self) -> None:
+        """Makes the update at once."""
+        self.began = True
+        self.binding.run(self.decision.scale)  # type: ignore[arg-type]
+
+    def make_part(self, turn: int) -> bool:
+        """Makes the update of one part. Returns whether there was anything to update with."""
+        scale = self.decision.scale
+        if scale is not None:
+            self.binding.take_turn(turn, scale)
+        return scale is not None
+
+    def make_part_in_place(self, turn: int, readings: Sequence[tuple[Tensor, int]]) -> None:
+        """Makes the update of one part, from gradients that lie where the program has them and could change them."""
+        self.make_part(turn)
+        if any(grad._version != version for grad, version in readings):
+            self.binding.begun = True
+            raise StateError(_EDITED)
+
+    def make_part_of_twins(self, turn: int, host: Host, twins: Sequence[Twin]) -> None:
+        """Makes the update of one part in host memory; its gradients may be fetched anew from then on."""
+        host.consumed(twins, updated=self.make_part(turn))
+
+    def store(self, host: Host, twins: Sequence[Twin], ready: Any) -> Any:
+        """Copies updated values to the device."""
+        return None if self.decision.scale is None else host.store(twins, ready)
+
+    def put_away(self) -> None:
+        """Returns once state that rests elsewhere is there again."""
+        if self.decision.scale is not None:
+            self.binding.put_away()
+
+    def gather(self, part: Part, driver: Any) -> Any:
+        """Sends this rank's span of an updated bucket to all. On a CPU the worker sees it through: nobody else has time
+        for it."""
+        self.gathered.add(part.name)
+        if driver is None:
+            part.sharding.publisher.gather(part.bucket).wait()
+            return None
+        with driver.aside():  # not behind all that the program has launched
+            return _DeviceCollective(part.sharding.publisher.gather(part.bucket), driver)
+
+    def publish(self) -> None:
+        """Puts what a delayed update has made in place, part by part."""
+        for op in self.run.program.ops:
+            if op.verb == "Publish":
+                self.run.perform(op.verb, op.what)
+
+    def actions(
+        self,
+        local: Local | None,
+        parts: Sequence[Part],
+        tickets: Tickets,
+        *,
+        late: bool,
+        lazily: bool,
+        inline: bool,
+    ) -> Actions:
+        """What each op does that is the optimizer's. `parts`: those that are updated, in forward order.
+
+        `tickets`: of parts whose gradients are on their way. `late`: parts are updated in backward order. `lazily`:
+        forwards wait for parts one by one.
+        """
+        if not self.by_parts:
+            yield ("Step", "all"), self.make
+        else:
+            assert local is not None
+            yield ("Norm", "all"), partial(_decide, self.decision)
+            ready = None if local.host is None else local.host.here()
+            for turn, part in enumerate(parts[::-1] if late else parts):
+                yield from self._actions_of(part, turn, local, tickets.get(part.name), ready, lazily)
+            if self.binding.rests_on_disk:
+                yield ("Store", "state"), self.put_away
+        for sharding, memory, name in () if local is None or not inline else buckets_of(local, parts):
+            if sharding.publisher.gathers and memory.bucket.trainable:
+                yield ("Gather", name), partial(sharding.publisher.launch_gather, memory)
+
+    def _actions_of(self, part: Part, turn: int, local: Local, ticket: Any, ready: Any, lazily: bool) -> Actions:
+        name, host, survey = part.name, local.host, self.binding.survey
+        rows = self._rows
+        members = [member for member in part.members if member in rows]
+        crosses = any(survey.numels[rows[member]] for member in members)
+        if ticket is not None and crosses:  # of nothing there is no op
+            yield ("Fetch", name), partial(_given, ticket)
+        self.in_place = host is None
+        if host is None:
+            yield ("Step", name), partial(self.make_part_in_place, turn, local.readings(part.members))
+            yield ("Publish", name), _nothing
+        else:
+            twins = host.of(local.near[member] for member in members)
+            for twin in twins:
+                twin.free = False
+            yield ("Step", name), partial(self.make_part_of_twins, turn, host, twins)
+            if host.copies is not None and crosses:
+                yield ("Store", name), partial(self.store, host, twins, ready)
+            yield ("Publish", name), partial(host.put, twins) if host.delays else _nothing
+        if lazily and part.sharding is not None and part.sharding.publisher.gathers:
+            yield ("Gather", name), partial(self.gather, part, None if host is None else host.driver)
+
+    @property
+    def _rows(self) -> dict[int, int]:
+        return {number: row for row, number in enumerate(self.binding.survey.numbers)}
+
+    def program(
+        self, schedule: str | Delayed, local: Local | None, parts: Sequence[Part], tickets: Tickets, *, lazily: bool
+    ) -> Program:
+        """The step program of this update."""
+        survey, rows = self.binding.survey, self._rows
+        crosses = local is not None and local.host is not None and local.host.copies is not None
+        if local is None:
+            parts = [Part("all", tuple(survey.numbers))]
+        spans = [_span_of(part, rows, self.binding, part.name in tickets, crosses) for part in parts]
+        if local is not None:
+            spans = _with_others(spans, buckets_of(local, parts))
+        if not self.by_parts:
+            return resident(spans, lane="cpu" if survey.device is None else "device")
+        on_disk = self.binding.rests_on_disk
+        return program_of(schedule, spans, shadow=crosses, at_once=not lazily, on_disk=on_disk)
+
+
+class _DeviceCollective:
+    """A collective on a device as a ticket."""
+
+    def __init__(self, handle: Any, driver: Any) -> None:
+        self._handle, self._driver = handle, driver
+
+    def gate(self) -> None:
+        """The current stream waits."""
+        self._handle.wait()
+
+    def wait(self) -> None:
+        with self._driver.aside():
+            self._handle.wait()
+            self._driver.mark(None).wait()
+
+    def done(self) -> bool:
+        return bool(self._handle.done())
+
+
+def _span_of(part: Part, rows: Mapping[int, int], binding: Binding, fetched: bool, stored: bool) -> Span:
+    survey = binding.survey
+    taken = [row for member in part.members if (row := rows.get(member)) is not None]
+    numels = [survey.numels[row] for row in taken]
+    return Span.of(
+        part.name,
+        sum(numels),
+        grad_nbytes=sum(n * survey.grad_dtypes[row].itemsize for n, row in zip(numels, taken, strict=True)),
+        param_nbytes=sum(survey.params[row].nbytes for row in taken),
+        state_nbytes=sum(binding.nbytes_of(survey.params[row]) for row in taken),
+        own_master=survey.layouts[taken[0]].master_format != "fp32",
+        fetched=fetched,
+        stored=stored,
+        **_sent(part),
+    )
+
+
+def _sent(part: Part) -> dict[str, Any]:
+    """What each rank sends of a part's gradients and parameters, as fields of its span."""
+    if part.sharding is None:
+        return {}
+    stage, bucket = part.sharding.stage, part.sharding.gradient_buckets[part.bucket]
+    unit = bucket.memory.bucket.unit if shards_parameters(stage) else None
+    if bucket.group.alone:
+        return {"unit": unit}
+    sent = max(1, bucket.nbytes // bucket.group.size * (bucket.group.size - 1))  # of nothing, too, it is an op
+    if not shards_state(stage):
+        return {"reduce_nbytes": 2 * sent}
+    return {"reduce_nbytes": sent, "unit": unit, **_gathered(part.sharding, bucket.memory)}
+
+
+def _gathered(sharding: Any, memory: Any) -> dict[str, Any]:
+    again, size = shards_parameters(sharding.stage), memory.group.size
+    sent = max(1, memory.nbytes // size * (size - 1))
+    return {"gather_nbytes": sent * (2 if again else 1), "gathered_again": again}
+
+
+def buckets_of(local: Local, parts: Sequence[Part]) -> Iterator[tuple[Any, Any, str]]:
+    """The buckets of all models, by the names of their spans: those that none of the parts updates as well."""
+    names = {id(part.sharding.gradient_buckets[part.bucket].memory): part.name for part in parts if part.bucket >= 0}
+    for index, sharding in enumerate(local.shardings):
+        for number, memory in enumerate(sharding.memories if sharding.publisher is not None else ()):
+            yield sharding, memory, names.get(id(memory), f"bucket {number} of model {index}, not updated here")
+
+
+def _with_others(spans: Sequence[Span], buckets: Iterable[tuple[Any, Any, str]]) -> list[Span]:
+    """Spans in the order of the models' buckets; those that are gathered and not updated are spans of their own."""
+    by_name = {span.name: span for span in spans}
+    found = []
+    for sharding, memory, name in buckets:
+        span = by_name.pop(name, None)
+        again = shards_parameters(sharding.stage)
+        gathers = again or (sharding.publisher.gathers and memory.bucket.trainable)
+        if span is None and gathers and not memory.group.alone:
+            span = Span(name, 0, unit=memory.bucket.unit if again else None, **_gathered(sharding, memory))
+        found += [] if span is None else [span]
+    return [*by_name.values(), *found]
+
+
+def _decide(decision: Decision) -> None:
+    decision.take()
+
+
+def _given(ticket: Any) -> Any:
+    return ticket
+
+
+def _nothing() -> None:
+    pass
