@@ -6,6 +6,7 @@ From the disk it comes in chunks, so that reading and crossing the link are one 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -63,6 +64,7 @@ class _Resting:
             for place in places
         ]
         self.sketch = Sketch(schedule)
+        self.fetched: Counter[int] = Counter()  # by place of a span, how often in this step
         self.rides = {} if schedule == "sync" else self._rides()
 
     def program(self) -> Program:
@@ -108,7 +110,8 @@ class _Resting:
     def _fetch(self, number: int, span: Span, ready: list[OpKey]) -> list[OpKey]:
         """There is room for a span where the one before the last has computed."""
         use, nbytes = self.uses[number], self._read(number)
-        turn = 2 * use.turn + (use.verb == "Backward")
+        turn = self.fetched[use.place]
+        self.fetched[use.place] += nbytes > 0
         room, there = self._computed(number - 2), list(ready)
         room += self._begin() if number < 2 else ()
         rides = self.rides.get(use.place) == number
