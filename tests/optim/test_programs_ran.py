@@ -21,7 +21,7 @@ from zerokern.optim import parts
 from zerokern.optim.hosted import Host
 from zerokern.planner import forecast
 from zerokern.planner.forecast import step_program
-from zerokern.schedule import Machine, Op, Program, simulate
+from zerokern.schedule import Machine, Op, StepProgram, simulate
 from zerokern.schedule.executor import Executor
 from zerokern.schedule.recorder import Event, Recorder
 
@@ -35,7 +35,7 @@ SLOW = {where: {"stretch": {where: SLOW_S}} for where in ("compute", "down", "up
 
 @dataclass
 class Submitted:
-    program: Program
+    program: StepProgram
     actions: frozenset[tuple[str, str]]
     ahead: frozenset[str]
 
@@ -46,7 +46,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Recorder], list[Subm
     found: list[tuple[Recorder | None, Submitted]] = []
     submit = Executor.submit
 
-    def told(self: Executor, program: Program, actions: Any, *, ahead: Sequence[str] = ()) -> Any:
+    def told(self: Executor, program: StepProgram, actions: Any, *, ahead: Sequence[str] = ()) -> Any:
         found.append((self.recorder, Submitted(program, frozenset(actions), frozenset(ahead))))
         return submit(self, program, actions, ahead=ahead)
 

@@ -11,7 +11,7 @@ from zerokern.core.errors import got
 from zerokern.planner.amounts import gigabytes, table_of
 from zerokern.planner.hiding import Hiding, efficiency, hiding
 from zerokern.planner.steps import SPANS, StepShape
-from zerokern.schedule import Delayed, Machine, Program, flow_bound, program_of, resident, simulate
+from zerokern.schedule import Delayed, Machine, StepProgram, flow_bound, program_of, resident, simulate
 
 if TYPE_CHECKING:
     from zerokern.planner.planning import Plan
@@ -194,7 +194,7 @@ def forecast(plan: Plan, machine: Machine, tokens: Sequence[int] = USUAL) -> For
     return Forecast(plan.subject.title, machine, tuple(rows), needed, hidings, shape.flops, left)
 
 
-def step_program(plan: Plan, schedule: str, tokens: int, spans: int | None = None) -> Program:
+def step_program(plan: Plan, schedule: str, tokens: int, spans: int | None = None) -> StepProgram:
     """The step that is simulated, of one rank: with its machine's share (`Machine.shared_by`) it gives the same times.
 
     `spans`: in about so many parts, instead of as many as a prediction has.
@@ -210,7 +210,7 @@ def _spans_of(plan: Plan) -> int:
     return _RESTING_SPANS if plan.recipe.rests else SPANS
 
 
-def _program(shape: StepShape, name: str, tokens: int) -> Program:
+def _program(shape: StepShape, name: str, tokens: int) -> StepProgram:
     if name not in (NO_OFFLOAD, *SCHEDULES):
         raise ValueError(got("schedule", name, " | ".join(map(repr, (NO_OFFLOAD, *SCHEDULES)))))
     spans = shape.spans(tokens)
@@ -240,7 +240,7 @@ def _predictions(shape: StepShape, machine: Machine, names: Sequence[str], token
         )
 
 
-def _compute(program: Program, machine: Machine) -> float:
+def _compute(program: StepProgram, machine: Machine) -> float:
     return sum(machine.seconds(op) for op in program.ops if op.verb in ("Forward", "Backward"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerokern.schedule import Machine, Program
+from zerokern.schedule import Machine, StepProgram
 
 __all__ = ["Hiding", "efficiency", "hiding"]
 
@@ -34,7 +34,7 @@ def efficiency(ait: float, bytes_s: float, flops_s: float) -> float:
     return ait * bytes_s / (ait * bytes_s + flops_s) if ait * bytes_s + flops_s else 1.0
 
 
-def hiding(program: Program, machine: Machine, tokens: int) -> Iterator[Hiding]:
+def hiding(program: StepProgram, machine: Machine, tokens: int) -> Iterator[Hiding]:
     """Link by link, then the disk in both directions at once, then host memory, for a step of so many tokens.
 
     >>> from zerokern.planner import plan

@@ -21,7 +21,7 @@ from zerokern.planner.recipe import Arrangement, Recipe
 from zerokern.planner.rest import Move, moves_of
 from zerokern.planner.shapes import named
 from zerokern.planner.share import Share, pinned_nbytes, share_of
-from zerokern.schedule import Delayed, Machine, Program, machine_of
+from zerokern.schedule import Delayed, Machine, StepProgram, machine_of
 from zerokern.zero.partition import STAGES, check_stage
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Plan:
         return pinned_nbytes(self.subject, self.recipe, self.stage, self.settings)
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> StepProgram:
         """The step in order: what is gathered, computed, released, reduced, updated and published."""
         buckets = self.subject.buckets(self.stage, self.world, self.settings.bucket_bytes)
         return between_ranks(buckets.loads, self.subject.units, self.recipe, self.stage, self.settings)

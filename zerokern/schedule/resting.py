@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .program import Program, Span
+from .program import Span, StepProgram
 from .sketch import NORM, OpKey, Sketch
 
 __all__ = ["resting"]
@@ -27,7 +27,7 @@ class _Use(NamedTuple):
     turn: int
 
 
-def resting(schedule: str, spans: Sequence[Span], passes: int = 1) -> Program:
+def resting(schedule: str, spans: Sequence[Span], passes: int = 1) -> StepProgram:
     """One step over spans in forward order, of which some are fetched; `passes`: micro-batches, one after the other.
 
     "sync": updates after backward. "overlap": each before its span's next forward, on the fetch that this needs anyway.
@@ -67,7 +67,7 @@ class _Resting:
         self.fetched: Counter[int] = Counter()  # by place of a span, how often in this step
         self.rides = {} if schedule == "sync" else self._rides()
 
-    def program(self) -> Program:
+    def program(self) -> StepProgram:
         for number, use in enumerate(self.uses):
             span = self.spans[use.place]
             ready = self._update(number, span) if self.rides.get(use.place) == number else []
