@@ -188,7 +188,7 @@ class Worker:
         try:
             self._serve()
         except BaseException as error:
-            self._die(error)
+            self._end(error)
 
     def _serve(self) -> None:
         """Serves the lanes. It computes with the native pool, so it keeps to the CPUs that the pool was given."""
@@ -212,7 +212,7 @@ class Worker:
                 self._doze(seen)
             else:
                 self._park(seen)
-        self._close()
+        self._end()
 
     def do(self, task: Task) -> None:
         """Runs an action and keeps its ticket."""
@@ -325,25 +325,18 @@ class Worker:
                 with contextlib.suppress(BaseException):  # the first failure is the one that is told
                     self.wait_for(task)
 
-    def _die(self, error: BaseException) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
+        """The thread ends, closed or by an error: what has not ended never will."""
         self._drain()
         with self.lock:
-            self.closing = self.over = self.died = True
-            self.failure = OpFailure(error)
+            self.closing = self.over = True
+            if error is not None:
+                self.died, self.failure = True, OpFailure(error)
             for state in self.live:
-                state.failed = state.failed or self.failure
+                if error is not None or state.left > state.ahead:
+                    closed = StateError(f"{state} had not ended when its executor closed")
+                    state.failed = state.failed or (OpFailure(closed) if error is None else self.failure)
             self.live = []
-            self.tell()
-
-    def _close(self) -> None:
-        self._drain()
-        with self.lock:
-            for state in self.live:
-                if state.left > state.ahead:
-                    says = f"{state} had not ended when its executor closed"
-                    state.failed = state.failed or OpFailure(StateError(says))
-            self.live = []
-            self.over = True
             self.tell()
 
 
